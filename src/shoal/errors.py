@@ -1,0 +1,112 @@
+"""Every error Shoal raises, as one tree.
+
+ShoalError
+├── ConfigError           a setting, spec or override is wrong           (ValueError)
+│   └── UnknownName       a name that does not exist; lists the nearest  (KeyError)
+├── InputError            data handed to a call is wrong                 (ValueError)
+│   ├── ShapeError        wrong shape, length or offsets
+│   ├── DTypeError        wrong dtype or device                          (TypeError)
+│   └── NonFiniteGradient a gradient holds NaN or infinity
+├── DataError             a file or stream is missing, empty or malformed
+├── TableFull             a fixed-capacity table has no room for new ids
+├── TicketError           a ticket was used after its end or by another shard
+├── CheckpointError       saved state is missing, damaged or of another model
+├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
+└── DeviceUnavailable     a device or backend was asked for that is not here
+
+A message says what was wrong, what was got, what is allowed and what to do about it;
+`describe` lays the four out the same way everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DTypeError",
+    "DataError",
+    "DeviceUnavailable",
+    "InputError",
+    "NonFiniteGradient",
+    "OutOfDeviceMemory",
+    "ShapeError",
+    "ShoalError",
+    "TableFull",
+    "TicketError",
+    "UnknownName",
+    "describe",
+    "unknown_name",
+]
+
+
+class ShoalError(Exception):
+    """Root of the tree; catch it to catch everything Shoal raises on purpose."""
+
+
+class ConfigError(ShoalError, ValueError):
+    """A setting, spec or override is wrong."""
+
+
+class UnknownName(ConfigError, KeyError):
+    """A table, feature, segment or key that does not exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class InputError(ShoalError, ValueError):
+    """Data handed to a call is wrong; nothing was changed."""
+
+
+class ShapeError(InputError):
+    """Wrong shape, length or offsets."""
+
+
+class DTypeError(InputError, TypeError):
+    """Wrong dtype or device of a tensor."""
+
+
+class NonFiniteGradient(InputError):
+    """A gradient holds NaN or infinity and the policy is to raise; tables are unchanged."""
+
+
+class DataError(ShoalError):
+    """A file or stream is missing, empty or malformed."""
+
+
+class TableFull(ShoalError):
+    """A fixed-capacity table has no room for new ids; the table is unchanged."""
+
+
+class TicketError(ShoalError):
+    """A ticket was used after its end or handed to a shard that did not issue it."""
+
+
+class CheckpointError(ShoalError):
+    """Saved state is missing, damaged or of another model."""
+
+
+class OutOfDeviceMemory(ShoalError, MemoryError):
+    """A device allocation failed; the shard is unchanged."""
+
+
+class DeviceUnavailable(ShoalError, RuntimeError):
+    """A device or backend was asked for that is not on this machine."""
+
+
+def describe(what: str, *, got: object, allowed: object, remedy: str) -> str:
+    """Lay out an error message: what was wrong, what was got, what is allowed, what to do."""
+    return f"{what}: got {got}; allowed: {allowed}. {remedy}"
+
+
+def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "") -> UnknownName:
+    """Build an `UnknownName` that lists the nearest known names (or all, when there are few)."""
+    names = sorted(known)
+    near = difflib.get_close_matches(got, names, n=5, cutoff=0.4) or names[:10]
+    hint = remedy or "Check the spelling."
+    return UnknownName(
+        describe(f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint)
+    )

@@ -1,0 +1,360 @@
+"""The Shard interface: the only owner of row state, and the values that cross it.
+
+A shard hosts K tables. Ids of several tables travel in one call as `IdGroups`: groups of ids,
+each of one table (one feature is one group; several groups may name the same table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shoal.table.spec import TableSpec
+
+__all__ = [
+    "Entry",
+    "Found",
+    "GradRecord",
+    "IdGroups",
+    "NanPolicy",
+    "Output",
+    "Pool",
+    "PoolPlan",
+    "RowChunk",
+    "Shard",
+    "Slice",
+    "StepContext",
+    "SummedGrads",
+    "TableStats",
+    "Ticket",
+]
+
+NanPolicy = Literal["raise", "skip", "clip"]
+Pooling = Literal["sum", "mean", "first_n"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step knows that a shard may not look up by itself.
+
+    Args:
+        global_step: optimizer steps done before this one.
+        event_time_s: event time of the batch in whole seconds (0..2^32-1); stamps last-seen.
+        learning_rates: table name -> one rate per segment, for tables that differ from their
+            spec's rate at this step; others use `optimizer.rate(global_step)`.
+        nan_policy: "raise" before anything changed; "skip" leaves rows with a non-finite
+            gradient alone and counts them; "clip" puts 0 for NaN, and `nan_clip` for infinities.
+        deterministic: fixed order of sums (the CPU core's order is always fixed).
+    """
+
+    global_step: int = 0
+    event_time_s: int = 0
+    learning_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    nan_policy: NanPolicy = "raise"
+    nan_clip: float = 1.0
+    deterministic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class IdGroups:
+    """Ids of several tables in one call.
+
+    Args:
+        ids_N: int64 [N], contiguous, on the shard's device.
+        splits_G1: int64 [G+1] on the CPU; group g is `ids_N[splits[g]:splits[g+1]]`.
+        tables_G: int32 [G] on the CPU; index into `Shard.specs` of each group's table.
+    """
+
+    ids_N: Tensor
+    splits_G1: Tensor
+    tables_G: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Columns [start, stop) of a feature's rows, written at `column` of output `output`.
+
+    `add` sums into what earlier slices of the plan wrote there (ADDN).
+    """
+
+    start: int
+    stop: int
+    output: int
+    column: int
+    add: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How one group (feature) is pooled.
+
+    "sum" and "mean" give [B, D]; "first_n" gives [B, length, D], zero padded. A slice of a
+    first_n group takes `length * (stop - start)` columns of its output, length-major.
+    """
+
+    pooling: Pooling
+    slices: tuple[Slice, ...]
+    length: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One dense output [B, width] of a plan; `float64` follows from float64 tables."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The static part of a pooled lookup: one `Pool` per group, and the outputs they fill.
+
+    Built once by the embedding collection; shards may cache a compiled form by identity.
+    """
+
+    pools: tuple[Pool, ...]
+    outputs: tuple[Output, ...]
+
+
+@runtime_checkable
+class Ticket(Protocol):
+    """What a training lookup returns. `end()` (or apply, or garbage collection) releases it.
+
+    Rows under a live ticket are neither evicted nor reused.
+    """
+
+    @property
+    def groups(self) -> IdGroups: ...
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N]: the id has a row."""
+        ...
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N]: the id had a row before this lookup."""
+        ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows of a `find`: per group [n_g, D_g] weights (zeros when missing) and bool [N]."""
+
+    weights: tuple[Tensor, ...]
+    found_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GradRecord:
+    """One backward's gradient for one ticket: pooled (plan given) or per position.
+
+    Args:
+        ticket: the forward's ticket.
+        grads: with a plan, one [B, width] per output; else one [n_g, D_g] per group.
+        plan, offsets_GB1, weights_N: what `gather_pooled` was given.
+        scale: factor on every gradient (loss normalisation, grad_reduce).
+    """
+
+    ticket: Ticket
+    grads: tuple[Tensor, ...]
+    plan: PoolPlan | None = None
+    offsets_GB1: Tensor | None = None
+    weights_N: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SummedGrads:
+    """Gradients summed per admitted row: per table k unique ids [U_k] and sums [U_k, D_k].
+
+    `tables` are indices into `Shard.specs`; ids come in order of first appearance.
+    `counts` are occurrences per id.
+    """
+
+    tables: tuple[int, ...]
+    ids: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...]
+    counts: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row in full, for debugging and tests: weights [D], state [S] (float32/64)."""
+
+    id: int
+    weights: Tensor
+    state: Tensor
+    version: int
+    last_seen_s: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Rows of one table, ordered by their hash: the canonical unit of export and load.
+
+    ids [R] int64, weights [R, D] in the row dtype, state [R, S] float32/64, versions [R] int64,
+    last_seen_s [R] int64, counts [R] int64.
+    """
+
+    table: str
+    ids: Tensor
+    weights: Tensor
+    state: Tensor
+    versions: Tensor
+    last_seen_s: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """Counters of one table. Bytes are resident bytes the shard allocated for it."""
+
+    name: str
+    rows: int
+    bytes_total: int
+    bytes_weights: int
+    bytes_state: int
+    bytes_metadata: int
+    bytes_index: int
+    index_load: float
+    inserted: int
+    refused: int
+    evicted: int
+    nonfinite_skipped: int
+
+
+class Shard(Protocol):
+    """All rows, of all tables, that one process owns. Many Python threads may call.
+
+    Verbs are ordered as called. Every verb checks its whole input before it changes anything;
+    empty input is fine. All 2^64 int64 ids are legal.
+    """
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def find(self, groups: IdGroups) -> Found:
+        """Read rows; never inserts."""
+        ...
+
+    def find_pooled(
+        self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`find`, pooled: one [B, width] per output. Missing ids add zeros but count in a mean.
+
+        offsets_GB1: int64 [G*B+1] into ids_N, group-major (as torchrec's KeyedJaggedTensor).
+        """
+        ...
+
+    def find_or_init(
+        self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
+    ) -> Ticket:
+        """Probe, decide admission once, insert admitted ids with their initial value.
+
+        An id that is not admitted keeps its initial value in the ticket; nothing is stored.
+        Duplicates are fine. counts_N: occurrences each position stands for (default 1).
+
+        Raises:
+            TableFull: a table with on_full="raise" has no room; nothing was inserted.
+        """
+        ...
+
+    def gather(self, ticket: Ticket, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Read the ticket's rows now: one [n_g, D_g] per group."""
+        ...
+
+    def gather_pooled(
+        self,
+        ticket: Ticket,
+        plan: PoolPlan,
+        offsets_GB1: Tensor,
+        weights_N: Tensor | None,
+        *,
+        ctx: StepContext,
+    ) -> tuple[Tensor, ...]:
+        """Read and pool the ticket's rows now: one [B, width] per output."""
+        ...
+
+    def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
+        """Sum the gradients per row over all records, one optimizer step per admitted row.
+
+        Stamps version, last-seen (max of event times) and count; ends the tickets.
+        """
+        ...
+
+    def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
+        """The per-row sums `apply` would use, materialised; tickets stay live."""
+        ...
+
+    def apply_summed(
+        self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
+    ) -> None:
+        """`apply` with sums the caller may have changed; ends the records' tickets."""
+        ...
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`apply` without a ticket: inserts what is missing (admission applies), sums duplicates.
+
+        seen_weights: per group [n_g, D_g], the weights the gradients were computed at; only
+        delay-compensated optimizers read it.
+        """
+        ...
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
+        ...
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Add to rows; a missing id is initialised first. Duplicates add up."""
+        ...
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
+        ...
+
+    def evict(self, now_s: int) -> int:
+        """Drop expired rows and rows above `capacity_rows`; returns how many. Never pinned ones."""
+        ...
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+        ...
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table, ordered by hash (placement.hash_ids)."""
+        ...
+
+    def load(self, table: int, chunk: RowChunk) -> None:
+        """Upsert rows with their state and metadata."""
+        ...
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None."""
+        ...
+
+    def size(self, table: int) -> int:
+        """Rows of a table."""
+        ...
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table. Live tickets make it raise TicketError."""
+        ...
+
+    def stats(self) -> tuple[TableStats, ...]: ...

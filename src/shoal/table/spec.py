@@ -1,0 +1,134 @@
+"""What a table is: its name, its row layout, its limits. Frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from shoal.errors import ConfigError, describe, unknown_name
+from shoal.rules.admission import Admission
+from shoal.rules.compressors import Compressor, Float32
+from shoal.rules.expiry import Expiry
+from shoal.rules.initializers import Initializer, Uniform
+from shoal.rules.optimizers import Adagrad, Optimizer
+
+__all__ = ["OnFull", "RowDType", "Segment", "TableSpec"]
+
+RowDType = Literal["float32", "float16", "bfloat16", "float64"]
+OnFull = Literal["raise", "lru", "lfu"]
+
+MAX_DIM = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A column range of a row with its own initializer, optimizer and compressor.
+
+    Monolith calls it a slice. `name` is what learning rates and layouts bind to.
+    """
+
+    dim: int
+    name: str = "vec"
+    initializer: Initializer = field(default_factory=Uniform)
+    optimizer: Optimizer = field(default_factory=Adagrad)
+    compressor: Compressor = field(default_factory=Float32)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dim <= MAX_DIM:
+            raise ConfigError(
+                describe(
+                    f"dim of segment {self.name!r}",
+                    got=self.dim,
+                    allowed=f"1..{MAX_DIM}",
+                    remedy="Split wider rows over several tables.",
+                )
+            )
+        self.optimizer.check_dim(self.dim)
+
+    @property
+    def state_width(self) -> int:
+        """Floats of optimizer state a row carries for this segment."""
+        return self.optimizer.state_width(self.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """A named set of rows.
+
+    Args:
+        name: unique in its collection; part of the key of every initial value.
+        segments: column ranges, left to right; row dim D is the sum of their dims.
+        dtype: storage of weights; 16-bit rows are rounded stochastically on update, optimizer
+            state is float32 (float64 for float64 rows).
+        capacity_rows: most rows the table may hold; None grows without limit.
+        on_full: what happens at `capacity_rows`: "raise" `TableFull` before anything changed,
+            or evict the least recently ("lru") or least frequently ("lfu") used rows.
+        expected_rows: rows to make room for at once; a hint, never a limit.
+        admission: which ids get a row; None admits each at first sight.
+        expiry: which rows `evict(now_s)` drops; None keeps all.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    dtype: RowDType = "float32"
+    capacity_rows: int | None = None
+    on_full: OnFull = "raise"
+    expected_rows: int = 0
+    admission: Admission | None = None
+    expiry: Expiry | None = None
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise ConfigError(
+                describe(
+                    f"segments of table {self.name!r}",
+                    got="none",
+                    allowed="one or more",
+                    remedy="Give the table at least one Segment(dim=...).",
+                )
+            )
+        names = [segment.name for segment in self.segments]
+        if len(set(names)) != len(names):
+            raise ConfigError(
+                describe(
+                    f"segment names of table {self.name!r}",
+                    got=names,
+                    allowed="distinct names",
+                    remedy="Name each segment: Segment(name=..., dim=...).",
+                )
+            )
+        if self.capacity_rows is not None and self.capacity_rows < 1:
+            raise ConfigError(
+                describe(
+                    f"capacity_rows of table {self.name!r}",
+                    got=self.capacity_rows,
+                    allowed="None or at least 1",
+                    remedy="Leave it out for a table that grows.",
+                )
+            )
+
+    @cached_property
+    def dim(self) -> int:
+        """Row dim D."""
+        return sum(segment.dim for segment in self.segments)
+
+    @cached_property
+    def state_width(self) -> int:
+        """Optimizer-state width S, in floats."""
+        return sum(segment.state_width for segment in self.segments)
+
+    def columns(self, segment: str) -> tuple[int, int]:
+        """Column range [start, stop) of a segment.
+
+        Raises:
+            UnknownName: no such segment.
+        """
+        start = 0
+        for candidate in self.segments:
+            if candidate.name == segment:
+                return start, start + candidate.dim
+            start += candidate.dim
+        raise unknown_name(
+            f"segment of table {self.name!r}", segment, [s.name for s in self.segments]
+        )
