@@ -1,0 +1,71 @@
+# The two commands of the README are `make demo` and `make test`; each works on a fresh clone.
+# Everything runs inside .venv; constraints.txt is the one place that pins what is installed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+CORES := $(shell nproc 2>/dev/null || echo 2)
+CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
+BUILD_TOOLS := scikit-build-core nanobind cmake ninja
+
+.PHONY: setup demo test check test-slow test-gpu tsan bench format clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch numpy
+	@touch $@
+
+# Editable, so that Python edits need no reinstall; the core is rebuilt when its sources change.
+# torch comes first and the build is not isolated: a build environment must not install torch.
+$(VENV)/.installed: $(VENV)/.torch $(CORE_SOURCES)
+	$(PIP) install -c constraints.txt $(BUILD_TOOLS)
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/shoal train examples/flights.yaml
+
+test: setup
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
+
+check: setup
+	$(BIN)/ruff check src tests bench scripts
+	$(BIN)/ruff format --check src tests bench scripts
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_lanes.py
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow tests
+
+# On a GPU machine with its own torch and Triton; needs nothing else.
+test-gpu:
+	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests
+
+# The core's own tests under the thread sanitizer.
+tsan:
+	cmake -S . -B build/tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHOAL_CORE_TESTS=ON -DSHOAL_SANITIZE_THREAD=ON
+	cmake --build build/tsan -j $(CORES)
+	for t in build/tsan/test_*; do [ -x "$$t" ] && [ -f "$$t" ] && { TSAN_OPTIONS=halt_on_error=1 "$$t" || exit 1; }; done
+
+# Peers live in a venv of their own; the two without dependencies would pull a CUDA build.
+.venv-peers/.installed: bench/requirements-peers.txt constraints.txt $(CORE_SOURCES)
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt torch numpy
+	.venv-peers/bin/pip --disable-pip-version-check -q install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.9.2
+	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt -r bench/requirements-peers.txt $(BUILD_TOOLS)
+	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-build-isolation .
+	@touch $@
+
+bench: .venv-peers/.installed
+	.venv-peers/bin/python bench/table_cpu.py --json out-table-cpu.json
+	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
+
+format: setup
+	$(BIN)/ruff check --fix src tests bench scripts
+	$(BIN)/ruff format src tests bench scripts
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

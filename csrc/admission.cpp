@@ -1,0 +1,106 @@
+#include "admission.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace shoal {
+namespace {
+constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
+constexpr std::int64_t kMostCells = 0xffffffffLL;
+constexpr std::int64_t kMostSights = 0x7fffffffLL;
+}  // namespace
+
+Admission::Admission(AdmissionSpec spec, std::uint64_t salt)
+    : spec_(std::move(spec)), salt_(salt), counts_(salt) {
+  if (spec_.enabled && spec_.sketch) cells_.assign(spec_.width * spec_.depth, 0);
+}
+
+const std::uint32_t& Admission::cell(std::int64_t id, int row) const {
+  const std::uint64_t h = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t at = mix64(h ^ static_cast<std::uint64_t>(row + 1) * kGolden);
+  return cells_[static_cast<std::uint64_t>(row) * spec_.width + (at & (spec_.width - 1))];
+}
+
+std::uint32_t& Admission::cell(std::int64_t id, int row) {
+  return const_cast<std::uint32_t&>(static_cast<const Admission*>(this)->cell(id, row));
+}
+
+void Admission::add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (spec_.sketch) {
+      for (int row = 0; row < spec_.depth; ++row) {
+        std::uint32_t& c = cell(ids[i], row);
+        c = static_cast<std::uint32_t>(std::min<std::int64_t>(c + counts[i], kMostCells));
+      }
+      continue;
+    }
+    const std::int32_t seen = counts_.find(ids[i]);
+    const std::int64_t total = (seen == kNoRow ? 0 : seen) + counts[i];
+    const auto kept = static_cast<std::int32_t>(std::min(total, kMostSights));
+    if (seen == kNoRow) {
+      counts_.insert(ids[i], kept);
+    } else {
+      counts_.set_row(ids[i], kept);
+    }
+  }
+  counts_.rebalance();
+}
+
+void Admission::undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (spec_.sketch) {
+      for (int row = 0; row < spec_.depth; ++row) {
+        std::uint32_t& c = cell(ids[i], row);
+        c = static_cast<std::uint32_t>(std::max<std::int64_t>(c - counts[i], 0));
+      }
+      continue;
+    }
+    const std::int64_t left = counts_.find(ids[i]) - counts[i];
+    if (left > 0) {
+      counts_.set_row(ids[i], static_cast<std::int32_t>(left));
+    } else {
+      counts_.erase(ids[i]);
+    }
+  }
+}
+
+bool Admission::admitted(std::int64_t id) const {
+  std::int64_t total = kMostCells;
+  if (spec_.sketch) {
+    for (int row = 0; row < spec_.depth; ++row) {
+      total = std::min<std::int64_t>(total, cell(id, row));
+    }
+  } else {
+    total = counts_.find(id);
+  }
+  return total >= spec_.required.of(id);
+}
+
+void Admission::forget(std::int64_t id) {
+  if (!spec_.sketch) counts_.erase(id);
+}
+
+void Admission::clear() {
+  counts_.clear();
+  std::fill(cells_.begin(), cells_.end(), 0U);
+}
+
+void Admission::export_exact(std::vector<std::int64_t>& ids,
+                             std::vector<std::int64_t>& counts) const {
+  counts_.each([&](std::int64_t id, std::int32_t count) {
+    ids.push_back(id);
+    counts.push_back(count);
+  });
+}
+
+void Admission::load_exact(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+  counts_.clear();
+  add(ids, counts, n);
+}
+
+void Admission::load_cells(const std::uint32_t* cells, std::size_t n) {
+  if (n != cells_.size()) throw std::length_error("the sketch has another size");
+  cells_.assign(cells, cells + n);
+}
+
+}  // namespace shoal

@@ -1,0 +1,65 @@
+#pragma once
+// Sights of ids that have no row yet. Decisions are made once per step, after all its sights were
+// added. Oracle and cell formula: src/shoal/rules/admission.py.
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "index.h"
+
+namespace shoal {
+
+struct PerSlot {
+  std::vector<std::pair<std::uint32_t, std::int64_t>> values;  // (slot, value), few
+  std::int64_t otherwise = 0;
+  int shift = 48;
+  std::uint32_t mask = 0x7fff;
+
+  std::int64_t of(std::int64_t id) const {
+    if (values.empty()) return otherwise;
+    const auto slot = static_cast<std::uint32_t>(static_cast<std::uint64_t>(id) >> shift) & mask;
+    for (const auto& [key, value] : values) {
+      if (key == slot) return value;
+    }
+    return otherwise;
+  }
+};
+
+struct AdmissionSpec {
+  bool enabled = false;
+  bool sketch = false;
+  PerSlot required;  // sights needed; 1 admits at first sight
+  std::uint64_t width = 0;
+  int depth = 0;
+};
+
+class Admission {
+ public:
+  Admission(AdmissionSpec spec, std::uint64_t salt);
+
+  bool enabled() const { return spec_.enabled; }
+  // Adds sights of distinct ids; undo() with the same arguments takes them back.
+  void add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
+  void undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
+  bool admitted(std::int64_t id) const;
+  void forget(std::int64_t id);
+  void clear();
+
+  // State that survives a restart: (id, count) pairs, or the cells.
+  void export_exact(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& counts) const;
+  const std::vector<std::uint32_t>& cells() const { return cells_; }
+  void load_exact(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
+  void load_cells(const std::uint32_t* cells, std::size_t n);
+  std::size_t bytes() const { return cells_.size() * 4 + counts_.bytes(); }
+
+ private:
+  std::uint32_t& cell(std::int64_t id, int row);
+  const std::uint32_t& cell(std::int64_t id, int row) const;
+
+  AdmissionSpec spec_;
+  std::uint64_t salt_;
+  std::vector<std::uint32_t> cells_;
+  Index counts_;  // id -> sights, in place of a row number
+};
+
+}  // namespace shoal

@@ -1,0 +1,53 @@
+#pragma once
+// Rows of one table: five arrays (weights, state, ids, versions, last-seen) with one geometry.
+// Blocks never move; row numbers are reused through a free list.
+#include <cstdint>
+#include <vector>
+
+#include "layout.h"
+#include "memory.h"
+
+namespace shoal {
+
+class Arena {
+ public:
+  Arena(int dim, int state_width, DType dtype);
+
+  RowView view() const;
+  // Makes rows for `count` more ids exist; call before take() in a parallel phase. Strong guarantee.
+  void reserve(std::size_t count);
+  std::int32_t take();            // a free row; reserve() first
+  void give_back(std::int32_t row);
+  void clear();
+
+  std::size_t high_water() const { return used_; }
+  std::size_t free_rows() const { return free_.size(); }
+  std::size_t weight_bytes() const;
+  std::size_t state_bytes() const;
+  std::size_t metadata_bytes() const;
+
+  static constexpr std::uint32_t kFree = 0;  // version of a row nobody owns
+
+ private:
+  // One array of every block; the five share a block's memory, so that a large block gives huge
+  // pages to the narrow ones too.
+  struct Array {
+    std::size_t stride;
+    std::vector<char*> biased;
+  };
+
+  std::size_t block_rows(int block) const;
+  std::size_t block_start(int block) const;
+  std::size_t bytes_of(const Array& array) const;
+
+  int dim_, state_width_;
+  DType dtype_;
+  Geometry geometry_;
+  Array arrays_[5];
+  std::vector<Block> blocks_;
+  std::size_t capacity_ = 0;
+  std::size_t used_ = 0;
+  std::vector<std::int32_t> free_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,322 @@
+// Python face of the core. Tensors arrive as data pointers that the Python side has checked:
+// building array objects costs more than a small lookup.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+
+#include "bind_specs.h"
+#include "shard.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shoal {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<void*> pointers(const std::vector<Address>& addresses) {
+  std::vector<void*> result(addresses.size());
+  for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at<void>(addresses[i]);
+  return result;
+}
+
+struct PyShard {
+  Shard shard;
+  explicit PyShard(std::vector<TableSpec> specs) : shard(std::move(specs)) {}
+};
+
+// A ticket ends with its Python object at the latest; it keeps the shard alive until then.
+struct PyTicket {
+  std::shared_ptr<PyShard> owner;
+  std::unique_ptr<Ticket> ticket;
+  PyTicket(std::shared_ptr<PyShard> o, std::unique_ptr<Ticket> t)
+      : owner(std::move(o)), ticket(std::move(t)) {}
+  PyTicket(const PyTicket&) = delete;
+  PyTicket& operator=(const PyTicket&) = delete;
+  ~PyTicket() { owner->shard.end(*ticket); }
+};
+
+struct PyGroups {
+  std::int64_t n;
+  int count;
+  Address ids, splits, tables;
+  Groups get() const {
+    return Groups{at<const std::int64_t>(ids), n, at<const std::int64_t>(splits),
+                  at<const std::int32_t>(tables), count};
+  }
+};
+
+struct PyRecord {
+  PyTicket* ticket;
+  const Plan* plan;
+  Address offsets;
+  std::int64_t bags;
+  Address weights;
+  std::vector<void*> grads;
+  double scale;
+};
+
+std::vector<GradArgs> records_of(const std::vector<PyRecord*>& records) {
+  std::vector<GradArgs> result;
+  for (const PyRecord* r : records) {
+    result.push_back(GradArgs{r->ticket->ticket.get(), r->plan, at<const std::int64_t>(r->offsets),
+                              r->bags, at<const float>(r->weights), r->grads.data(), r->scale,
+                              nullptr});
+  }
+  return result;
+}
+
+StepParams step_of(std::int64_t global_step, std::uint32_t event_time_s, int nan_policy = 0,
+                   double nan_clip = 1.0) {
+  StepParams step;
+  step.global_step = global_step;
+  step.event_time_s = event_time_s;
+  step.nan_policy = nan_policy;
+  step.nan_clip = nan_clip;
+  return step;
+}
+
+void bind_values(nb::module_& m) {
+  nb::class_<PyTicket>(m, "Ticket")
+      .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
+      .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live; })
+      .def("admitted",
+           [](const PyTicket& t, Address out) {
+             const auto& rows = t.ticket->rows;
+             for (std::size_t i = 0; i < rows.size(); ++i) at<bool>(out)[i] = rows[i] >= 0;
+           })
+      .def("found", [](const PyTicket& t, Address out) {
+        std::fill_n(at<bool>(out), t.ticket->rows.size(), true);
+        for (const std::int64_t i : t.ticket->missing) at<bool>(out)[i] = false;
+      });
+  nb::class_<Plan>(m, "Plan").def("__init__", [](Plan* self, const std::vector<nb::dict>& pools,
+                                                 std::vector<std::int64_t> widths) {
+    new (self) Plan(plan_from(pools, std::move(widths)));
+  });
+  nb::class_<PyGroups>(m, "Groups")
+      .def(nb::init<std::int64_t, int, Address, Address, Address>(), "n"_a, "count"_a, "ids"_a,
+           "splits"_a, "tables"_a);
+  nb::class_<PyRecord>(m, "Record")
+      .def("__init__",
+           [](PyRecord* self, PyTicket* ticket, const Plan* plan, Address offsets,
+              std::int64_t bags, Address weights, const std::vector<Address>& grads,
+              double scale) {
+             new (self) PyRecord{ticket, plan, offsets, bags, weights, pointers(grads), scale};
+           },
+           "ticket"_a, "plan"_a.none(), "offsets"_a, "bags"_a, "weights"_a, "grads"_a, "scale"_a,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
+  nb::class_<Sums>(m, "Sums")
+      .def_ro("table", &Sums::table)
+      .def_prop_ro("n", [](const Sums& s) { return s.ids.size(); })
+      .def("copy_to", [](const Sums& s, Address ids, Address sums, Address counts) {
+        std::memcpy(at<void>(ids), s.ids.data(), s.ids.size() * 8);
+        std::memcpy(at<void>(sums), s.sums.data(), s.sums.size());
+        std::memcpy(at<void>(counts), s.counts.data(), s.counts.size() * 8);
+      });
+  nb::class_<Exported>(m, "Exported")
+      .def("__init__",
+           [](Exported* self, std::int64_t n, const std::vector<Address>& from,
+              std::size_t weight_bytes, std::size_t state_bytes) {
+             auto* out = new (self) Exported();
+             out->n = n;
+             std::vector<std::int64_t>* columns[4] = {&out->ids, &out->versions, &out->seen,
+                                                      &out->counts};
+             for (int i = 0; i < 4; ++i) {
+               columns[i]->assign(at<const std::int64_t>(from[i]),
+                                  at<const std::int64_t>(from[i]) + n);
+             }
+             out->weights.assign(at<const char>(from[4]), at<const char>(from[4]) + weight_bytes);
+             out->state.assign(at<const char>(from[5]), at<const char>(from[5]) + state_bytes);
+           })
+      .def_ro("n", &Exported::n)
+      .def("copy_to", [](const Exported& e, const std::vector<Address>& to) {
+        const std::vector<std::int64_t>* columns[4] = {&e.ids, &e.versions, &e.seen, &e.counts};
+        for (int i = 0; i < 4; ++i) {
+          std::memcpy(at<void>(to[i]), columns[i]->data(), columns[i]->size() * 8);
+        }
+        std::memcpy(at<void>(to[4]), e.weights.data(), e.weights.size());
+        std::memcpy(at<void>(to[5]), e.state.data(), e.state.size());
+      });
+}
+
+void bind_lookups(nb::class_<PyShard>& shard) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  shard
+      .def("find",
+           [](PyShard& s, const PyGroups& g, const std::vector<Address>& outputs, Address found,
+              int threads) {
+             const std::vector<void*> out = pointers(outputs);
+             s.shard.find(g.get(), out.data(), at<std::uint8_t>(found), threads);
+           },
+           Release())
+      .def("find_pooled",
+           [](PyShard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
+              Address weights, const std::vector<Address>& outputs, std::int64_t global_step,
+              int threads) {
+             const std::vector<void*> out = pointers(outputs);
+             s.shard.find_pooled(g.get(),
+                                 GatherArgs{&plan, at<const std::int64_t>(offsets), bags,
+                                            at<const float>(weights), out.data(), global_step,
+                                            threads});
+           },
+           Release())
+      .def("gather",
+           [](PyShard& s, const PyTicket& t, const Plan* plan, Address offsets, std::int64_t bags,
+              Address weights, const std::vector<Address>& outputs, std::int64_t global_step,
+              int threads) {
+             const std::vector<void*> out = pointers(outputs);
+             s.shard.gather(*t.ticket, GatherArgs{plan, at<const std::int64_t>(offsets), bags,
+                                                  at<const float>(weights), out.data(),
+                                                  global_step, threads});
+           },
+           "ticket"_a, "plan"_a.none(), "offsets"_a, "bags"_a, "weights"_a, "outputs"_a,
+           "global_step"_a, "threads"_a, Release());
+  shard.def("find_or_init", [](std::shared_ptr<PyShard> s, const PyGroups& g, Address counts,
+                               std::int64_t global_step, std::uint32_t event_time_s, int threads) {
+    std::unique_ptr<Ticket> ticket;
+    {
+      const nb::gil_scoped_release release;
+      ticket = s->shard.find_or_init(g.get(), at<const std::int64_t>(counts), false,
+                                     step_of(global_step, event_time_s), threads);
+    }
+    return std::make_unique<PyTicket>(std::move(s), std::move(ticket));
+  });
+}
+
+void bind_updates(nb::class_<PyShard>& shard) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  shard
+      .def("apply",
+           [](PyShard& s, const std::vector<PyRecord*>& records, std::vector<double> lrs,
+              std::int64_t global_step, std::uint32_t event_time_s, int nan_policy,
+              double nan_clip, int threads) {
+             s.shard.apply(ApplyArgs{records_of(records), std::move(lrs),
+                                     step_of(global_step, event_time_s, nan_policy, nan_clip),
+                                     threads});
+             for (PyRecord* r : records) s.shard.end(*r->ticket->ticket);
+           },
+           Release())
+      .def("sum",
+           [](PyShard& s, const std::vector<PyRecord*>& records) {
+             return s.shard.sum(records_of(records));
+           },
+           Release())
+      .def("apply_ids",
+           [](PyShard& s, const PyGroups& g, Address counts, const std::vector<Address>& grads,
+              const std::vector<Address>& seen, std::vector<double> lrs, std::int64_t global_step,
+              std::uint32_t event_time_s, int nan_policy, double nan_clip, int threads) {
+             const std::vector<void*> grad = pointers(grads), now = pointers(seen);
+             GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, grad.data(), 1.0,
+                             now.empty() ? nullptr : now.data()};
+             s.shard.apply_ids(g.get(), at<const std::int64_t>(counts),
+                               ApplyArgs{{record},
+                                         std::move(lrs),
+                                         step_of(global_step, event_time_s, nan_policy, nan_clip),
+                                         threads});
+           },
+           Release())
+      .def("write",
+           [](PyShard& s, const PyGroups& g, int mode, const std::vector<Address>& values,
+              Address status, std::int64_t global_step, std::uint32_t event_time_s, int threads) {
+             const std::vector<void*> value = pointers(values);
+             s.shard.write(g.get(), static_cast<Shard::Write>(mode), value.data(),
+                           at<std::int32_t>(status), step_of(global_step, event_time_s), threads);
+           },
+           Release());
+}
+
+void bind_upkeep(nb::class_<PyShard>& shard) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
+      .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
+      .def("clear", [](PyShard& s, int t) { s.shard.clear(t); }, Release())
+      .def("pinned", [](const PyShard& s, int t) { return s.shard.pinned_table(t); })
+      .def("export",
+           [](PyShard& s, int t) { return s.shard.export_rows(t, nullptr); }, Release())
+      .def("entry",
+           [](PyShard& s, int t, std::int64_t id) { return s.shard.export_rows(t, &id); },
+           Release())
+      .def("load", [](PyShard& s, int t, const Exported& rows) { s.shard.load_rows(t, rows); },
+           Release())
+      .def("size",
+           [](PyShard& s, int t) {
+             const ReadGuard guard(s.shard.lock());
+             return s.shard.table(t).index().size();
+           },
+           Release())
+      .def("stats", [](PyShard& s, int t) {
+        const ReadGuard guard(s.shard.lock());
+        const Table& table = s.shard.table(t);
+        nb::dict d;
+        d["rows"] = table.index().size();
+        d["weights"] = table.arena().weight_bytes();
+        d["state"] = table.arena().state_bytes();
+        d["metadata"] = table.arena().metadata_bytes();
+        d["index"] = table.index().bytes() + table.admission().bytes();
+        d["slots"] = table.index().slots();
+        d["inserted"] = table.counters().inserted;
+        d["refused"] = table.counters().refused;
+        d["evicted"] = table.counters().evicted;
+        d["nonfinite"] = table.counters().nonfinite;
+        return d;
+      });
+  shard
+      .def("admission_counts",
+           [](PyShard& s, int t) {
+             const WriteGuard guard(s.shard.lock());
+             std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> out;
+             s.shard.table(t).admission().export_exact(out.first, out.second);
+             return out;
+           })
+      .def("admission_cells",
+           [](PyShard& s, int t) {
+             const WriteGuard guard(s.shard.lock());
+             const auto& cells = s.shard.table(t).admission().cells();
+             return nb::bytes(reinterpret_cast<const char*>(cells.data()), cells.size() * 4);
+           })
+      .def("load_admission", [](PyShard& s, int t, const std::vector<std::int64_t>& ids,
+                                const std::vector<std::int64_t>& counts, const nb::bytes& cells) {
+        const WriteGuard guard(s.shard.lock());
+        Admission& admission = s.shard.table(t).admission();
+        if (cells.size() > 0) {
+          std::vector<std::uint32_t> copy(cells.size() / 4);
+          std::memcpy(copy.data(), cells.c_str(), copy.size() * 4);
+          admission.load_cells(copy.data(), copy.size());
+        } else {
+          admission.load_exact(ids.data(), counts.data(), static_cast<std::int64_t>(ids.size()));
+        }
+      });
+}
+
+}  // namespace
+}  // namespace shoal
+
+NB_MODULE(_core, m) {
+  using namespace shoal;
+  m.doc() = "Compiled core of Shoal: tables on the CPU. Use shoal.table, not this.";
+  nb::exception<TableFullError>(m, "TableFullError");
+  nb::exception<NonFiniteError>(m, "NonFiniteError");
+  bind_values(m);
+  nb::class_<PyShard> shard(m, "Shard");
+  shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {
+    std::vector<TableSpec> tables;
+    for (const nb::dict& spec : specs) tables.push_back(table_from(spec));
+    new (self) PyShard(std::move(tables));
+  });
+  bind_lookups(shard);
+  bind_updates(shard);
+  bind_upkeep(shard);
+  m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
+}

@@ -1,0 +1,13 @@
+#pragma once
+// Specs from Python dictionaries. cpu.py builds them from validated dataclasses, so a missing key
+// is our own mistake and surfaces as KeyError.
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+#include "shard.h"
+
+namespace shoal {
+TableSpec table_from(const nanobind::dict& spec);
+Plan plan_from(const std::vector<nanobind::dict>& pools, std::vector<std::int64_t> widths);
+}  // namespace shoal

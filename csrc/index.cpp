@@ -1,0 +1,232 @@
+#include "index.h"
+
+#include <algorithm>
+
+namespace shoal {
+namespace {
+
+constexpr std::uint32_t kFirstLines = 4;
+constexpr std::uint32_t kOverflowOne = 1U << 8;
+constexpr std::uint32_t kSlotMask = (1U << kSlots) - 1;
+constexpr int kHashBits = 48;        // stripes use hash bits 47 downwards, buckets the 16 above
+constexpr int kMaxBits = 16;
+constexpr std::size_t kSplitRows = 32 * 1024;    // a stripe below this never splits
+constexpr std::size_t kMaxStripeRows = 1 << 20;  // above this always, to bound one rehash
+
+void place(Line* lines, std::uint32_t count, std::uint64_t hash, std::int64_t id,
+           std::int32_t row) {
+  std::uint64_t at = (hash & 0xffffffffULL) * count >> 32;
+  while ((lines[at].meta & kSlotMask) == kSlotMask) {
+    lines[at].meta += kOverflowOne;
+    if (++at == count) at = 0;
+  }
+  Line& line = lines[at];
+  const int slot = __builtin_ctz(~line.meta & kSlotMask);
+  line.keys[slot] = id;
+  line.rows[slot] = row;
+  line.meta |= 1U << slot;
+}
+
+}  // namespace
+
+Index::Index(std::uint64_t salt) : salt_(salt) { clear(); }
+
+void Index::clear() {
+  bits_ = 0;
+  directory_.assign(1, 0);
+  stripes_.clear();
+  stripes_.emplace_back();
+  views_.assign(1, StripeView{});
+  resize(0, kFirstLines);
+}
+
+IndexView Index::view() const {
+  return IndexView{views_.data(), directory_.data(), salt_, kHashBits - bits_,
+                   static_cast<std::uint32_t>((std::uint64_t{1} << bits_) - 1)};
+}
+
+std::uint32_t Index::slot_of(std::uint64_t hash) const {
+  return static_cast<std::uint32_t>((hash >> (kHashBits - bits_)) & ((1ULL << bits_) - 1));
+}
+
+std::int32_t Index::find(std::int64_t id) const {
+  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const StripeView* stripe = nullptr;
+  const Line* line = home_line(view(), hash, stripe);
+  return probe(stripe, line, id);
+}
+
+void Index::set_limit(std::uint32_t stripe) {
+  // Stripes fill at the same pace, so equal limits would make all of them grow in one step. The
+  // golden-ratio sequence spreads limits over the ratio of one growth (1.25).
+  Stripe& s = stripes_[stripe];
+  const double spread = static_cast<double>((s.prefix + 1) * 0x9E3779B9U) / 4294967296.0;
+  const double load = stripes_.size() == 1 ? 0.80 : 0.66 + 0.16 * spread;
+  s.limit = static_cast<std::uint32_t>(load * kSlots * views_[stripe].count);
+}
+
+void Index::resize(std::uint32_t stripe, std::uint32_t lines) {
+  Block block(static_cast<std::size_t>(lines) * sizeof(Line));
+  Line* fresh = reinterpret_cast<Line*>(block.data());
+  Stripe& s = stripes_[stripe];
+  const Line* old = views_[stripe].lines;
+  for (std::uint32_t i = 0; i < views_[stripe].count; ++i) {
+    for (unsigned used = old[i].meta & kSlotMask; used != 0; used &= used - 1) {
+      const int slot = __builtin_ctz(used);
+      const std::int64_t id = old[i].keys[slot];
+      place(fresh, lines, mix64(static_cast<std::uint64_t>(id) ^ salt_), id, old[i].rows[slot]);
+    }
+  }
+  s.block = std::move(block);
+  views_[stripe].lines = fresh;
+  views_[stripe].count = lines;
+  set_limit(stripe);
+}
+
+void Index::insert(std::int64_t id, std::int32_t row) {
+  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint32_t stripe = directory_[slot_of(hash)];
+  if (stripes_[stripe].size >= stripes_[stripe].limit) {
+    const std::uint32_t lines = views_[stripe].count;
+    resize(stripe, lines < 64 ? lines * 2 : lines + lines / 4);
+  }
+  place(views_[stripe].lines, views_[stripe].count, hash, id, row);
+  ++stripes_[stripe].size;
+}
+
+std::int32_t Index::erase(std::int64_t id) {
+  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint32_t stripe = directory_[slot_of(hash)];
+  Line* lines = views_[stripe].lines;
+  const std::uint32_t count = views_[stripe].count;
+  const std::uint64_t home = (hash & 0xffffffffULL) * count >> 32;
+  std::uint64_t at = home;
+  for (;;) {
+    const unsigned hit = match(&lines[at], id);
+    if (hit != 0) {
+      const int slot = __builtin_ctz(hit);
+      lines[at].meta &= ~(1U << slot);
+      for (std::uint64_t step = home; step != at; step = step + 1 == count ? 0 : step + 1) {
+        lines[step].meta -= kOverflowOne;
+      }
+      --stripes_[stripe].size;
+      return lines[at].rows[slot];
+    }
+    if ((lines[at].meta >> 8) == 0) return kNoRow;
+    if (++at == count) at = 0;
+  }
+}
+
+void Index::set_row(std::int64_t id, std::int32_t row) {
+  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint32_t stripe = directory_[slot_of(hash)];
+  Line* lines = views_[stripe].lines;
+  std::uint64_t at = (hash & 0xffffffffULL) * views_[stripe].count >> 32;
+  for (;;) {
+    const unsigned hit = match(&lines[at], id);
+    if (hit != 0) {
+      lines[at].rows[__builtin_ctz(hit)] = row;
+      return;
+    }
+    if (++at == views_[stripe].count) at = 0;
+  }
+}
+
+void Index::split(std::uint32_t stripe) {
+  if (stripes_[stripe].depth == bits_) {
+    std::vector<std::uint32_t> doubled(directory_.size() * 2);
+    for (std::size_t i = 0; i < doubled.size(); ++i) doubled[i] = directory_[i / 2];
+    directory_ = std::move(doubled);
+    ++bits_;
+  }
+  Stripe old = std::move(stripes_[stripe]);
+  const StripeView view = views_[stripe];
+  const int depth = old.depth + 1;
+  // Halves of a small stripe may be uneven enough to overflow a tight split.
+  const std::uint32_t lines =
+      old.size < 1024 ? view.count : view.count / 2 + view.count / 16 + 1;
+  const std::uint32_t sibling = static_cast<std::uint32_t>(stripes_.size());
+  stripes_.emplace_back();
+  views_.emplace_back();
+  const std::uint32_t halves[2] = {stripe, sibling};
+  for (int half = 0; half < 2; ++half) {
+    Stripe fresh;
+    fresh.block = Block(static_cast<std::size_t>(lines) * sizeof(Line));
+    fresh.depth = depth;
+    fresh.prefix = old.prefix * 2 + half;
+    views_[halves[half]] = StripeView{reinterpret_cast<Line*>(fresh.block.data()), lines, 0};
+    stripes_[halves[half]] = std::move(fresh);
+    set_limit(halves[half]);
+  }
+  for (std::uint32_t i = 0; i < view.count; ++i) {
+    for (unsigned used = view.lines[i].meta & kSlotMask; used != 0; used &= used - 1) {
+      const int slot = __builtin_ctz(used);
+      const std::int64_t id = view.lines[i].keys[slot];
+      const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+      const std::uint32_t target = halves[(hash >> (kHashBits - depth)) & 1];
+      place(views_[target].lines, lines, hash, id, view.lines[i].rows[slot]);
+      ++stripes_[target].size;
+    }
+  }
+  const std::uint32_t width = 1U << (bits_ - depth);
+  const std::uint32_t first = stripes_[sibling].prefix * width;
+  for (std::uint32_t i = 0; i < width; ++i) directory_[first + i] = sibling;
+}
+
+void Index::rebalance() {
+  const std::size_t share =
+      std::min(kMaxStripeRows, std::max(kSplitRows, size() / 16));
+  const std::size_t before = stripes_.size();
+  for (std::uint32_t i = 0; i < before; ++i) {
+    if (stripes_[i].size > share && stripes_[i].depth < kMaxBits) split(i);
+  }
+}
+
+void Index::reserve(std::size_t rows) {
+  if (rows <= size()) return;
+  const std::size_t share = std::min(kMaxStripeRows, std::max(kSplitRows, rows / 16));
+  int bits = 0;
+  while (bits < kMaxBits && (rows >> bits) > share) ++bits;
+  bool again = true;
+  while (again) {
+    again = false;
+    const std::size_t before = stripes_.size();
+    for (std::uint32_t i = 0; i < before; ++i) {
+      if (stripes_[i].depth < bits) {
+        split(i);
+        again = true;
+      }
+    }
+  }
+  const std::size_t each = (rows >> bits) + 1;
+  for (std::uint32_t i = 0; i < stripes_.size(); ++i) {
+    const std::size_t lines = (each * 10) / (7 * kSlots) + 1;
+    if (lines > views_[i].count) resize(i, static_cast<std::uint32_t>(lines));
+  }
+}
+
+int Index::partition_bits() const {
+  int bits = kPartitionBits;
+  for (const Stripe& stripe : stripes_) bits = std::min(bits, stripe.depth);
+  return bits;
+}
+
+std::size_t Index::size() const {
+  std::size_t total = 0;
+  for (const Stripe& stripe : stripes_) total += stripe.size;
+  return total;
+}
+
+std::size_t Index::slots() const {
+  std::size_t total = 0;
+  for (const StripeView& view : views_) total += std::size_t{kSlots} * view.count;
+  return total;
+}
+
+std::size_t Index::bytes() const {
+  std::size_t total = 0;
+  for (const Stripe& stripe : stripes_) total += stripe.block.bytes();
+  return total + stripes_.size() * (sizeof(Stripe) + sizeof(StripeView)) + directory_.size() * 4;
+}
+
+}  // namespace shoal

@@ -1,0 +1,122 @@
+#pragma once
+// Index: id -> row number. Extendible hashing over stripes; each stripe is open addressing over
+// cache lines of five keys and five row numbers, with a count of ids that overflowed past the line
+// (as F14 does), so a miss ends at its first line and erase leaves no tombstones. All 2^64 ids are
+// legal: a slot is free because a bit says so, not because its key is special.
+//
+// A line is chosen by the low 32 bits of the hash scaled to the number of lines. That keeps lines
+// in hash order, so a rehash is one sequential pass, and lets a stripe grow by a quarter at a time.
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "hash.h"
+#include "memory.h"
+
+namespace shoal {
+
+constexpr int kSlots = 5;
+constexpr std::int32_t kNoRow = -1;
+
+struct alignas(64) Line {
+  std::int64_t keys[kSlots];
+  std::int32_t rows[kSlots];
+  std::uint32_t meta;  // bits 0..4: slot in use; bits 8..31: ids that overflowed past this line
+};
+static_assert(sizeof(Line) == 64);
+
+struct StripeView {
+  Line* lines;
+  std::uint32_t count;
+  std::uint32_t pad;
+};
+
+struct IndexView {
+  const StripeView* stripes;
+  const std::uint32_t* directory;
+  std::uint64_t salt;
+  int shift;           // directory slot = (hash >> shift) & mask
+  std::uint32_t mask;
+};
+
+class Index {
+ public:
+  explicit Index(std::uint64_t salt);
+
+  IndexView view() const;
+  std::int32_t find(std::int64_t id) const;
+  // The id must be absent. Only the owner of the id's partition may call it in a parallel phase.
+  void insert(std::int64_t id, std::int32_t row);
+  // Returns the row the id had, or kNoRow.
+  std::int32_t erase(std::int64_t id);
+  void set_row(std::int64_t id, std::int32_t row);
+  // Splits stripes that grew past their share; serial, between parallel phases.
+  void rebalance();
+  void reserve(std::size_t rows);
+  void clear();
+
+  template <class Visit>
+  void each(const Visit& visit) const {
+    for (const StripeView& view : views_) {
+      for (std::uint32_t i = 0; i < view.count; ++i) {
+        for (unsigned used = view.lines[i].meta & ((1U << kSlots) - 1); used != 0;
+             used &= used - 1) {
+          const int slot = __builtin_ctz(used);
+          visit(view.lines[i].keys[slot], view.lines[i].rows[slot]);
+        }
+      }
+    }
+  }
+
+  int partition_bits() const;  // at most kPartitionBits; stripes never straddle partitions
+  std::size_t size() const;
+  std::size_t slots() const;
+  std::size_t bytes() const;
+
+  static constexpr int kPartitionBits = 4;
+
+ private:
+  struct Stripe {
+    Block block;
+    std::uint32_t size = 0;
+    std::uint32_t limit = 0;
+    std::uint32_t prefix = 0;
+    int depth = 0;
+  };
+
+  std::uint32_t slot_of(std::uint64_t hash) const;
+  void resize(std::uint32_t stripe, std::uint32_t lines);
+  void split(std::uint32_t stripe);
+  void set_limit(std::uint32_t stripe);
+
+  std::uint64_t salt_;
+  int bits_ = 0;
+  std::vector<std::uint32_t> directory_;
+  std::vector<Stripe> stripes_;
+  std::vector<StripeView> views_;
+};
+
+namespace {
+
+inline const Line* home_line(const IndexView& v, std::uint64_t hash, const StripeView*& stripe) {
+  stripe = v.stripes + v.directory[(hash >> v.shift) & v.mask];
+  return stripe->lines + ((hash & 0xffffffffULL) * stripe->count >> 32);
+}
+
+inline unsigned match(const Line* line, std::int64_t id) {
+  unsigned hit = 0;
+  for (int k = 0; k < kSlots; ++k) hit |= static_cast<unsigned>(line->keys[k] == id) << k;
+  return hit & line->meta;
+}
+
+inline std::int32_t probe(const StripeView* stripe, const Line* line, std::int64_t id) {
+  for (;;) {
+    const unsigned hit = match(line, id);
+    if (hit != 0) return line->rows[__builtin_ctz(hit)];
+    if ((line->meta >> 8) == 0) return kNoRow;
+    if (++line == stripe->lines + stripe->count) line = stripe->lines;
+  }
+}
+
+}  // namespace
+}  // namespace shoal

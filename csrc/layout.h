@@ -1,0 +1,104 @@
+#pragma once
+// Plain values that describe a table to the kernels: dtypes, rules, segments, row geometry.
+#include <cstddef>
+#include <cstdint>
+
+namespace shoal {
+
+enum class DType : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, f64 = 3 };
+
+enum class RuleKind : std::uint8_t {
+  sgd, momentum, adagrad, rowwise_adagrad, adadelta, adam, adamw, amsgrad, ftrl, group_ftrl,
+  group_adagrad, dynamic_wd_adagrad, rmsprop, moving_average, batch_softmax, sign_sgd, lamb,
+};
+
+enum class InitKind : std::uint8_t { constant, uniform, normal, truncated_normal };
+
+enum class RetrieverKind : std::uint8_t { identity, fixed_r8, one_bit };
+
+struct RuleParams {
+  RuleKind kind = RuleKind::sgd;
+  double momentum = 0, beta = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
+  double initial_accumulator = 0, l1 = 0, l2 = 0, rho = 0, temperature = 1, lr = 0;
+  bool nesterov = false, decouple = false, dynamic = false, flip = false, sum = false;
+  bool delay_compensated = false;
+  double strength = 0;
+};
+
+struct InitParams {
+  InitKind kind = InitKind::constant;
+  float a = 0, b = 0;  // constant: a; uniform: minval, maxval; normals: mean, std
+};
+
+struct RetrieverParams {
+  RetrieverKind kind = RetrieverKind::identity;
+  double r = 1, step_size = 200, init_scale = 1, max_scale = 10000, amplitude = 0.1;
+};
+
+struct Segment {
+  int column = 0, dim = 0;
+  int state_column = 0, state_width = 0;
+  RuleParams rule;
+  InitParams init;
+  RetrieverParams retriever;
+};
+
+inline std::size_t element_bytes(DType dtype) {
+  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+}
+
+// Rows live in blocks that never move. Block 0 holds 2^first rows, the next ones double until
+// 2^chunk rows, all later ones hold 2^chunk: small tables stay small, large ones need few blocks.
+struct Geometry {
+  int first = 8;
+  int chunk = 16;
+};
+
+struct LastSeen {
+  std::uint32_t seconds;
+  std::uint32_t count;
+};
+
+// Pointers are biased by the first row of their block, so `block[b] + row * stride` is the row.
+struct RowView {
+  char* const* weights = nullptr;
+  char* const* state = nullptr;
+  char* const* ids = nullptr;
+  char* const* versions = nullptr;
+  char* const* seen = nullptr;
+  std::size_t weight_stride = 0, state_stride = 0;
+  Geometry geometry;
+  int dim = 0, state_width = 0;
+  DType dtype = DType::f32;
+};
+
+namespace {
+
+inline int block_of(const Geometry& g, std::uint32_t row) {
+  const std::uint32_t high = row >> g.chunk;
+  if (high != 0) return static_cast<int>(high) + (g.chunk - g.first);
+  const std::uint32_t low = row >> g.first;
+  return low == 0 ? 0 : 32 - __builtin_clz(low);
+}
+
+inline char* weight_row(const RowView& v, std::uint32_t row) {
+  return v.weights[block_of(v.geometry, row)] + static_cast<std::size_t>(row) * v.weight_stride;
+}
+inline char* state_row(const RowView& v, std::uint32_t row) {
+  return v.state[block_of(v.geometry, row)] + static_cast<std::size_t>(row) * v.state_stride;
+}
+inline std::int64_t& row_id(const RowView& v, std::uint32_t row) {
+  return *reinterpret_cast<std::int64_t*>(v.ids[block_of(v.geometry, row)] +
+                                          static_cast<std::size_t>(row) * 8);
+}
+inline std::uint32_t& row_version(const RowView& v, std::uint32_t row) {
+  return *reinterpret_cast<std::uint32_t*>(v.versions[block_of(v.geometry, row)] +
+                                           static_cast<std::size_t>(row) * 4);
+}
+inline LastSeen& row_seen(const RowView& v, std::uint32_t row) {
+  return *reinterpret_cast<LastSeen*>(v.seen[block_of(v.geometry, row)] +
+                                      static_cast<std::size_t>(row) * 8);
+}
+
+}  // namespace
+}  // namespace shoal

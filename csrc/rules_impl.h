@@ -1,0 +1,329 @@
+#pragma once
+// One optimizer step of one segment of one row, for float and double. Included by kernels_isa.cpp
+// only. Formulas, defaults and sources: docs/reference/rules.md; oracle: src/shoal/rules.
+#include <cmath>
+#include <cstdint>
+
+#include "layout.h"
+
+namespace shoal {
+namespace {
+
+template <class T>
+struct RuleStep {
+  const RuleParams* p;
+  T* w;
+  T* s;
+  const T* g;
+  int d;
+  T lr;
+  std::int64_t global_step;
+};
+
+// Eight running sums, joined in one order: as wide as the widest vectors of doubles, and the same
+// bits on every instruction set.
+template <class T, class Term>
+inline T lane_sum(int d, const Term& term) {
+  constexpr int kLanes = 8;
+  T lanes[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= d; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lanes[k] += term(i + k);
+  }
+  for (int k = 0; i < d; ++i, ++k) lanes[k] += term(i);
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
+         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+template <class T>
+inline T square_sum(const T* x, int d) {
+  return lane_sum<T>(d, [x](int i) { return x[i] * x[i]; });
+}
+
+template <class T>
+inline void step_momentum(const RuleStep<T>& a) {
+  const T mu = static_cast<T>(a.p->momentum), wd = static_cast<T>(a.p->weight_decay);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T old = a.s[i];
+    const T n = mu * old - a.lr * (a.g[i] + wd * a.w[i]);
+    a.s[i] = n;
+    a.w[i] += a.p->nesterov ? (T(1) + mu) * n - mu * old : n;
+  }
+}
+
+template <class T>
+inline void step_adagrad(const RuleStep<T>& a) {
+  const T wd = static_cast<T>(a.p->weight_decay), eps = static_cast<T>(a.p->eps);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + wd * a.w[i];
+    const T n = a.s[i] + g * g;
+    a.s[i] = n;
+    a.w[i] -= a.lr * g / (std::sqrt(n) + eps);
+  }
+}
+
+template <class T>
+inline void step_rowwise_adagrad(const RuleStep<T>& a) {
+  const T wd = static_cast<T>(a.p->weight_decay), eps = static_cast<T>(a.p->eps);
+  const T total = lane_sum<T>(a.d, [&](int i) {
+    const T g = a.g[i] + wd * a.w[i];
+    return g * g;
+  });
+  a.s[0] += total / static_cast<T>(a.d);
+  const T denominator = std::sqrt(a.s[0]) + eps;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    a.w[i] -= a.lr * (a.g[i] + wd * a.w[i]) / denominator;
+  }
+}
+
+template <class T>
+inline void step_adadelta(const RuleStep<T>& a) {
+  const T rho = static_cast<T>(a.p->rho), eps = static_cast<T>(a.p->eps);
+  const T wd = static_cast<T>(a.p->weight_decay);
+  T* acc = a.s;
+  T* update = a.s + a.d;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + wd * a.w[i];
+    acc[i] = rho * acc[i] + (T(1) - rho) * g * g;
+    const T u = g * std::sqrt(update[i] + eps) / std::sqrt(acc[i] + eps);
+    a.w[i] -= a.lr * u;
+    update[i] = rho * update[i] + (T(1) - rho) * u * u;
+  }
+}
+
+template <class T>
+inline void step_adam(const RuleStep<T>& a, bool amsgrad) {
+  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
+  const T eps = static_cast<T>(a.p->eps), wd = static_cast<T>(a.p->weight_decay);
+  T* m = a.s;
+  T* v = a.s + a.d;
+  T* top = a.s + 2 * a.d;
+  T* powers = a.s + (amsgrad ? 3 : 2) * a.d;
+  const T rate = a.lr * std::sqrt(T(1) - powers[1]) / (T(1) - powers[0]);
+  const bool nesterov = a.p->nesterov;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + wd * a.w[i];
+    m[i] += (g - m[i]) * (T(1) - b1);
+    v[i] += (g * g - v[i]) * (T(1) - b2);
+    T second = v[i];
+    if (amsgrad) {
+      top[i] = top[i] > second ? top[i] : second;
+      second = top[i];
+    }
+    const T first = nesterov ? (T(1) - b1) * g + b1 * m[i] : m[i];
+    a.w[i] -= rate * first / (std::sqrt(second) + eps);
+  }
+  powers[0] *= b1;
+  powers[1] *= b2;
+}
+
+template <class T>
+inline void step_adamw(const RuleStep<T>& a) {
+  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
+  const T eps = static_cast<T>(a.p->eps);
+  const T keep = T(1) - a.lr * static_cast<T>(a.p->weight_decay);
+  T* m = a.s;
+  T* v = a.s + a.d;
+  T* powers = a.s + 2 * a.d;
+  const T rate = a.lr / (T(1) - powers[0]);
+  const T root = std::sqrt(T(1) - powers[1]);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i];
+    m[i] += (g - m[i]) * (T(1) - b1);
+    v[i] += (g * g - v[i]) * (T(1) - b2);
+    a.w[i] = a.w[i] * keep - rate * m[i] / (std::sqrt(v[i]) / root + eps);
+  }
+  powers[0] *= b1;
+  powers[1] *= b2;
+}
+
+template <class T>
+inline void step_lamb(const RuleStep<T>& a) {
+  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
+  const T eps = static_cast<T>(a.p->eps), wd = static_cast<T>(a.p->weight_decay);
+  T* m = a.s;
+  T* v = a.s + a.d;
+  T* powers = a.s + 2 * a.d;
+  const T c1 = T(1) - powers[0], c2 = T(1) - powers[1];
+  T weight_norm = 0, update_norm = 0;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    m[i] += (a.g[i] - m[i]) * (T(1) - b1);
+    v[i] += (a.g[i] * a.g[i] - v[i]) * (T(1) - b2);
+    const T u = (m[i] / c1) / (std::sqrt(v[i] / c2) + eps) + wd * a.w[i];
+    weight_norm += a.w[i] * a.w[i];
+    update_norm += u * u;
+  }
+  const T trust = weight_norm > 0 && update_norm > 0
+                      ? std::sqrt(weight_norm) / std::sqrt(update_norm)
+                      : T(1);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T u = (m[i] / c1) / (std::sqrt(v[i] / c2) + eps) + wd * a.w[i];
+    a.w[i] -= a.lr * trust * u;
+  }
+  powers[0] *= b1;
+  powers[1] *= b2;
+}
+
+template <class T>
+inline void step_ftrl(const RuleStep<T>& a) {
+  const T l1 = static_cast<T>(a.p->l1), l2 = static_cast<T>(a.p->l2);
+  const T beta = static_cast<T>(a.p->beta);
+  T* n = a.s;
+  T* z = a.s + a.d;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T grown = n[i] + a.g[i] * a.g[i];
+    const T root = std::sqrt(grown);
+    z[i] += a.g[i] - (root - std::sqrt(n[i])) / a.lr * a.w[i];
+    n[i] = grown;
+    const T size = std::fabs(z[i]);
+    const T shrunk = z[i] < 0 ? -l1 - z[i] : l1 - z[i];
+    a.w[i] = size <= l1 ? T(0) : a.lr * shrunk / (root + beta + l2 * a.lr);
+  }
+}
+
+template <class T>
+inline void step_group_ftrl(const RuleStep<T>& a) {
+  const T l1 = static_cast<T>(a.p->l1), l2 = static_cast<T>(a.p->l2);
+  const T beta = static_cast<T>(a.p->beta);
+  T* n = a.s;
+  T* z = a.s + a.d;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T grown = n[i] + a.g[i] * a.g[i];
+    z[i] += a.g[i] - (std::sqrt(grown) - std::sqrt(n[i])) / a.lr * a.w[i];
+    n[i] = grown;
+  }
+  const T norm = std::sqrt(square_sum(z, a.d));
+  const T keep = norm <= l1 ? T(0) : T(1) - l1 / norm;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T denominator = (std::sqrt(n[i]) + beta) / a.lr + l2;
+    a.w[i] = keep == 0 ? T(0) : -z[i] * keep / denominator;
+  }
+}
+
+template <class T>
+inline void step_group_adagrad(const RuleStep<T>& a) {
+  const T l2 = static_cast<T>(a.p->l2), wd = static_cast<T>(a.p->weight_decay);
+  T most = 0;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + wd * a.w[i];
+    most = most > g * g ? most : g * g;
+  }
+  a.s[0] += most;
+  const T rate = a.lr / (static_cast<T>(a.p->beta) + std::sqrt(a.s[0]));
+  T norm = 0;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T z = a.g[i] + wd * a.w[i] - a.w[i] / rate;
+    norm += z * z;
+  }
+  norm = std::sqrt(norm);
+  const T keep = norm < l2 || norm == 0 ? T(0) : (norm - l2) / norm;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T z = a.g[i] + wd * a.w[i] - a.w[i] / rate;
+    a.w[i] = -rate * keep * z;
+  }
+}
+
+template <class T>
+inline void step_dynamic_wd_adagrad(const RuleStep<T>& a) {
+  T decay = static_cast<T>(a.p->weight_decay);
+  if (a.p->dynamic) {
+    const T gap = std::sqrt(square_sum(a.g, a.d)) - std::sqrt(square_sum(a.w, a.d));
+    const T gate = T(1) / (T(1) + std::exp(-gap / static_cast<T>(a.p->temperature)));
+    decay *= a.p->flip ? T(1) - gate : gate;
+  }
+  const T coupled = a.p->decouple ? T(0) : decay;
+  const T decoupled = a.p->decouple ? a.lr * decay : T(0);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + coupled * a.w[i];
+    const T n = a.s[i] + g * g;
+    a.s[i] = n;
+    a.w[i] -= a.lr * g / std::sqrt(n) + decoupled * a.w[i];
+  }
+}
+
+template <class T>
+inline void step_rmsprop(const RuleStep<T>& a) {
+  const T mu = static_cast<T>(a.p->momentum), wd = static_cast<T>(a.p->weight_decay);
+  const T fresh = a.p->sum ? T(1) : T(1) - mu;
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T g = a.g[i] + wd * a.w[i];
+    const T n = mu * a.s[i] + fresh * g * g;
+    a.s[i] = n;
+    a.w[i] -= a.lr * g / (std::sqrt(n) + T(1));
+  }
+}
+
+template <class T>
+inline void step_batch_softmax(const RuleStep<T>& a) {
+  constexpr std::int64_t kUnit = std::int64_t{1} << 20;
+  const auto last = static_cast<std::int64_t>(a.s[0]) * kUnit + static_cast<std::int64_t>(a.s[1]);
+  a.w[0] = (T(1) - a.lr) * a.w[0] + a.lr * static_cast<T>(a.global_step - last);
+  a.s[0] = static_cast<T>(a.global_step / kUnit);
+  a.s[1] = static_cast<T>(a.global_step % kUnit);
+}
+
+template <class T>
+inline void step_sign_sgd(const RuleStep<T>& a) {
+  const T keep = T(1) - a.lr * static_cast<T>(a.p->weight_decay);
+#pragma GCC ivdep
+  for (int i = 0; i < a.d; ++i) {
+    const T sign = static_cast<T>((a.g[i] > 0) - (a.g[i] < 0));
+    a.w[i] = a.w[i] * keep - a.lr * sign;
+  }
+}
+
+template <class T>
+void rule_step(const RuleStep<T>& a) {
+  // These divide by the rate; at rate 0 (a warm-up's start) the row stays as it is.
+  const bool divides = a.p->kind == RuleKind::ftrl || a.p->kind == RuleKind::group_ftrl ||
+                       a.p->kind == RuleKind::group_adagrad;
+  if (divides && a.lr == 0) return;
+  switch (a.p->kind) {
+    case RuleKind::sgd:
+#pragma GCC ivdep
+      for (int i = 0; i < a.d; ++i) {
+        a.w[i] -= a.lr * (a.g[i] + static_cast<T>(a.p->weight_decay) * a.w[i]);
+      }
+      return;
+    case RuleKind::momentum: return step_momentum(a);
+    case RuleKind::adagrad: return step_adagrad(a);
+    case RuleKind::rowwise_adagrad: return step_rowwise_adagrad(a);
+    case RuleKind::adadelta: return step_adadelta(a);
+    case RuleKind::adam: return step_adam(a, false);
+    case RuleKind::amsgrad: return step_adam(a, true);
+    case RuleKind::adamw: return step_adamw(a);
+    case RuleKind::ftrl: return step_ftrl(a);
+    case RuleKind::group_ftrl: return step_group_ftrl(a);
+    case RuleKind::group_adagrad: return step_group_adagrad(a);
+    case RuleKind::dynamic_wd_adagrad: return step_dynamic_wd_adagrad(a);
+    case RuleKind::rmsprop: return step_rmsprop(a);
+    case RuleKind::moving_average: {
+      const T mu = static_cast<T>(a.p->momentum);
+#pragma GCC ivdep
+      for (int i = 0; i < a.d; ++i) a.w[i] = mu * a.w[i] + (T(1) - mu) * a.g[i];
+      return;
+    }
+    case RuleKind::batch_softmax: return step_batch_softmax(a);
+    case RuleKind::sign_sgd: return step_sign_sgd(a);
+    case RuleKind::lamb: return step_lamb(a);
+  }
+}
+
+}  // namespace
+}  // namespace shoal

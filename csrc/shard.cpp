@@ -1,0 +1,281 @@
+#include "shard.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kChunk = 4096;  // ids a thread takes at a time
+
+std::size_t real_bytes(const Table& t) { return t.spec().dtype == DType::f64 ? 8 : 4; }
+
+// Ranges of positions or bags of all groups, cut into pieces of at most kChunk.
+struct Piece {
+  int group;
+  std::int64_t start, stop;
+};
+
+std::vector<Piece> pieces_of(const Groups& groups) {
+  std::vector<Piece> pieces;
+  for (int g = 0; g < groups.count; ++g) {
+    for (std::int64_t at = groups.splits[g]; at < groups.splits[g + 1]; at += kChunk) {
+      pieces.push_back(Piece{g, at, std::min(at + kChunk, groups.splits[g + 1])});
+    }
+  }
+  return pieces;
+}
+
+// Groups of pieces worth one hand-over between threads.
+template <class Body>
+void run_pieces(const std::vector<Piece>& pieces, std::int64_t total, int threads,
+                const Body& body) {
+  if (total <= kChunk) threads = 1;
+  const std::int64_t batch =
+      std::max<std::int64_t>(1, static_cast<std::int64_t>(pieces.size()) / (threads * 8));
+  const std::int64_t items = (static_cast<std::int64_t>(pieces.size()) + batch - 1) / batch;
+  Pool::instance().run(items, threads, [&](std::int64_t item, int lane) {
+    const auto stop = std::min<std::int64_t>((item + 1) * batch, pieces.size());
+    for (std::int64_t i = item * batch; i < stop; ++i) body(pieces[i], lane);
+  });
+}
+
+}  // namespace
+
+Shard::Shard(std::vector<TableSpec> specs) {
+  tables_.reserve(specs.size());
+  for (TableSpec& spec : specs) tables_.emplace_back(std::move(spec));
+}
+
+std::uint32_t Shard::cut() {
+  const WriteGuard guard(lock_);
+  return epoch_++;
+}
+
+void Shard::probe(const Groups& groups, std::int32_t* rows, int threads) const {
+  run_pieces(pieces_of(groups), groups.n, threads, [&](const Piece& piece, int) {
+    const Table& table = tables_[groups.tables[piece.group]];
+    kernels().probe(table.index().view(), groups.ids + piece.start, piece.stop - piece.start,
+                    rows + piece.start);
+  });
+}
+
+void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads) {
+  const ReadGuard guard(lock_);
+  run_pieces(pieces_of(groups), groups.n, threads, [&](const Piece& piece, int) {
+    const Table& table = tables_[groups.tables[piece.group]];
+    const TableView view = table.view();
+    const std::int64_t n = piece.stop - piece.start;
+    const std::int64_t first = piece.start - groups.splits[piece.group];
+    const std::size_t bytes = static_cast<std::size_t>(view.rows.dim) * real_bytes(table);
+    char* out = static_cast<char*>(outputs[piece.group]) + first * bytes;
+    if (view.plain) {
+      kernels().find_copy(table.index().view(), view.rows, groups.ids + piece.start, n, out,
+                          found + piece.start);
+      return;
+    }
+    std::vector<std::int32_t> rows(static_cast<std::size_t>(n));
+    std::vector<char> scratch(2 * bytes + 64);
+    kernels().probe(table.index().view(), groups.ids + piece.start, n, rows.data());
+    for (std::int64_t i = 0; i < n; ++i) found[piece.start + i] = rows[i] != kNoRow;
+    const Slice whole{0, view.rows.dim, 0, 0, false};
+    void* target = out;
+    const std::int64_t width = view.rows.dim;
+    const GatherJob job{view, rows.data(), groups.ids + piece.start, nullptr, 0, nullptr,
+                        PoolSpec{Pooling::sum, 1, &whole, 1}, &target, &width, true, 0};
+    kernels().gather(job, 0, n, scratch.data());
+  });
+}
+
+void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool absent_is_zero,
+                        const GatherArgs& args) const {
+  std::size_t widest = 0;
+  for (int g = 0; g < groups.count; ++g) {
+    const Table& t = tables_[groups.tables[g]];
+    widest = std::max(widest, 2 * t.spec().dim * real_bytes(t) + 64);
+  }
+  std::vector<std::vector<char>> scratch(static_cast<std::size_t>(std::max(args.threads, 1)));
+  const auto one = [&](int g, std::int64_t start, std::int64_t stop, int lane) {
+    if (scratch[lane].empty()) scratch[lane].resize(widest);
+    const TableView view = tables_[groups.tables[g]].view();
+    GatherJob job{view, rows, groups.ids, nullptr, groups.splits[g], args.weights,
+                  PoolSpec{}, args.outputs, nullptr, absent_is_zero, args.global_step};
+    const Slice whole{0, view.rows.dim, 0, 0, false};
+    const std::int64_t width = view.rows.dim;
+    if (args.plan == nullptr) {
+      job.pool = PoolSpec{Pooling::sum, 1, &whole, 1};
+      job.outputs = args.outputs + g;
+      job.widths = &width;
+    } else {
+      job.offsets = args.offsets + g * args.bags;
+      job.pool = args.plan->pools[g];
+      job.widths = args.plan->widths.data();
+    }
+    kernels().gather(job, start, stop, scratch[lane].data());
+  };
+  if (args.plan == nullptr) {
+    run_pieces(pieces_of(groups), groups.n, args.threads, [&](const Piece& p, int lane) {
+      one(p.group, p.start - groups.splits[p.group], p.stop - groups.splits[p.group], lane);
+    });
+    return;
+  }
+  // Several groups may add into one output, so a thread takes a range of bags over all groups.
+  const int threads = groups.n <= kChunk && args.bags * groups.count <= kChunk ? 1 : args.threads;
+  const std::int64_t ranges = std::min<std::int64_t>(
+      args.bags, threads == 1 ? 1 : std::max<std::int64_t>(threads * 4, groups.n / (4 * kChunk)));
+  Pool::instance().run(ranges, threads, [&](std::int64_t range, int lane) {
+    const std::int64_t start = args.bags * range / ranges;
+    const std::int64_t stop = args.bags * (range + 1) / ranges;
+    for (int g = 0; g < groups.count; ++g) one(g, start, stop, lane);
+  });
+}
+
+void Shard::find_pooled(const Groups& groups, const GatherArgs& args) {
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(groups.n));
+  const ReadGuard guard(lock_);
+  probe(groups, rows.data(), args.threads);
+  gather_rows(groups, rows.data(), true, args);
+}
+
+void Shard::gather(const Ticket& ticket, const GatherArgs& args) {
+  const ReadGuard guard(lock_);
+  gather_rows(ticket.groups(), ticket.rows.data(), false, args);
+}
+
+std::unique_ptr<Ticket> Shard::open(const Groups& groups, const std::int64_t* counts,
+                                    StepParams step) {
+  auto ticket = std::make_unique<Ticket>();
+  ticket->rows.assign(static_cast<std::size_t>(groups.n), kNoRow);
+  ticket->ids = groups.ids;
+  ticket->splits.assign(groups.splits, groups.splits + groups.count + 1);
+  ticket->tables.assign(groups.tables, groups.tables + groups.count);
+  if (counts != nullptr) ticket->counts.assign(counts, counts + groups.n);
+  ticket->event_time_s = step.event_time_s;
+  ticket->live = true;
+  const std::lock_guard guard(tickets_mutex_);
+  tickets_.insert(ticket.get());
+  return ticket;
+}
+
+void Shard::end(Ticket& ticket) {
+  const std::lock_guard guard(tickets_mutex_);
+  if (!ticket.live) return;
+  ticket.live = false;
+  tickets_.erase(&ticket);
+}
+
+std::vector<bool> Shard::pinned(int t) const {
+  std::vector<bool> held(tables_[t].arena().high_water(), false);
+  const std::lock_guard guard(tickets_mutex_);
+  for (const Ticket* ticket : tickets_) {
+    for (std::size_t g = 0; g < ticket->tables.size(); ++g) {
+      if (ticket->tables[g] != t) continue;
+      for (std::int64_t i = ticket->splits[g]; i < ticket->splits[g + 1]; ++i) {
+        if (ticket->rows[i] >= 0) held[ticket->rows[i]] = true;
+      }
+    }
+  }
+  return held;
+}
+
+bool Shard::pinned_table(int t) const {
+  const std::lock_guard guard(tickets_mutex_);
+  return std::any_of(tickets_.begin(), tickets_.end(), [t](const Ticket* ticket) {
+    return std::find(ticket->tables.begin(), ticket->tables.end(), t) != ticket->tables.end();
+  });
+}
+
+std::unique_ptr<Ticket> Shard::find_or_init(const Groups& groups, const std::int64_t* counts,
+                                            bool admit_all, StepParams step, int threads) {
+  std::unique_ptr<Ticket> ticket = open(groups, counts, step);
+  try {
+    std::uint64_t members = 0;
+    {
+      const ReadGuard guard(lock_);
+      members = membership_;
+      probe(groups, ticket->rows.data(), threads);
+    }
+    const auto absent = std::find(ticket->rows.begin(), ticket->rows.end(), kNoRow);
+    if (absent == ticket->rows.end()) return ticket;
+    const WriteGuard guard(lock_);
+    insert_missing(*ticket, members == membership_, admit_all, step, threads);
+  } catch (...) {  // rethrown once nothing is pinned any more
+    end(*ticket);
+    throw;
+  }
+  return ticket;
+}
+
+void Shard::insert_missing(Ticket& ticket, bool probed, bool admit_all, StepParams step,
+                           int threads) {
+  step.epoch = epoch_;
+  std::vector<std::vector<std::int64_t>> missing(tables_.size());
+  for (std::size_t g = 0; g < ticket.tables.size(); ++g) {
+    const int t = ticket.tables[g];
+    for (std::int64_t i = ticket.splits[g]; i < ticket.splits[g + 1]; ++i) {
+      if (ticket.rows[i] >= 0) continue;
+      ticket.missing.push_back(i);
+      // Another lookup may have inserted it between our probe and this lock.
+      if (!probed) ticket.rows[i] = tables_[t].index().find(ticket.ids[i]);
+      if (ticket.rows[i] < 0) missing[t].push_back(i);
+    }
+  }
+  std::vector<std::pair<int, Table::Insert>> jobs;
+  for (int t = 0; t < size(); ++t) {
+    if (missing[t].empty()) continue;
+    Table::Insert job{ticket.ids, ticket.counts.empty() ? nullptr : ticket.counts.data(),
+                      ticket.rows.data(), std::move(missing[t]), admit_all, step, threads};
+    if (tables_[t].spec().capacity_rows > 0) job.pinned = pinned(t);
+    jobs.emplace_back(t, std::move(job));
+  }
+  std::size_t prepared = 0;
+  try {
+    for (; prepared < jobs.size(); ++prepared) {
+      tables_[jobs[prepared].first].prepare(jobs[prepared].second);
+    }
+  } catch (...) {  // rethrown once the tables prepared before are as they were
+    for (std::size_t i = 0; i < prepared; ++i) tables_[jobs[i].first].cancel(jobs[i].second);
+    throw;
+  }
+  ++membership_;
+  for (auto& [t, job] : jobs) tables_[t].commit(job);
+}
+
+std::int64_t Shard::evict(std::int64_t now_s) {
+  const WriteGuard guard(lock_);
+  std::int64_t dropped = 0;
+  ++membership_;
+  for (int t = 0; t < size(); ++t) {
+    if (tables_[t].spec().expires) dropped += tables_[t].evict_expired(now_s, pinned(t));
+  }
+  return dropped;
+}
+
+void Shard::write(const Groups& groups, Write mode, const void* const* values,
+                  std::int32_t* status, StepParams step, int threads) {
+  // Rows are found before they are written, so the ticket both pins and remembers them.
+  const std::unique_ptr<Ticket> ticket = find_or_init(groups, nullptr, true, step, threads);
+  const WriteGuard guard(lock_);
+  step.epoch = epoch_;
+  std::vector<bool> fresh(static_cast<std::size_t>(groups.n), false);
+  for (const std::int64_t i : ticket->missing) fresh[i] = true;
+  for (int g = 0; g < groups.count; ++g) {
+    Table& table = tables_[groups.tables[g]];
+    const TableView view = table.view();
+    const std::int64_t start = groups.splits[g];
+    for (std::int64_t i = start; i < groups.splits[g + 1]; ++i) {
+      const std::int32_t row = ticket->rows[i];
+      if (mode == Write::reinitialize) {
+        status[i] = fresh[i] ? 0 : 1;
+        kernels().init_rows(view, groups.ids + i, &row, 1, step);
+        continue;
+      }
+      const std::size_t bytes = static_cast<std::size_t>(view.rows.dim) * real_bytes(table);
+      const char* value = static_cast<const char*>(values[g]) + (i - start) * bytes;
+      table.write_row(row, value, mode == Write::add, step);
+    }
+  }
+  end(*ticket);
+}
+
+}  // namespace shoal

@@ -1,0 +1,152 @@
+#pragma once
+// The shard: K tables, one lock, the verbs. Row state has no other owner.
+//
+// Ids travel in groups: group g is ids[splits[g] .. splits[g+1]) of table tables[g].
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "table.h"
+
+namespace shoal {
+
+struct Groups {
+  const std::int64_t* ids;
+  std::int64_t n;
+  const std::int64_t* splits;
+  const std::int32_t* tables;
+  int count;
+};
+
+// Frozen description of a pooled lookup, compiled once.
+struct Plan {
+  std::vector<Slice> slices;
+  std::vector<PoolSpec> pools;  // one per group; slices point into `slices`
+  std::vector<std::int64_t> widths;
+};
+
+// Rows of one lookup. `ids` belong to the caller, who keeps them alive.
+struct Ticket {
+  std::vector<std::int32_t> rows;
+  const std::int64_t* ids = nullptr;
+  std::vector<std::int64_t> splits;
+  std::vector<std::int32_t> tables;
+  std::vector<std::int64_t> counts;  // empty: 1 each
+  std::vector<std::int64_t> missing; // positions that had no row when looked up
+  std::uint32_t event_time_s = 0;
+  bool live = false;
+
+  Groups groups() const {
+    return Groups{ids, static_cast<std::int64_t>(rows.size()), splits.data(), tables.data(),
+                  static_cast<int>(tables.size())};
+  }
+};
+
+struct GatherArgs {
+  const Plan* plan;             // null: one output per group, rows as they are
+  const std::int64_t* offsets;  // [G * B + 1], group-major; null without a plan
+  std::int64_t bags;
+  const float* weights;
+  void* const* outputs;
+  std::int64_t global_step;
+  int threads;
+};
+
+struct GradArgs {
+  const Ticket* ticket;
+  const Plan* plan;
+  const std::int64_t* offsets;
+  std::int64_t bags;
+  const float* weights;
+  const void* const* grads;
+  double scale;
+  const void* const* seen;  // per group, or null
+};
+
+struct ApplyArgs {
+  std::vector<GradArgs> records;
+  std::vector<double> lrs;                // per table, per segment, in order
+  StepParams step;
+  int threads;
+};
+
+struct Sums {
+  int table;
+  std::vector<std::int64_t> ids, counts;
+  std::vector<char> sums;
+};
+
+class NonFiniteError : public std::exception {
+ public:
+  const char* what() const noexcept override { return "a gradient is not finite"; }
+};
+
+// Rows of one table in hash order, copied out under the lock.
+struct Exported {
+  std::int64_t n = 0;
+  std::vector<std::int64_t> ids, versions, seen, counts;
+  std::vector<char> weights, state;
+};
+
+class Shard {
+ public:
+  explicit Shard(std::vector<TableSpec> specs);
+
+  int size() const { return static_cast<int>(tables_.size()); }
+  const Table& table(int t) const { return tables_[t]; }
+  Table& table(int t) { return tables_[t]; }
+  FairLock& lock() { return lock_; }
+  void members_changed() { ++membership_; }
+  std::uint32_t epoch() const { return epoch_; }
+  std::uint32_t cut();
+
+  // Rows of unpooled fp32/fp64 tables in one pass; other tables through the general path.
+  void find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads);
+  void find_pooled(const Groups& groups, const GatherArgs& args);
+  std::unique_ptr<Ticket> find_or_init(const Groups& groups, const std::int64_t* counts,
+                                       bool admit_all, StepParams step, int threads);
+  void gather(const Ticket& ticket, const GatherArgs& args);
+  void apply(const ApplyArgs& args);
+  std::vector<Sums> sum(const std::vector<GradArgs>& records);
+  // One step for ids that need no ticket; admission applies to those without a row.
+  void apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args);
+
+  enum class Write { assign, add, reinitialize };
+  void write(const Groups& groups, Write mode, const void* const* values, std::int32_t* status,
+             StepParams step, int threads);
+
+  Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
+  void load_rows(int t, const Exported& rows);
+
+  std::int64_t evict(std::int64_t now_s);
+  void end(Ticket& ticket);
+  void clear(int t);
+  bool pinned_table(int t) const;
+
+ private:
+  std::vector<bool> pinned(int t) const;
+  void probe(const Groups& groups, std::int32_t* rows, int threads) const;
+  void insert_missing(Ticket& ticket, bool probed, bool admit_all, StepParams step, int threads);
+  std::unique_ptr<Ticket> open(const Groups& groups, const std::int64_t* counts,
+                               StepParams step);
+  void gather_rows(const Groups& groups, const std::int32_t* rows, bool absent_is_zero,
+                   const GatherArgs& args) const;
+  void apply_locked(const ApplyArgs& args);
+
+  std::vector<Table> tables_;
+  std::uint32_t epoch_ = 1;
+  std::uint64_t membership_ = 0;  // counts changes of which ids have rows
+  FairLock lock_;
+  mutable std::mutex tickets_mutex_;
+  std::unordered_set<Ticket*> tickets_;
+  std::vector<Item> items_;  // scratch of apply, guarded by the write lock
+};
+
+// True when every gradient the records name is finite.
+bool gradients_finite(const Shard& shard, const std::vector<GradArgs>& records, int threads);
+
+}  // namespace shoal

@@ -1,0 +1,73 @@
+// Shard: rows leaving and entering whole.
+#include <algorithm>
+#include <cstring>
+
+#include "shard.h"
+
+namespace shoal {
+
+Exported Shard::export_rows(int t, const std::int64_t* only) {
+  const WriteGuard guard(lock_);
+  const Table& table = tables_[t];
+  std::vector<std::int32_t> rows;
+  if (only == nullptr) {
+    rows = table.rows_by_hash();
+  } else if (const std::int32_t row = table.index().find(*only); row != kNoRow) {
+    rows.push_back(row);
+  }
+  const RowView view = table.view().rows;
+  const std::size_t weight = view.dim * element_bytes(view.dtype);
+  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  Exported out;
+  out.n = static_cast<std::int64_t>(rows.size());
+  out.ids.resize(rows.size());
+  out.versions.resize(rows.size());
+  out.seen.resize(rows.size());
+  out.counts.resize(rows.size());
+  out.weights.resize(rows.size() * weight);
+  out.state.resize(rows.size() * state);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const auto row = static_cast<std::uint32_t>(rows[i]);
+    out.ids[i] = row_id(view, row);
+    out.versions[i] = row_version(view, row);
+    out.seen[i] = row_seen(view, row).seconds;
+    out.counts[i] = row_seen(view, row).count;
+    std::memcpy(out.weights.data() + i * weight, weight_row(view, row), weight);
+    if (state > 0) std::memcpy(out.state.data() + i * state, state_row(view, row), state);
+  }
+  return out;
+}
+
+void Shard::load_rows(int t, const Exported& rows) {
+  const WriteGuard guard(lock_);
+  ++membership_;
+  Table& table = tables_[t];
+  const std::int64_t fresh = std::count_if(
+      rows.ids.begin(), rows.ids.end(),
+      [&](std::int64_t id) { return table.index().find(id) == kNoRow; });
+  const auto live = static_cast<std::int64_t>(table.index().size());
+  const std::int64_t capacity = table.spec().capacity_rows;
+  if (capacity > 0 && live + fresh > capacity) {
+    throw TableFullError(table.spec().name, live, capacity, fresh);
+  }
+  table.reserve(live + fresh);
+  const RowView view = table.view().rows;
+  const std::size_t weight = view.dim * element_bytes(view.dtype);
+  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  for (std::int64_t i = 0; i < rows.n; ++i) {
+    table.load_row(Table::Loaded{rows.ids[i], rows.weights.data() + i * weight,
+                                 rows.state.data() + i * state,
+                                 static_cast<std::uint32_t>(rows.versions[i]),
+                                 static_cast<std::uint32_t>(rows.seen[i]),
+                                 static_cast<std::uint32_t>(rows.counts[i])});
+  }
+  table.settle();
+}
+
+void Shard::clear(int t) {
+  const WriteGuard guard(lock_);
+  ++membership_;
+  tables_[t].clear();
+}
+
+}  // namespace shoal

@@ -1,0 +1,284 @@
+#include "table.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "pool.h"
+#include "rows_impl.h"
+
+namespace shoal {
+namespace {
+
+std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
+  return mix64(static_cast<std::uint64_t>(id) ^ salt);
+}
+
+}  // namespace
+
+Table::Table(TableSpec spec)
+    : spec_(std::move(spec)),
+      index_(spec_.salt),
+      arena_(spec_.dim, spec_.state_width, spec_.dtype),
+      admission_(spec_.admission, spec_.salt) {
+  plain_ = spec_.dtype == DType::f32 || spec_.dtype == DType::f64;
+  for (const Segment& s : spec_.segments) {
+    plain_ = plain_ && s.retriever.kind == RetrieverKind::identity;
+  }
+  if (spec_.expected_rows > 0) reserve(spec_.expected_rows);
+}
+
+void Table::reserve(std::int64_t rows) {
+  const auto live = static_cast<std::int64_t>(index_.size());
+  if (rows <= live) return;
+  arena_.reserve(static_cast<std::size_t>(rows - live));
+  index_.reserve(static_cast<std::size_t>(rows));
+}
+
+TableView Table::view() const {
+  return TableView{arena_.view(), spec_.segments.data(), static_cast<int>(spec_.segments.size()),
+                   spec_.key, plain_};
+}
+
+void Table::find_unique(Insert& job) const {
+  const std::size_t n = job.positions.size();
+  job.number.resize(n);
+  std::size_t size = 16;
+  while (size < 2 * n) size *= 2;
+  std::vector<std::int32_t> slots(size, -1);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::int64_t position = job.positions[i];
+    const std::int64_t id = job.ids[position];
+    std::size_t at = hash_of(id, spec_.salt) & (size - 1);
+    while (slots[at] >= 0 && job.unique[slots[at]] != id) at = (at + 1) & (size - 1);
+    if (slots[at] < 0) {
+      slots[at] = static_cast<std::int32_t>(job.unique.size());
+      job.unique.push_back(id);
+      job.unique_counts.push_back(0);
+    }
+    const std::int32_t number = slots[at];
+    job.number[i] = static_cast<std::uint32_t>(number);
+    job.unique_counts[number] += job.counts == nullptr ? 1 : job.counts[position];
+  }
+}
+
+std::int64_t Table::over_budget(std::int64_t wanted) const {
+  if (spec_.capacity_rows <= 0) return 0;
+  const auto live = static_cast<std::int64_t>(index_.size());
+  return std::max<std::int64_t>(0, live + wanted - spec_.capacity_rows);
+}
+
+void Table::check_room(const Insert& job) const {
+  const std::int64_t over = over_budget(job.wanted);
+  if (over == 0) return;
+  const auto live = static_cast<std::int64_t>(index_.size());
+  const std::int64_t held = std::count(job.pinned.begin(), job.pinned.end(), true);
+  if (spec_.on_full == OnFull::raise || over > live - held) {
+    throw TableFullError(spec_.name, live, spec_.capacity_rows, job.wanted);
+  }
+}
+
+void Table::prepare(Insert& job) {
+  find_unique(job);
+  const auto total = static_cast<std::int64_t>(job.unique.size());
+  job.counted = admission_.enabled() && !job.admit_all;
+  job.unique_rows.assign(job.unique.size(), 0);
+  job.wanted = total;
+  if (job.counted) {
+    admission_.add(job.unique.data(), job.unique_counts.data(), total);
+    for (std::int64_t u = 0; u < total; ++u) {
+      if (admission_.admitted(job.unique[u])) continue;
+      job.unique_rows[u] = kNoRow;
+      --job.wanted;
+    }
+  }
+  try {
+    check_room(job);
+    arena_.reserve(static_cast<std::size_t>(job.wanted - over_budget(job.wanted)));
+  } catch (...) {  // rethrown once the sights are taken back
+    cancel(job);
+    throw;
+  }
+}
+
+void Table::cancel(Insert& job) {
+  if (!job.counted) return;
+  admission_.undo(job.unique.data(), job.unique_counts.data(),
+                  static_cast<std::int64_t>(job.unique.size()));
+}
+
+void Table::commit(Insert& job) {
+  const std::int64_t over = over_budget(job.wanted);
+  if (over > 0) {
+    // A scan costs the table, not the rows it finds, so large tables evict a little ahead.
+    counters_.evicted += evict_lowest(over + spec_.capacity_rows / 64, job.pinned);
+  }
+  for (std::size_t u = 0; u < job.unique.size(); ++u) {
+    if (job.unique_rows[u] == kNoRow) continue;
+    job.unique_rows[u] = arena_.take();
+    if (admission_.enabled()) admission_.forget(job.unique[u]);
+  }
+  counters_.inserted += job.wanted;
+  counters_.refused += static_cast<std::int64_t>(job.unique.size()) - job.wanted;
+  if (job.wanted > 0) place(job);
+  for (std::size_t i = 0; i < job.positions.size(); ++i) {
+    job.rows[job.positions[i]] = job.unique_rows[job.number[i]];
+  }
+}
+
+void Table::place(const Insert& job) {
+  constexpr std::size_t kParallel = 2048;
+  constexpr std::size_t kAhead = 16;
+  const TableView table = view();
+  const std::vector<std::int64_t>& unique = job.unique;
+  const std::vector<std::int32_t>& rows = job.unique_rows;
+  const int bits = unique.size() < kParallel ? 0 : index_.partition_bits();
+  const std::size_t parts = std::size_t{1} << bits;
+  // Stable partition by the hash bits that choose a stripe, so that no two threads share one.
+  std::vector<std::int64_t> ids(unique.size());
+  std::vector<std::int32_t> numbers(unique.size());
+  std::vector<std::size_t> starts(parts + 1, 0);
+  const auto part_of = [&](std::int64_t id) -> std::size_t {
+    return bits == 0 ? 0 : (hash_of(id, spec_.salt) >> (48 - bits)) & (parts - 1);
+  };
+  for (std::size_t u = 0; u < rows.size(); ++u) {
+    if (rows[u] != kNoRow) ++starts[part_of(unique[u]) + 1];
+  }
+  for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
+  std::vector<std::size_t> at(starts.begin(), starts.end() - 1);
+  for (std::size_t u = 0; u < rows.size(); ++u) {
+    if (rows[u] == kNoRow) continue;
+    const std::size_t to = at[part_of(unique[u])]++;
+    ids[to] = unique[u];
+    numbers[to] = rows[u];
+  }
+  Pool::instance().run(static_cast<std::int64_t>(parts), job.threads, [&](std::int64_t p, int) {
+    const std::size_t start = starts[p], stop = starts[p + 1];
+    const IndexView lines = index_.view();
+    for (std::size_t i = start; i < stop; ++i) {
+      if (i + kAhead < stop) {
+        const StripeView* stripe = nullptr;
+        __builtin_prefetch(home_line(lines, hash_of(ids[i + kAhead], spec_.salt), stripe), 1);
+      }
+      index_.insert(ids[i], numbers[i]);
+    }
+    kernels().init_rows(table, ids.data() + start, numbers.data() + start,
+                        static_cast<std::int64_t>(stop - start), job.step);
+  });
+  index_.rebalance();
+}
+
+std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned) {
+  struct Victim {
+    std::uint32_t score, second;
+    std::uint64_t hash;
+    std::int64_t id;
+    bool operator<(const Victim& o) const {
+      return std::tie(score, second, hash) < std::tie(o.score, o.second, o.hash);
+    }
+  };
+  const RowView rows = arena_.view();
+  std::vector<Victim> victims;
+  victims.reserve(index_.size());
+  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
+    const auto row = static_cast<std::uint32_t>(r);
+    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+    const LastSeen seen = row_seen(rows, row);
+    const std::int64_t id = row_id(rows, row);
+    const bool lru = spec_.on_full == OnFull::lru;
+    victims.push_back(Victim{lru ? seen.seconds : seen.count, lru ? seen.count : seen.seconds,
+                             hash_of(id, spec_.salt), id});
+  }
+  const auto many = std::min<std::int64_t>(n, static_cast<std::int64_t>(victims.size()));
+  if (many < static_cast<std::int64_t>(victims.size())) {
+    std::nth_element(victims.begin(), victims.begin() + many, victims.end());
+  }
+  for (std::int64_t i = 0; i < many; ++i) erase(victims[i].id);
+  return many;
+}
+
+void Table::write_row(std::int32_t row, const char* values, bool add, StepParams step) {
+  const RowView rows = arena_.view();
+  const auto at = static_cast<std::uint32_t>(row);
+  char* stored = weight_row(rows, at);
+  const int d = spec_.dim;
+  if (spec_.dtype == DType::f64) {
+    auto* to = reinterpret_cast<double*>(stored);
+    const auto* from = reinterpret_cast<const double*>(values);
+    for (int i = 0; i < d; ++i) to[i] = add ? to[i] + from[i] : from[i];
+  } else {
+    std::vector<float> sum(static_cast<std::size_t>(d), 0.0F);
+    if (add) load_weights(spec_.dtype, stored, sum.data(), d);
+    const auto* from = reinterpret_cast<const float*>(values);
+    for (int i = 0; i < d; ++i) sum[i] = add ? sum[i] + from[i] : from[i];
+    store_nearest(spec_.dtype, sum.data(), stored, d);
+  }
+  row_version(rows, at) = step.epoch;
+  LastSeen& seen = row_seen(rows, at);
+  seen.seconds = std::max(seen.seconds, step.event_time_s);
+}
+
+void Table::load_row(const Loaded& loaded) {
+  std::int32_t row = index_.find(loaded.id);
+  if (row == kNoRow) {
+    arena_.reserve(1);
+    row = arena_.take();
+    index_.insert(loaded.id, row);
+  }
+  const RowView rows = arena_.view();
+  const auto at = static_cast<std::uint32_t>(row);
+  std::memcpy(weight_row(rows, at), loaded.weights, spec_.dim * element_bytes(spec_.dtype));
+  if (spec_.state_width > 0) {
+    const std::size_t real = spec_.dtype == DType::f64 ? 8 : 4;
+    std::memcpy(state_row(rows, at), loaded.state, spec_.state_width * real);
+  }
+  row_id(rows, at) = loaded.id;
+  row_version(rows, at) = std::max<std::uint32_t>(loaded.version, 1);
+  row_seen(rows, at) = LastSeen{loaded.last_seen_s, loaded.count};
+}
+
+bool Table::erase(std::int64_t id) {
+  const std::int32_t row = index_.erase(id);
+  if (row == kNoRow) return false;
+  arena_.give_back(row);
+  return true;
+}
+
+std::int64_t Table::evict_expired(std::int64_t now_s, const std::vector<bool>& pinned) {
+  if (!spec_.expires) return 0;
+  const RowView rows = arena_.view();
+  std::int64_t dropped = 0;
+  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
+    const auto row = static_cast<std::uint32_t>(r);
+    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+    const std::int64_t id = row_id(rows, row);
+    const std::int64_t ttl = spec_.ttl_s.of(id);
+    if (ttl < 0 || now_s - static_cast<std::int64_t>(row_seen(rows, row).seconds) < ttl) continue;
+    erase(id);
+    ++dropped;
+  }
+  counters_.evicted += dropped;
+  return dropped;
+}
+
+void Table::clear() {
+  index_.clear();
+  arena_.clear();
+  admission_.clear();
+}
+
+std::vector<std::int32_t> Table::rows_by_hash() const {
+  std::vector<std::pair<std::uint64_t, std::int32_t>> order;
+  order.reserve(index_.size());
+  const RowView rows = arena_.view();
+  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
+    const auto row = static_cast<std::uint32_t>(r);
+    if (row_version(rows, row) == Arena::kFree) continue;
+    order.emplace_back(hash_of(row_id(rows, row), spec_.salt), static_cast<std::int32_t>(r));
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<std::int32_t> result(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) result[i] = order[i].second;
+  return result;
+}
+
+}  // namespace shoal

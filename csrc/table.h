@@ -1,0 +1,118 @@
+#pragma once
+// One table: index, rows, admission. Not thread-safe by itself; the shard's lock guards it.
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "admission.h"
+#include "arena.h"
+#include "index.h"
+#include "kernels.h"
+
+namespace shoal {
+
+enum class OnFull : std::uint8_t { raise, lru, lfu };
+
+struct TableSpec {
+  std::string name;
+  int dim = 0, state_width = 0;
+  DType dtype = DType::f32;
+  std::vector<Segment> segments;
+  std::uint64_t salt = 0;
+  std::uint64_t key = 0;           // mix64(seed ^ salt): what initial values are drawn with
+  std::int64_t capacity_rows = 0;  // 0: grows without limit
+  OnFull on_full = OnFull::raise;
+  std::int64_t expected_rows = 0;
+  AdmissionSpec admission;
+  bool expires = false;
+  PerSlot ttl_s;  // negative: never
+};
+
+class TableFullError : public std::exception {
+ public:
+  // The message is "rows capacity wanted table": the Python side words it for people.
+  TableFullError(const std::string& table, std::int64_t rows, std::int64_t capacity,
+                 std::int64_t wanted)
+      : message_(std::to_string(rows) + " " + std::to_string(capacity) + " " +
+                 std::to_string(wanted) + " " + table) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+struct TableCounters {
+  std::int64_t inserted = 0, refused = 0, evicted = 0, nonfinite = 0;
+};
+
+class Table {
+ public:
+  explicit Table(TableSpec spec);
+
+  TableView view() const;
+  const TableSpec& spec() const { return spec_; }
+  const Index& index() const { return index_; }
+  const Arena& arena() const { return arena_; }
+  Admission& admission() { return admission_; }
+  const Admission& admission() const { return admission_; }
+  TableCounters& counters() { return counters_; }
+  const TableCounters& counters() const { return counters_; }
+
+  // Inserting the absent ids of a lookup takes two steps, so that a full table refuses before any
+  // table of the call has changed: prepare() decides and checks, commit() or cancel() ends it.
+  struct Insert {
+    const std::int64_t* ids;
+    const std::int64_t* counts;     // or null: 1 each
+    std::int32_t* rows;             // gets the row, or keeps kNoRow where admission refuses
+    std::vector<std::int64_t> positions;  // indices into ids, counts and rows
+    bool admit_all;
+    StepParams step;
+    int threads;
+    std::vector<bool> pinned{};     // rows that an eviction must spare
+    // Set by prepare().
+    std::vector<std::int64_t> unique{}, unique_counts{};
+    std::vector<std::uint32_t> number{};      // unique number of each position
+    std::vector<std::int32_t> unique_rows{};  // kNoRow where refused
+    std::int64_t wanted = 0;
+    bool counted = false;
+  };
+  void prepare(Insert& job);  // throws TableFullError or bad_alloc; the table is unchanged then
+  void cancel(Insert& job);
+  void commit(Insert& job);
+
+  // Writes (or adds) a row of fp32/fp64 values; state stays.
+  void write_row(std::int32_t row, const char* values, bool add, StepParams step);
+  // Upserts a row in full: weights as stored, state, metadata.
+  struct Loaded {
+    std::int64_t id;
+    const char* weights;
+    const char* state;
+    std::uint32_t version, last_seen_s, count;
+  };
+  void load_row(const Loaded& row);
+  void settle() { index_.rebalance(); }  // after a run of load_row
+
+  bool erase(std::int64_t id);
+  std::int64_t evict_expired(std::int64_t now_s, const std::vector<bool>& pinned);
+  void clear();
+  // Live rows ordered by unsigned hash.
+  std::vector<std::int32_t> rows_by_hash() const;
+  void reserve(std::int64_t rows);
+
+ private:
+  void find_unique(Insert& job) const;
+  void check_room(const Insert& job) const;
+  std::int64_t over_budget(std::int64_t wanted) const;
+  std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);
+  void place(const Insert& job);
+
+  TableSpec spec_;
+  Index index_;
+  Arena arena_;
+  Admission admission_;
+  TableCounters counters_;
+  bool plain_ = true;
+};
+
+}  // namespace shoal

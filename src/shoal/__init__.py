@@ -1,0 +1,53 @@
+"""Shoal: train models whose embedding tables keep growing.
+
+The public face. Nothing inside the package imports it. Needs torch and numpy only; `shoal.config`,
+`shoal.data`, `shoal.train` and `shoal.cli` bring what they need when they are imported.
+"""
+
+from __future__ import annotations
+
+from shoal import errors, fid, metrics, models, optim, placement
+from shoal.combiners import FirstN, ReduceMean, ReduceSum
+from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.ragged import KeyedRagged, Ragged
+from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
+from shoal.rules.admission import Admission
+from shoal.rules.expiry import Expiry
+from shoal.table import Segment, StepContext, Table, TableSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Admission",
+    "EmbeddingCollection",
+    "Expiry",
+    "Feature",
+    "FirstN",
+    "JointOptimizer",
+    "KeyedRagged",
+    "Layout",
+    "LayoutSlice",
+    "Ragged",
+    "ReduceMean",
+    "ReduceSum",
+    "Segment",
+    "SparseOptimizer",
+    "StepContext",
+    "Table",
+    "TableSpec",
+    "__version__",
+    "admission",
+    "clip_grad_norm_",
+    "compressors",
+    "errors",
+    "expiry",
+    "fid",
+    "initializers",
+    "metrics",
+    "models",
+    "optim",
+    "optimizers",
+    "placement",
+    "schedules",
+]

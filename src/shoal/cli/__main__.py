@@ -1,0 +1,7 @@
+"""`python -m shoal.cli`."""
+
+from __future__ import annotations
+
+from shoal.cli.app import main
+
+main()

@@ -1,0 +1,34 @@
+"""The command line: one typer application, one function per command."""
+
+from __future__ import annotations
+
+import typer
+
+from shoal.cli.evaluate import evaluate
+from shoal.cli.predict import predict
+from shoal.cli.train import train
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="shoal",
+    help="Train models whose embedding tables keep growing.",
+    epilog="Start here: shoal train examples/flights.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command(name="train", no_args_is_help=True)(train)
+app.command(name="eval", no_args_is_help=True)(evaluate)
+app.command(name="predict", no_args_is_help=True)(predict)
+
+
+@app.callback()
+def _root() -> None:
+    """Train models whose embedding tables keep growing."""
+
+
+def main() -> None:
+    """Entry point of the `shoal` command."""
+    app(prog_name="shoal")

@@ -1,0 +1,54 @@
+"""What the commands share: their consoles, their arguments, and how an error looks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.errors import ShoalError
+
+__all__ = ["Debug", "Overrides", "clean_errors", "console"]
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+_PLAIN_WIDTH = 110
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings to change: model.dropout=0.1, data.batch_size=1024, ~features.history.",
+        show_default=False,
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; plain and wide enough for tables when not a terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _PLAIN_WIDTH)
+
+
+@contextmanager
+def clean_errors(debug: bool) -> Iterator[None]:
+    """Print an error of ours as one message and exit with 2; with `debug`, let it through."""
+    try:
+        yield
+    except ShoalError as error:
+        if debug:
+            raise
+        out = console(stderr=True)
+        out.print("error:", style="bold red", end=" ")
+        out.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_ERROR) from error
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        console(stderr=True).print("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None

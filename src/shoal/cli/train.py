@@ -1,0 +1,41 @@
+"""`shoal train`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.cli.shell import Debug, Overrides, clean_errors, console
+
+__all__ = ["train"]
+
+
+def train(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model, judge it against its baselines, and write a run folder.
+
+    The folder runs/<name>-<time>/ gets the resolved config, metrics.json, report.html, logs and
+    the trained model. Settings come from the YAML file, then from SHOAL_DEVICE, SHOAL_SEED,
+    SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
+
+    Examples:
+
+      shoal train examples/flights.yaml
+
+      shoal train examples/flights.yaml model.kind=dcn tables.default.dim=8
+
+      shoal train examples/flights.yaml 'tables.default.optimizer={kind: adam, lr: 0.01}'
+
+      shoal train examples/flights.yaml '~features.history' data.max_examples=20000
+    """
+    with clean_errors(debug):
+        from shoal import config as settings
+        from shoal import train as training
+
+        training.run(settings.load(config, overrides or ()), console=console())

@@ -1,0 +1,8 @@
+"""Settings of a run: read, checked, frozen, and turned into tables, features and models."""
+
+from __future__ import annotations
+
+from shoal.config.compose import ENVIRONMENT, from_mapping, load, to_yaml
+from shoal.config.tree import RunConfig
+
+__all__ = ["ENVIRONMENT", "RunConfig", "from_mapping", "load", "to_yaml"]

@@ -1,0 +1,170 @@
+"""From the settings of a run to the specs of tables and features, and to the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.combiners import Combiner, ReduceMean, ReduceSum
+from shoal.config.tree import (
+    DcnSettings,
+    DeepFMSettings,
+    DlrmSettings,
+    FeatureSettings,
+    LogisticSettings,
+    RunConfig,
+    TableSettings,
+)
+from shoal.errors import unknown_name
+from shoal.layouts import Feature, Layout, LayoutSlice
+from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
+from shoal.table.spec import Segment, TableSpec
+
+__all__ = ["EMBEDDINGS", "FIRST_ORDER", "AnyModel", "ModelParts", "build_parts", "feature_settings"]
+
+EMBEDDINGS = "embeddings"
+FIRST_ORDER = "first_order"
+_BIAS, _VEC = "bias", "vec"
+
+AnyModel = LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """What a model is assembled from.
+
+    Layouts give the model inputs `EMBEDDINGS` [B, F, D] and, for some models, `FIRST_ORDER`
+    [B, F]; `module` takes (dense [B, n] or None, embeddings, first_order or None) to logits [B].
+    """
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    features: tuple[Feature, ...]
+    layouts: tuple[Layout, ...]
+    module: nn.Module
+
+
+def build_parts(
+    config: RunConfig, model: AnyModel, *, offered: Sequence[str], num_dense: int
+) -> ModelParts:
+    """Assemble a model's parts.
+
+    Args:
+        config: settings of tables and features.
+        model: the model's own settings; `config.model`, or a baseline's.
+        offered: names of the id features that the data has.
+        num_dense: dense columns of the data.
+
+    Raises:
+        UnknownName: a feature that the data does not have, or a table that no feature uses.
+        ConfigError: widths that do not fit together.
+    """
+    settings = feature_settings(config, offered)
+    features = tuple(
+        Feature(name, own.table or name, _combiner(own), own.max_length)
+        for name, own in settings.items()
+    )
+    used = tuple(dict.fromkeys(feature.table for feature in features))
+    for name in config.tables:
+        if name != RunConfig.DEFAULT_TABLE and name not in used:
+            raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
+    segments = _segments_of(model)
+    tables = tuple(_table(name, _settings_of(config, name), segments) for name in used)
+    dim = 1 if segments == (_BIAS,) else tables[0].segments[-1].dim
+    return ModelParts(
+        name=model.kind,
+        tables=tables,
+        features=features,
+        layouts=_layouts(features, segments),
+        module=_module(model, (num_dense, len(features), dim)),
+    )
+
+
+def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, FeatureSettings]:
+    """The features to train on: those the config names, or all that the data offers.
+
+    Raises:
+        UnknownName: a feature that the data does not have.
+    """
+    for name in config.features:
+        if name not in offered:
+            raise unknown_name(
+                f"feature of data.source {config.data.source.kind!r}",
+                name,
+                offered,
+                remedy="Name an id column of the data.",
+            )
+    return config.features or {name: FeatureSettings() for name in offered}
+
+
+def _combiner(settings: FeatureSettings) -> Combiner:
+    return ReduceMean() if settings.combiner == "mean" else ReduceSum()
+
+
+def _segments_of(model: AnyModel) -> tuple[str, ...]:
+    if isinstance(model, LogisticSettings):
+        return (_BIAS,)
+    return (_BIAS, _VEC) if isinstance(model, DeepFMSettings) else (_VEC,)
+
+
+def _settings_of(config: RunConfig, table: str) -> TableSettings:
+    default = config.tables.get(RunConfig.DEFAULT_TABLE)
+    return config.tables.get(table) or default or TableSettings()
+
+
+def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> TableSpec:
+    every = {
+        _BIAS: Segment(
+            dim=1,
+            name=_BIAS,
+            initializer=settings.bias.initializer,
+            optimizer=settings.bias.optimizer or settings.optimizer,
+        ),
+        _VEC: Segment(
+            dim=settings.dim,
+            name=_VEC,
+            initializer=settings.initializer,
+            optimizer=settings.optimizer,
+            compressor=settings.compressor,
+        ),
+    }
+    return TableSpec(
+        name=name,
+        segments=tuple(every[segment] for segment in segments),
+        dtype=settings.dtype,
+        capacity_rows=settings.capacity_rows,
+        on_full=settings.on_full,
+        expected_rows=settings.expected_rows,
+        admission=settings.admission,
+        expiry=settings.expiry,
+    )
+
+
+def _layouts(features: Sequence[Feature], segments: tuple[str, ...]) -> tuple[Layout, ...]:
+    def slices(segment: str) -> tuple[LayoutSlice, ...]:
+        return tuple(LayoutSlice(feature.name, segment) for feature in features)
+
+    stacked = Layout(EMBEDDINGS, "stack", slices(segments[-1]))
+    if len(segments) == 1:
+        return (stacked,)
+    return (Layout(FIRST_ORDER, "concat", slices(_BIAS)), stacked)
+
+
+def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:
+    if isinstance(model, LogisticSettings):
+        return LogisticRegression(inputs)
+    hidden, dropout, norm = model.hidden, model.dropout, model.batch_norm
+    if isinstance(model, DeepFMSettings):
+        return DeepFM(inputs, hidden=hidden, dropout=dropout, batch_norm=norm)
+    if isinstance(model, DlrmSettings):
+        return DLRM(inputs, bottom=model.bottom, top=hidden, dropout=dropout, batch_norm=norm)
+    return DCN(
+        inputs,
+        cross_layers=model.cross_layers,
+        low_rank=model.low_rank,
+        hidden=hidden,
+        dropout=dropout,
+        batch_norm=norm,
+    )

@@ -1,0 +1,209 @@
+"""From a YAML file, SHOAL_* variables and `key=value` overrides to a `RunConfig`, and back.
+
+Later wins: defaults of the tree, the file (Hydra composes its `defaults` list), the
+environment, the overrides. This is the only module that reads SHOAL_* variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from shoal.config.tree import RunConfig
+from shoal.errors import ConfigError, ShoalError, UnknownName, describe, unknown_name
+
+__all__ = ["ENVIRONMENT", "from_mapping", "load", "to_yaml"]
+
+ENVIRONMENT: Mapping[str, str] = {
+    "SHOAL_DEVICE": "device",
+    "SHOAL_OUTPUT_DIR": "output.dir",
+    "SHOAL_SEED": "seed",
+    "SHOAL_THREADS": "threads",
+}
+"""SHOAL_* variable -> the key that it sets."""
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Compose a config file with the environment and overrides, and validate it.
+
+    Args:
+        path: a YAML file; its folder is Hydra's search path.
+        overrides: `key=value`, `~key` (delete), in Hydra's grammar; `key` may be absent from
+            the file, as long as the tree has it.
+        environment: variables to read; the process's own when left out.
+
+    Raises:
+        UnknownName: a key that the tree does not have; lists the nearest.
+        ConfigError: no such file, bad YAML, a bad override, a value of the wrong type.
+    """
+    file = Path(path).resolve()
+    if not file.is_file() or file.suffix != ".yaml":
+        raise ConfigError(
+            describe(
+                "config file",
+                got=str(path),
+                allowed="the path of an existing .yaml file",
+                remedy="Start from one in examples/, say examples/flights.yaml.",
+            )
+        )
+    every = [*_from_environment(os.environ if environment is None else environment), *overrides]
+    parsed = [_parsed(text) for text in every]
+    try:
+        with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
+            alone = compose(file.stem)
+            tree = compose(file.stem, overrides=_forced(parsed, alone, file.parent))
+        settings = OmegaConf.to_container(tree, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(
+            describe(
+                f"config {path}",
+                got=" ".join(str(error).split()),
+                allowed="YAML, and overrides of keys that exist",
+                remedy="Correct the file or the override named above.",
+            )
+        ) from error
+    return from_mapping({"name": file.stem} | _named(settings))
+
+
+def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
+    """Validate plain settings; `tables.default` is spread over the other tables.
+
+    Raises:
+        UnknownName: a key that the tree does not have; lists the nearest.
+        ConfigError: a value that is missing or of the wrong type.
+    """
+    tables = settings.get("tables")
+    if isinstance(tables, Mapping) and isinstance(tables.get(RunConfig.DEFAULT_TABLE), Mapping):
+        base = tables[RunConfig.DEFAULT_TABLE]
+        spread = {RunConfig.DEFAULT_TABLE: base} | {
+            name: {**base, **own} if isinstance(own, Mapping) else own
+            for name, own in tables.items()
+        }
+        settings = {**settings, "tables": spread}
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as error:
+        raise _translate(error, settings) from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved tree as YAML that `load` reads back to an equal tree."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[str]:
+    found = sorted(name for name in environment if name.startswith("SHOAL_"))
+    for name in found:
+        if name not in ENVIRONMENT:
+            raise unknown_name(
+                "environment variable", name, ENVIRONMENT, remedy="Unset it, or use one of these."
+            )
+    return [f"{ENVIRONMENT[name]}={environment[name]}" for name in found]
+
+
+def _parsed(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            describe(
+                "override",
+                got=repr(text),
+                allowed="key=value or ~key, such as model.dropout=0.1 or ~features.history",
+                remedy="Quote values that hold commas, spaces or brackets.",
+            )
+        ) from error
+
+
+def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> list[str]:
+    """Let overrides name keys that the file leaves to their defaults; the tree judges them.
+
+    `key={kind: ..., ...}` replaces what the file says under the key, as another kind has other
+    settings; other mappings are merged, as Hydra does. Names of config groups stay Hydra's.
+    """
+    forced: list[str] = []
+    for override in overrides:
+        key, text = override.get_key_element(), str(override.input_line)
+        if override.is_add() or override.is_delete() or (folder / key).is_dir():
+            forced.append(text)
+            continue
+        value = override.value()
+        replaces = isinstance(value, dict) and any(str(part) == "kind" for part in value)
+        if replaces and OmegaConf.select(alone, key) is not None:
+            forced.append(f"~{key}")
+        forced.append(f"++{text.lstrip('+')}")
+    return forced
+
+
+def _named(settings: Any) -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            describe(
+                "config",
+                got=type(settings).__name__,
+                allowed="key: value pairs",
+                remedy="Start from examples/flights.yaml.",
+            )
+        )
+    return settings
+
+
+def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalError:
+    """The first problem as one of ours, with the dotted path of the key."""
+    first = error.errors()[0]
+    path = ".".join(_location(first, settings))
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UnknownName) and len(cause.args) == 3:
+        _, key, known = cause.args
+        prefix = f"{path}." if path else ""
+        return unknown_name("config key", prefix + key, [prefix + name for name in known])
+    if isinstance(cause, UnknownName):
+        return UnknownName(f"{path}: {cause}" if path else str(cause))
+    if isinstance(cause, ShoalError):
+        return ConfigError(f"{path}: {cause}" if path else str(cause))
+    if first["type"] == "union_tag_invalid":
+        known = first["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return unknown_name(f"kind of {path}", str(first["ctx"]["tag"]), known)
+    allowed = first["msg"].removeprefix("Input should be ")
+    if first["type"] == "union_tag_not_found":
+        allowed = "a name, or settings with kind: NAME among them"
+    return ConfigError(
+        describe(
+            f"config key {path}",
+            got="nothing" if first["type"] == "missing" else repr(first["input"]),
+            allowed=allowed[:1].lower() + allowed[1:],
+            remedy="Correct it in the file or on the command line.",
+        )
+    )
+
+
+def _location(error: ErrorDetails, settings: Any) -> list[str]:
+    """The keys of an error's location; names of union members in it are left out."""
+    parts: list[str] = []
+    here: Any = settings
+    for part in error["loc"]:
+        in_mapping = isinstance(here, Mapping) and part in here
+        in_list = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
+        if in_mapping or in_list:
+            here = here[part]
+            parts.append(str(part))
+    if error["type"] == "missing":
+        parts.append(str(error["loc"][-1]))
+    return parts

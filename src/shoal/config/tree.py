@@ -1,0 +1,307 @@
+"""The settings of a run: one frozen tree, every key of it, with defaults.
+
+Sections say what is allowed; `shoal.config.compose` reads files into them and
+`shoal.config.build` makes tables, features and models of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import core_schema
+
+from shoal.config import named
+from shoal.errors import UnknownName
+from shoal.rules.admission import Admission
+from shoal.rules.compressors import Compressor, Float32
+from shoal.rules.expiry import Expiry
+from shoal.rules.initializers import Initializer, Uniform, Zeros
+from shoal.rules.optimizers import Adagrad, Optimizer
+from shoal.rules.schedules import Schedule
+from shoal.table.spec import OnFull, RowDType
+
+__all__ = [
+    "BiasSettings",
+    "CsvSource",
+    "DataSettings",
+    "DcnSettings",
+    "DeepFMSettings",
+    "DenseOptimizerSettings",
+    "DlrmSettings",
+    "EvalSettings",
+    "FeatureSettings",
+    "FlightsSource",
+    "LoggingSettings",
+    "LogisticSettings",
+    "ModelSettings",
+    "OutputSettings",
+    "ParquetSource",
+    "RunConfig",
+    "Section",
+    "SourceSettings",
+    "SyntheticSource",
+    "TableSettings",
+]
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, and it knows its keys.
+
+    An unknown key raises `UnknownName` with the key and the known ones as further `args`, so
+    that `compose` can say where in the tree it was.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            for key in value:
+                if key not in cls.model_fields:
+                    known = tuple(cls.model_fields)
+                    raise UnknownName(f"unknown config key {key}", str(key), known)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """Makes a field hold what `build` returns, and dump it as plain settings again."""
+
+    build: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.build,
+            serialization=core_schema.plain_serializer_function_ser_schema(named.dump),
+        )
+
+
+def _rate(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return named.build(value, named.SCHEDULES)
+    return float(value)
+
+
+def _admission(value: Any) -> Any:
+    return None if value is None else named.build_record(value, Admission, "admission")
+
+
+def _expiry(value: Any) -> Any:
+    return None if value is None else named.build_record(value, Expiry, "expiry")
+
+
+OptimizerRule = Annotated[Optimizer, _Built(lambda value: named.build(value, named.OPTIMIZERS))]
+InitializerRule = Annotated[
+    Initializer, _Built(lambda value: named.build(value, named.INITIALIZERS))
+]
+CompressorRule = Annotated[Compressor, _Built(lambda value: named.build(value, named.COMPRESSORS))]
+LearningRate = Annotated[float | Schedule, _Built(_rate)]
+
+
+def _by_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class FlightsSource(Section):
+    """The flights that ship with the package."""
+
+    kind: Literal["flights"] = "flights"
+
+
+class ParquetSource(Section):
+    """Parquet files: columns named as the features, dense features and label."""
+
+    kind: Literal["parquet"] = "parquet"
+    paths: tuple[str, ...]
+    label: str
+    dense: tuple[str, ...] = ()
+    time: str | None = None
+    weight: str | None = None
+
+
+class CsvSource(Section):
+    """CSV files with a header, otherwise as `ParquetSource`."""
+
+    kind: Literal["csv"] = "csv"
+    paths: tuple[str, ...]
+    label: str
+    dense: tuple[str, ...] = ()
+    time: str | None = None
+    weight: str | None = None
+
+
+class SyntheticSource(Section):
+    """Clicks made up on the fly: Zipf ids, new ids arriving, a planted signal."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    examples: PositiveInt = 1_000_000
+    eval_examples: PositiveInt = 50_000
+    features: PositiveInt = 8
+    ids_per_feature: PositiveInt = 1_000_000
+    dense: NonNegativeInt = 4
+
+
+SourceSettings = Annotated[
+    FlightsSource | ParquetSource | CsvSource | SyntheticSource, Field(discriminator="kind")
+]
+
+
+class DataSettings(Section):
+    """Where examples come from and in which order.
+
+    `split` is an event time: examples before it train, the others evaluate.
+    """
+
+    source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
+    split: datetime | None = None
+    batch_size: PositiveInt = 512
+    epochs: PositiveInt = 1
+    shuffle: bool = False
+    max_examples: PositiveInt | None = None
+
+
+class BiasSettings(Section):
+    """The one weight per id of the first-order part. `optimizer` defaults to the table's."""
+
+    optimizer: OptimizerRule | None = None
+    initializer: InitializerRule = Field(default_factory=Zeros)
+
+
+class TableSettings(Section):
+    """A table; what `tables.default` says holds where the table itself says nothing."""
+
+    dim: PositiveInt = 16
+    dtype: RowDType = "float32"
+    optimizer: OptimizerRule = Field(default_factory=lambda: Adagrad(lr=0.05))
+    initializer: InitializerRule = Field(default_factory=lambda: Uniform(minval=-0.01, maxval=0.01))
+    compressor: CompressorRule = Field(default_factory=Float32)
+    bias: BiasSettings = Field(default_factory=BiasSettings)
+    capacity_rows: PositiveInt | None = None
+    on_full: OnFull = "raise"
+    expected_rows: NonNegativeInt = 0
+    admission: Annotated[Admission | None, _Built(_admission)] = None
+    expiry: Annotated[Expiry | None, _Built(_expiry)] = None
+
+
+class FeatureSettings(Section):
+    """A feature: the table it looks up (its own name when left out) and how ids are pooled."""
+
+    table: str | None = None
+    combiner: Literal["sum", "mean"] = "sum"
+    max_length: PositiveInt | None = None
+
+
+class LogisticSettings(Section):
+    """One weight per id and per dense feature."""
+
+    kind: Literal["logistic"] = "logistic"
+
+
+class DeepSettings(Section):
+    """What models with dense layers share: hidden widths, dropout, batch normalisation."""
+
+    hidden: tuple[PositiveInt, ...] = (128, 64)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    batch_norm: bool = False
+
+
+class DeepFMSettings(DeepSettings):
+    """Factorization machine and a deep part over the same embeddings."""
+
+    kind: Literal["deepfm"] = "deepfm"
+
+
+class DlrmSettings(DeepSettings):
+    """Dots of embeddings and of a dense vector, which `bottom` makes; `hidden` are on top."""
+
+    kind: Literal["dlrm"] = "dlrm"
+    bottom: tuple[PositiveInt, ...] = (64,)
+
+
+class DcnSettings(DeepSettings):
+    """Cross network (DCN-v2) beside a deep part; `low_rank` is (rank, experts) of a mixture."""
+
+    kind: Literal["dcn"] = "dcn"
+    cross_layers: PositiveInt = 3
+    low_rank: tuple[PositiveInt, PositiveInt] | None = None
+
+
+ModelSettings = Annotated[
+    LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings, Field(discriminator="kind")
+]
+
+
+class DenseOptimizerSettings(Section):
+    """Optimizer of the model's dense weights."""
+
+    kind: Literal["adam", "adamw", "sgd", "adagrad"] = "adam"
+    lr: LearningRate = 0.001
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class EvalSettings(Section):
+    """How the evaluation runs."""
+
+    batch_size: PositiveInt = 4096
+    max_examples: PositiveInt | None = None
+
+
+class LoggingSettings(Section):
+    """What a run writes while it goes on. `points` is about how many points curves get."""
+
+    points: PositiveInt = 200
+    plain_interval_s: PositiveFloat = 5.0
+    jsonl: bool = True
+    tensorboard: bool | Literal["auto"] = "auto"
+
+
+class OutputSettings(Section):
+    """Where the run folder goes and whether the trained model is kept in it."""
+
+    dir: str = "runs"
+    save_model: bool = True
+
+
+class RunConfig(Section):
+    """The whole tree."""
+
+    DEFAULT_TABLE: ClassVar[str] = "default"
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: NonNegativeInt = 0
+    device: str = "cpu"
+    threads: PositiveInt | None = None
+    data: DataSettings
+    tables: dict[str, TableSettings] = Field(default_factory=dict)
+    features: dict[str, FeatureSettings] = Field(default_factory=dict)
+    model: Annotated[ModelSettings, BeforeValidator(_by_kind)] = Field(
+        default_factory=DeepFMSettings
+    )
+    dense_optimizer: DenseOptimizerSettings = Field(default_factory=DenseOptimizerSettings)
+    loss: Literal["log_loss"] = "log_loss"
+    clip_norm: PositiveFloat | None = None
+    accumulation: PositiveInt = 1
+    amp: Literal["none", "bfloat16", "float16"] = "none"
+    nan_policy: Literal["raise", "skip", "clip"] = "raise"
+    evict_every_s: PositiveInt = 86_400
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")
+    logging: LoggingSettings = Field(default_factory=LoggingSettings)
+    output: OutputSettings = Field(default_factory=OutputSettings)

@@ -1,0 +1,362 @@
+"""Ids by feature, jagged: `Ragged` (one feature) and `KeyedRagged` (several, feature-major).
+
+Constructors check dtypes and sizes, which costs nothing; `validate()` also reads the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal._jagged import (
+    Rows,
+    bad,
+    check_ids,
+    check_offsets,
+    check_weights,
+    ids_of,
+    lists_of,
+    offsets_of,
+    parts_of_nested,
+    read_offsets,
+    torchrec_class,
+)
+from shoal.errors import InputError, ShapeError, unknown_name
+
+__all__ = ["KeyedRagged", "Ragged"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Ids of one feature: example b holds `values[offsets_B1[b]:offsets_B1[b+1]]`.
+
+    Args:
+        values: int64 [N].
+        offsets_B1: int64 [B+1], on the device of `values`; starts at 0, never falls, ends at N.
+
+    Raises:
+        DTypeError: not int64, or on two devices.
+        ShapeError: not one-dimensional, or no offsets at all.
+    """
+
+    values: Tensor
+    offsets_B1: Tensor
+
+    def __post_init__(self) -> None:
+        check_ids("values", self.values)
+        check_offsets(self.values, self.offsets_B1, keys=1)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples B."""
+        return self.offsets_B1.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]: ids of each example."""
+        return self.offsets_B1.diff()
+
+    @classmethod
+    def from_lists(cls, rows: Rows) -> Ragged:
+        """Build from one list of ids per example, on the CPU.
+
+        Raises:
+            DTypeError: an id is not an integer.
+            InputError: an id does not fit int64.
+        """
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls.from_lengths(ids_of(rows), lengths)
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths_B: Tensor) -> Ragged:
+        """Build from ids int64 [N] and ids per example int64 [B]; `values` is not copied."""
+        return cls(values, offsets_of(lengths_B))
+
+    @classmethod
+    def from_nested(cls, nested: Tensor) -> Ragged:
+        """View a jagged nested tensor [B, *] of ids; nothing is copied."""
+        return cls(*parts_of_nested(nested))
+
+    @classmethod
+    def from_torchrec(cls, jagged: Any) -> Ragged:
+        """View a torchrec `JaggedTensor` (or its like); int32 offsets are widened.
+
+        Raises:
+            InputError: it carries weights; those need a `KeyedRagged`.
+        """
+        if jagged.weights_or_none() is not None:
+            remedy = "Use a KeyedJaggedTensor and KeyedRagged.from_torchrec."
+            raise bad(InputError, "JaggedTensor", "weights", "ids only", remedy)
+        return cls(jagged.values(), jagged.offsets().long())
+
+    def validate(self) -> Ragged:
+        """Return self after reading the offsets (waits for a CUDA device).
+
+        Raises:
+            ShapeError: offsets do not start at 0, fall somewhere, or do not end at N.
+        """
+        read_offsets(self.offsets_B1, self.values.numel())
+        return self
+
+    def to_lists(self) -> list[list[int]]:
+        """One list of ids per example."""
+        return lists_of(self.values, self.offsets_B1)
+
+    def to_nested(self) -> Tensor:
+        """The same storage as a jagged nested tensor [B, *]; nothing is copied."""
+        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets_B1)
+
+    def to_torchrec(self) -> Any:
+        """The same storage as a torchrec `JaggedTensor`; nothing is copied.
+
+        Raises:
+            DeviceUnavailable: torchrec is not installed.
+        """
+        return torchrec_class("JaggedTensor")(values=self.values, offsets=self.offsets_B1)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
+        """On a device; what is there already is not copied."""
+        values = self.values.to(device, non_blocking=non_blocking)
+        return Ragged(values, self.offsets_B1.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Ragged:
+        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
+        return Ragged(self.values.pin_memory(), self.offsets_B1.pin_memory())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyedRagged:
+    """Ids of F features over one batch, feature-major as torchrec's KeyedJaggedTensor.
+
+    Feature f of example b holds `values_N[offsets_FB1[f*B+b]:offsets_FB1[f*B+b+1]]`.
+
+    Args:
+        keys: F distinct feature names, at least one.
+        values_N: int64 [N].
+        offsets_FB1: int64 [F*B+1], on the device of `values_N`.
+        weights_N: floating [N], one per id, or None.
+
+    Raises:
+        DTypeError: ids or offsets not int64, weights not floating, or on two devices.
+        ShapeError: not one-dimensional, or lengths that do not fit together.
+        InputError: no keys, or a key twice.
+    """
+
+    keys: tuple[str, ...]
+    values_N: Tensor
+    offsets_FB1: Tensor
+    weights_N: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(set(self.keys)) != len(self.keys):
+            allowed = "one or more distinct names"
+            raise bad(InputError, "keys", self.keys, allowed, "Name each feature once.")
+        check_ids("values_N", self.values_N)
+        check_offsets(self.values_N, self.offsets_FB1, keys=len(self.keys))
+        if self.weights_N is not None:
+            check_weights(self.weights_N, self.values_N)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples B."""
+        return (self.offsets_FB1.numel() - 1) // len(self.keys)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [F, B]: ids of each feature in each example."""
+        return self.offsets_FB1.diff().view(len(self.keys), self.batch_size)
+
+    @property
+    def key_splits(self) -> Tensor:
+        """int64 [F+1], a view: ids of feature f are `values_N[key_splits[f]:key_splits[f+1]]`."""
+        if self.batch_size == 0:
+            return self.offsets_FB1.expand(len(self.keys) + 1)
+        return self.offsets_FB1[:: self.batch_size]
+
+    @classmethod
+    def from_lists(
+        cls,
+        features: Mapping[str, Rows],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> KeyedRagged:
+        """Build from one list of ids per example for each feature, on the CPU.
+
+        weights: one float32 weight per id, laid out as the ids; for all features or none.
+        """
+        if weights is None:
+            return cls.from_dict(features)
+        for key, rows in features.items():
+            want, got = [len(row) for row in rows], [len(row) for row in weights.get(key, ())]
+            if got != want:
+                raise bad(ShapeError, f"lengths of weights of {key!r}", got, want)
+        flat = [w for key in features for row in weights[key] for w in row]
+        return cls.from_dict(features, torch.tensor(flat, dtype=torch.float32))
+
+    @classmethod
+    def from_dict(
+        cls, features: Mapping[str, Ragged | Rows], weights_N: Tensor | None = None
+    ) -> KeyedRagged:
+        """Join features of one batch, in the mapping's order.
+
+        weights_N: floating [N], one per id in the joined order.
+
+        Raises:
+            ShapeError: features of different batch sizes.
+            InputError: no features.
+        """
+        parts = {
+            key: rows if isinstance(rows, Ragged) else Ragged.from_lists(rows)
+            for key, rows in features.items()
+        }
+        sizes = {key: part.batch_size for key, part in parts.items()}
+        if len(set(sizes.values())) > 1:
+            raise bad(ShapeError, "batch sizes", sizes, "one batch size for all features")
+        none = [torch.empty(0, dtype=torch.int64)]
+        values_N = torch.cat([part.values for part in parts.values()] or none)
+        lengths_FB = torch.cat([part.lengths for part in parts.values()] or none)
+        return cls.from_lengths(tuple(parts), values_N, lengths_FB, weights_N)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        keys: Sequence[str],
+        values_N: Tensor,
+        lengths_FB: Tensor,
+        weights_N: Tensor | None = None,
+    ) -> KeyedRagged:
+        """Build from ids and lengths int64 [F, B] or [F*B]; `values_N` is not copied."""
+        return cls(tuple(keys), values_N, offsets_of(lengths_FB.reshape(-1)), weights_N)
+
+    @classmethod
+    def from_nested(cls, keys: Sequence[str], nested: Tensor) -> KeyedRagged:
+        """View a jagged nested tensor [F*B, *] of ids, feature-major; nothing is copied."""
+        return cls(tuple(keys), *parts_of_nested(nested))
+
+    @classmethod
+    def from_torchrec(cls, keyed: Any) -> KeyedRagged:
+        """View a torchrec `KeyedJaggedTensor` (or its like); int32 offsets are widened.
+
+        Raises:
+            ShapeError: its keys have different batch sizes (variable stride).
+        """
+        if keyed.variable_stride_per_key():
+            raise bad(ShapeError, "KeyedJaggedTensor", "a stride per key", "one stride")
+        keys, values = tuple(keyed.keys()), keyed.values()
+        return cls(keys, values, keyed.offsets().long(), keyed.weights_or_none())
+
+    @classmethod
+    def cat(cls, batches: Sequence[KeyedRagged]) -> KeyedRagged:
+        """Append batches, in order; keys in the first batch's order.
+
+        Raises:
+            UnknownName: batches of different keys.
+            InputError: no batches, or weights in some only.
+        """
+        weighted = {batch.weights_N is not None for batch in batches}
+        if len(weighted) != 1:
+            got = "weights in some only" if batches else "no batches"
+            allowed = "one or more, with weights in all or none"
+            raise bad(InputError, "batches", got, allowed, "Give each batch weights, or none.")
+        keys = batches[0].keys
+        for batch in batches:
+            for key in set(batch.keys) - set(keys):
+                raise unknown_name("key of a later batch", key, keys)
+        same = [batch.select(keys) for batch in batches]
+        cuts = [batch.key_splits.tolist() for batch in same]
+
+        def joined(tensors: list[Tensor]) -> Tensor:
+            pairs = list(zip(tensors, cuts, strict=True))
+            return torch.cat([t[c[f] : c[f + 1]] for f in range(len(keys)) for t, c in pairs])
+
+        values_N = joined([batch.values_N for batch in same])
+        lengths_FB = torch.cat([batch.lengths for batch in same], dim=1)
+        weights = [batch.weights_N for batch in same if batch.weights_N is not None]
+        return cls.from_lengths(keys, values_N, lengths_FB, joined(weights) if weights else None)
+
+    def __getitem__(self, key: str) -> Ragged:
+        """Ids of one feature; the values are a view (the host reads where they lie).
+
+        Raises:
+            UnknownName: no such key.
+        """
+        index, size = self._index(key), self.batch_size
+        offsets = self.offsets_FB1[index * size : (index + 1) * size + 1]
+        span = slice(int(offsets[0]), int(offsets[-1]))
+        return Ragged(self.values_N[span], offsets - offsets[0])
+
+    def weights_of(self, key: str) -> Tensor | None:
+        """Weights of one feature's ids, a view; None when the batch has none."""
+        index, splits = self._index(key), self.key_splits
+        if self.weights_N is None:
+            return None
+        return self.weights_N[int(splits[index]) : int(splits[index + 1])]
+
+    def select(self, keys: Sequence[str]) -> KeyedRagged:
+        """Keep (and reorder to) these keys; ids of neighbours in order are not copied.
+
+        Raises:
+            UnknownName: no such key.
+        """
+        chosen = tuple(keys)
+        if chosen == self.keys:
+            return self
+        picks, cuts = [self._index(key) for key in chosen], self.key_splits.tolist()
+        spans = [slice(cuts[i], cuts[i + 1]) for i in picks]
+        if picks and picks == list(range(picks[0], picks[0] + len(picks))):
+            spans = [slice(cuts[picks[0]], cuts[picks[-1] + 1])]
+
+        def picked(tensor: Tensor) -> Tensor:
+            parts = [tensor[span] for span in spans] or [tensor[:0]]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        weights = None if self.weights_N is None else picked(self.weights_N)
+        return KeyedRagged.from_lengths(chosen, picked(self.values_N), self.lengths[picks], weights)
+
+    def validate(self) -> KeyedRagged:
+        """Return self after reading the offsets (waits for a CUDA device).
+
+        Raises:
+            ShapeError: offsets do not start at 0, fall somewhere, or do not end at N.
+        """
+        read_offsets(self.offsets_FB1, self.values_N.numel())
+        return self
+
+    def to_lists(self) -> dict[str, list[list[int]]]:
+        """One list of ids per example for each feature."""
+        rows, size = lists_of(self.values_N, self.offsets_FB1), self.batch_size
+        return {key: rows[f * size : (f + 1) * size] for f, key in enumerate(self.keys)}
+
+    def to_nested(self) -> Tensor:
+        """The same ids as one jagged nested tensor [F*B, *], feature-major; nothing is copied."""
+        return torch.nested.nested_tensor_from_jagged(self.values_N, self.offsets_FB1)
+
+    def to_torchrec(self) -> Any:
+        """The same storage as a torchrec `KeyedJaggedTensor`; nothing is copied.
+
+        Raises:
+            DeviceUnavailable: torchrec is not installed.
+        """
+        kind = torchrec_class("KeyedJaggedTensor")
+        keys, values, weights = list(self.keys), self.values_N, self.weights_N
+        return kind(keys=keys, values=values, weights=weights, offsets=self.offsets_FB1)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedRagged:
+        """On a device; what is there already is not copied."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> KeyedRagged:
+        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
+        return self._mapped(Tensor.pin_memory)
+
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedRagged:
+        weights = None if self.weights_N is None else move(self.weights_N)
+        return KeyedRagged(self.keys, move(self.values_N), move(self.offsets_FB1), weights)
+
+    def _index(self, key: str) -> int:
+        if key not in self.keys:
+            raise unknown_name("key", key, self.keys)
+        return self.keys.index(key)

@@ -1,0 +1,26 @@
+"""What may happen to a row, as frozen specs with reference arithmetic in plain torch.
+
+Names are reached through their module (`rules.schedules.Constant`, `rules.initializers.Constant`).
+"""
+
+from __future__ import annotations
+
+from shoal.rules import (
+    admission,
+    compressors,
+    expiry,
+    initializers,
+    optimizers,
+    rounding,
+    schedules,
+)
+
+__all__ = [
+    "admission",
+    "compressors",
+    "expiry",
+    "initializers",
+    "optimizers",
+    "rounding",
+    "schedules",
+]

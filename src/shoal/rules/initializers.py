@@ -1,0 +1,215 @@
+"""Initial values of rows: frozen specs, and the reference that fixes their bits.
+
+Values depend on (seed, table, id, column) only. They use nothing but operations that IEEE 754
+fixes, each rounded to float32 and never fused, so every backend gives the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, describe
+from shoal.rules import checks
+from shoal.rules.philox import column_words, stream_key
+
+__all__ = [
+    "BatchSoftmaxInit",
+    "Constant",
+    "Initializer",
+    "Normal",
+    "Ones",
+    "TruncatedNormal",
+    "Uniform",
+    "Zeros",
+    "initial_values",
+]
+
+_QUANTILES = Path(__file__).with_name("quantiles.npz")
+_INIT_DOMAIN = 0
+
+
+class Initializer(ABC):
+    """How the weights of a new row are filled.
+
+    `kind` names the law for the compiled core; `core_params` are its two numbers.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def core_params(self) -> tuple[float, float]:
+        """The two numbers of the law: (value, 0), (minval, maxval) or (mean, std)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(Initializer):
+    """All 0."""
+
+    kind: ClassVar[str] = "constant"
+
+    def core_params(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ones(Initializer):
+    """All 1."""
+
+    kind: ClassVar[str] = "constant"
+
+    def core_params(self) -> tuple[float, float]:
+        return 1.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Initializer):
+    """All `value`."""
+
+    value: float
+
+    kind: ClassVar[str] = "constant"
+
+    def __post_init__(self) -> None:
+        checks.finite(self, "value", self.value)
+
+    def core_params(self) -> tuple[float, float]:
+        return float(self.value), 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSoftmaxInit(Initializer):
+    """All `value`: the gap between samples that a new id is presumed to have, at least 1 step."""
+
+    value: float = 1.0
+
+    kind: ClassVar[str] = "constant"
+
+    def __post_init__(self) -> None:
+        checks.at_least(self, "value", self.value, 1)
+
+    def core_params(self) -> tuple[float, float]:
+        return float(self.value), 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform(Initializer):
+    """Uniform from minval to maxval, in 2^24 even steps."""
+
+    minval: float = -0.05
+    maxval: float = 0.05
+
+    kind: ClassVar[str] = "uniform"
+
+    def __post_init__(self) -> None:
+        checks.finite(self, "minval", self.minval)
+        checks.finite(self, "maxval", self.maxval)
+        if self.minval > self.maxval:
+            raise ConfigError(
+                describe(
+                    "minval of Uniform",
+                    got=f"{self.minval} above maxval {self.maxval}",
+                    allowed="at most maxval",
+                    remedy="Swap the two.",
+                )
+            )
+
+    def core_params(self) -> tuple[float, float]:
+        return float(self.minval), float(self.maxval)
+
+
+@dataclass(frozen=True, slots=True)
+class Normal(Initializer):
+    """Normal with the given mean and standard deviation, cut off at 3.84 deviations."""
+
+    mean: float = 0.0
+    std: float = 0.05
+
+    kind: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        checks.finite(self, "mean", self.mean)
+        checks.at_least(self, "std", self.std, 0)
+
+    def core_params(self) -> tuple[float, float]:
+        return float(self.mean), float(self.std)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedNormal(Initializer):
+    """Normal redrawn beyond two deviations; `std` is that of the normal before the cut."""
+
+    mean: float = 0.0
+    std: float = 0.05
+
+    kind: ClassVar[str] = "truncated_normal"
+
+    def __post_init__(self) -> None:
+        checks.finite(self, "mean", self.mean)
+        checks.at_least(self, "std", self.std, 0)
+
+    def core_params(self) -> tuple[float, float]:
+        return float(self.mean), float(self.std)
+
+
+def initial_values(
+    initializer: Initializer, ids_N: Tensor, *, seed: int, table: str, column_start: int, dim: int
+) -> Tensor:
+    """The weights that new rows get, float32 [N, dim]; the oracle for every backend's bits.
+
+    x is the word of `philox.column_words` in domain 0 (an odd domain belongs to rounding); fl
+    rounds to float32.
+
+    uniform: u = (x >> 8) * 2^-24 (exact); width = fl(fl(maxval) - fl(minval));
+    fl(fl(u * width) + fl(minval)).
+    normal, truncated_normal: Q is the law's table of 4097 quantiles, i = x >> 20,
+    f = (x & 0xfffff) * 2^-20 (exact); z = fl(Q[i] + fl(f * fl(Q[i+1] - Q[i])));
+    fl(fl(z * fl(std)) + fl(mean)).
+
+    Args:
+        initializer: the segment's law.
+        ids_N: int64 [N], any 64 bits, duplicates fine.
+        seed: the shard's seed, modulo 2^64.
+        table: the table's name.
+        column_start: the segment's first column in the row.
+        dim: the segment's columns.
+    """
+    first, second = initializer.core_params()
+    if initializer.kind == "constant":
+        return torch.full((ids_N.shape[0], dim), first, device=ids_N.device)
+    words = column_words(
+        ids_N,
+        key=stream_key(seed, table),
+        column_start=column_start,
+        dim=dim,
+        domain=_INIT_DOMAIN,
+    )
+    if initializer.kind == "uniform":
+        unit = (words >> 8).to(torch.float32) * 2.0**-24
+        width = _float32(_float32(second) - _float32(first))
+        return unit * width + _float32(first)
+    table_Q = _quantiles(initializer.kind).to(ids_N.device)
+    below = words >> 20
+    part = (words & 0xFFFFF).to(torch.float32) * 2.0**-20
+    low, high = table_Q[below], table_Q[below + 1]
+    return (low + part * (high - low)) * _float32(second) + _float32(first)
+
+
+def _float32(value: float) -> float:
+    return float(np.float32(value))
+
+
+@cache
+def _quantiles(kind: str) -> Tensor:
+    """float32 [4097]: quantiles of a law, written by csrc/make_quantiles.py."""
+    with np.load(_QUANTILES) as tables:
+        return torch.from_numpy(tables[kind].copy())

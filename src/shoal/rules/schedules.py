@@ -1,0 +1,191 @@
+"""Learning rates as pure functions of the global step.
+
+The global step counts optimizer steps done before the one the rate is for: the first step of a
+run asks for step 0.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from shoal.errors import ConfigError, describe
+from shoal.rules import checks
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "Piecewise",
+    "Polynomial",
+    "Schedule",
+    "Warmup",
+    "as_rate",
+    "check_rate",
+]
+
+
+class Schedule(ABC):
+    """A learning rate that depends on the global step."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, step: int) -> float:
+        """The rate at a global step >= 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Schedule):
+    """The same rate at every step."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        checks.at_least(self, "value", self.value, 0)
+
+    def __call__(self, step: int) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial(Schedule):
+    """From `initial` to `end` over `decay_steps` steps, then `end`; `end` may be the larger.
+
+    rate = (initial - end) * (1 - min(step, T) / T)^power + end, as TensorFlow's
+    polynomial_decay. With `cycle`, T is the next multiple of decay_steps at or above the step.
+    """
+
+    initial: float
+    decay_steps: int
+    end: float = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+
+    def __post_init__(self) -> None:
+        checks.at_least(self, "initial", self.initial, 0)
+        checks.whole(self, "decay_steps", self.decay_steps, 1)
+        checks.at_least(self, "end", self.end, 0)
+        checks.positive(self, "power", self.power)
+
+    def __call__(self, step: int) -> float:
+        span = self.decay_steps
+        if self.cycle:
+            span *= max(1, -(-step // self.decay_steps))
+        left = 1 - min(step, span) / span
+        return float((self.initial - self.end) * left**self.power + self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential(Schedule):
+    """rate = initial * gamma^step, as torch's ExponentialLR."""
+
+    initial: float
+    gamma: float
+
+    def __post_init__(self) -> None:
+        checks.at_least(self, "initial", self.initial, 0)
+        checks.positive(self, "gamma", self.gamma)
+
+    def __call__(self, step: int) -> float:
+        return float(self.initial * self.gamma**step)
+
+
+@dataclass(frozen=True, slots=True)
+class Cosine(Schedule):
+    """Half a cosine from `initial` to `end` over `decay_steps` steps, as torch's CosineAnnealingLR.
+
+    rate = end + (initial - end) * (1 + cos(pi * step / decay_steps)) / 2. After decay_steps the
+    rate stays at `end`; with `cycle` it climbs back and falls again, as torch's does.
+    """
+
+    initial: float
+    decay_steps: int
+    end: float = 0.0
+    cycle: bool = False
+
+    def __post_init__(self) -> None:
+        checks.at_least(self, "initial", self.initial, 0)
+        checks.whole(self, "decay_steps", self.decay_steps, 1)
+        checks.at_least(self, "end", self.end, 0)
+
+    def __call__(self, step: int) -> float:
+        done = (step if self.cycle else min(step, self.decay_steps)) / self.decay_steps
+        return float(self.end + (self.initial - self.end) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Piecewise(Schedule):
+    """Constant between boundaries: `values[i]` from step `boundaries[i-1]` on.
+
+    As torch's MultiStepLR, a boundary step already has the new rate.
+    """
+
+    boundaries: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.boundaries) + 1:
+            raise ConfigError(
+                describe(
+                    "values of Piecewise",
+                    got=f"{len(self.values)} for {len(self.boundaries)} boundaries",
+                    allowed="one more than boundaries",
+                    remedy="The first value holds before the first boundary.",
+                )
+            )
+        for boundary in self.boundaries:
+            checks.whole(self, "boundaries", boundary, 1)
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ConfigError(
+                describe(
+                    "boundaries of Piecewise",
+                    got=self.boundaries,
+                    allowed="steps in strictly rising order",
+                    remedy="Sort them and drop repeats.",
+                )
+            )
+        for value in self.values:
+            checks.at_least(self, "values", value, 0)
+
+    def __call__(self, step: int) -> float:
+        passed = sum(step >= boundary for boundary in self.boundaries)
+        return float(self.values[passed])
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup(Schedule):
+    """Another rate times a factor that climbs from `start_factor` to 1 over `steps` steps.
+
+    As torch's LinearLR chained with another schedule; the target sees the same, unshifted step.
+    With a fixed target it is Polynomial(0, steps, end=target), Monolith's `warmup_steps`.
+    """
+
+    target: float | Schedule
+    steps: int
+    start_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rate(self, "target", self.target)
+        checks.whole(self, "steps", self.steps, 1)
+        checks.at_least(self, "start_factor", self.start_factor, 0)
+
+    def __call__(self, step: int) -> float:
+        done = min(step, self.steps) / self.steps
+        return as_rate(self.target, step) * (self.start_factor * (1 - done) + done)
+
+
+def as_rate(lr: float | Schedule, step: int) -> float:
+    """The learning rate at a global step, of a number or a schedule."""
+    return lr(step) if isinstance(lr, Schedule) else float(lr)
+
+
+def check_rate(owner: object, name: str, lr: float | Schedule) -> None:
+    """Check that a field is a schedule or a finite number >= 0.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(lr, Schedule):
+        checks.at_least(owner, name, lr, 0)

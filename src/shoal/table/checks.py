@@ -1,0 +1,303 @@
+"""Checks of what crosses into a shard: each raises before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, DTypeError, ShapeError, describe, unknown_name
+from shoal.table.shard import IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
+from shoal.table.spec import TableSpec
+
+__all__ = [
+    "bags",
+    "chunk",
+    "counts",
+    "distinct_names",
+    "grads",
+    "groups",
+    "plan",
+    "rates",
+    "single_output",
+    "summed_groups",
+]
+
+
+def distinct_names(specs: Sequence[TableSpec]) -> None:
+    """Check that there are tables and that their names differ."""
+    names = [spec.name for spec in specs]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(
+            describe(
+                "tables of a shard",
+                got=names,
+                allowed="one or more, with distinct names",
+                remedy="Merge equal tables or rename one.",
+            )
+        )
+
+
+def _ids(ids_N: Tensor, what: str) -> None:
+    if ids_N.dtype != torch.int64 or ids_N.device.type != "cpu":
+        raise DTypeError(
+            describe(
+                what,
+                got=f"{ids_N.dtype} on {ids_N.device}",
+                allowed="torch.int64 on cpu",
+                remedy="Convert with .to('cpu', torch.int64).",
+            )
+        )
+    if ids_N.dim() != 1 or not ids_N.is_contiguous():
+        raise ShapeError(
+            describe(
+                what,
+                got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
+                allowed="one contiguous dimension",
+                remedy="Flatten with .reshape(-1).contiguous().",
+            )
+        )
+
+
+def groups(value: IdGroups, tables: int) -> None:
+    """Check ids, splits and table indices of a call."""
+    _ids(value.ids_N, "ids")
+    _ids(value.splits_G1, "splits of ids")
+    splits, count = value.splits_G1, value.tables_G.numel()
+    if value.tables_G.dtype != torch.int32 or splits.numel() != count + 1:
+        raise ShapeError(
+            describe(
+                "groups",
+                got=f"{splits.numel()} splits, {count} tables of {value.tables_G.dtype}",
+                allowed="G + 1 splits and G int32 table indices",
+                remedy="Give each group of ids one table index.",
+            )
+        )
+    if count == 1:
+        good = splits[0].item() == 0 and splits[1].item() == value.ids_N.numel()
+        good = good and 0 <= int(value.tables_G[0]) < tables
+    else:
+        good = int(splits[0]) == 0 and int(splits[-1]) == value.ids_N.numel()
+        good = good and (count == 0 or bool((splits.diff() >= 0).all()))
+        good = good and (count == 0 or 0 <= int(value.tables_G.min()))
+        good = good and (count == 0 or int(value.tables_G.max()) < tables)
+    if not good:
+        raise ShapeError(
+            describe(
+                "groups",
+                got=f"splits {splits.tolist()[:8]}, tables {value.tables_G.tolist()[:8]}, "
+                f"{value.ids_N.numel()} ids",
+                allowed=f"splits rising from 0 to the number of ids, tables 0..{tables - 1}",
+                remedy="Build the splits as a running sum of group sizes.",
+            )
+        )
+
+
+def counts(value: IdGroups, counts_N: Tensor | None) -> None:
+    """Check occurrence counts against ids."""
+    if counts_N is None:
+        return
+    _ids(counts_N, "counts")
+    if counts_N.numel() != value.ids_N.numel():
+        raise ShapeError(
+            describe(
+                "counts",
+                got=counts_N.numel(),
+                allowed=f"one per id, {value.ids_N.numel()}",
+                remedy="Leave counts out when each position stands for one sight.",
+            )
+        )
+
+
+def bags(value: IdGroups, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
+    """Check bag offsets and weights of a pooled call; returns B."""
+    _ids(offsets_GB1, "offsets")
+    count, n = value.tables_G.numel(), value.ids_N.numel()
+    cells = offsets_GB1.numel() - 1
+    if cells < 0 or (count == 0 and cells) or (count and cells % count):
+        raise ShapeError(
+            describe(
+                "offsets",
+                got=f"{offsets_GB1.numel()} values for {count} groups",
+                allowed="G * B + 1",
+                remedy="Concatenate one row of B lengths per group, then take the running sum.",
+            )
+        )
+    size = cells // count if count else 0
+    # Group edges must agree with the splits, or a row of one table would be read as another's.
+    edges = offsets_GB1[::size] if size else offsets_GB1
+    rising = bool((offsets_GB1.diff() >= 0).all())
+    if not rising or (size and not torch.equal(edges, value.splits_G1)):
+        raise ShapeError(
+            describe(
+                "offsets",
+                got=f"edges {edges.tolist()[:8]}, rising={rising}",
+                allowed=f"rising, with group edges {value.splits_G1.tolist()[:8]}",
+                remedy="Offsets are absolute positions in the ids, group-major.",
+            )
+        )
+    if weights_N is not None and (
+        weights_N.dtype != torch.float32
+        or weights_N.shape != (n,)
+        or not weights_N.is_contiguous()
+    ):
+        raise ShapeError(
+            describe(
+                "weights of ids",
+                got=f"{weights_N.dtype} {tuple(weights_N.shape)}",
+                allowed=f"contiguous torch.float32 ({n},)",
+                remedy="Give one float32 weight per id.",
+            )
+        )
+    return size
+
+
+def plan(
+    value: PoolPlan,
+    tables: Sequence[int],
+    dims: Sequence[int],
+    reals: Sequence[torch.dtype],
+) -> tuple[torch.dtype, ...]:
+    """Check a pool plan against the tables of its groups; returns each output's dtype."""
+    if len(value.pools) != len(tables):
+        raise ShapeError(
+            describe(
+                "pool plan",
+                got=f"{len(value.pools)} pools",
+                allowed=f"one per group, {len(tables)}",
+                remedy="Build the plan for the groups it is used with.",
+            )
+        )
+    dtypes: dict[int, torch.dtype] = {}
+    for pool, table in zip(value.pools, tables, strict=True):
+        for piece in pool.slices:
+            width = pool.length * (piece.stop - piece.start)
+            inside = 0 <= piece.start < piece.stop <= dims[table] and piece.column >= 0
+            if not inside or piece.column + width > value.outputs[piece.output].width:
+                raise ShapeError(
+                    describe(
+                        "slice of a pool plan",
+                        got=piece,
+                        allowed=f"columns within 0..{dims[table]} and within its output",
+                        remedy="Derive slices from TableSpec.columns().",
+                    )
+                )
+            if dtypes.setdefault(piece.output, reals[table]) != reals[table]:
+                raise DTypeError(
+                    describe(
+                        f"output {piece.output} of a pool plan",
+                        got="float32 and float64 tables",
+                        allowed="tables of one precision",
+                        remedy="Put float64 tables into outputs of their own.",
+                    )
+                )
+    return tuple(dtypes.get(i, torch.float32) for i in range(len(value.outputs)))
+
+
+def grads(
+    values: Sequence[Tensor], shapes: Sequence[tuple[tuple[int, int], torch.dtype]]
+) -> list[Tensor]:
+    """Check rows handed to a shard; returns them contiguous."""
+    if len(values) != len(shapes):
+        raise ShapeError(
+            describe(
+                "tensors of rows",
+                got=len(values),
+                allowed=len(shapes),
+                remedy="Give one tensor per group (or per output of the plan).",
+            )
+        )
+    ready = []
+    for value, (shape, dtype) in zip(values, shapes, strict=True):
+        if tuple(value.shape) != shape:
+            raise ShapeError(
+                describe(
+                    "rows",
+                    got=tuple(value.shape),
+                    allowed=shape,
+                    remedy="One row per id, as wide as its table (or output).",
+                )
+            )
+        if value.dtype != dtype or value.device.type != "cpu":
+            raise DTypeError(
+                describe(
+                    "rows",
+                    got=f"{value.dtype} on {value.device}",
+                    allowed=f"{dtype} on cpu",
+                    remedy=f"Convert with .to('cpu', {dtype}).",
+                )
+            )
+        ready.append(value.detach().contiguous())
+    return ready
+
+
+def single_output(
+    out: Tensor, value: IdGroups, dims: Sequence[int], reals: Sequence[torch.dtype]
+) -> None:
+    """Check a preallocated output of a single-group find."""
+    table = int(value.tables_G[0]) if value.tables_G.numel() == 1 else -1
+    shape = (value.ids_N.numel(), dims[table])
+    good = table >= 0 and tuple(out.shape) == shape and out.dtype == reals[table]
+    if not good or not out.is_contiguous() or out.device.type != "cpu":
+        raise ShapeError(
+            describe(
+                "out",
+                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
+                allowed=f"contiguous {reals[table]} {shape} on cpu, one group",
+                remedy="Allocate it with torch.empty(N, D).",
+            )
+        )
+
+
+def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
+    """Check that learning rates name tables of the shard, one rate per segment."""
+    if not ctx.learning_rates:
+        return
+    known = {spec.name: len(spec.segments) for spec in specs}
+    for name, row in ctx.learning_rates.items():
+        if name not in known:
+            raise unknown_name("table in learning_rates", name, known)
+        if len(row) != known[name]:
+            raise ShapeError(
+                describe(
+                    f"learning rates of table {name!r}",
+                    got=len(row),
+                    allowed=f"one per segment, {known[name]}",
+                    remedy="Order them as the spec's segments.",
+                )
+            )
+
+
+def summed_groups(summed: SummedGrads) -> IdGroups:
+    """The ids of summed gradients, one group per table."""
+    sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], dtype=torch.int64)
+    return IdGroups(
+        torch.cat(summed.ids), sizes.cumsum(0), torch.tensor(summed.tables, dtype=torch.int32)
+    )
+
+
+def chunk(
+    value: RowChunk, spec: TableSpec, weights: torch.dtype, real: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Check rows to load; returns (ids, versions, seen, counts, weights, state), contiguous."""
+    rows = value.ids.numel()
+    expected = {
+        "ids": (value.ids, (rows,), torch.int64),
+        "versions": (value.versions, (rows,), torch.int64),
+        "last_seen_s": (value.last_seen_s, (rows,), torch.int64),
+        "counts": (value.counts, (rows,), torch.int64),
+        "weights": (value.weights, (rows, spec.dim), weights),
+        "state": (value.state, (rows, spec.state_width), real),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ShapeError(
+                describe(
+                    f"{name} of rows for table {spec.name!r}",
+                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    allowed=f"{dtype} {shape}",
+                    remedy="Load rows of a table with the same segments, rules and dtype.",
+                )
+            )
+    return tuple(tensor.contiguous() for tensor, _, _ in expected.values())

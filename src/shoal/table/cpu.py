@@ -1,0 +1,424 @@
+"""`CpuShard`: the Shard interface over the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ConfigError, describe
+from shoal.table import checks, refusals, rows
+from shoal.table.cpu_ticket import CpuTicket
+from shoal.table.native import pool_dicts, rate_row, table_dict
+from shoal.table.rows import AdmissionState
+from shoal.table.shard import (
+    Entry,
+    Found,
+    GradRecord,
+    IdGroups,
+    PoolPlan,
+    RowChunk,
+    StepContext,
+    SummedGrads,
+    TableStats,
+)
+from shoal.table.spec import TableSpec
+
+__all__ = ["CpuShard", "CpuTicket"]
+
+_NAN_POLICY = {"raise": 0, "skip": 1, "clip": 2}
+_ASSIGN, _ADD, _REINITIALIZE = 0, 1, 2
+
+
+class CpuShard:
+    """Tables in this process's memory; see `shoal.table.shard.Shard` for every verb.
+
+    Args:
+        specs: the tables; names must be distinct.
+        seed: with the table's name and the id, the key of every initial value.
+        threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
+
+    Thread-safe. Lookups run side by side; a verb that changes rows has the shard to itself, first
+    come first served. Summation order is fixed, whatever the thread count.
+    """
+
+    def __init__(
+        self, specs: Sequence[TableSpec], *, seed: int = 0, threads: int | None = None
+    ) -> None:
+        checks.distinct_names(specs)
+        if threads is not None and threads < 1:
+            raise ConfigError(
+                describe(
+                    "threads of a CPU shard",
+                    got=threads,
+                    allowed="None or at least 1",
+                    remedy="Leave it out to follow torch.get_num_threads().",
+                )
+            )
+        self._specs = tuple(specs)
+        self._seed = seed
+        self._threads = threads
+        self._core = _core.Shard([table_dict(spec, seed) for spec in self._specs])
+        self._dims = tuple(spec.dim for spec in self._specs)
+        self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
+        self._plans: dict[int, tuple[PoolPlan, Any, tuple[torch.dtype, ...]]] = {}
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The tables, in the order their indices name them."""
+        return self._specs
+
+    @property
+    def seed(self) -> int:
+        """Seed of initial values."""
+        return self._seed
+
+    def _lanes(self) -> int:
+        return self._threads or torch.get_num_threads()
+
+    def _groups(self, groups: IdGroups) -> Any:
+        checks.groups(groups, len(self._specs))
+        return _core.Groups(
+            groups.ids_N.numel(),
+            groups.tables_G.numel(),
+            groups.ids_N.data_ptr(),
+            groups.splits_G1.data_ptr(),
+            groups.tables_G.data_ptr(),
+        )
+
+    def _per_group(self, groups: IdGroups) -> list[Tensor]:
+        splits = groups.splits_G1.tolist()
+        return [
+            torch.empty(splits[g + 1] - splits[g], self._dims[t], dtype=self._reals[t])
+            for g, t in enumerate(groups.tables_G.tolist())
+        ]
+
+    def _plan(self, plan: PoolPlan, groups: IdGroups) -> tuple[Any, tuple[torch.dtype, ...]]:
+        cached = self._plans.get(id(plan))
+        if cached is not None and cached[0] is plan:
+            return cached[1], cached[2]
+        dtypes = checks.plan(plan, groups.tables_G.tolist(), self._dims, self._reals)
+        core = _core.Plan(pool_dicts(plan), [output.width for output in plan.outputs])
+        self._plans[id(plan)] = (plan, core, dtypes)
+        return core, dtypes
+
+    def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
+        """Read rows; never inserts. `out` [N, D] receives the rows of a single group."""
+        core = self._groups(groups)
+        if out is None:
+            outputs = self._per_group(groups)
+        else:
+            checks.single_output(out, groups, self._dims, self._reals)
+            outputs = [out]
+        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool)
+        self._core.find(core, [o.data_ptr() for o in outputs], found_N.data_ptr(), self._lanes())
+        return Found(tuple(outputs), found_N)
+
+    def find_pooled(
+        self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`find`, pooled: one [B, width] per output."""
+        core = self._groups(groups)
+        native, dtypes = self._plan(plan, groups)
+        bags = checks.bags(groups, offsets_GB1, weights_N)
+        outputs = self._outputs(plan, dtypes, bags)
+        self._core.find_pooled(
+            core,
+            native,
+            offsets_GB1.data_ptr(),
+            bags,
+            0 if weights_N is None else weights_N.data_ptr(),
+            [o.data_ptr() for o in outputs],
+            0,
+            self._lanes(),
+        )
+        return outputs
+
+    def _outputs(
+        self, plan: PoolPlan, dtypes: tuple[torch.dtype, ...], bags: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(bags, output.width, dtype=dtype)
+            for output, dtype in zip(plan.outputs, dtypes, strict=True)
+        )
+
+    def find_or_init(
+        self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
+    ) -> CpuTicket:
+        """Probe, decide admission once, insert admitted ids with their initial value."""
+        core = self._groups(groups)
+        checks.counts(groups, counts_N)
+        ticket = refusals.worded(
+            lambda: self._core.find_or_init(
+                core,
+                0 if counts_N is None else counts_N.data_ptr(),
+                ctx.global_step,
+                ctx.event_time_s,
+                self._lanes(),
+            )
+        )
+        return CpuTicket(self, ticket, groups)
+
+    def _own(self, ticket: object) -> CpuTicket:
+        if not isinstance(ticket, CpuTicket) or ticket.shard is not self or not ticket.core.live:
+            raise refusals.foreign_ticket()
+        return ticket
+
+    def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Read the ticket's rows now: one [n_g, D_g] per group."""
+        own = self._own(ticket)
+        outputs = self._per_group(own.groups)
+        self._core.gather(
+            own.core, None, 0, 0, 0, [o.data_ptr() for o in outputs], ctx.global_step, self._lanes()
+        )
+        return tuple(outputs)
+
+    def gather_pooled(
+        self,
+        ticket: object,
+        plan: PoolPlan,
+        offsets_GB1: Tensor,
+        weights_N: Tensor | None,
+        *,
+        ctx: StepContext,
+    ) -> tuple[Tensor, ...]:
+        """Read and pool the ticket's rows now: one [B, width] per output."""
+        own = self._own(ticket)
+        native, dtypes = self._plan(plan, own.groups)
+        bags = checks.bags(own.groups, offsets_GB1, weights_N)
+        outputs = self._outputs(plan, dtypes, bags)
+        self._core.gather(
+            own.core,
+            native,
+            offsets_GB1.data_ptr(),
+            bags,
+            0 if weights_N is None else weights_N.data_ptr(),
+            [o.data_ptr() for o in outputs],
+            ctx.global_step,
+            self._lanes(),
+        )
+        return outputs
+
+    def _records(self, records: Sequence[GradRecord]) -> tuple[list[Any], list[Tensor]]:
+        """Core records, and the contiguous gradients that must outlive the call."""
+        native = []
+        kept: list[Tensor] = []
+        for record in records:
+            own = self._own(record.ticket)
+            bags = plan = offsets = weights = None
+            if record.plan is not None:
+                plan, dtypes = self._plan(record.plan, own.groups)
+                assert record.offsets_GB1 is not None
+                bags = checks.bags(own.groups, record.offsets_GB1, record.weights_N)
+                offsets, weights = record.offsets_GB1, record.weights_N
+                shapes = [
+                    ((bags, output.width), dtype)
+                    for output, dtype in zip(record.plan.outputs, dtypes, strict=True)
+                ]
+            else:
+                shapes = self._group_shapes(own.groups)
+            grads = checks.grads(record.grads, shapes)
+            kept.extend(grads)
+            native.append(
+                _core.Record(
+                    own.core,
+                    plan,
+                    0 if offsets is None else offsets.data_ptr(),
+                    bags or 0,
+                    0 if weights is None else weights.data_ptr(),
+                    [g.data_ptr() for g in grads],
+                    record.scale,
+                )
+            )
+        return native, kept
+
+    def _group_shapes(self, groups: IdGroups) -> list[tuple[tuple[int, int], torch.dtype]]:
+        splits = groups.splits_G1.tolist()
+        return [
+            ((splits[g + 1] - splits[g], self._dims[t]), self._reals[t])
+            for g, t in enumerate(groups.tables_G.tolist())
+        ]
+
+    def _rates(self, ctx: StepContext) -> list[float]:
+        checks.rates(ctx, self._specs)
+        rates: list[float] = []
+        for spec in self._specs:
+            rates += rate_row(spec, ctx.global_step, ctx.learning_rates.get(spec.name))
+        return rates
+
+    def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
+        """Sum the gradients per row over all records, one optimizer step per admitted row."""
+        native, kept = self._records(records)
+        refusals.worded(
+            lambda: self._core.apply(
+                native,
+                self._rates(ctx),
+                ctx.global_step,
+                ctx.event_time_s,
+                _NAN_POLICY[ctx.nan_policy],
+                ctx.nan_clip,
+                self._lanes(),
+            )
+        )
+        del kept
+
+    def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
+        """The per-row sums `apply` would use, materialised; tickets stay live."""
+        native, kept = self._records(records)
+        tables, ids, sums, counts = [], [], [], []
+        for part in self._core.sum(native):
+            ids_U = torch.empty(part.n, dtype=torch.int64)
+            sums_UD = torch.empty(
+                part.n, self._dims[part.table], dtype=self._reals[part.table]
+            )
+            counts_U = torch.empty(part.n, dtype=torch.int64)
+            part.copy_to(ids_U.data_ptr(), sums_UD.data_ptr(), counts_U.data_ptr())
+            tables.append(part.table)
+            ids.append(ids_U)
+            sums.append(sums_UD)
+            counts.append(counts_U)
+        del kept
+        return SummedGrads(tuple(tables), tuple(ids), tuple(sums), tuple(counts))
+
+    def apply_summed(
+        self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
+    ) -> None:
+        """`apply` with sums the caller may have changed; ends the records' tickets."""
+        owned = [self._own(record.ticket) for record in records]
+        if summed.tables:
+            # Tickets end only after the step, so every row the sums name is still there.
+            groups = checks.summed_groups(summed)
+            counts_N = torch.cat(summed.counts)
+            self._apply_ids(groups, summed.sums, counts_N, (), ctx)
+        for ticket in owned:
+            ticket.end()
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`apply` without a ticket: inserts what is missing, sums duplicates."""
+        self._apply_ids(groups, grads, counts_N, seen_weights or (), ctx)
+
+    def _apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None,
+        seen: Sequence[Tensor],
+        ctx: StepContext,
+    ) -> None:
+        core = self._groups(groups)
+        checks.counts(groups, counts_N)
+        shapes = self._group_shapes(groups)
+        ready = checks.grads(grads, shapes)
+        latest = checks.grads(seen, shapes) if seen else []
+        refusals.worded(
+            lambda: self._core.apply_ids(
+                core,
+                0 if counts_N is None else counts_N.data_ptr(),
+                [g.data_ptr() for g in ready],
+                [s.data_ptr() for s in latest],
+                self._rates(ctx),
+                ctx.global_step,
+                ctx.event_time_s,
+                _NAN_POLICY[ctx.nan_policy],
+                ctx.nan_clip,
+                self._lanes(),
+            )
+        )
+
+    def _write(
+        self, groups: IdGroups, mode: int, values: Sequence[Tensor], ctx: StepContext
+    ) -> Tensor:
+        core = self._groups(groups)
+        ready = checks.grads(values, self._group_shapes(groups)) if mode != _REINITIALIZE else []
+        status_N = torch.empty(
+            groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32
+        )
+        refusals.worded(
+            lambda: self._core.write(
+                core,
+                mode,
+                [v.data_ptr() for v in ready],
+                status_N.data_ptr(),
+                ctx.global_step,
+                ctx.event_time_s,
+                self._lanes(),
+            )
+        )
+        return status_N
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
+        self._write(groups, _ASSIGN, weights, ctx)
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Add to rows; a missing id is initialised first. Duplicates add up."""
+        self._write(groups, _ADD, deltas, ctx)
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
+        return self._write(groups, _REINITIALIZE, (), ctx)
+
+    def evict(self, now_s: int) -> int:
+        """Drop expired rows; returns how many."""
+        return int(self._core.evict(now_s))
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one."""
+        return int(self._core.cut())
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table, ordered by hash."""
+        return rows.chunk_of(self._specs[table], self._core.export(table))
+
+    def load(self, table: int, chunk: RowChunk) -> None:
+        """Upsert rows with their state and metadata."""
+        native = rows.native_of(self._specs[table], chunk)
+        refusals.worded(lambda: self._core.load(table, native))
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None."""
+        return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
+
+    def size(self, table: int) -> int:
+        """Rows of a table."""
+        return int(self._core.size(table))
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table.
+
+        Raises:
+            TicketError: a live ticket holds rows.
+        """
+        if self._core.pinned(table):
+            raise refusals.pinned(self._specs[table].name)
+        self._core.clear(table)
+
+    def admission_state(self, table: int) -> AdmissionState:
+        """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        return rows.admission_of(self._core, table)
+
+    def load_admission_state(self, table: int, state: AdmissionState) -> None:
+        """Restore what `admission_state` returned.
+
+        Raises:
+            ShapeError: the sketch has another size than the spec's.
+        """
+        rows.load_admission(self._core, table, self._specs[table], state)
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of every table."""
+        return tuple(
+            rows.stats_of(spec.name, self._core.stats(table))
+            for table, spec in enumerate(self._specs)
+        )

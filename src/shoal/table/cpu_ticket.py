@@ -1,0 +1,41 @@
+"""`CpuTicket`: rows of one training lookup in a CPU shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.table.shard import IdGroups
+
+__all__ = ["CpuTicket"]
+
+
+class CpuTicket:
+    """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
+
+    __slots__ = ("core", "groups", "shard")
+
+    def __init__(self, shard: object, core: Any, groups: IdGroups) -> None:
+        self.shard = shard
+        self.core = core
+        self.groups = groups
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N]: the id has a row."""
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool)
+        self.core.admitted(flags_N.data_ptr())
+        return flags_N
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N]: the id had a row before this lookup."""
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool)
+        self.core.found(flags_N.data_ptr())
+        return flags_N
+
+    def end(self) -> None:
+        """Release the rows; a second call does nothing."""
+        self.core.end()

@@ -1,0 +1,318 @@
+"""`Table`: the verbs of one table, for people, tests and small jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import (
+    ConfigError,
+    DeviceUnavailable,
+    DTypeError,
+    ShapeError,
+    describe,
+    unknown_name,
+)
+from shoal.table.shard import Entry, IdGroups, RowChunk, Shard, StepContext, TableStats, Ticket
+from shoal.table.spec import TableSpec
+
+__all__ = ["Ids", "Rates", "Rows", "Table", "make_shard"]
+
+Ids = Tensor | Sequence[int]
+Rows = Tensor | Sequence[Sequence[float]]
+Rates = float | Sequence[float]
+
+DEVICES = ("cpu", "cuda")
+_SPLITS_KEPT = 256
+
+
+def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu") -> Shard:
+    """Make the shard that hosts some tables on a device.
+
+    Raises:
+        ConfigError: no such device.
+        DeviceUnavailable: the device is not on this machine, or not served yet.
+    """
+    if device == "cpu":
+        # Reached here only, so that specs and rules work where the compiled core is missing.
+        from shoal.table.cpu import CpuShard
+
+        return CpuShard(specs, seed=seed)
+    if device == "cuda":
+        raise DeviceUnavailable(
+            describe(
+                "device of a table",
+                got="'cuda'",
+                allowed="'cpu' in this version",
+                remedy="Keep tables on device='cpu'; the dense model may be on the GPU.",
+            )
+        )
+    known = ", ".join(DEVICES)
+    remedy = "Name the kind of device only."
+    text = describe("device of a table", got=repr(device), allowed=known, remedy=remedy)
+    raise ConfigError(text)
+
+
+class Table:
+    """One table of a shard.
+
+    Ids are int64 [N] tensors or lists of Python ints; rows are [N, D] tensors in the table's
+    compute dtype (float32, or float64 for float64 rows) or nested lists. Duplicate ids are fine
+    everywhere; their gradients and deltas add up. Many threads may call.
+
+    Args:
+        spec: the table.
+        seed: of the initial values, when a shard is made.
+        device: where a new shard lives: "cpu" or "cuda".
+        shard: use the table of that name of this shard instead of making one.
+
+    Raises:
+        ConfigError: no such device, or the shard's table of that name has another spec.
+        UnknownName: the shard has no such table.
+        DeviceUnavailable: the device is not here.
+    """
+
+    __slots__ = ("_dtype", "_index", "_shard", "_spec", "_splits", "_tables_G")
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        shard: Shard | None = None,
+    ) -> None:
+        self._shard = make_shard((spec,), seed=seed, device=device) if shard is None else shard
+        names = [hosted.name for hosted in self._shard.specs]
+        if spec.name not in names:
+            raise unknown_name("table of the given shard", spec.name, names)
+        self._index = names.index(spec.name)
+        self._spec = self._shard.specs[self._index]
+        if self._spec != spec:
+            raise ConfigError(
+                describe(
+                    f"spec of table {spec.name!r}",
+                    got="another spec than the given shard's",
+                    allowed="the same spec",
+                    remedy="Pass the spec of shard.specs.",
+                )
+            )
+        self._dtype = torch.float64 if self._spec.dtype == "float64" else torch.float32
+        self._tables_G = torch.tensor([self._index], dtype=torch.int32)
+        self._splits: dict[int, Tensor] = {}
+
+    @property
+    def spec(self) -> TableSpec:
+        """What the table is."""
+        return self._spec
+
+    @property
+    def shard(self) -> Shard:
+        """The owner of the rows."""
+        return self._shard
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._shard.size(self._index)
+
+    def __repr__(self) -> str:
+        return f"Table({self._spec.name!r}, dim={self._spec.dim}, rows={len(self)})"
+
+    def find(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        """Read rows: weights [N, D], zeros where missing, and bool [N]; never inserts."""
+        found = self._shard.find(self._groups(ids))
+        return found.weights[0], found.found_N
+
+    def lookup(self, ids: Ids) -> Tensor:
+        """`find` without the flags: weights [N, D], zeros where missing."""
+        return self._shard.find(self._groups(ids)).weights[0]
+
+    def find_or_init(
+        self,
+        ids: Ids,
+        counts: Ids | None = None,
+        *,
+        global_step: int = 0,
+        event_time_s: int = 0,
+    ) -> Ticket:
+        """Admit and insert what is missing; the ticket holds the rows.
+
+        counts: how many sights each position stands for, int64 [N]; default 1.
+
+        Raises:
+            TableFull: no room; nothing was inserted.
+        """
+        groups = self._groups(ids)
+        ctx = StepContext(global_step=global_step, event_time_s=event_time_s)
+        return self._shard.find_or_init(groups, self._counts(counts, groups), ctx=ctx)
+
+    def gather(self, ticket: Ticket, *, global_step: int = 0) -> Tensor:
+        """Rows of a ticket as they are now, [N, D]; initial values of ids not admitted.
+
+        Raises:
+            TicketError: the ticket has ended, or is another shard's.
+        """
+        return self._shard.gather(ticket, ctx=StepContext(global_step=global_step))[0]
+
+    def apply(
+        self,
+        ids: Ids,
+        grads: Rows,
+        *,
+        counts: Ids | None = None,
+        global_step: int = 0,
+        event_time_s: int = 0,
+        learning_rates: Rates | None = None,
+    ) -> None:
+        """Sum gradients [N, D] per id and take one optimizer step; inserts what is missing.
+
+        counts: sights per position for admission, int64 [N]; default 1.
+        learning_rates: one for all segments or one per segment; default the spec's at this step.
+
+        Raises:
+            NonFiniteGradient: a gradient holds NaN or infinity; nothing was changed.
+            TableFull: no room; nothing was changed.
+        """
+        groups = self._groups(ids)
+        ctx = StepContext(
+            global_step=global_step,
+            event_time_s=event_time_s,
+            learning_rates=self._rates(learning_rates),
+        )
+        rows = self._rows(grads, groups, "grads")
+        self._shard.apply_ids(groups, (rows,), self._counts(counts, groups), ctx=ctx)
+
+    def assign(self, ids: Ids, weights: Rows, *, event_time_s: int = 0) -> None:
+        """Upsert weights [N, D]; optimizer state stays. The last of duplicate ids wins."""
+        groups = self._groups(ids)
+        ctx = StepContext(event_time_s=event_time_s)
+        self._shard.assign(groups, (self._rows(weights, groups, "weights"),), ctx=ctx)
+
+    def assign_add(self, ids: Ids, deltas: Rows, *, event_time_s: int = 0) -> None:
+        """Add deltas [N, D] to rows; a missing id is initialised first."""
+        groups = self._groups(ids)
+        ctx = StepContext(event_time_s=event_time_s)
+        self._shard.assign_add(groups, (self._rows(deltas, groups, "deltas"),), ctx=ctx)
+
+    def reinitialize(self, ids: Ids, *, event_time_s: int = 0) -> Tensor:
+        """Initial weights and state again: int32 [N], 1 existed, 0 inserted, in input order."""
+        ctx = StepContext(event_time_s=event_time_s)
+        return self._shard.reinitialize(self._groups(ids), ctx=ctx)
+
+    def evict(self, now_s: int) -> int:
+        """Drop expired rows and rows above the budget, of the whole shard; how many went."""
+        return self._shard.evict(now_s)
+
+    def cut(self) -> int:
+        """Close the shard's epoch and open the next; returns the closed one."""
+        return self._shard.cut()
+
+    def entry(self, id: int) -> Entry | None:
+        """One row with its state and metadata, or None."""
+        return self._shard.entry(self._index, id)
+
+    def export(self) -> RowChunk:
+        """All rows, ordered by hash."""
+        return self._shard.export(self._index)
+
+    def load(self, chunk: RowChunk) -> None:
+        """Upsert rows with their state and metadata."""
+        self._shard.load(self._index, chunk)
+
+    def clear(self) -> None:
+        """Drop all rows.
+
+        Raises:
+            TicketError: a live ticket holds some.
+        """
+        self._shard.clear(self._index)
+
+    def stats(self) -> TableStats:
+        """Counters and bytes."""
+        return self._shard.stats()[self._index]
+
+    def _groups(self, ids: Ids) -> IdGroups:
+        ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
+        if ids_N.dtype is not torch.int64:
+            raise _dtype("ids", ids_N, torch.int64)
+        if ids_N.dim() != 1:
+            raise _shape("ids", ids_N, "[N]")
+        if not ids_N.is_contiguous():
+            ids_N = ids_N.contiguous()
+        return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)
+
+    def _splits_of(self, n: int) -> Tensor:
+        # A small tensor costs more to build than the lookup of a small batch.
+        splits = self._splits.get(n)
+        if splits is None:
+            splits = torch.tensor([0, n])
+            if len(self._splits) >= _SPLITS_KEPT:
+                self._splits.clear()
+            self._splits[n] = splits
+        return splits
+
+    def _rows(self, rows: Rows, groups: IdGroups, name: str) -> Tensor:
+        want = (groups.ids_N.shape[0], self._spec.dim)
+        rows_ND = rows if isinstance(rows, Tensor) else _as_tensor(name, rows, self._dtype)
+        if rows_ND.dtype is not self._dtype:
+            raise _dtype(name, rows_ND, self._dtype)
+        if not isinstance(rows, Tensor) and want[0] == 0:
+            rows_ND = rows_ND.reshape(want)
+        if rows_ND.shape != want:
+            raise _shape(name, rows_ND, f"[N, D] = {list(want)}")
+        return rows_ND.detach().contiguous()
+
+    def _counts(self, counts: Ids | None, groups: IdGroups) -> Tensor | None:
+        if counts is None:
+            return None
+        counts_N = (
+            counts if isinstance(counts, Tensor) else _as_tensor("counts", counts, torch.int64)
+        )
+        if counts_N.dtype is not torch.int64:
+            raise _dtype("counts", counts_N, torch.int64)
+        if counts_N.shape != groups.ids_N.shape:
+            raise _shape("counts", counts_N, f"[N] = {list(groups.ids_N.shape)}")
+        return counts_N.contiguous()
+
+    def _rates(self, rates: Rates | None) -> dict[str, tuple[float, ...]]:
+        if rates is None:
+            return {}
+        segments = len(self._spec.segments)
+        if isinstance(rates, (int, float)):
+            return {self._spec.name: (float(rates),) * segments}
+        if len(rates) != segments:
+            raise ShapeError(
+                describe(
+                    f"learning_rates of table {self._spec.name!r}",
+                    got=f"{len(rates)} rates",
+                    allowed=f"one, or one for each of {segments} segments",
+                    remedy="Pass a float to use one rate for all.",
+                )
+            )
+        return {self._spec.name: tuple(float(rate) for rate in rates)}
+
+
+def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    try:
+        tensor = torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        allowed = f"numbers in lists of equal length ({dtype})"
+        remedy = "Pass a tensor or plain lists."
+        raise ShapeError(describe(name, got=str(error), allowed=allowed, remedy=remedy)) from error
+    if dtype is torch.int64 and tensor.numel() and tensor.dtype is not torch.int64:
+        raise _dtype(name, tensor, dtype)
+    return tensor.to(dtype)
+
+
+def _dtype(name: str, tensor: Tensor, want: torch.dtype) -> DTypeError:
+    remedy = f"Call .to({want})."
+    return DTypeError(describe(f"dtype of {name}", got=tensor.dtype, allowed=want, remedy=remedy))
+
+
+def _shape(name: str, tensor: Tensor, want: str) -> ShapeError:
+    got = list(tensor.shape)
+    return ShapeError(
+        describe(f"shape of {name}", got=got, allowed=want, remedy="Give one row per id.")
+    )

@@ -1,0 +1,147 @@
+"""Rows that leave or enter a CPU shard whole, with their metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import ShapeError, describe
+from shoal.table import checks
+from shoal.table.shard import Entry, RowChunk, TableStats
+from shoal.table.spec import TableSpec
+
+__all__ = [
+    "AdmissionState",
+    "admission_of",
+    "chunk_of",
+    "entry_of",
+    "load_admission",
+    "native_of",
+    "real_dtype",
+    "stats_of",
+    "weight_dtype",
+]
+
+_WEIGHTS = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
+
+    ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
+    row after row (empty when exact).
+    """
+
+    ids: Tensor
+    counts: Tensor
+    cells: bytes
+
+
+def weight_dtype(spec: TableSpec) -> torch.dtype:
+    """Storage dtype of a table's weights."""
+    return _WEIGHTS[spec.dtype]
+
+
+def real_dtype(spec: TableSpec) -> torch.dtype:
+    """Dtype in which a table computes and keeps optimizer state."""
+    return torch.float64 if spec.dtype == "float64" else torch.float32
+
+
+def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
+    """Rows the core copied out, as tensors."""
+    columns = [torch.empty(exported.n, dtype=torch.int64) for _ in range(4)]
+    weights = torch.empty(exported.n, spec.dim, dtype=weight_dtype(spec))
+    state = torch.empty(exported.n, spec.state_width, dtype=real_dtype(spec))
+    exported.copy_to([t.data_ptr() for t in (*columns, weights, state)])
+    ids, versions, last_seen_s, counts = columns
+    return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
+
+
+def native_of(spec: TableSpec, chunk: RowChunk) -> Any:
+    """Rows to load, as the core takes them.
+
+    Raises:
+        ShapeError: the chunk is not of this table's form.
+    """
+    ready = checks.chunk(chunk, spec, weight_dtype(spec), real_dtype(spec))
+    weights, state = ready[4], ready[5]
+    return _core.Exported(
+        ready[0].numel(),
+        [t.data_ptr() for t in ready],
+        weights.numel() * weights.element_size(),
+        state.numel() * state.element_size(),
+    )
+
+
+def entry_of(chunk: RowChunk) -> Entry | None:
+    """The one row of a chunk, or None when it has none."""
+    if chunk.ids.numel() == 0:
+        return None
+    return Entry(
+        int(chunk.ids[0]),
+        chunk.weights[0],
+        chunk.state[0],
+        int(chunk.versions[0]),
+        int(chunk.last_seen_s[0]),
+        int(chunk.counts[0]),
+    )
+
+
+def admission_of(core: Any, table: int) -> AdmissionState:
+    """Admission counters of a table."""
+    ids, counts = core.admission_counts(table)
+    return AdmissionState(
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(counts, dtype=torch.int64),
+        core.admission_cells(table),
+    )
+
+
+def load_admission(core: Any, table: int, spec: TableSpec, state: AdmissionState) -> None:
+    """Restore admission counters.
+
+    Raises:
+        ShapeError: the sketch has another size than the spec's.
+    """
+    admission = spec.admission
+    sketch = admission is not None and admission.counter == "sketch"
+    expected = 4 * admission.sketch_width * admission.sketch_depth if admission and sketch else 0
+    if len(state.cells) != expected:
+        raise ShapeError(
+            describe(
+                f"admission counters of table {spec.name!r}",
+                got=f"a sketch of {len(state.cells)} bytes",
+                allowed=f"{expected} bytes",
+                remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
+            )
+        )
+    core.load_admission(table, state.ids.tolist(), state.counts.tolist(), state.cells)
+
+
+def stats_of(name: str, raw: dict[str, int]) -> TableStats:
+    """Counters of a table."""
+    parts = (raw["weights"], raw["state"], raw["metadata"], raw["index"])
+    return TableStats(
+        name=name,
+        rows=raw["rows"],
+        bytes_total=sum(parts),
+        bytes_weights=parts[0],
+        bytes_state=parts[1],
+        bytes_metadata=parts[2],
+        bytes_index=parts[3],
+        index_load=raw["rows"] / raw["slots"],
+        inserted=raw["inserted"],
+        refused=raw["refused"],
+        evicted=raw["evicted"],
+        nonfinite_skipped=raw["nonfinite"],
+    )

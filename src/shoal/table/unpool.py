@@ -1,0 +1,93 @@
+"""The gradient of a pooled lookup for each position, in plain torch, and its sum per id.
+
+What a shard does inside `apply` for the rows under a ticket; here for lookups without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.table.shard import GradRecord, Pool, SummedGrads
+
+__all__ = ["position_grads", "sum_by_id"]
+
+
+def position_grads(record: GradRecord, dims_G: Sequence[int]) -> list[Tensor]:
+    """One [n_g, D_g] per group: what each looked-up row gets; the record's scale is in it.
+
+    dims_G: row dim of each group's table.
+    """
+    if record.plan is None or record.offsets_GB1 is None:
+        return [grad * record.scale for grad in record.grads]
+    offsets_GB1, pools = record.offsets_GB1, record.plan.pools
+    batch_size = (offsets_GB1.numel() - 1) // len(pools)
+    parts = []
+    for g, (pool, dim) in enumerate(zip(pools, dims_G, strict=True)):
+        offsets_B1 = offsets_GB1[g * batch_size : (g + 1) * batch_size + 1]
+        rows = _rows_of(pool, record.grads, offsets_B1, dim)
+        if record.weights_N is not None:
+            weights = record.weights_N[int(offsets_B1[0]) : int(offsets_B1[-1])]
+            rows = rows * weights.to(rows.dtype)[:, None]
+        parts.append(rows * record.scale if record.scale != 1.0 else rows)
+    return parts
+
+
+def _rows_of(pool: Pool, grads: Sequence[Tensor], offsets_B1: Tensor, dim: int) -> Tensor:
+    lengths_B = offsets_B1.diff()
+    bags_N = torch.arange(lengths_B.numel()).repeat_interleave(lengths_B)
+    rows = grads[0].new_zeros(bags_N.numel(), dim)
+    for part in pool.slices:
+        width = part.stop - part.start
+        floats = width * (pool.length if pool.pooling == "first_n" else 1)
+        block = grads[part.output][:, part.column : part.column + floats]
+        if pool.pooling == "first_n":
+            lane_N = torch.arange(bags_N.numel()) + offsets_B1[0] - offsets_B1[bags_N]
+            kept_N = lane_N < pool.length
+            lanes = block.reshape(-1, pool.length, width)
+            rows[kept_N, part.start : part.stop] += lanes[bags_N[kept_N], lane_N[kept_N]]
+        else:
+            rows[:, part.start : part.stop] += block[bags_N]
+    if pool.pooling == "mean":
+        rows = rows / lengths_B[bags_N, None]
+    return rows
+
+
+def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGrads:
+    """Sums and counts per id over all records, whether the id has a row or not.
+
+    Every table a record names is in the result, also with no ids. Ids come in rising order.
+    dims_K: row dim of each table of the shard.
+    """
+    ids: dict[int, list[Tensor]] = {}
+    grads: dict[int, list[Tensor]] = {}
+    counts: dict[int, list[Tensor]] = {}
+    counted: set[int] = set()
+    for record in records:
+        groups = record.ticket.groups
+        tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
+        rows = position_grads(record, [dims_K[k] for k in tables])
+        # One lookup is one sight of its ids, however many losses read it.
+        sights = 0 if id(record.ticket) in counted else 1
+        counted.add(id(record.ticket))
+        for g, k in enumerate(tables):
+            ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
+            grads.setdefault(k, []).append(rows[g])
+            counts.setdefault(k, []).append(torch.full_like(ids[k][-1], sights))
+    order = tuple(sorted(ids))
+    summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
+    return SummedGrads(
+        tables=order,
+        ids=tuple(part[0] for part in summed),
+        sums=tuple(part[1] for part in summed),
+        counts=tuple(part[2] for part in summed),
+    )
+
+
+def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    ids_U, position_N = torch.unique(ids_N, return_inverse=True)
+    sums_UD = rows_ND.new_zeros(ids_U.numel(), rows_ND.shape[1]).index_add_(0, position_N, rows_ND)
+    counts_U = torch.zeros_like(ids_U).index_add_(0, position_N, counts_N)
+    return ids_U, sums_UD, counts_U

@@ -1,0 +1,336 @@
+"""What a run tells about itself: counters, timers, scalar sinks and the progress line.
+
+Counting costs an integer addition; everything that reads, formats or writes happens when
+`Progress.due` says so, at most twice a second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+
+from shoal.errors import ConfigError, describe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "Counter",
+    "FanOut",
+    "JsonLines",
+    "Progress",
+    "ProgressState",
+    "ScalarSink",
+    "Telemetry",
+    "TensorBoard",
+    "Timer",
+    "has_tensorboard",
+    "human_bytes",
+    "human_count",
+]
+
+Clock = Callable[[], float]
+
+
+class Counter:
+    """A number that only grows. Increments from several threads may interleave, not tear."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int = 1) -> None:
+        """Add `amount` (>= 0)."""
+        self.value += amount
+
+
+class Timer:
+    """Seconds spent inside `with timer:` blocks, and how many there were."""
+
+    __slots__ = ("_clock", "_started", "calls", "total_s")
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = 0.0
+        self.total_s = 0.0
+        self.calls = 0
+
+    def __enter__(self) -> Timer:
+        self._started = self._clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.total_s += self._clock() - self._started
+        self.calls += 1
+
+
+class Telemetry:
+    """Named counters and timers of one run, made on first use."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._counters: dict[str, Counter] = {}
+        self._timers: dict[str, Timer] = {}
+
+    def counter(self, name: str) -> Counter:
+        """The counter of that name."""
+        return self._counters.setdefault(name, Counter())
+
+    def timer(self, name: str) -> Timer:
+        """The timer of that name."""
+        if name not in self._timers:
+            self._timers[name] = Timer(self._clock)
+        return self._timers[name]
+
+    def snapshot(self) -> dict[str, float]:
+        """Counters by name, and timers as `<name>_s`."""
+        counters = {name: float(counter.value) for name, counter in self._counters.items()}
+        return counters | {f"{name}_s": timer.total_s for name, timer in self._timers.items()}
+
+
+class ScalarSink(Protocol):
+    """Where scalars go."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of a step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release; writing afterwards is an error."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line: step, time_s since the sink was opened, then the scalars.
+
+    A value that is not finite is written as null, so that every line is strict JSON.
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._opened = clock()
+        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of a step."""
+        row: dict[str, float | int | None] = {
+            "step": step,
+            "time_s": round(self._clock() - self._opened, 3),
+        }
+        row.update({k: float(v) if math.isfinite(v) else None for k, v in scalars.items()})
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def has_tensorboard() -> bool:
+    """Whether event files can be written here (the `tensorboard` extra is installed)."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoard:
+    """TensorBoard event files in a folder.
+
+    Raises:
+        ConfigError: the tensorboard package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not has_tensorboard():
+            raise ConfigError(
+                describe(
+                    "TensorBoard logs",
+                    got="no tensorboard package",
+                    allowed="an installation with the tensorboard extra",
+                    remedy="pip install 'shoal[tensorboard]', or set logging.tensorboard=false.",
+                )
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of a step."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class FanOut:
+    """Several sinks as one."""
+
+    def __init__(self, *sinks: ScalarSink) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the scalars of a step in each sink."""
+        for sink in self._sinks:
+            sink.write(step, scalars)
+
+    def close(self) -> None:
+        """Close each sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressState:
+    """What the progress line shows. None hides a figure that is not known yet.
+
+    Args:
+        examples: examples done.
+        ids: feature ids looked up so far.
+        loss: mean loss since the last state.
+        auc: AUC so far, each batch judged before it was trained on.
+        rows: rows in all tables.
+        row_bytes: bytes the tables hold, all included.
+    """
+
+    examples: int
+    ids: int = 0
+    loss: float | None = None
+    auc: float | None = None
+    rows: int | None = None
+    row_bytes: int | None = None
+
+
+class Progress:
+    """A live bar on a terminal; elsewhere a plain line every `plain_interval_s`.
+
+    Use it as a context manager; ask `due()` each step and `show` a state when it says so.
+    `total` is the number of examples expected, None when the source cannot tell.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        total: int | None,
+        *,
+        plain_interval_s: float = 5.0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._console = console
+        self._title = title
+        self._total = total
+        self._clock = clock
+        self._interval_s = 0.5 if console.is_terminal else plain_interval_s
+        self._bar: _Bar | None = _Bar(console, title, total) if console.is_terminal else None
+        self._started = self._next = 0.0
+        self._last: tuple[float, ProgressState] = (0.0, ProgressState(examples=0))
+
+    def __enter__(self) -> Progress:
+        self._started = self._clock()
+        self._next = self._started + self._interval_s
+        self._last = (self._started, ProgressState(examples=0))
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def due(self) -> bool:
+        """Whether it is time to show a state; costs one clock read."""
+        return self._clock() >= self._next
+
+    def show(self, state: ProgressState, *, final: bool = False) -> None:
+        """Draw a state. Rates cover the time since the last one; the whole run when final."""
+        now = self._clock()
+        since, before = (self._started, ProgressState(examples=0)) if final else self._last
+        figures = _figures(state, before, max(now - since, 1e-9))
+        self._last = (now, state)
+        self._next = now + self._interval_s
+        if self._bar is not None:
+            self._bar.draw(state.examples, figures)
+        else:
+            done = human_count(state.examples)
+            if self._total:
+                done += f" of {human_count(self._total)}"
+            line = f"{self._title} {done} examples, {figures}, {now - self._started:.0f} s"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Bar:
+    """Two lines on a terminal: the bar, and the figures below it, drawn only when asked."""
+
+    def __init__(self, console: Console, title: str, total: int | None) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            "{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+        )
+        self._task = self._bar.add_task(title, total=total)
+        self._live = Live(console=console, auto_refresh=False)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def draw(self, completed: int, figures: str) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        self._bar.update(self._task, completed=completed)
+        self._live.update(Group(self._bar.get_renderable(), Text("  " + figures)), refresh=True)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+def _figures(state: ProgressState, before: ProgressState, elapsed_s: float) -> str:
+    parts = [f"{human_count((state.examples - before.examples) / elapsed_s)} examples/s"]
+    if state.ids:
+        parts.append(f"{human_count((state.ids - before.ids) / elapsed_s)} ids/s")
+    if state.loss is not None:
+        parts.append(f"loss {state.loss:.4f}")
+    if state.auc is not None and math.isfinite(state.auc):
+        parts.append(f"AUC {state.auc:.4f}")
+    if state.rows is not None:
+        parts.append(f"{human_count(state.rows)} rows")
+    if state.rows and state.row_bytes is not None:
+        parts.append(f"{state.row_bytes / state.rows:.0f} B/row")
+    return ", ".join(parts)
+
+
+def human_count(count: float) -> str:
+    """A count in three or four figures: 812, 12.3 k, 4.56 M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size * 0.9995:
+            scaled = count / size
+            digits: Literal[0, 1, 2] = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
+            return f"{scaled:.{digits}f} {unit}"
+    return f"{count:.0f}"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in binary units: 812 B, 1.5 KiB, 3.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,8 @@
+"""Training a model, judging it, and using it afterwards."""
+
+from __future__ import annotations
+
+from shoal.train.runs import evaluate, predict, run
+from shoal.train.summary import RunResult
+
+__all__ = ["RunResult", "evaluate", "predict", "run"]

@@ -1,0 +1,124 @@
+"""What is remembered of a training run: its running metrics and its curves.
+
+Each batch is judged on the logits from before its own step, so the running figures are those of
+unseen examples. Steps only append to lists; sums are made when a point is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.data import Batch
+from shoal.errors import InputError, describe
+from shoal.metrics import BinaryMetrics, log_loss
+
+__all__ = ["Curves", "Recorder"]
+
+
+@dataclass(slots=True)
+class Curves:
+    """Points of a run, one per entry of `examples`; by model or by table.
+
+    `loss` is the mean since the previous point, `auc` is that of all examples so far.
+    """
+
+    examples: list[int] = field(default_factory=list)
+    loss: dict[str, list[float]] = field(default_factory=dict)
+    auc: dict[str, list[float]] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Gathers logits of named models batch by batch; `point` turns them into figures."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.curves = Curves()
+        self._pending: dict[str, list[Tensor]] = {name: [] for name in names}
+        self._labels: list[Tensor] = []
+        self._weights: list[Tensor | None] = []
+        self._metrics = {name: BinaryMetrics(exact_auc=False) for name in names}
+        self._loss_sum = dict.fromkeys(names, 0.0)
+        self._weight_sum = 0.0
+        self.examples = 0
+
+    def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
+        """Remember the batches of a step and what each model said of them."""
+        for name, per_batch in logits.items():
+            self._pending[name] += per_batch
+        for batch in window:
+            self._labels.append(batch.labels)
+            self._weights.append(batch.weights)
+            self.examples += batch.labels.numel()
+
+    def figures(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Per model the mean loss since the last point and the AUC so far; NaN before any.
+
+        Raises:
+            InputError: a prediction is not a number: the model has diverged.
+        """
+        if self._labels:
+            self._drain()
+        weight = self._weight_sum or math.nan
+        loss = {name: total / weight for name, total in self._loss_sum.items()}
+        return loss, {name: metrics.running_auc() for name, metrics in self._metrics.items()}
+
+    def _drain(self) -> None:
+        labels_B = torch.cat(self._labels)
+        weights_B = _joined(self._labels, self._weights)
+        weight = float(labels_B.numel() if weights_B is None else weights_B.sum())
+        for name, logits in self._pending.items():
+            probabilities_B = torch.cat(logits).sigmoid()
+            if not bool(probabilities_B.isfinite().all()):
+                raise _diverged(name, self.examples)
+            self._metrics[name].update(probabilities_B, labels_B, weights_B)
+            self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
+            logits.clear()
+        self._weight_sum += weight
+        self._labels.clear()
+        self._weights.clear()
+
+    def point(self, rows: Mapping[str, int]) -> dict[str, float]:
+        """Add a point to the curves; returns it as scalars for the logs."""
+        loss, auc = self.figures()
+        self._loss_sum = dict.fromkeys(self._loss_sum, 0.0)
+        self._weight_sum = 0.0
+        self.curves.examples.append(self.examples)
+        for name in self._pending:
+            self.curves.loss.setdefault(name, []).append(loss[name])
+            self.curves.auc.setdefault(name, []).append(auc[name])
+        for table, count in rows.items():
+            self.curves.rows.setdefault(table, []).append(count)
+        scalars = {"examples": float(self.examples)}
+        for name in self._pending:
+            scalars |= {f"loss/{name}": loss[name], f"auc/{name}": auc[name]}
+        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()}
+
+    @property
+    def base_rate(self) -> float:
+        """Weighted mean label of all examples so far."""
+        if self._labels:
+            self._drain()
+        return next(iter(self._metrics.values())).compute().mean_label
+
+
+def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    if all(weight is None for weight in weights):
+        return None
+    pairs = zip(labels, weights, strict=True)
+    return torch.cat([torch.ones_like(y) if w is None else w for y, w in pairs])
+
+
+def _diverged(name: str, examples: int) -> InputError:
+    return InputError(
+        describe(
+            f"predictions of {name!r} after {examples} examples",
+            got="NaN or infinity",
+            allowed="finite numbers",
+            remedy="Lower the learning rates, or set clip_norm.",
+        )
+    )

@@ -1,0 +1,1 @@
+"""What several tests share: stand-ins and oracles, no test cases."""

@@ -1,0 +1,403 @@
+"""`ReferenceShard`: the Shard protocol over one dictionary per table, one row at a time.
+
+The oracle of every faster shard, and its stand-in in tests. It computes in any float dtype,
+whatever the spec stores, so that whole runs can be compared without rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import TableFull, TicketError, describe
+from shoal.placement import hash_ids, sort_key
+from shoal.rules.admission import Admission, make_counter
+from shoal.rules.admission import Counter as SightCounter
+from shoal.table.shard import (
+    Entry,
+    Found,
+    GradRecord,
+    IdGroups,
+    PoolPlan,
+    RowChunk,
+    StepContext,
+    SummedGrads,
+    TableStats,
+    Ticket,
+)
+from shoal.table.spec import TableSpec
+
+from .pooling import pool_rows, position_gradients
+from .reference_row import (
+    Key,
+    ReferenceTicket,
+    Row,
+    by_table,
+    check_finite,
+    expired,
+    fresh_state,
+    initial_row,
+    keys_of,
+    retrieved,
+    step_row,
+)
+
+__all__ = ["ReferenceShard", "ReferenceTicket"]
+
+
+class ReferenceShard:
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.seed = seed
+        self.dtype = dtype
+        self._rows: list[dict[int, Row]] = [{} for _ in self.specs]
+        self._counters = [make_counter(s.admission or Admission(), s.name) for s in self.specs]
+        self._tallies: list[Counter[str]] = [Counter() for _ in self.specs]
+        self._epoch = 1
+        self._global_step = 0
+        self._live: weakref.WeakSet[ReferenceTicket] = weakref.WeakSet()
+
+    def find(self, groups: IdGroups) -> Found:
+        keys = list(keys_of(groups))
+        rows = [self._read(key, self._global_step) for key in keys]
+        return Found(self._by_group(groups, rows), self._present(keys))
+
+    def find_pooled(
+        self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        rows = [self._read(key, self._global_step) for key in keys_of(groups)]
+        return pool_rows(rows, plan, offsets_GB1, weights_N, self.dtype)
+
+    def find_or_init(
+        self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
+    ) -> ReferenceTicket:
+        keys = list(keys_of(groups))
+        ticket = ReferenceTicket(self, groups, keys)
+        ticket.found_N = self._present(keys)
+        if counts_N is not None:
+            ticket.counts = [int(count) for count in counts_N]
+        self._admit(keys, ticket.counts, ctx)
+        ticket.admitted_N = self._present(keys)
+        self._live.add(ticket)
+        return ticket
+
+    def gather(self, ticket: Ticket, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        return self._by_group(ticket.groups, self._ticket_rows(ticket, ctx))
+
+    def gather_pooled(
+        self,
+        ticket: Ticket,
+        plan: PoolPlan,
+        offsets_GB1: Tensor,
+        weights_N: Tensor | None,
+        *,
+        ctx: StepContext,
+    ) -> tuple[Tensor, ...]:
+        rows = self._ticket_rows(ticket, ctx)
+        return pool_rows(rows, plan, offsets_GB1, weights_N, self.dtype)
+
+    def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
+        self.apply_summed(self.sum_grads(records), records, ctx=ctx)
+
+    def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
+        sums: dict[Key, Tensor] = {}
+        counts: Counter[Key] = Counter()
+        counted: set[int] = set()
+        for record in records:
+            ticket = self._own(record.ticket)
+            rows = position_gradients(record, [self.specs[k].dim for k, _ in ticket.keys])
+            admitted = ticket.admitted_N.tolist()
+            for i, (key, grad) in enumerate(zip(ticket.keys, rows, strict=True)):
+                if not admitted[i]:
+                    continue
+                sums[key] = sums.get(key, 0) + grad.to(self.dtype) * record.scale
+                if id(ticket) not in counted:
+                    counts[key] += ticket.counts[i]
+            counted.add(id(ticket))
+        return by_table(sums, counts)
+
+    def apply_summed(
+        self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
+    ) -> None:
+        tickets = [self._own(record.ticket) for record in records]
+        self._step(summed, ctx, {})
+        for ticket in tickets:
+            ticket.end()
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        keys = list(keys_of(groups))
+        flat = [row for part in grads for row in part]
+        if ctx.nan_policy == "raise":
+            check_finite(self.specs, list(zip(keys, flat, strict=True)))
+        counts = [1] * len(keys) if counts_N is None else [int(c) for c in counts_N]
+        self._admit(keys, counts, ctx)
+        sums: dict[Key, Tensor] = {}
+        tally: Counter[Key] = Counter()
+        for key, grad, count in zip(keys, flat, counts, strict=True):
+            if key[1] in self._rows[key[0]]:
+                sums[key] = sums.get(key, 0) + grad.to(self.dtype)
+                tally[key] += count
+        seen = {}
+        if seen_weights is not None:
+            rows = [row for part in seen_weights for row in part]
+            seen = dict(reversed(list(zip(keys, rows, strict=True))))
+        self._step(by_table(sums, tally), ctx, seen)
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        for key, row in self._upserts(groups, weights, ctx):
+            self._rows[key[0]][key[1]].weights = row
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        for key, row in self._upserts(groups, deltas, ctx):
+            self._rows[key[0]][key[1]].weights = self._rows[key[0]][key[1]].weights + row
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        keys = list(keys_of(groups))
+        existed = self._present(keys)
+        self._make_room({key for key in keys if key[1] not in self._rows[key[0]]}, set(keys))
+        for key in keys:
+            self._insert(key, ctx)
+        return existed.to(torch.int32)
+
+    def evict(self, now_s: int) -> int:
+        held = self._held()
+        dropped = 0
+        for k, spec in enumerate(self.specs):
+            rows = self._rows[k]
+            doomed = [
+                id_
+                for id_, row in rows.items()
+                if (k, id_) not in held and expired(spec, id_, row, now_s)
+            ]
+            for id_ in doomed:
+                del rows[id_]
+            over = len(rows) - spec.capacity_rows if spec.capacity_rows is not None else 0
+            dropped += len(doomed) + (self._drop_worst(k, over, held) if over > 0 else 0)
+            self._tallies[k]["evicted"] += len(doomed)
+        return dropped
+
+    def cut(self) -> int:
+        self._epoch += 1
+        return self._epoch - 1
+
+    def export(self, table: int) -> RowChunk:
+        spec, rows = self.specs[table], self._rows[table]
+        ids = torch.tensor(sorted(rows), dtype=torch.int64)
+        ids = ids[sort_key(hash_ids(spec.name, ids)).argsort()]
+        kept = [rows[id_] for id_ in ids.tolist()]
+        meta = torch.tensor([(r.version, r.last_seen_s, r.count) for r in kept], dtype=torch.int64)
+        meta = meta.reshape(-1, 3)
+        return RowChunk(
+            table=spec.name,
+            ids=ids,
+            weights=self._stack([row.weights for row in kept], spec.dim),
+            state=self._stack([row.state for row in kept], spec.state_width),
+            versions=meta[:, 0],
+            last_seen_s=meta[:, 1],
+            counts=meta[:, 2],
+        )
+
+    def load(self, table: int, chunk: RowChunk) -> None:
+        for i, id_ in enumerate(chunk.ids.tolist()):
+            self._rows[table][id_] = Row(
+                chunk.weights[i].to(self.dtype, copy=True),
+                chunk.state[i].to(self.dtype, copy=True),
+                self._epoch,
+                int(chunk.last_seen_s[i]),
+                int(chunk.counts[i]),
+            )
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        row = self._rows[table].get(id)
+        if row is None:
+            return None
+        weights, state = row.weights.clone(), row.state.clone()
+        return Entry(id, weights, state, row.version, row.last_seen_s, row.count)
+
+    def size(self, table: int) -> int:
+        return len(self._rows[table])
+
+    def clear(self, table: int) -> None:
+        if any(key[0] == table for key in self._held()):
+            raise TicketError("clear of a table under a live ticket")
+        self._rows[table].clear()
+
+    def stats(self) -> tuple[TableStats, ...]:
+        return tuple(self._stats(k) for k in range(len(self.specs)))
+
+    def _stats(self, k: int) -> TableStats:
+        spec, rows, tally = self.specs[k], len(self._rows[k]), self._tallies[k]
+        width = torch.empty(0, dtype=self.dtype).element_size()
+        sizes = (rows * spec.dim * width, rows * spec.state_width * width, rows * 20)
+        return TableStats(
+            name=spec.name,
+            rows=rows,
+            bytes_total=sum(sizes) + rows * 16,
+            bytes_weights=sizes[0],
+            bytes_state=sizes[1],
+            bytes_metadata=sizes[2],
+            bytes_index=rows * 16,
+            index_load=0.5,
+            inserted=tally["inserted"],
+            refused=tally["refused"],
+            evicted=tally["evicted"],
+            nonfinite_skipped=tally["nonfinite_skipped"],
+        )
+
+    def _present(self, keys: list[Key]) -> Tensor:
+        return torch.tensor([id_ in self._rows[k] for k, id_ in keys], dtype=torch.bool)
+
+    def _own(self, ticket: Ticket) -> ReferenceTicket:
+        if not isinstance(ticket, ReferenceTicket) or ticket.shard is not self or ticket.ended:
+            what = "ended" if getattr(ticket, "ended", False) else "of another shard"
+            remedy = "Look the ids up again."
+            raise TicketError(describe("ticket", got=what, allowed="a live one", remedy=remedy))
+        return ticket
+
+    def _held(self) -> set[Key]:
+        return set().union(*(ticket.held() for ticket in self._live))
+
+    def _stack(self, rows: list[Tensor], width: int) -> Tensor:
+        return torch.stack(rows) if rows else torch.empty(0, width, dtype=self.dtype)
+
+    def _by_group(self, groups: IdGroups, rows: list[Tensor]) -> tuple[Tensor, ...]:
+        cuts, tables = groups.splits_G1.tolist(), groups.tables_G.tolist()
+        return tuple(
+            self._stack(rows[cuts[g] : cuts[g + 1]], self.specs[k].dim)
+            for g, k in enumerate(tables)
+        )
+
+    def _initial(self, key: Key) -> Tensor:
+        return initial_row(self.specs[key[0]], key[1], self.seed, self.dtype)
+
+    def _read(self, key: Key, global_step: int) -> Tensor:
+        row = self._rows[key[0]].get(key[1])
+        if row is None:
+            return torch.zeros(self.specs[key[0]].dim, dtype=self.dtype)
+        return retrieved(self.specs[key[0]], row.weights, global_step)
+
+    def _ticket_rows(self, ticket: Ticket, ctx: StepContext) -> list[Tensor]:
+        own = self._own(ticket)
+        return [
+            self._read(key, ctx.global_step)
+            if admitted
+            else retrieved(self.specs[key[0]], self._initial(key), ctx.global_step)
+            for key, admitted in zip(own.keys, own.admitted_N.tolist(), strict=True)
+        ]
+
+    def _insert(self, key: Key, ctx: StepContext) -> None:
+        k, id_ = key
+        old = self._rows[k].get(id_)
+        row = Row(self._initial(key), fresh_state(self.specs[k], self.dtype), self._epoch)
+        row.last_seen_s = max(ctx.event_time_s, old.last_seen_s if old else 0)
+        row.count = old.count if old else 0
+        self._rows[k][id_] = row
+        self._tallies[k]["inserted"] += old is None
+
+    def _admit(self, keys: list[Key], counts: list[int], ctx: StepContext) -> None:
+        """One decision per id and call, then room for all admitted, then the inserts."""
+        sights: Counter[Key] = Counter()
+        for key, count in zip(keys, counts, strict=True):
+            if key[1] not in self._rows[key[0]]:
+                sights[key] += count
+        counters = copy.deepcopy(self._counters)
+        admitted = {key for key, count in sights.items() if self._reaches(counters, key, count)}
+        self._make_room(admitted, set(keys))
+        self._counters = counters
+        for key in sights:
+            if key in admitted:
+                self._insert(key, ctx)
+            self._tallies[key[0]]["refused"] += key not in admitted
+
+    def _reaches(self, counters: list[SightCounter], key: Key, count: int) -> bool:
+        k, id_U = key[0], torch.tensor([key[1]])
+        admission = self.specs[k].admission
+        if admission is None or int(admission.required_N(id_U)) <= 1:
+            return True
+        total = counters[k].add(id_U, torch.tensor([count]))
+        admitted = int(total) >= int(admission.required_N(id_U))
+        if admitted:
+            counters[k].forget(id_U)
+        return admitted
+
+    def _make_room(self, fresh: set[Key], keep: set[Key]) -> None:
+        wanted = Counter(k for k, _ in fresh)
+        kept = self._held() | keep
+        for k, new in wanted.items():
+            spec, over = self.specs[k], self._over(k, new)
+            free = sum((k, id_) not in kept for id_ in self._rows[k])
+            if over > 0 and (spec.on_full == "raise" or over > free):
+                got = f"{len(self._rows[k])} rows and {new} new ids"
+                remedy = "Raise capacity_rows, or let on_full evict."
+                what = f"table {spec.name!r} is full"
+                raise TableFull(describe(what, got=got, allowed=spec.capacity_rows, remedy=remedy))
+        for k, new in wanted.items():
+            if self._over(k, new) > 0:
+                self._drop_worst(k, self._over(k, new), kept)
+
+    def _over(self, k: int, new: int) -> int:
+        capacity = self.specs[k].capacity_rows
+        return 0 if capacity is None else len(self._rows[k]) + new - capacity
+
+    def _drop_worst(self, k: int, number: int, kept: set[Key]) -> int:
+        field = "count" if self.specs[k].on_full == "lfu" else "last_seen_s"
+        free = [id_ for id_ in self._rows[k] if (k, id_) not in kept]
+        free.sort(key=lambda id_: (getattr(self._rows[k][id_], field), id_))
+        for id_ in free[:number]:
+            del self._rows[k][id_]
+        self._tallies[k]["evicted"] += len(free[:number])
+        return len(free[:number])
+
+    def _upserts(
+        self, groups: IdGroups, values: Sequence[Tensor], ctx: StepContext
+    ) -> list[tuple[Key, Tensor]]:
+        keys = list(keys_of(groups))
+        rows = [row.to(self.dtype, copy=True) for part in values for row in part]
+        self._make_room({key for key in keys if key[1] not in self._rows[key[0]]}, set(keys))
+        for key in keys:
+            if key[1] not in self._rows[key[0]]:
+                self._insert(key, ctx)
+            row = self._rows[key[0]][key[1]]
+            row.version, row.last_seen_s = self._epoch, max(row.last_seen_s, ctx.event_time_s)
+        return list(zip(keys, rows, strict=True))
+
+    def _step(self, summed: SummedGrads, ctx: StepContext, seen: dict[Key, Tensor]) -> None:
+        self._global_step = ctx.global_step
+        parts = list(zip(summed.tables, summed.ids, summed.sums, summed.counts, strict=True))
+        if ctx.nan_policy == "raise":
+            named = [
+                ((k, int(i)), g)
+                for k, ids, sums, _ in parts
+                for i, g in zip(ids, sums, strict=True)
+            ]
+            check_finite(self.specs, named)
+        for k, ids, sums, counts in parts:
+            for id_, grad, count in zip(ids.tolist(), sums, counts.tolist(), strict=True):
+                if ctx.nan_policy == "skip" and not grad.isfinite().all():
+                    self._tallies[k]["nonfinite_skipped"] += 1
+                    continue
+                clip = ctx.nan_clip
+                clipped = grad.nan_to_num(0.0, clip, -clip) if ctx.nan_policy == "clip" else grad
+                row = self._rows[k][id_]
+                step_row(self.specs[k], row, clipped.to(self.dtype), ctx, seen.get((k, id_)))
+                row.version, row.count = self._epoch, row.count + count
+                row.last_seen_s = max(row.last_seen_s, ctx.event_time_s)

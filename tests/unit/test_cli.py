@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli import app
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+FLIGHTS = "examples/flights.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _fixed_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "dumb")
+    for name in [name for name in os.environ if name.startswith("SHOAL_")]:
+        monkeypatch.delenv(name)
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="shoal")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare with a stored text; UPDATE_GOLDEN=1 stores it anew."""
+    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    file = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        file.write_text(lines, encoding="utf-8")
+    assert lines == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "predict"])
+def test_help(command: str):
+    code, out, _ = invoke(*([command] if command else []), "--help")
+    assert code == 0
+    check_golden(f"help{'_' * bool(command)}{command}.txt", out)
+
+
+ERRORS = {
+    "no_file": ["train", "examples/flight.yaml"],
+    "unknown_key": ["train", FLIGHTS, "model.hiden=[64]"],
+    "unknown_kind": ["train", FLIGHTS, "tables.default.optimizer.kind=adagrab"],
+    "wrong_value": ["train", FLIGHTS, "data.batch_size=many"],
+    "bad_override": ["train", FLIGHTS, "batch_size"],
+    "no_run": ["eval", FLIGHTS, "output.dir=no-such-folder"],
+    "not_a_run": ["predict", "examples"],
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_one_clean_message(case: str):
+    code, out, err = invoke(*ERRORS[case])
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in err
+    check_golden(f"error_{case}.txt", err)
+
+
+def test_debug_lets_the_traceback_through():
+    from shoal.errors import UnknownName
+
+    result = CliRunner().invoke(app, ["train", FLIGHTS, "nothing=1", "--debug"])
+    assert isinstance(result.exception, UnknownName)
+
+
+def test_no_arguments_show_the_help():
+    _, out, err = invoke()
+    assert "Usage: shoal" in out + err
+
+
+def test_help_does_not_wait_for_what_only_runs_need():
+    code = "import sys, shoal.cli; sys.exit(bool({'hydra', 'pyarrow'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_runs_as_a_module():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert "Usage: shoal" in done.stdout
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from shoal.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.errors import ConfigError, ShapeError
+from shoal.ragged import Ragged
+
+ALL = [ReduceSum(), ReduceMean(), FirstN(2)]
+
+
+def ragged_of(*lengths: int) -> Ragged:
+    return Ragged.from_lengths(torch.arange(sum(lengths)), torch.tensor(lengths, dtype=torch.int64))
+
+
+def test_reduce_sum() -> None:
+    embeddings = torch.tensor([[1.0], [2.0], [3.0]])
+    assert ReduceSum().combine(ragged_of(1, 2), embeddings).tolist() == [[1], [5]]
+
+
+def test_reduce_mean_of_no_ids_is_zero() -> None:
+    embeddings = torch.tensor([[1.0], [2.0], [3.0]])
+    assert ReduceMean().combine(ragged_of(1, 0, 2), embeddings).tolist() == [[1], [0], [2.5]]
+
+
+def test_first_n() -> None:
+    embeddings = torch.arange(1.0, 7.0).unsqueeze(1)
+    out = FirstN(2).combine(ragged_of(1, 2, 3), embeddings)
+    assert out.tolist() == [[[1], [0]], [[2], [3]], [[4], [5]]]
+
+
+def test_static_shapes() -> None:
+    assert FirstN(2).output_shape(6) == (None, 2, 6)
+    assert ReduceSum().output_shape(6) == ReduceMean().output_shape(6) == (None, 6)
+    assert [combiner.max_seq_length for combiner in ALL] == [0, 0, 2]
+    assert [combiner.pooling for combiner in ALL] == ["sum", "mean", "first_n"]
+
+
+@pytest.mark.parametrize("combiner", ALL)
+def test_shape_is_as_promised_and_gradients_flow(combiner: Combiner) -> None:
+    assert isinstance(combiner, Combiner)
+    embeddings = torch.rand(6, 3, dtype=torch.float64, requires_grad=True)
+    ragged = ragged_of(1, 0, 5)
+    assert combiner.combine(ragged, embeddings).shape == (3, *combiner.output_shape(3)[1:])
+    assert torch.autograd.gradcheck(lambda rows: combiner.combine(ragged, rows), embeddings)
+
+
+@pytest.mark.parametrize("combiner", ALL)
+def test_empty_batches(combiner: Combiner) -> None:
+    out = combiner.combine(ragged_of(), torch.empty(0, 3))
+    assert out.shape == (0, *combiner.output_shape(3)[1:])
+
+
+@pytest.mark.parametrize("combiner", ALL)
+def test_one_row_per_id(combiner: Combiner) -> None:
+    with pytest.raises(ShapeError, match="one row per id"):
+        combiner.combine(ragged_of(1, 2), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_first_n_needs_a_length(length: int) -> None:
+    with pytest.raises(ConfigError, match="ReduceSum"):
+        FirstN(length)
+
+
+def test_combiners_are_frozen_values() -> None:
+    assert FirstN(2) == FirstN(2) != FirstN(3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FirstN(2).length = 3  # type: ignore[misc]

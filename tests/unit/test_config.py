@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from shoal import config
+from shoal.config import named
+from shoal.config.build import EMBEDDINGS, FIRST_ORDER, build_parts
+from shoal.config.tree import Section
+from shoal.errors import ConfigError, UnknownName
+from shoal.rules import initializers, optimizers, schedules
+from shoal.rules.admission import Admission
+from shoal.rules.expiry import Expiry
+
+FLIGHTS = Path(__file__).parents[2] / "examples" / "flights.yaml"
+GOLDEN = Path(__file__).parents[1] / "golden"
+OFFERED = ("user", "item", "history")
+
+MINIMAL = {"name": "tiny", "data": {"source": "synthetic"}}
+
+
+def load(*overrides: str, environment: dict[str, str] | None = None) -> config.RunConfig:
+    return config.load(FLIGHTS, overrides, environment=environment or {})
+
+
+def settings(**changes: object) -> config.RunConfig:
+    return config.from_mapping({**MINIMAL, **changes})
+
+
+def sections(base: type[Section] = Section) -> list[type[Section]]:
+    return [leaf for cls in base.__subclasses__() for leaf in (cls, *sections(cls))]
+
+
+def test_the_list_of_settings_is_golden():
+    lines = sorted(f"{cls.__name__}.{key}" for cls in sections() for key in cls.model_fields)
+    assert lines == (GOLDEN / "config_keys.txt").read_text().split()
+
+
+def test_shipped_example_resolves_and_reads_back_equal(tmp_path: Path):
+    resolved = load()
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml(resolved))
+    assert config.load(file, environment={}) == resolved
+
+
+def test_the_tree_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        load().seed = 3  # type: ignore[misc]
+
+
+def test_name_defaults_to_the_file(tmp_path: Path):
+    file = tmp_path / "my-run.yaml"
+    file.write_text("data: {source: synthetic}\n")
+    assert config.load(file, environment={}).name == "my-run"
+
+
+def test_overrides_set_keys_that_the_file_leaves_out():
+    assert load("clip_norm=1.5", "logging.points=7").clip_norm == 1.5
+    assert load().clip_norm is None
+
+
+def test_later_overrides_win_and_tilde_deletes():
+    changed = load("seed=1", "seed=2", "~features.history")
+    assert changed.seed == 2
+    assert "history" not in changed.features
+
+
+def test_another_kind_replaces_the_settings_of_the_old_one():
+    rule = load("tables.default.optimizer={kind: adam, lr: 0.5}").tables["default"].optimizer
+    assert rule == optimizers.Adam(lr=0.5)
+    assert load("model={kind: dcn, cross_layers: 2}").model.kind == "dcn"
+
+
+def test_hydra_defaults_list_composes_files(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("kind: deepfm\nhidden: [4]\n")
+    (tmp_path / "model" / "large.yaml").write_text("kind: deepfm\nhidden: [512]\n")
+    file = tmp_path / "run.yaml"
+    file.write_text("defaults: [model: small, _self_]\ndata: {source: synthetic}\n")
+    assert config.load(file, environment={}).model.hidden == (4,)
+    assert config.load(file, ["model=large"], environment={}).model.hidden == (512,)
+
+
+def test_environment_is_between_file_and_overrides():
+    environment = {"SHOAL_SEED": "5", "SHOAL_OUTPUT_DIR": "/data/out", "HOME": "/x"}
+    assert load(environment=environment).seed == 5
+    assert load(environment=environment).output.dir == "/data/out"
+    assert load("seed=6", environment=environment).seed == 6
+
+
+def test_default_table_spreads_over_named_ones():
+    tables = settings(
+        tables={"default": {"dim": 4, "expected_rows": 9}, "user": {"dim": 8}},
+        features={"user": {}, "item": {}},
+    ).tables
+    assert (tables["user"].dim, tables["user"].expected_rows) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "parts"),
+    [
+        (["optimiser=1"], UnknownName, ["'optimiser'", "dense_optimizer"]),
+        (["model.hiden=[1]"], UnknownName, ["'model.hiden'", "model.hidden"]),
+        (["data.batchsize=1"], UnknownName, ["'data.batchsize'", "data.batch_size"]),
+        (["features.history.combner=sum"], UnknownName, ["features.history.combiner"]),
+        (["data.source.path=x"], UnknownName, ["'data.source.path'"]),
+        (["tables.default.bias.optimiser=x"], UnknownName, ["tables.default.bias.optimizer"]),
+        (["tables.default.optimizer.kind=adagrab"], UnknownName, ["tables.default", "adagrad"]),
+        (["tables.default.optimizer.lrr=1"], UnknownName, ["tables.default.optimizer", "lr"]),
+        (["data.source=flight"], UnknownName, ["data.source", "flights"]),
+        (["model={kind: deepfn}"], UnknownName, ["kind of model", "deepfm"]),
+        (["data.batch_size=0"], ConfigError, ["data.batch_size", "got 0", "greater than 0"]),
+        (["amp=float99"], ConfigError, ["amp", "'float99'", "'bfloat16'"]),
+        (["~data.source"], ConfigError, ["data.source", "got nothing"]),
+        (["tables.default.optimizer.lr=-1"], ConfigError, ["tables.default.optimizer", "-1"]),
+        (["tables.default.optimizer.lr=soon"], ConfigError, ["lr of optimizer adagrad", "soon"]),
+        (["seed"], ConfigError, ["override", "'seed'", "key=value"]),
+        (["~features.nothing"], ConfigError, ["features.nothing"]),
+        (["seed=1,2"], ConfigError, ["seed=1,2"]),
+    ],
+)
+def test_wrong_settings_say_where_and_what_is_allowed(
+    overrides: list[str], kind: type[ConfigError], parts: list[str]
+):
+    with pytest.raises(kind) as caught:
+        load(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [1\nb: }", "- 1\n- 2\n", "x: ${nothing}\n", "just words"])
+def test_files_that_are_not_settings_are_config_errors(tmp_path: Path, text: str):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        config.load(file, environment={})
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "folder"])
+def test_missing_files_are_config_errors(tmp_path: Path, name: str):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"existing \.yaml file"):
+        config.load(tmp_path / name, environment={})
+
+
+def test_unknown_variables_are_refused():
+    with pytest.raises(UnknownName, match="SHOAL_THREADS"):
+        load(environment={"SHOAL_THREAD": "2"})
+
+
+def test_each_rule_has_a_name():
+    rules = {cls for cls in vars(optimizers).values() if _is_leaf(cls, optimizers.Optimizer)}
+    assert set(named.OPTIMIZERS.values()) == rules
+    assert all(cls.kind == name for name, cls in named.OPTIMIZERS.items())
+    kinds = {cls for cls in vars(schedules).values() if _is_leaf(cls, schedules.Schedule)}
+    assert set(named.SCHEDULES.values()) == kinds
+    laws = {cls for cls in vars(initializers).values() if _is_leaf(cls, initializers.Initializer)}
+    assert set(named.INITIALIZERS.values()) == laws
+
+
+def _is_leaf(value: object, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
+
+
+@pytest.mark.parametrize(
+    ("registry", "plain", "rule"),
+    [
+        (named.OPTIMIZERS, "sgd", optimizers.SGD()),
+        (
+            named.OPTIMIZERS,
+            {"kind": "adam", "lr": {"kind": "warmup", "target": 0.1, "steps": 10}},
+            optimizers.Adam(lr=schedules.Warmup(target=0.1, steps=10)),
+        ),
+        (
+            named.OPTIMIZERS,
+            {"kind": "delay_compensated", "inner": {"kind": "sgd", "lr": 1}, "strength": 0.2},
+            optimizers.DelayCompensated(inner=optimizers.SGD(lr=1.0), strength=0.2),
+        ),
+        (
+            named.SCHEDULES,
+            {"kind": "piecewise", "boundaries": [10], "values": [0.1, 0.01]},
+            schedules.Piecewise(boundaries=(10,), values=(0.1, 0.01)),
+        ),
+        (named.INITIALIZERS, {"kind": "constant", "value": 2}, initializers.Constant(2.0)),
+    ],
+)
+def test_rules_by_name_and_back(registry: named.Registry, plain: object, rule: object):
+    assert named.build(plain, registry) == rule
+    assert named.build(named.dump(rule), registry) == rule
+
+
+def test_admission_and_expiry_read_slots_as_mappings():
+    table = settings(
+        tables={
+            "default": {
+                "admission": {"threshold": 3, "per_slot": {7: 1}},
+                "expiry": {"ttl_s": 60, "per_slot": {2: 5, 1: 6}},
+            }
+        }
+    ).tables["default"]
+    assert table.admission == Admission(threshold=3, per_slot=((7, 1),))
+    assert table.expiry == Expiry(ttl_s=60, per_slot=((1, 6), (2, 5)))
+
+
+def test_deepfm_gets_a_bias_and_a_vector_per_table():
+    run = settings(
+        tables={"default": {"dim": 4}},
+        features={"user": {}, "history": {"table": "user", "combiner": "mean"}},
+    )
+    parts = build_parts(run, run.model, offered=OFFERED, num_dense=2)
+    (table,) = parts.tables
+    assert [(s.name, s.dim) for s in table.segments] == [("bias", 1), ("vec", 4)]
+    assert [(f.name, f.table, f.combiner.pooling) for f in parts.features] == [
+        ("user", "user", "sum"),
+        ("history", "user", "mean"),
+    ]
+    assert [(la.name, la.kind) for la in parts.layouts] == [
+        (FIRST_ORDER, "concat"),
+        (EMBEDDINGS, "stack"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "segments"),
+    [("logistic", ["bias"]), ("dlrm", ["vec"]), ("dcn", ["vec"]), ("deepfm", ["bias", "vec"])],
+)
+def test_models_ask_for_the_segments_they_read(model: str, segments: list[str]):
+    run = settings(model=model)
+    parts = build_parts(run, run.model, offered=OFFERED, num_dense=0)
+    assert [feature.name for feature in parts.features] == list(OFFERED)
+    assert all([s.name for s in table.segments] == segments for table in parts.tables)
+
+
+def test_bias_takes_the_tables_optimizer_unless_it_has_its_own():
+    own = settings(tables={"default": {"bias": {"optimizer": {"kind": "ftrl", "lr": 0.1}}}})
+    parts = build_parts(own, own.model, offered=OFFERED, num_dense=0)
+    assert parts.tables[0].segments[0].optimizer == optimizers.FTRL(lr=0.1)
+    plain = settings(tables={"default": {"optimizer": {"kind": "sgd", "lr": 0.2}}})
+    parts = build_parts(plain, plain.model, offered=OFFERED, num_dense=0)
+    assert parts.tables[0].segments[0].optimizer == optimizers.SGD(lr=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"features": {"usr": {}}}, "user"),
+        ({"features": {"user": {}}, "tables": {"users": {}}}, "user"),
+    ],
+)
+def test_names_that_data_or_features_do_not_have_are_refused(
+    changes: dict[str, object], match: str
+):
+    run = settings(**changes)
+    with pytest.raises(UnknownName, match=match):
+        build_parts(run, run.model, offered=OFFERED, num_dense=0)
+
+
+def test_built_values_stay_frozen_dataclasses():
+    table = load().tables["default"]
+    assert dataclasses.is_dataclass(table.optimizer)

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from shoal import config, train
+from shoal.config.data import RunData
+from shoal.data import Batch
+from shoal.errors import CheckpointError, ConfigError, DataError, InputError
+from shoal.ragged import KeyedRagged
+
+BATCH = 32
+TRAIN, EVAL = 320, 160
+TABLE = {
+    "dim": 2,
+    "initializer": {"kind": "uniform", "minval": -0.5, "maxval": 0.5},
+    "optimizer": {"kind": "adagrad", "lr": 0.3},
+}
+
+
+def batches(count: int, seed: int, start_s: int = 0) -> Iterator[Batch]:
+    """Clicks that follow the parity of the item: two ids per example, one of them jagged."""
+    draw = torch.Generator().manual_seed(seed)
+    for first in range(0, count, BATCH):
+        size = min(BATCH, count - first)
+        item_B = torch.randint(20, (size,), generator=draw)
+        user_B = torch.randint(6, (size,), generator=draw)
+        dense_B = torch.randn(size, 2, generator=draw)
+        chance_B = torch.rand(size, generator=draw)
+        ids = KeyedRagged.from_lists(
+            {
+                "item": [[int(item)] for item in item_B],
+                "user": [[int(user)] * (int(user) % 3) for user in user_B],
+            }
+        )
+        labels = (chance_B < 0.1 + 0.8 * (item_B % 2)).float()
+        yield Batch(ids=ids, dense=dense_B, labels=labels, event_time_s=start_s + first)
+
+
+def data(train_examples: int = TRAIN, eval_examples: int = EVAL) -> RunData:
+    return RunData(
+        features=("item", "user"),
+        num_dense=2,
+        train=lambda: batches(train_examples, seed=1),
+        evaluation=lambda: batches(eval_examples, seed=2, start_s=train_examples),
+        train_examples=train_examples,
+        eval_examples=eval_examples,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _tiny_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.train.runs.open_data", lambda config: data())
+
+
+def settings(folder: Path, **changes: object) -> config.RunConfig:
+    base = {
+        "name": "tiny",
+        "seed": 3,
+        "data": {"source": "synthetic"},
+        "tables": {"default": TABLE},
+        "model": {"kind": "deepfm", "hidden": [4]},
+        "dense_optimizer": {"lr": 0.05},
+        "logging": {"points": 5},
+        "output": {"dir": str(folder)},
+    }
+    return config.from_mapping({**base, **changes})
+
+
+def run(folder: Path, **changes: object) -> tuple[train.RunResult, str]:
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    return train.run(settings(folder, **changes), console=console), out.getvalue()
+
+
+def test_a_run_leaves_its_folder(tmp_path: Path):
+    result, out = run(tmp_path)
+    names = {path.name for path in result.folder.iterdir()}
+    assert names == {"config.yaml", "metrics.json", "report.html", "logs", "model"}
+    assert result.folder.name.startswith("tiny-")
+    assert str(result.report) in out.splitlines()[-1]
+    assert "\x1b" not in out
+
+
+def test_metrics_hold_the_model_and_its_baselines(tmp_path: Path):
+    result, out = run(tmp_path)
+    written = json.loads((result.folder / "metrics.json").read_text())
+    assert list(written["models"]) == ["deepfm", "logistic", "base_rate"]
+    assert written["models"]["deepfm"]["auc"] > 0.65
+    assert written["models"]["deepfm"]["ne"] < 1
+    assert written["models"]["base_rate"]["auc"] == 0.5
+    assert written["models"]["deepfm"]["examples"] == EVAL
+    assert written["rows"] == sum(written["rows_by_table"].values()) == 20 + 4
+    assert (written["train_examples"], written["steps"]) == (TRAIN, TRAIN // BATCH)
+    assert all(f"{written['models']['deepfm']['auc']:.4f}" in text for text in (out,))
+
+
+def test_base_rate_is_that_of_training_judged_on_evaluation(tmp_path: Path):
+    result, _ = run(tmp_path)
+    rate = torch.cat([batch.labels for batch in data().train()]).mean().item()
+    labels = torch.cat([batch.labels for batch in data().evaluation()])
+    expected = -(labels * math.log(rate) + (1 - labels) * math.log(1 - rate)).mean().item()
+    sheet = result.metrics["base_rate"]
+    assert sheet["mean_prediction"] == pytest.approx(rate)
+    assert sheet["log_loss"] == pytest.approx(expected, rel=1e-6)
+    assert sheet["calibration"] == pytest.approx(rate / labels.mean().item())
+
+
+def test_logs_hold_the_points_and_the_final_figures(tmp_path: Path):
+    result, _ = run(tmp_path)
+    log = (result.folder / "logs" / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    points = [line for line in lines if "loss/deepfm" in line]
+    assert [point["examples"] for point in points] == [64, 128, 192, 256, 320]
+    assert points[-1]["rows/item"] == 20
+    assert lines[-1]["eval/auc/deepfm"] == pytest.approx(result.metrics["deepfm"]["auc"])
+
+
+def test_event_files_are_written_when_they_can_be(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    result, _ = run(tmp_path)
+    assert list((result.folder / "logs").glob("events*"))
+    without, _ = run(tmp_path, logging={"tensorboard": False, "jsonl": False})
+    assert list((without.folder / "logs").iterdir()) == []
+
+
+def test_asking_for_event_files_without_the_package_fails_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shoal.telemetry.has_tensorboard", lambda: False)
+    with pytest.raises(ConfigError, match=r"shoal\[tensorboard\]"):
+        run(tmp_path, logging={"tensorboard": True})
+
+
+def test_the_resolved_config_repeats_the_run(tmp_path: Path):
+    first, _ = run(tmp_path)
+    resolved = yaml.safe_load((first.folder / "config.yaml").read_text())
+    again, _ = run(tmp_path, **resolved)
+    assert again.folder != first.folder
+    assert again.metrics == first.metrics
+
+
+def test_eval_of_the_folder_repeats_the_metrics(tmp_path: Path):
+    result, _ = run(tmp_path)
+    again = train.evaluate(str(result.folder), console=Console(file=io.StringIO()))
+    assert again == {
+        name: pytest.approx(dict(sheet), rel=1e-6) for name, sheet in result.metrics.items()
+    }
+
+
+def test_eval_of_a_config_takes_its_latest_run(tmp_path: Path):
+    result, _ = run(tmp_path)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(config.to_yaml(settings(tmp_path)))
+    again = train.evaluate(str(file), console=Console(file=io.StringIO()))
+    assert again["deepfm"]["auc"] == pytest.approx(result.metrics["deepfm"]["auc"])
+
+
+def test_predict_writes_a_row_per_example(tmp_path: Path):
+    result, _ = run(tmp_path)
+    out = tmp_path / "p.parquet"
+    train.predict(str(result.folder), out=out, console=Console(file=io.StringIO()))
+    rows = pq.read_table(out).to_pydict()
+    assert len(rows["prediction"]) == EVAL
+    assert rows["label"] == torch.cat([b.labels for b in data().evaluation()]).tolist()
+    mean = sum(rows["prediction"]) / EVAL
+    assert mean == pytest.approx(result.metrics["deepfm"]["mean_prediction"], rel=1e-5)
+
+
+def test_predict_into_a_folder_that_is_not_there_says_so(tmp_path: Path):
+    result, _ = run(tmp_path)
+    with pytest.raises(DataError, match="--out"):
+        train.predict(
+            str(result.folder), out=tmp_path / "no" / "p.parquet", console=Console(quiet=True)
+        )
+
+
+def test_a_run_that_was_not_saved_cannot_be_judged_again(tmp_path: Path):
+    result, _ = run(tmp_path, output={"dir": str(tmp_path), "save_model": False})
+    with pytest.raises(CheckpointError, match="save_model"):
+        train.evaluate(str(result.folder), console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("model", ["logistic", "dlrm", "dcn"])
+def test_each_kind_of_model_trains(tmp_path: Path, model: str):
+    result, _ = run(tmp_path, model=model)
+    assert next(iter(result.metrics)) == model
+    assert 0 < result.metrics[model]["log_loss"] < 1.5
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Uneven on purpose: the last window is smaller than the others."""
+    parts = list(batches(112, seed=5))
+    monkeypatch.setattr(
+        "shoal.train.runs.open_data",
+        lambda config: RunData(
+            features=("item", "user"),
+            num_dense=2,
+            train=lambda: parts if config.accumulation == 2 else joined(parts),
+            evaluation=lambda: batches(EVAL, seed=6),
+        ),
+    )
+    few, _ = run(tmp_path, accumulation=2)
+    whole, _ = run(tmp_path)
+    assert few.steps == whole.steps == 2
+    for name in ("deepfm", "logistic"):
+        assert few.metrics[name] == pytest.approx(dict(whole.metrics[name]), rel=1e-5)
+
+
+def joined(parts: list[Batch]) -> list[Batch]:
+    return [_join(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+
+
+def _join(parts: list[Batch]) -> Batch:
+    ids = {
+        key: [row for part in parts for row in part.ids[key].to_lists()] for key in ("item", "user")
+    }
+    return Batch(
+        ids=KeyedRagged.from_lists(ids),
+        dense=torch.cat([part.dense for part in parts]),
+        labels=torch.cat([part.labels for part in parts]),
+        event_time_s=parts[-1].event_time_s,
+    )
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_mixed_precision_and_clipping_train(tmp_path: Path, amp: str):
+    result, _ = run(tmp_path, amp=amp, clip_norm=1.0)
+    assert result.metrics["deepfm"]["auc"] > 0.6
+
+
+def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
+    frozen = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0]}}
+    moving = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0.1]}}
+    weights = []
+    for dense in (frozen, moving):
+        result, _ = run(tmp_path, dense_optimizer=dense, baselines=[])
+        state = torch.load(result.folder / "model" / "dense.pt", weights_only=True)
+        weights.append(state["deepfm"]["wide.bias"].item())
+    assert weights[0] == 0
+    assert weights[1] != 0
+
+
+def test_rows_expire_by_event_time(tmp_path: Path):
+    lasting, _ = run(tmp_path, baselines=[])
+    tables = {"default": {**TABLE, "expiry": {"ttl_s": 33}}}
+    fading, _ = run(tmp_path, tables=tables, evict_every_s=1, baselines=[])
+    assert fading.total_rows < lasting.total_rows
+
+
+def test_no_examples_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.train.runs.open_data", lambda config: data(train_examples=0))
+    with pytest.raises(DataError, match="training examples"):
+        run(tmp_path)
+
+
+def test_a_diverging_model_is_an_error(tmp_path: Path):
+    dense = {"kind": "sgd", "lr": 1e30}
+    with pytest.raises(InputError):
+        run(tmp_path, dense_optimizer=dense, nan_policy="skip")
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output\.dir"):
+        run(tmp_path, output={"dir": str(tmp_path / "file")})
+
+
+def test_curves_and_report_cover_the_run(tmp_path: Path):
+    result, _ = run(tmp_path)
+    page = result.report.read_text()
+    assert page.count("<svg") == 4
+    for text in ("deepfm", "logistic", "all tables", "Calibration", "hidden:"):
+        assert text in page
