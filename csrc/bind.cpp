@@ -1,6 +1,7 @@
 // Python face of the core. Tensors arrive as data pointers that the Python side has checked:
 // building array objects costs more than a small lookup.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -9,8 +10,10 @@
 
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 
 #include "bind_specs.h"
+#include "buffers.h"
 #include "shard.h"
 
 namespace nb = nanobind;
@@ -48,13 +51,37 @@ struct PyTicket {
   ~PyTicket() { owner->shard.end(*ticket); }
 };
 
+// Checked on construction: whatever holds groups may read by them. Python words the refusal.
 struct PyGroups {
   std::int64_t n;
   int count;
   Address ids, splits, tables;
+
+  PyGroups(std::int64_t n_ids, int groups, Address ids_at, Address splits_at, Address tables_at,
+           int n_tables)
+      : n(n_ids), count(groups), ids(ids_at), splits(splits_at), tables(tables_at) {
+    const auto* edge = at<const std::int64_t>(splits);
+    const auto* table = at<const std::int32_t>(tables);
+    bool good = edge[0] == 0 && edge[count] == n;
+    for (int g = 0; g < count; ++g) {
+      good = good && edge[g] <= edge[g + 1] && table[g] >= 0 && table[g] < n_tables;
+    }
+    if (!good) throw std::invalid_argument("groups");
+  }
+
   Groups get() const {
     return Groups{at<const std::int64_t>(ids), n, at<const std::int64_t>(splits),
                   at<const std::int32_t>(tables), count};
+  }
+
+  // True when offsets [count * bags + 1] rise and meet the groups' edges.
+  bool bags_fit(Address offsets, std::int64_t bags) const {
+    const auto* offset = at<const std::int64_t>(offsets);
+    const auto* edge = at<const std::int64_t>(splits);
+    std::int64_t bad = 0;
+    for (std::int64_t i = 0; i < count * bags; ++i) bad += offset[i] > offset[i + 1];
+    for (int g = 0; g <= count; ++g) bad += offset[g * bags] != edge[g];
+    return bad == 0;
   }
 };
 
@@ -88,7 +115,21 @@ StepParams step_of(std::int64_t global_step, std::uint32_t event_time_s, int nan
   return step;
 }
 
+// A torch tensor over pooled memory, which returns to the pool with the tensor.
+template <class T>
+nb::ndarray<nb::pytorch, T> pooled(std::size_t rows, std::size_t columns) {
+  auto* block = new Block(Buffers::instance().take(rows * columns * sizeof(T)));
+  const nb::capsule owner(block, [](void* p) noexcept {
+    auto* returned = static_cast<Block*>(p);
+    Buffers::instance().give_back(std::move(*returned));
+    delete returned;
+  });
+  return nb::ndarray<nb::pytorch, T>(block->data(), {rows, columns}, owner);
+}
+
 void bind_values(nb::module_& m) {
+  m.def("pooled32", &pooled<float>, "rows"_a, "columns"_a);
+  m.def("pooled64", &pooled<double>, "rows"_a, "columns"_a);
   nb::class_<PyTicket>(m, "Ticket")
       .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
       .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live; })
@@ -106,8 +147,8 @@ void bind_values(nb::module_& m) {
     new (self) Plan(plan_from(pools, std::move(widths)));
   });
   nb::class_<PyGroups>(m, "Groups")
-      .def(nb::init<std::int64_t, int, Address, Address, Address>(), "n"_a, "count"_a, "ids"_a,
-           "splits"_a, "tables"_a);
+      .def(nb::init<std::int64_t, int, Address, Address, Address, int>())
+      .def("bags_fit", &PyGroups::bags_fit);
   nb::class_<PyRecord>(m, "Record")
       .def("__init__",
            [](PyRecord* self, PyTicket* ticket, const Plan* plan, Address offsets,

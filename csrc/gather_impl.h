@@ -131,7 +131,8 @@ inline void write_columns(T* to, const T* from, int n, T factor, bool add) {
   } else if (add) {
     for (int i = 0; i < n; ++i) to[i] += from[i] * factor;
   } else if (factor == T(1)) {
-    __builtin_memcpy(to, from, static_cast<std::size_t>(n) * sizeof(T));
+    copy_row(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
+             static_cast<std::size_t>(n) * sizeof(T));
   } else {
     for (int i = 0; i < n; ++i) to[i] = from[i] * factor;
   }

@@ -200,7 +200,8 @@ void Index::reserve(std::size_t rows) {
   }
   const std::size_t each = (rows >> bits) + 1;
   for (std::uint32_t i = 0; i < stripes_.size(); ++i) {
-    const std::size_t lines = (each * 10) / (7 * kSlots) + 1;
+    // Below the lowest limit, with room for uneven stripes: reserved rows never cause a resize.
+    const std::size_t lines = (each * 100) / (62 * kSlots) + 8;
     if (lines > views_[i].count) resize(i, static_cast<std::uint32_t>(lines));
   }
 }

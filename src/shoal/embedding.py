@@ -92,6 +92,7 @@ class EmbeddingCollection(nn.Module):
         self.ledger = GradientLedger(shard, inserts=self.init_on_lookup)
         # Autograd calls backward only for a function with an input that asks for a gradient.
         self._anchor = torch.empty(0, requires_grad=True)
+        self._dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
     def shard(self) -> Shard:
@@ -157,6 +158,12 @@ class EmbeddingCollection(nn.Module):
             ordered = _plain_weights(ordered, ordered.weights_N)
         return Request(batch, ordered, self._tables_G, self._compiled.plan)
 
+    def _output_dtypes(self, outputs: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
+        """Dtypes of the plan's outputs, which a plan and a shard settle for good."""
+        if self._dtypes is None:
+            self._dtypes = tuple(output.dtype for output in outputs)
+        return self._dtypes
+
     def _select(self, batch: KeyedRagged) -> KeyedRagged:
         missing = sorted(set(self._keys) - set(batch.keys))
         if missing:
@@ -186,7 +193,7 @@ class EmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         shard = self.shard
-        for name in ("_exchange", "ledger", "_anchor", "_tables_G"):
+        for name in ("_exchange", "ledger", "_anchor", "_dtypes", "_tables_G"):
             del state[name]
         chunks = [shard.export(k) for k in range(len(shard.specs))]
         return {"module": state, "shard": (type(shard), shard.specs, shard.seed), "rows": chunks}
@@ -201,23 +208,28 @@ class EmbeddingCollection(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Forward reads a route's rows, backward sends the gradients of the outputs back."""
+    """Forward reads a route's rows, backward sends the gradients of the outputs back.
+
+    Each output may go backward on its own, as if it came from a table of its own: only an output
+    that went backward without its graph being retained may not do so again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, owner: EmbeddingCollection, route: Route, step: StepContext
     ) -> tuple[Tensor, ...]:
-        ordered = route.request.ordered
-        # Autograd watches saved tensors: it complains about ids that were changed in place, and
-        # about a second backward through a graph that was not retained.
-        ctx.save_for_backward(ordered.values_N, ordered.offsets_FB1)
+        ctx.set_materialize_grads(False)
         ctx.owner = owner
         ctx.route = route
+        ctx.versions = _versions(route)
+        ctx.spent = set()
         ctx.generation = None
-        return owner._exchange.combine(route, ctx=step)
+        outputs = owner._exchange.combine(route, ctx=step)
+        ctx.dtypes = owner._output_dtypes(outputs)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
         if torch.is_grad_enabled():
             raise _bad(
                 "backward with create_graph=True through an embedding lookup",
@@ -225,25 +237,49 @@ class _Lookup(torch.autograd.Function):
                 "first derivatives",
                 "Differentiate twice with respect to the lookup's outputs instead.",
             )
-        ctx.saved_tensors  # noqa: B018
         owner: EmbeddingCollection = ctx.owner
         ledger, route = owner.ledger, ctx.route
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        if route is None or not ctx.spent.isdisjoint(given):
+            remedy = "Pass retain_graph=True to the earlier backward."
+            raise _late("a graph that already ran and was not retained", "one backward", remedy)
         if ctx.generation not in (None, ledger.generation):
-            raise TicketError(
-                describe(
-                    "backward through an embedding lookup",
-                    got="a graph whose gradient was already applied",
-                    allowed="backward before step()",
-                    remedy="Call all backward passes of a batch first, or run its forward again.",
-                )
-            )
+            remedy = "Call all backward passes of a batch first, or run its forward again."
+            raise _late("a graph whose gradient was applied", "backward before step()", remedy)
+        if ctx.versions != _versions(route):
+            remedy = "Build a new batch instead of changing one."
+            raise _bad("ids of a batch", "a change in place since forward", "none", remedy)
         ctx.generation = ledger.generation
-        parts = tuple([grad if grad.is_contiguous() else grad.contiguous() for grad in grads])
-        ledger.write(route, owner._exchange.back(route, parts))
+        ledger.write(route, owner._exchange.back(route, _complete(grads, route, ctx.dtypes)))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The graph cannot run again: from here on the record alone holds the ticket.
-            ctx.route = None
+            ctx.spent.update(given)
+            if len(ctx.spent) == len(grads):
+                # Nothing can run again: from here on the record alone holds the ticket.
+                ctx.route = None
         return None, None, None, None
+
+
+def _versions(route: Route) -> tuple[int, int]:
+    ordered = route.request.ordered
+    return ordered.values_N._version, ordered.offsets_FB1._version
+
+
+def _complete(
+    grads: Sequence[Tensor | None], route: Route, dtypes: tuple[torch.dtype, ...]
+) -> tuple[Tensor, ...]:
+    """Contiguous gradients, zeros for outputs that nothing was computed from."""
+    parts = []
+    for i, grad in enumerate(grads):
+        if grad is None:
+            width = route.request.plan.outputs[i].width
+            grad = torch.zeros(route.request.ordered.batch_size, width, dtype=dtypes[i])
+        parts.append(grad if grad.is_contiguous() else grad.contiguous())
+    return tuple(parts)
+
+
+def _late(got: str, allowed: str, remedy: str) -> TicketError:
+    what = "backward through an embedding lookup"
+    return TicketError(describe(what, got=got, allowed=allowed, remedy=remedy))
 
 
 def _named(tables: Sequence[TableSpec]) -> dict[str, TableSpec]:

@@ -190,7 +190,11 @@ def test_batch_softmax_counts_steps_between_sights() -> None:
 def test_delay_compensation_reads_the_seen_weights() -> None:
     rule = DelayCompensated(inner=Adadelta(), strength=0.1)
     shard = CpuShard(
-        [TableSpec(name="dc", segments=(Segment(dim=1, optimizer=rule, initializer=Constant(0.0)),))]
+        [
+            TableSpec(
+                name="dc", segments=(Segment(dim=1, optimizer=rule, initializer=Constant(0.0)),)
+            )
+        ]
     )
     ids = torch.tensor([1])
     for latest, expected in ((0.1, -0.0031603), (0.0, -0.0065548)):

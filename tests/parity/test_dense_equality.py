@@ -107,7 +107,6 @@ class Run:
         self.twin.forget()
         self.heads = [nn.Linear(width, 2).double() for _ in range(2)]
         self.heads[1].load_state_dict(self.heads[0].state_dict())
-        self.seen: set[int] = set()
         self.sparse = SparseOptimizer(self.owner)
         self.dense = [torch.optim.SGD(head.parameters(), lr=0.05) for head in self.heads]
 

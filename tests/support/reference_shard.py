@@ -179,20 +179,16 @@ class ReferenceShard:
         return existed.to(torch.int32)
 
     def evict(self, now_s: int) -> int:
-        held = self._held()
-        dropped = 0
+        held, dropped = self._held(), 0
         for k, spec in enumerate(self.specs):
             rows = self._rows[k]
-            doomed = [
-                id_
-                for id_, row in rows.items()
-                if (k, id_) not in held and expired(spec, id_, row, now_s)
-            ]
-            for id_ in doomed:
-                del rows[id_]
-            over = len(rows) - spec.capacity_rows if spec.capacity_rows is not None else 0
-            dropped += len(doomed) + (self._drop_worst(k, over, held) if over > 0 else 0)
-            self._tallies[k]["evicted"] += len(doomed)
+            old = [id_ for id_, row in rows.items() if expired(spec, id_, row, now_s)]
+            for id_ in old:
+                if (k, id_) not in held:
+                    del rows[id_]
+                    self._tallies[k]["evicted"] += 1
+                    dropped += 1
+            dropped += self._drop_worst(k, max(self._over(k, 0), 0), held)
         return dropped
 
     def cut(self) -> int:
@@ -247,14 +243,14 @@ class ReferenceShard:
     def _stats(self, k: int) -> TableStats:
         spec, rows, tally = self.specs[k], len(self._rows[k]), self._tallies[k]
         width = torch.empty(0, dtype=self.dtype).element_size()
-        sizes = (rows * spec.dim * width, rows * spec.state_width * width, rows * 20)
+        weights, state = rows * spec.dim * width, rows * spec.state_width * width
         return TableStats(
             name=spec.name,
             rows=rows,
-            bytes_total=sum(sizes) + rows * 16,
-            bytes_weights=sizes[0],
-            bytes_state=sizes[1],
-            bytes_metadata=sizes[2],
+            bytes_total=weights + state + rows * 36,
+            bytes_weights=weights,
+            bytes_state=state,
+            bytes_metadata=rows * 20,
             bytes_index=rows * 16,
             index_load=0.5,
             inserted=tally["inserted"],

@@ -71,9 +71,13 @@ def collection(
     layouts: Sequence[Layout] | None = None,
     features: Sequence[Feature] = FEATURES,
     tables: Sequence[TableSpec] = (USERS, ITEMS),
-    **more: bool,
+    *,
+    init_on_lookup: bool = True,
 ) -> EmbeddingCollection:
-    return EmbeddingCollection(tables, features, layouts, shard=make_shard(tables), **more)
+    shard = make_shard(tables)
+    return EmbeddingCollection(
+        tables, features, layouts, shard=shard, init_on_lookup=init_on_lookup
+    )
 
 
 def rows(owner: EmbeddingCollection, name: str, ids: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.combiners import FirstN, ReduceMean
+from shoal.combiners import FirstN, ReduceMean, ReduceSum
 from shoal.embedding import EmbeddingCollection, Feature, Layout
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.optim import SparseOptimizer
@@ -249,6 +249,26 @@ class TestModes:
             started, now = rows(twin, name, ids), rows(owner, name, ids)
             got_gradient = [[1.0] * 3, [1.0, 1.0, 1.0, 0.0, 0.0]][name == "items"]
             torch.testing.assert_close(now, started - torch.tensor(got_gradient)[:, None].double())
+
+    def test_rows_that_come_with_gradients_step_as_others_do(
+        self, make_shard: ShardFactory
+    ) -> None:
+        """Of a linear loss, whose gradient does not depend on what forward read."""
+        features = [Feature(str(c), "t", c) for c in (ReduceSum(), ReduceMean(), FirstN(2))]
+        lists = {feature.name: [[1, 2, 1], [], [3, 4]] for feature in features}
+        weights = {name: [[0.5, 2.0, -1.0], [], [3.0, 0.25]] for name in lists}
+        batches = [KeyedRagged.from_lists(lists), KeyedRagged.from_lists(lists, weights)]
+        moved = []
+        for mode in (True, False):
+            owner = collection(make_shard, None, features, [table("t", 1, 3)], init_on_lookup=mode)
+            optimizer = SparseOptimizer(owner)
+            generator = torch.Generator().manual_seed(3)
+            for batch in batches:
+                for value in owner(batch).values():
+                    value.backward(torch.rand(value.shape, generator=generator).double())
+            optimizer.step()
+            moved.append(rows(owner, "t", [1, 2, 3, 4]))
+        torch.testing.assert_close(*moved)
 
 
 def test_unknown_devices() -> None:

@@ -52,5 +52,9 @@ def test_lanes_select_their_marker() -> None:
 def test_skips_print_a_reason() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("mark.skip", "skipif")):
-                assert any(k.arg == "reason" for k in node.keywords), f"{path.name}: skip, no reason"
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("mark.skip", "skipif")
+            ):
+                assert any(k.arg == "reason" for k in node.keywords), (
+                    f"{path.name}: skip, no reason"
+                )

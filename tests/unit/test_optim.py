@@ -19,7 +19,11 @@ from shoal.errors import (
 )
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
+from shoal.rules.compressors import OneBit
+from shoal.rules.initializers import Ones
+from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
+from shoal.table import Segment, TableSpec
 from support.shards import SHARD_KINDS, ShardFactory, shard_factory
 from support.toy_collections import (
     BATCH,
@@ -103,6 +107,7 @@ class TestAccumulation:
     def test_event_times_stamp_rows(self, make_shard: ShardFactory) -> None:
         owner = one_table(make_shard)
         optimizer = SparseOptimizer(owner)
+        owner(batch([1]), event_time_s=10)
         for time_s in (50, 40):
             owner(batch([1, 1]), event_time_s=time_s)["a"].sum().backward()
         optimizer.step()
@@ -224,6 +229,23 @@ class TestRates:
             torch.testing.assert_close(users, torch.ones(5).double())
             torch.testing.assert_close(items, torch.tensor(want).double())
         assert optimizer.rates() == {"items": pytest.approx((1.8, 0.5, 1.8))}
+
+    def test_lookups_know_the_step(self, make_shard: ShardFactory) -> None:
+        segment = Segment(
+            dim=1,
+            optimizer=SGD(lr=0.0),
+            initializer=Ones(),
+            compressor=OneBit(step_size=1, amplitude=1.0),
+        )
+        spec = TableSpec(name="t", segments=(segment,), dtype="float64")
+        owner = EmbeddingCollection([spec], [Feature("a", "t")], shard=make_shard([spec]))
+        optimizer = SparseOptimizer(owner)
+        for step in range(3):
+            out = owner(batch([1]))["a"]
+            scale = (1 + 0.005 * step) ** 0.5
+            torch.testing.assert_close(out.detach(), torch.tensor([[scale]]).double().tanh())
+            out.sum().backward()
+            optimizer.step()
 
     def test_unknown_names(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)

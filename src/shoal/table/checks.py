@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import ConfigError, DTypeError, ShapeError, describe, unknown_name
 from shoal.table.shard import IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
@@ -40,7 +42,9 @@ def distinct_names(specs: Sequence[TableSpec]) -> None:
 
 
 def _ids(ids_N: Tensor, what: str) -> None:
-    if ids_N.dtype != torch.int64 or ids_N.device.type != "cpu":
+    if ids_N.dtype is torch.int64 and ids_N.is_cpu and ids_N.dim() == 1 and ids_N.is_contiguous():
+        return
+    if ids_N.dtype != torch.int64 or not ids_N.is_cpu:
         raise DTypeError(
             describe(
                 what,
@@ -49,49 +53,50 @@ def _ids(ids_N: Tensor, what: str) -> None:
                 remedy="Convert with .to('cpu', torch.int64).",
             )
         )
-    if ids_N.dim() != 1 or not ids_N.is_contiguous():
-        raise ShapeError(
-            describe(
-                what,
-                got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
-                allowed="one contiguous dimension",
-                remedy="Flatten with .reshape(-1).contiguous().",
-            )
+    raise ShapeError(
+        describe(
+            what,
+            got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
+            allowed="one contiguous dimension",
+            remedy="Flatten with .reshape(-1).contiguous().",
         )
+    )
 
 
-def groups(value: IdGroups, tables: int) -> None:
-    """Check ids, splits and table indices of a call."""
-    _ids(value.ids_N, "ids")
-    _ids(value.splits_G1, "splits of ids")
-    splits, count = value.splits_G1, value.tables_G.numel()
-    if value.tables_G.dtype != torch.int32 or splits.numel() != count + 1:
+def groups(value: IdGroups, tables: int) -> Any:
+    """Check ids, splits and table indices of a call; returns them as the core takes them."""
+    ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
+    _ids(ids_N, "ids")
+    _ids(splits_G1, "splits of ids")
+    count = tables_G.numel()
+    if tables_G.dtype is not torch.int32 or splits_G1.numel() != count + 1:
         raise ShapeError(
             describe(
                 "groups",
-                got=f"{splits.numel()} splits, {count} tables of {value.tables_G.dtype}",
+                got=f"{splits_G1.numel()} splits, {count} tables of {tables_G.dtype}",
                 allowed="G + 1 splits and G int32 table indices",
                 remedy="Give each group of ids one table index.",
             )
         )
-    if count == 1:
-        good = splits[0].item() == 0 and splits[1].item() == value.ids_N.numel()
-        good = good and 0 <= int(value.tables_G[0]) < tables
-    else:
-        good = int(splits[0]) == 0 and int(splits[-1]) == value.ids_N.numel()
-        good = good and (count == 0 or bool((splits.diff() >= 0).all()))
-        good = good and (count == 0 or 0 <= int(value.tables_G.min()))
-        good = good and (count == 0 or int(value.tables_G.max()) < tables)
-    if not good:
+    try:
+        return _core.Groups(
+            ids_N.numel(),
+            count,
+            ids_N.data_ptr(),
+            splits_G1.data_ptr(),
+            tables_G.data_ptr(),
+            tables,
+        )
+    except ValueError:
         raise ShapeError(
             describe(
                 "groups",
-                got=f"splits {splits.tolist()[:8]}, tables {value.tables_G.tolist()[:8]}, "
-                f"{value.ids_N.numel()} ids",
+                got=f"splits {splits_G1.tolist()[:8]}, tables {tables_G.tolist()[:8]}, "
+                f"{ids_N.numel()} ids",
                 allowed=f"splits rising from 0 to the number of ids, tables 0..{tables - 1}",
                 remedy="Build the splits as a running sum of group sizes.",
             )
-        )
+        ) from None
 
 
 def counts(value: IdGroups, counts_N: Tensor | None) -> None:
@@ -110,8 +115,8 @@ def counts(value: IdGroups, counts_N: Tensor | None) -> None:
         )
 
 
-def bags(value: IdGroups, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
-    """Check bag offsets and weights of a pooled call; returns B."""
+def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
+    """Check bag offsets and weights of a pooled call against its groups; returns B."""
     _ids(offsets_GB1, "offsets")
     count, n = value.tables_G.numel(), value.ids_N.numel()
     cells = offsets_GB1.numel() - 1
@@ -126,13 +131,11 @@ def bags(value: IdGroups, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
         )
     size = cells // count if count else 0
     # Group edges must agree with the splits, or a row of one table would be read as another's.
-    edges = offsets_GB1[::size] if size else offsets_GB1
-    rising = bool((offsets_GB1.diff() >= 0).all())
-    if not rising or (size and not torch.equal(edges, value.splits_G1)):
+    if not core.bags_fit(offsets_GB1.data_ptr(), size):
         raise ShapeError(
             describe(
                 "offsets",
-                got=f"edges {edges.tolist()[:8]}, rising={rising}",
+                got=f"edges {offsets_GB1[:: max(size, 1)].tolist()[:8]}",
                 allowed=f"rising, with group edges {value.splits_G1.tolist()[:8]}",
                 remedy="Offsets are absolute positions in the ids, group-major.",
             )

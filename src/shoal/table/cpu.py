@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ConfigError, describe
-from shoal.table import checks, refusals, rows
+from shoal.table import checks, pooled, refusals, rows
 from shoal.table.cpu_ticket import CpuTicket
 from shoal.table.native import pool_dicts, rate_row, table_dict
 from shoal.table.rows import AdmissionState
@@ -80,19 +80,12 @@ class CpuShard:
         return self._threads or torch.get_num_threads()
 
     def _groups(self, groups: IdGroups) -> Any:
-        checks.groups(groups, len(self._specs))
-        return _core.Groups(
-            groups.ids_N.numel(),
-            groups.tables_G.numel(),
-            groups.ids_N.data_ptr(),
-            groups.splits_G1.data_ptr(),
-            groups.tables_G.data_ptr(),
-        )
+        return checks.groups(groups, len(self._specs))
 
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
         splits = groups.splits_G1.tolist()
         return [
-            torch.empty(splits[g + 1] - splits[g], self._dims[t], dtype=self._reals[t])
+            pooled.empty(splits[g + 1] - splits[g], self._dims[t], self._reals[t])
             for g, t in enumerate(groups.tables_G.tolist())
         ]
 
@@ -123,7 +116,7 @@ class CpuShard:
         """`find`, pooled: one [B, width] per output."""
         core = self._groups(groups)
         native, dtypes = self._plan(plan, groups)
-        bags = checks.bags(groups, offsets_GB1, weights_N)
+        bags = checks.bags(groups, core, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags)
         self._core.find_pooled(
             core,
@@ -141,7 +134,7 @@ class CpuShard:
         self, plan: PoolPlan, dtypes: tuple[torch.dtype, ...], bags: int
     ) -> tuple[Tensor, ...]:
         return tuple(
-            torch.empty(bags, output.width, dtype=dtype)
+            pooled.empty(bags, output.width, dtype)
             for output, dtype in zip(plan.outputs, dtypes, strict=True)
         )
 
@@ -160,7 +153,7 @@ class CpuShard:
                 self._lanes(),
             )
         )
-        return CpuTicket(self, ticket, groups)
+        return CpuTicket(self, ticket, groups, core)
 
     def _own(self, ticket: object) -> CpuTicket:
         if not isinstance(ticket, CpuTicket) or ticket.shard is not self or not ticket.core.live:
@@ -188,7 +181,7 @@ class CpuShard:
         """Read and pool the ticket's rows now: one [B, width] per output."""
         own = self._own(ticket)
         native, dtypes = self._plan(plan, own.groups)
-        bags = checks.bags(own.groups, offsets_GB1, weights_N)
+        bags = checks.bags(own.groups, own.native, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags)
         self._core.gather(
             own.core,
@@ -212,7 +205,9 @@ class CpuShard:
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
                 assert record.offsets_GB1 is not None
-                bags = checks.bags(own.groups, record.offsets_GB1, record.weights_N)
+                bags = checks.bags(
+                    own.groups, own.native, record.offsets_GB1, record.weights_N
+                )
                 offsets, weights = record.offsets_GB1, record.weights_N
                 shapes = [
                     ((bags, output.width), dtype)

@@ -15,12 +15,13 @@ __all__ = ["CpuTicket"]
 class CpuTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
 
-    __slots__ = ("core", "groups", "shard")
+    __slots__ = ("core", "groups", "native", "shard")
 
-    def __init__(self, shard: object, core: Any, groups: IdGroups) -> None:
+    def __init__(self, shard: object, core: Any, groups: IdGroups, native: Any) -> None:
         self.shard = shard
         self.core = core
         self.groups = groups
+        self.native = native
 
     @property
     def admitted_N(self) -> Tensor:

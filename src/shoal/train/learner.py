@@ -131,4 +131,5 @@ def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> tor
         module.parameters(),
         lr=as_rate(settings.lr, 0),
         weight_decay=settings.weight_decay,
+        fused=True,
     )  # type: ignore[call-arg]

@@ -44,6 +44,7 @@ class Recorder:
         self._metrics = {name: BinaryMetrics(exact_auc=False) for name in names}
         self._loss_sum = dict.fromkeys(names, 0.0)
         self._weight_sum = 0.0
+        self._loss = dict.fromkeys(names, math.nan)
         self.examples = 0
 
     def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
@@ -56,16 +57,16 @@ class Recorder:
             self.examples += batch.labels.numel()
 
     def figures(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Per model the mean loss since the last point and the AUC so far; NaN before any.
+        """Per model the loss since the last point (or that point's) and the AUC so far.
 
         Raises:
             InputError: a prediction is not a number: the model has diverged.
         """
         if self._labels:
             self._drain()
-        weight = self._weight_sum or math.nan
-        loss = {name: total / weight for name, total in self._loss_sum.items()}
-        return loss, {name: metrics.running_auc() for name, metrics in self._metrics.items()}
+        if self._weight_sum:
+            self._loss = {name: total / self._weight_sum for name, total in self._loss_sum.items()}
+        return self._loss, {name: metrics.running_auc() for name, metrics in self._metrics.items()}
 
     def _drain(self) -> None:
         labels_B = torch.cat(self._labels)
