@@ -204,13 +204,11 @@ void bind_lookups(nb::class_<PyShard>& shard) {
            Release())
       .def("find_pooled",
            [](PyShard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
-              Address weights, const std::vector<Address>& outputs, std::int64_t global_step,
-              int threads) {
+              Address weights, const std::vector<Address>& outputs, int threads) {
              const std::vector<void*> out = pointers(outputs);
              s.shard.find_pooled(g.get(),
                                  GatherArgs{&plan, at<const std::int64_t>(offsets), bags,
-                                            at<const float>(weights), out.data(), global_step,
-                                            threads});
+                                            at<const float>(weights), out.data(), 0, threads});
            },
            Release())
       .def("gather",
@@ -346,6 +344,8 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
 
 NB_MODULE(_core, m) {
   using namespace shoal;
+  // Tables may live until the interpreter ends; that is no leak of ours.
+  nb::set_leak_warnings(false);
   m.doc() = "Compiled core of Shoal: tables on the CPU. Use shoal.table, not this.";
   nb::exception<TableFullError>(m, "TableFullError");
   nb::exception<NonFiniteError>(m, "NonFiniteError");

@@ -82,7 +82,7 @@ void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found
     void* target = out;
     const std::int64_t width = view.rows.dim;
     const GatherJob job{view, rows.data(), groups.ids + piece.start, nullptr, 0, nullptr,
-                        PoolSpec{Pooling::sum, 1, &whole, 1}, &target, &width, true, 0};
+                        PoolSpec{Pooling::sum, 1, &whole, 1}, &target, &width, true, last_step_};
     kernels().gather(job, 0, n, scratch.data());
   });
 }
@@ -130,9 +130,10 @@ void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool abs
   });
 }
 
-void Shard::find_pooled(const Groups& groups, const GatherArgs& args) {
+void Shard::find_pooled(const Groups& groups, GatherArgs args) {
   std::vector<std::int32_t> rows(static_cast<std::size_t>(groups.n));
   const ReadGuard guard(lock_);
+  args.global_step = last_step_;
   probe(groups, rows.data(), args.threads);
   gather_rows(groups, rows.data(), true, args);
 }

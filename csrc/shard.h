@@ -106,7 +106,7 @@ class Shard {
 
   // Rows of unpooled fp32/fp64 tables in one pass; other tables through the general path.
   void find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads);
-  void find_pooled(const Groups& groups, const GatherArgs& args);
+  void find_pooled(const Groups& groups, GatherArgs args);
   std::unique_ptr<Ticket> find_or_init(const Groups& groups, const std::int64_t* counts,
                                        bool admit_all, StepParams step, int threads);
   void gather(const Ticket& ticket, const GatherArgs& args);
@@ -139,6 +139,7 @@ class Shard {
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;
+  std::int64_t last_step_ = 0;     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;
   mutable std::mutex tickets_mutex_;

@@ -258,6 +258,7 @@ void Shard::apply_locked(const ApplyArgs& args) {
   partition_items(works, items_, args.threads, false);
   StepParams step = args.step;
   step.epoch = epoch_;
+  last_step_ = args.step.global_step;
   for (const GradArgs& record : args.records) {
     step.event_time_s = std::max(step.event_time_s, record.ticket->event_time_s);
   }

@@ -32,7 +32,7 @@ class Request:
 
     batch: KeyedRagged
     ordered: KeyedRagged
-    tables_G: Tensor  # noqa: N815
+    tables_G: Tensor
     plan: PoolPlan
 
     def groups(self) -> IdGroups:

@@ -62,7 +62,7 @@ def test_output_is_readable_without_a_terminal(trained: tuple[Path, str]):
 
 
 def test_eval_repeats_the_metrics(trained: tuple[Path, str]):
-    folder, out = trained
+    folder, _ = trained
     again = shoal("eval", str(folder))
     assert again.returncode == 0, again.stderr
     figures = json.loads((folder / "metrics.json").read_text())["models"]["deepfm"]

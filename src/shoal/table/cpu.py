@@ -125,7 +125,6 @@ class CpuShard:
             bags,
             0 if weights_N is None else weights_N.data_ptr(),
             [o.data_ptr() for o in outputs],
-            0,
             self._lanes(),
         )
         return outputs
