@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -210,8 +211,7 @@ def run_job(job: Job, script: Path) -> dict[str, Measured]:
         except subprocess.TimeoutExpired:
             return _failed(job, f"took longer than {job.timeout_s:.0f} s")
         if done.returncode != 0 or not target.exists():
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            return _failed(job, lines[-1][:200])
+            return _failed(job, _last_words(done.returncode, done.stderr))
         found = json.loads(target.read_text())
     busy = elsewhere.fraction()
     if busy > 0.05:
@@ -248,6 +248,13 @@ class _BusyElsewhere:
         user, nice, system, _idle, _wait, irq, softirq, steal = (int(x) for x in lines[0][1:9])
         ticks = user + nice + system + irq + softirq + steal
         return ticks / os.sysconf("SC_CLK_TCK"), len(lines) - 1
+
+
+def _last_words(status: int, errors: str) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = errors.strip().splitlines()
+    return lines[-1][:200] if lines else f"exit status {status}"
 
 
 def _failed(job: Job, note: str) -> dict[str, Measured]:

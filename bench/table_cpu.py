@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,13 +86,15 @@ def _measure(wanted: list[Job], substring: str, peers_only: bool) -> list[dict]:
     for count, job in enumerate(wanted, 1):
         shown = ((name, value) for name, value in job.params.items() if name != "scale")
         detail = " ".join(f"{name}={value}" for name, value in shown)
-        print(f"[{count}/{len(wanted)}] {job.task} {detail}", file=sys.stderr, flush=True)
+        print(f"[{count}/{len(wanted)}] {job.task} {detail}", file=sys.stderr, end="", flush=True)
+        start = time.monotonic()
         found: Mapping[str, Measured] = {}
         if not peers_only:
             found = run_job(job, SCRIPT)
         elif job.task in WITH_PEERS:
             params = {**job.params, "peers_only": True}
             found = run_job(dataclasses.replace(job, params=params), SCRIPT)
+        print(f" {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         rows += [as_row(x, found.get(x.name)) for x in job.cases if substring in x.name]
     return rows
 

@@ -98,6 +98,7 @@ def test_worker_result_survives_the_process_boundary():
     [
         ("import sys; sys.exit('no such table')", "no such table"),
         ("pass", "exit status 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS"),
         ("import time; time.sleep(60)", "took longer than 1 s"),
     ],
 )

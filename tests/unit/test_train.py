@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,60 +12,34 @@ import yaml
 from rich.console import Console
 
 from shoal import config, train
-from shoal.config.data import RunData
-from shoal.data import Batch
+from shoal.config.data import open_data
 from shoal.errors import CheckpointError, ConfigError, DataError, InputError
-from shoal.ragged import KeyedRagged
 
 BATCH = 32
-TRAIN, EVAL = 320, 160
+TRAIN, EVAL = 1600, 320
 TABLE = {
     "dim": 2,
     "initializer": {"kind": "uniform", "minval": -0.5, "maxval": 0.5},
     "optimizer": {"kind": "adagrad", "lr": 0.3},
 }
-
-
-def batches(count: int, seed: int, start_s: int = 0) -> Iterator[Batch]:
-    """Clicks that follow the parity of the item: two ids per example, one of them jagged."""
-    draw = torch.Generator().manual_seed(seed)
-    for first in range(0, count, BATCH):
-        size = min(BATCH, count - first)
-        item_B = torch.randint(20, (size,), generator=draw)
-        user_B = torch.randint(6, (size,), generator=draw)
-        dense_B = torch.randn(size, 2, generator=draw)
-        chance_B = torch.rand(size, generator=draw)
-        ids = KeyedRagged.from_lists(
-            {
-                "item": [[int(item)] for item in item_B],
-                "user": [[int(user)] * (int(user) % 3) for user in user_B],
-            }
-        )
-        labels = (chance_B < 0.1 + 0.8 * (item_B % 2)).float()
-        yield Batch(ids=ids, dense=dense_B, labels=labels, event_time_s=start_s + first)
-
-
-def data(train_examples: int = TRAIN, eval_examples: int = EVAL) -> RunData:
-    return RunData(
-        features=("item", "user"),
-        num_dense=2,
-        train=lambda: batches(train_examples, seed=1),
-        evaluation=lambda: batches(eval_examples, seed=2, start_s=train_examples),
-        train_examples=train_examples,
-        eval_examples=eval_examples,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _tiny_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.train.runs.open_data", lambda config: data())
+SOURCE = {
+    "kind": "synthetic",
+    "examples": TRAIN,
+    "eval_examples": EVAL,
+    "num_features": 3,
+    "vocabulary": 20,
+    "fresh_share": 0.1,
+    "num_dense": 2,
+    "signal": 3.0,
+}
 
 
 def settings(folder: Path, **changes: object) -> config.RunConfig:
     base = {
         "name": "tiny",
         "seed": 3,
-        "data": {"source": "synthetic"},
+        "threads": 1,
+        "data": {"source": SOURCE, "batch_size": BATCH},
         "tables": {"default": TABLE},
         "model": {"kind": "deepfm", "hidden": [4]},
         "dense_optimizer": {"lr": 0.05},
@@ -74,6 +47,10 @@ def settings(folder: Path, **changes: object) -> config.RunConfig:
         "output": {"dir": str(folder)},
     }
     return config.from_mapping({**base, **changes})
+
+
+def labels_of(folder: Path, side: str) -> torch.Tensor:
+    return torch.cat([batch.labels for batch in getattr(open_data(settings(folder)), side)])
 
 
 def run(folder: Path, **changes: object) -> tuple[train.RunResult, str]:
@@ -99,15 +76,15 @@ def test_metrics_hold_the_model_and_its_baselines(tmp_path: Path):
     assert written["models"]["deepfm"]["ne"] < 1
     assert written["models"]["base_rate"]["auc"] == 0.5
     assert written["models"]["deepfm"]["examples"] == EVAL
-    assert written["rows"] == sum(written["rows_by_table"].values()) == 20 + 4
+    assert written["rows"] == sum(written["rows_by_table"].values()) == result.total_rows
     assert (written["train_examples"], written["steps"]) == (TRAIN, TRAIN // BATCH)
-    assert all(f"{written['models']['deepfm']['auc']:.4f}" in text for text in (out,))
+    assert f"{written['models']['deepfm']['auc']:.4f}" in out
 
 
 def test_base_rate_is_that_of_training_judged_on_evaluation(tmp_path: Path):
     result, _ = run(tmp_path)
-    rate = torch.cat([batch.labels for batch in data().train()]).mean().item()
-    labels = torch.cat([batch.labels for batch in data().evaluation()])
+    rate = labels_of(tmp_path, "train").mean().item()
+    labels = labels_of(tmp_path, "evaluation")
     expected = -(labels * math.log(rate) + (1 - labels) * math.log(1 - rate)).mean().item()
     sheet = result.metrics["base_rate"]
     assert sheet["mean_prediction"] == pytest.approx(rate)
@@ -120,8 +97,8 @@ def test_logs_hold_the_points_and_the_final_figures(tmp_path: Path):
     log = (result.folder / "logs" / "log.jsonl").read_text()
     lines = [json.loads(line) for line in log.splitlines()]
     points = [line for line in lines if "loss/deepfm" in line]
-    assert [point["examples"] for point in points] == [64, 128, 192, 256, 320]
-    assert points[-1]["rows/item"] == 20
+    assert [point["examples"] for point in points] == [320, 640, 960, 1280, 1600]
+    assert points[-1]["rows/f0"] == result.rows["f0"] >= points[0]["rows/f0"]
     assert lines[-1]["eval/auc/deepfm"] == pytest.approx(result.metrics["deepfm"]["auc"])
 
 
@@ -171,7 +148,7 @@ def test_predict_writes_a_row_per_example(tmp_path: Path):
     train.predict(str(result.folder), out=out, console=Console(file=io.StringIO()))
     rows = pq.read_table(out).to_pydict()
     assert len(rows["prediction"]) == EVAL
-    assert rows["label"] == torch.cat([b.labels for b in data().evaluation()]).tolist()
+    assert rows["label"] == labels_of(tmp_path, "evaluation").tolist()
     mean = sum(rows["prediction"]) / EVAL
     assert mean == pytest.approx(result.metrics["deepfm"]["mean_prediction"], rel=1e-5)
 
@@ -197,41 +174,14 @@ def test_each_kind_of_model_trains(tmp_path: Path, model: str):
     assert 0 < result.metrics[model]["log_loss"] < 1.5
 
 
-def test_accumulated_batches_make_the_step_of_one_large_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Uneven on purpose: the last window is smaller than the others."""
-    parts = list(batches(112, seed=5))
-    monkeypatch.setattr(
-        "shoal.train.runs.open_data",
-        lambda config: RunData(
-            features=("item", "user"),
-            num_dense=2,
-            train=lambda: parts if config.accumulation == 2 else joined(parts),
-            evaluation=lambda: batches(EVAL, seed=6),
-        ),
-    )
-    few, _ = run(tmp_path, accumulation=2)
-    whole, _ = run(tmp_path)
+def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path):
+    """Uneven on purpose: the last window has 48 examples in batches of 32 and 16."""
+    source = {**SOURCE, "examples": 112}
+    few, _ = run(tmp_path, data={"source": source, "batch_size": 32}, accumulation=2)
+    whole, _ = run(tmp_path, data={"source": source, "batch_size": 64})
     assert few.steps == whole.steps == 2
     for name in ("deepfm", "logistic"):
         assert few.metrics[name] == pytest.approx(dict(whole.metrics[name]), rel=1e-5)
-
-
-def joined(parts: list[Batch]) -> list[Batch]:
-    return [_join(parts[i : i + 2]) for i in range(0, len(parts), 2)]
-
-
-def _join(parts: list[Batch]) -> Batch:
-    ids = {
-        key: [row for part in parts for row in part.ids[key].to_lists()] for key in ("item", "user")
-    }
-    return Batch(
-        ids=KeyedRagged.from_lists(ids),
-        dense=torch.cat([part.dense for part in parts]),
-        labels=torch.cat([part.labels for part in parts]),
-        event_time_s=parts[-1].event_time_s,
-    )
 
 
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
@@ -253,16 +203,26 @@ def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
 
 
 def test_rows_expire_by_event_time(tmp_path: Path):
-    lasting, _ = run(tmp_path, baselines=[])
-    tables = {"default": {**TABLE, "expiry": {"ttl_s": 33}}}
-    fading, _ = run(tmp_path, tables=tables, evict_every_s=1, baselines=[])
+    source = {**SOURCE, "examples": 4000, "vocabulary": 3000}
+    data = {"source": source, "batch_size": 400}
+    lasting, _ = run(tmp_path, data=data, baselines=[])
+    tables = {"default": {**TABLE, "expiry": {"ttl_s": 1}}}
+    fading, _ = run(tmp_path, data=data, tables=tables, evict_every_s=1, baselines=[])
     assert fading.total_rows < lasting.total_rows
 
 
-def test_no_examples_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.train.runs.open_data", lambda config: data(train_examples=0))
-    with pytest.raises(DataError, match="training examples"):
-        run(tmp_path)
+def test_no_examples_to_judge_are_an_error(tmp_path: Path):
+    file = tmp_path / "clicks.csv"
+    file.write_text("user,label,second\n1,0,10\n2,1,20\n")
+    source = {
+        "kind": "csv",
+        "paths": [str(file)],
+        "ids": {"user": {}},
+        "label": "label",
+        "time": "second",
+    }
+    with pytest.raises(DataError):
+        run(tmp_path, data={"source": source, "split": "2013-11-01"})
 
 
 def test_a_diverging_model_is_an_error(tmp_path: Path):

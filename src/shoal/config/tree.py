@@ -40,11 +40,14 @@ __all__ = [
     "DataSettings",
     "DcnSettings",
     "DeepFMSettings",
+    "DeepSettings",
     "DenseOptimizerSettings",
     "DlrmSettings",
     "EvalSettings",
     "FeatureSettings",
+    "FileSource",
     "FlightsSource",
+    "IdSettings",
     "LoggingSettings",
     "LogisticSettings",
     "ModelSettings",
@@ -120,31 +123,45 @@ def _by_kind(value: Any) -> Any:
 
 
 class FlightsSource(Section):
-    """The flights that ship with the package."""
+    """The flights that ship with the package; without `data.split` November begins it."""
 
     kind: Literal["flights"] = "flights"
 
 
-class ParquetSource(Section):
-    """Parquet files: columns named as the features, dense features and label."""
+class IdSettings(Section):
+    """Where an id feature's ids are: the column of its name, other ones crossed, or a list."""
+
+    columns: tuple[str, ...] = ()
+    is_list: bool = False
+    max_length: PositiveInt | None = None
+
+
+class FileSource(Section):
+    """What Parquet and CSV files share: which columns are what.
+
+    `eval_paths` are files to evaluate on; without them `data.split` divides `paths` by time.
+    """
+
+    paths: tuple[str, ...]
+    eval_paths: tuple[str, ...] = ()
+    ids: dict[str, IdSettings]
+    label: str
+    dense: tuple[str, ...] = ()
+    dense_fill: float | None = None
+    time: str | None = None
+    weight: str | None = None
+
+
+class ParquetSource(FileSource):
+    """Parquet files, read a row group at a time."""
 
     kind: Literal["parquet"] = "parquet"
-    paths: tuple[str, ...]
-    label: str
-    dense: tuple[str, ...] = ()
-    time: str | None = None
-    weight: str | None = None
 
 
-class CsvSource(Section):
-    """CSV files with a header, otherwise as `ParquetSource`."""
+class CsvSource(FileSource):
+    """CSV files with a header line; a list of ids is text with blanks between them."""
 
     kind: Literal["csv"] = "csv"
-    paths: tuple[str, ...]
-    label: str
-    dense: tuple[str, ...] = ()
-    time: str | None = None
-    weight: str | None = None
 
 
 class SyntheticSource(Section):
@@ -152,10 +169,15 @@ class SyntheticSource(Section):
 
     kind: Literal["synthetic"] = "synthetic"
     examples: PositiveInt = 1_000_000
-    eval_examples: PositiveInt = 50_000
-    features: PositiveInt = 8
-    ids_per_feature: PositiveInt = 1_000_000
-    dense: NonNegativeInt = 4
+    eval_examples: PositiveInt = 100_000
+    num_features: PositiveInt = 8
+    vocabulary: PositiveInt = 1_000_000
+    exponent: PositiveFloat = 1.05
+    fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    fresh_per_example: Annotated[float, Field(ge=0)] = 0.05
+    num_dense: NonNegativeInt = 4
+    signal: float = 1.0
+    bias: float = -1.5
 
 
 SourceSettings = Annotated[
@@ -166,14 +188,17 @@ SourceSettings = Annotated[
 class DataSettings(Section):
     """Where examples come from and in which order.
 
-    `split` is an event time: examples before it train, the others evaluate.
+    `split` is an event time (UTC unless it says otherwise): examples before it train, those from
+    it on evaluate. `shuffle` "replays" keeps the order of the first epoch and shuffles later ones.
     """
 
     source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
     split: datetime | None = None
     batch_size: PositiveInt = 512
     epochs: PositiveInt = 1
-    shuffle: bool = False
+    shuffle: Literal["never", "replays", "always"] = "never"
+    shuffle_window: PositiveInt | None = None
+    prefetch: NonNegativeInt = 2
     max_examples: PositiveInt | None = None
 
 

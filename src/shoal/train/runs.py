@@ -35,7 +35,6 @@ from shoal.train.summary import BASE_RATE, RunResult
 __all__ = ["evaluate", "predict", "run"]
 
 LOGISTIC = "logistic"
-STRIDE_WITHOUT_TOTAL = 50_000
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -103,8 +102,8 @@ def predict(
     data, learners = _open(config)
     _load(folder, learners)
     file = folder.predictions if out is None else out
-    progress = _progress(config, console, "predict", data.eval_examples)
-    write_predictions(file, learners[0], data.evaluation(), progress)
+    progress = _progress(config, console, "predict", data.evaluation.examples)
+    write_predictions(file, learners[0], data.evaluation, progress)
     _print_path(console, "predictions", file)
     return file
 
@@ -135,14 +134,14 @@ def _train_and_judge(
     sink, console = output
     telemetry = Telemetry()
     watch = Watch(
-        progress=_progress(config, console, "train", data.train_examples),
+        progress=_progress(config, console, "train", data.train.examples),
         telemetry=telemetry,
         sink=sink,
         stride=_stride(config, data),
         evict_every_s=config.evict_every_s if learners[0].expires else None,
     )
     with telemetry.timer("train"):
-        recorder = train(learners, data.train(), config.accumulation, watch)
+        recorder = train(learners, data.train, config.accumulation, watch)
     judged = _judge(config, console, data, learners)
     metrics = _metrics(config, judged, recorder.base_rate)
     sink.write(learners[0].steps, _eval_scalars(metrics))
@@ -150,14 +149,15 @@ def _train_and_judge(
     folder.write_metrics({"name": config.name, **result.as_json()})
     report.write(folder.report, summary.build_report(config, result, recorder.curves, judged))
     console.print(summary.metric_table(metrics, summary.table_title(judged)))
+    console.print(summary.closing_line(result), highlight=False)
     return result
 
 
 def _judge(
     config: RunConfig, console: Console, data: RunData, learners: Sequence[Learner]
 ) -> Mapping[str, BinaryResult]:
-    progress = _progress(config, console, "judge", data.eval_examples)
-    return judge(learners, data.evaluation(), progress)
+    progress = _progress(config, console, "judge", data.evaluation.examples)
+    return judge(learners, data.evaluation, progress)
 
 
 def _progress(config: RunConfig, console: Console, title: str, total: int | None) -> Progress:
@@ -165,9 +165,7 @@ def _progress(config: RunConfig, console: Console, title: str, total: int | None
 
 
 def _stride(config: RunConfig, data: RunData) -> int:
-    if data.train_examples is None:
-        return STRIDE_WITHOUT_TOTAL
-    return max(1, data.train_examples // config.logging.points)
+    return max(1, data.train.examples // config.logging.points)
 
 
 def _writes_events(config: RunConfig, console: Console) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "RunResult",
     "base_rate_figures",
     "build_report",
+    "closing_line",
     "figures",
     "metric_table",
     "table_title",
@@ -126,6 +127,17 @@ def table_title(judged: Mapping[str, BinaryResult]) -> str:
     return f"on {next(iter(judged.values())).examples:,} evaluation examples"
 
 
+def closing_line(result: RunResult) -> str:
+    """Table growth and speed of a run in one line."""
+    rows = result.total_rows
+    return (
+        f"{human_count(rows)} rows in {len(result.rows)} tables, "
+        f"{result.bytes_total / max(rows, 1):.0f} bytes a row, "
+        f"{human_count(result.ids / result.train_s)} ids/s, "
+        f"{human_count(result.examples / result.train_s)} examples/s"
+    )
+
+
 def build_report(
     config: RunConfig, result: RunResult, curves: Curves, judged: Mapping[str, BinaryResult]
 ) -> RunReport:
@@ -143,7 +155,7 @@ def build_report(
     }
     return RunReport(
         title=config.name,
-        subtitle=f"{main} on {source}, judged on {examples:,} examples that came after training",
+        subtitle=f"{main} on {source}, judged on {examples:,} evaluation examples",
         metrics=result.metrics,
         facts=facts,
         charts=(_loss(curves), _auc(curves), _growth(curves), _calibration(judged)),

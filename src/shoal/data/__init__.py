@@ -1,0 +1,33 @@
+"""Where examples come from and in which order: sources, features, loader, and the flights.
+
+pyarrow is imported when a file or a table is read, not before.
+"""
+
+from __future__ import annotations
+
+from shoal.data import flights
+from shoal.data.batch import Batch
+from shoal.data.features import IdFeature, Recipe, cross, encode
+from shoal.data.loader import Loader, Order, RankShare
+from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, split_by_time
+from shoal.data.synthetic import SyntheticClicks
+from shoal.data.tensors import TensorSource
+
+__all__ = [
+    "Batch",
+    "CsvSource",
+    "IdFeature",
+    "Loader",
+    "Order",
+    "ParquetSource",
+    "RankShare",
+    "Recipe",
+    "Source",
+    "Subset",
+    "SyntheticClicks",
+    "TensorSource",
+    "cross",
+    "encode",
+    "flights",
+    "split_by_time",
+]

@@ -1,0 +1,43 @@
+"""What training and evaluation loops are fed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.ragged import KeyedRagged
+
+__all__ = ["Batch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """B examples.
+
+    Args:
+        ids: F features over B examples.
+        labels: float32 [B], 0..1.
+        dense: float32 [B, num_dense], or None when there are no dense columns.
+        event_time_s: latest event time of the examples, whole seconds since 1970.
+        weights: float32 [B], or None: every example weighs 1.
+        times_B: int64 [B], event time of each example in seconds; None: all at `event_time_s`.
+        position: examples of the run consumed once this batch is, over all ranks; where a loader
+            goes on after it.
+    """
+
+    ids: KeyedRagged
+    labels: Tensor
+    dense: Tensor | None = None
+    event_time_s: int = 0
+    weights: Tensor | None = None
+    times_B: Tensor | None = None
+    position: int = 0
+
+    @property
+    def event_times_B(self) -> Tensor:
+        """int64 [B]: event time of each example in seconds."""
+        if self.times_B is not None:
+            return self.times_B
+        return torch.full(self.labels.shape, self.event_time_s, dtype=torch.int64)

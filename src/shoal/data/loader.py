@@ -1,0 +1,224 @@
+"""Batches of a source: order, passes, ranks, read-ahead, and where to go on after a stop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.batch import Batch
+from shoal.data.sources import Source
+from shoal.errors import ConfigError, DataError, describe
+
+__all__ = ["Loader", "Order", "RankShare", "Shuffle"]
+
+Shuffle = Literal["never", "replays", "always"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """In which order examples come.
+
+    Args:
+        passes: how often each example comes.
+        shuffle: "never" keeps the source's order in all passes; "replays" keeps it in the first
+            pass, as a live stream would have come, and shuffles later ones; "always" shuffles all.
+        window: shuffle only within stretches of so many examples; None shuffles the whole.
+        seed: a pass's order depends on (seed, pass) only.
+
+    Raises:
+        ConfigError: `passes` or `window` below 1, or a shuffle that does not exist.
+    """
+
+    passes: int = 1
+    shuffle: Shuffle = "never"
+    window: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require("passes", self.passes, self.passes >= 1, "at least 1")
+        _require("window", self.window, self.window is None or self.window >= 1, "None, or 1 up")
+        kinds = ("never", "replays", "always")
+        _require("shuffle", self.shuffle, self.shuffle in kinds, " | ".join(kinds))
+        _require("seed", self.seed, self.seed >= 0, "at least 0")
+
+    def rows(self, size: int, number: int, start: int, stop: int) -> Tensor:
+        """Numbers of the examples at places start..stop-1 of a pass over `size`, int64."""
+        if self.shuffle == "never" or (self.shuffle == "replays" and number == 0):
+            return torch.arange(start, stop)
+        window = min(self.window or size, size)
+        parts = []
+        for block in range(start // window, -(-stop // window)):
+            low, high = block * window, min((block + 1) * window, size)
+            shuffled = _permutation(high - low, (self.seed, number, block))
+            parts.append(low + shuffled[max(start - low, 0) : stop - low])
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+# A block serves many batches in a row, and a batch may lie across two.
+@lru_cache(maxsize=4)
+def _permutation(size: int, key: tuple[int, int, int]) -> Tensor:
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(key)).permutation(size))
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Which part of each batch a rank gets.
+
+    Raises:
+        ConfigError: a rank outside 0..world_size-1.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        allowed = f"0..{self.world_size - 1}"
+        _require("rank", self.rank, 0 <= self.rank < self.world_size, allowed)
+
+    def of(self, start: int, stop: int) -> tuple[int, int]:
+        """This rank's places of the batch start..stop-1: an even, contiguous cut, maybe empty."""
+        size = stop - start
+        cut = start + size * self.rank // self.world_size
+        return cut, start + size * (self.rank + 1) // self.world_size
+
+
+class Loader:
+    """Batches of a source.
+
+    `batch_size` counts the examples of a step over all ranks, and every rank sees the same number
+    of batches (the last ones may be empty for some), so which examples make up a step depends on
+    neither the number of ranks nor where a run was stopped. The last batch of a pass may be
+    short; nothing is dropped.
+
+    Args:
+        source: the examples; not empty.
+        batch_size: examples of a batch over all ranks.
+        order: passes and shuffling.
+        share: this rank's part.
+        prefetch: batches prepared ahead by a thread; 0 prepares each when it is asked for.
+
+    Raises:
+        ConfigError: `batch_size` below 1 or `prefetch` below 0.
+        DataError: an empty source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        *,
+        order: Order | None = None,
+        share: RankShare | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        _require("batch_size", batch_size, batch_size >= 1, "at least 1")
+        _require("prefetch", prefetch, prefetch >= 0, "at least 0")
+        if not len(source):
+            remedy = "Check the files and the split."
+            raise DataError(
+                describe("examples of a source", got=0, allowed="at least 1", remedy=remedy)
+            )
+        self.source = source
+        self.batch_size = batch_size
+        self.order = order or Order()
+        self.share = share or RankShare()
+        self._prefetch = prefetch
+
+    @property
+    def examples(self) -> int:
+        """Examples of all passes, over all ranks."""
+        return len(self.source) * self.order.passes
+
+    def __len__(self) -> int:
+        """Batches of all passes."""
+        return -(-len(self.source) // self.batch_size) * self.order.passes
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, position: int = 0) -> Iterator[Batch]:
+        """All batches, or those that follow a position.
+
+        Args:
+            position: `Batch.position` of the last batch that was used; 0 for the beginning.
+
+        Raises:
+            ConfigError: a position that no batch of this loader ends at.
+        """
+        places = self._places(position)
+        if not self._prefetch:
+            return (self._batch(*place) for place in places)
+        return _ahead(places, self._batch, self._prefetch)
+
+    def _places(self, position: int) -> Iterator[tuple[int, int, int]]:
+        size = len(self.source)
+        number, start = divmod(position, size)
+        ends_batch = 0 <= position <= self.examples and start % self.batch_size == 0
+        allowed = f"multiples of {self.batch_size} in a pass of {size}, up to {self.examples}"
+        _require("position", position, ends_batch, allowed)
+        return self._from(number, start)
+
+    def _from(self, number: int, start: int) -> Iterator[tuple[int, int, int]]:
+        size = len(self.source)
+        while number < self.order.passes:
+            for low in range(start, size, self.batch_size):
+                yield number, low, min(low + self.batch_size, size)
+            number, start = number + 1, 0
+
+    def _batch(self, number: int, start: int, stop: int) -> Batch:
+        size = len(self.source)
+        rows_B = self.order.rows(size, number, *self.share.of(start, stop))
+        return replace(self.source.take(rows_B), position=number * size + stop)
+
+
+def _ahead(
+    places: Iterator[tuple[int, int, int]],
+    make: Callable[[int, int, int], Batch],
+    depth: int,
+) -> Iterator[Batch]:
+    """Make batches in a thread, at most `depth` ahead; its errors are raised here."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(item: Batch | BaseException | None) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            for place in places:
+                if not put(make(*place)):
+                    return
+            put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again where the batch is awaited
+            put(error)
+
+    thread = threading.Thread(target=work, name="shoal-loader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _require(name: str, got: object, is_fine: bool, allowed: str) -> None:
+    if not is_fine:
+        remedy = "Change the setting."
+        raise ConfigError(describe(f"{name} of a loader", got=got, allowed=allowed, remedy=remedy))
