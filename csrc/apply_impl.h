@@ -64,16 +64,44 @@ inline void add_item(const Source& source, const Item& item, T* acc) {
   }
 }
 
+constexpr int kChainAhead = 4;
+
+template <class T>
+__attribute__((always_inline)) inline void prefetch_grad(const ApplyJob& job, const Item& item) {
+  const Source& source = job.sources[item.source];
+  const Slice& s = source.pool.slices[0];
+  prefetch_bytes(reinterpret_cast<const char*>(grad_at<T>(source, s, item)),
+                 static_cast<std::size_t>(s.stop - s.start) * sizeof(T));
+}
+
+// Rows of a hot id lie all over the gradient; walking its chain ahead of the sum hides that.
 template <class T>
 inline void sum_items(const ApplyJob& job, const Item* items, std::uint32_t e,
                       const ApplyScratch& scratch, T* acc) {
   const int d = job.table.rows.dim;
   for (int i = 0; i < d; ++i) acc[i] = 0;
-  for (; e != kNoItem; e = scratch.next[e]) add_item(job.sources[items[e].source], items[e], acc);
+  std::uint32_t ahead = e;
+  for (int i = 0; i < kChainAhead && ahead != kNoItem; ++i) ahead = scratch.next[ahead];
+  for (; e != kNoItem; e = scratch.next[e]) {
+    if (ahead != kNoItem) {
+      prefetch_grad<T>(job, items[ahead]);
+      ahead = scratch.next[ahead];
+    }
+    const Item& item = items[e];
+    const Source& source = job.sources[item.source];
+    if (source.direct) {
+      const T* g = grad_at<T>(source, source.pool.slices[0], item);
+#pragma GCC ivdep
+      for (int i = 0; i < d; ++i) acc[i] += g[i];
+    } else {
+      add_item(source, item, acc);
+    }
+  }
 }
 
 inline std::int64_t count_items(const ApplyJob& job, const Item* items, std::uint32_t u,
                                 const ApplyScratch& scratch) {
+  if (!job.counted) return scratch.number[u];
   std::int64_t count = 0;
   for (std::uint32_t e = scratch.head[u]; e != kNoItem; e = scratch.next[e]) {
     const Source& source = job.sources[items[e].source];
@@ -148,7 +176,9 @@ __attribute__((always_inline)) inline void prefetch_write(const char* p, std::si
 }
 
 template <class T>
-__attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, const Item* items, std::uint32_t e) {
+__attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, const Item* items,
+                                                           std::uint32_t e,
+                                                           const ApplyScratch& scratch) {
   const RowView& v = job.table.rows;
   const auto row = static_cast<std::uint32_t>(items[e].row);
   prefetch_write(weight_row(v, row), static_cast<std::size_t>(v.dim) * element_size(v.dtype));
@@ -157,10 +187,9 @@ __attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, 
   }
   __builtin_prefetch(&row_version(v, row), 1);
   __builtin_prefetch(&row_seen(v, row), 1);
-  const Source& source = job.sources[items[e].source];
-  const Slice& s = source.pool.slices[0];
-  prefetch_bytes(reinterpret_cast<const char*>(grad_at<T>(source, s, items[e])),
-                 static_cast<std::size_t>(s.stop - s.start) * sizeof(T));
+  for (int i = 0; i < kChainAhead && e != kNoItem; ++i, e = scratch.next[e]) {
+    prefetch_grad<T>(job, items[e]);
+  }
 }
 
 template <class T>
@@ -173,10 +202,12 @@ std::int64_t apply_typed(const ApplyJob& job, const Item* items, std::uint32_t m
   const std::uint32_t unique = group_items(items, m, scratch);
   std::int64_t skipped = 0;
   for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
-    prefetch_unique<T>(job, items, scratch.head[u]);
+    prefetch_unique<T>(job, items, scratch.head[u], scratch);
   }
   for (std::uint32_t u = 0; u < unique; ++u) {
-    if (u + kAhead < unique) prefetch_unique<T>(job, items, scratch.head[u + kAhead]);
+    if (u + kAhead < unique) {
+      prefetch_unique<T>(job, items, scratch.head[u + kAhead], scratch);
+    }
     const std::uint32_t head = scratch.head[u];
     const Item& item = items[head];
     const Source& source = job.sources[item.source];

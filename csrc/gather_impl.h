@@ -183,6 +183,13 @@ void gather_bag(const GatherJob& job, std::int64_t bag, std::int64_t start, std:
   }
 }
 
+// One id a bag, whole rows as stored, one slice: the copy that most features are.
+template <class T>
+inline bool single_copy(const GatherJob& job) {
+  return job.table.plain && job.weights == nullptr && job.pool.pooling != Pooling::first_n &&
+         job.pool.n_slices == 1 && !job.pool.slices[0].add;
+}
+
 template <class T>
 void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_stop, T* temp) {
   const std::size_t bytes = static_cast<std::size_t>(job.table.rows.dim) *
@@ -191,6 +198,11 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
                                                                   : 2U);
   const std::int64_t last =
       job.offsets == nullptr ? job.first + bag_stop : job.offsets[bag_stop];
+  const bool single = single_copy<T>(job);
+  const Slice slice = single ? job.pool.slices[0] : Slice{0, 0, 0, 0, false};
+  const std::size_t width = static_cast<std::size_t>(slice.stop - slice.start) * sizeof(T);
+  T* target = single ? output_at<T>(job, slice, bag_start) : nullptr;
+  const std::int64_t stride = single ? job.widths[slice.output] : 0;
   std::int64_t fetched = job.offsets == nullptr ? job.first + bag_start : job.offsets[bag_start];
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {
     const std::int64_t start = job.offsets == nullptr ? job.first + bag : job.offsets[bag];
@@ -202,7 +214,11 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
         prefetch_bytes(weight_row(job.table.rows, static_cast<std::uint32_t>(row)), bytes);
       }
     }
-    if (job.pool.pooling == Pooling::first_n) {
+    if (single && stop - start == 1 && job.rows[start] >= 0) {
+      const auto row = static_cast<std::uint32_t>(job.rows[start]);
+      const char* from = weight_row(job.table.rows, row) + slice.start * sizeof(T);
+      copy_row(reinterpret_cast<char*>(target + (bag - bag_start) * stride), from, width);
+    } else if (job.pool.pooling == Pooling::first_n) {
       gather_first_n(job, bag, start, stop, temp);
     } else {
       gather_bag(job, bag, start, stop, temp);

@@ -93,6 +93,7 @@ struct ApplyJob {
   const Source* sources;
   const double* lrs;  // per segment
   StepParams step;
+  bool counted;       // some source brings counts of its own
 };
 
 // Sums only: unique rows in order of first item, their sums and counts.

@@ -22,6 +22,7 @@ struct TableWork {
   std::size_t first_item = 0;
   std::vector<std::size_t> starts;  // of each partition, in items
   std::size_t first_lr = 0;
+  bool counted = false;
 };
 
 // Slices of unpooled sources; a deque-like store whose addresses stay.
@@ -71,6 +72,7 @@ std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& 
       if (source.stop == source.first) continue;
       work.sources.push_back(source);
       work.n += source.stop - source.first;
+      work.counted = work.counted || source.counts != nullptr;
     }
   }
   std::size_t lr = 0;
@@ -277,7 +279,7 @@ void Shard::apply_locked(const ApplyArgs& args) {
         const std::size_t start = work.starts[parts[i].part];
         const auto m = static_cast<std::uint32_t>(work.starts[parts[i].part + 1] - start);
         const ApplyJob job{tables_[work.table].view(), work.sources.data(),
-                           args.lrs.data() + work.first_lr, step};
+                           args.lrs.data() + work.first_lr, step, work.counted};
         ApplyScratch memory = scratch[lane].fit(m, job.table.rows.dim);
         skipped[parts[i].work] += kernels().apply(job, items_.data() + start, m, memory);
       });
@@ -297,7 +299,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
   for (const TableWork& work : works) {
     const Table& table = tables_[work.table];
     const auto m = static_cast<std::uint32_t>(work.starts[1] - work.starts[0]);
-    const ApplyJob job{table.view(), work.sources.data(), nullptr, StepParams{}};
+    const ApplyJob job{table.view(), work.sources.data(), nullptr, StepParams{}, work.counted};
     ApplyScratch memory = scratch.fit(m, job.table.rows.dim);
     const Item* first = items.data() + work.starts[0];
     const std::uint32_t unique = kernels().sum(job, first, m, memory, nullptr);

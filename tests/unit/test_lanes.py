@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 BUILTIN = {"parametrize", "filterwarnings", "skipif", "skip", "usefixtures", "xdist_group"}

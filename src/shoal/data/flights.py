@@ -14,8 +14,9 @@ all of them were cancelled and a missing tail number would tell. They stay in ot
 after its scheduled arrival, the moment from which it could no more be on time. History holds
 outcomes that were known at scheduled departure, and no others.
 
-New aircraft, flights and days turn up all year: of the examples of November and December, some
-have a tail number or a flight that no earlier month had. That is what growing tables are for.
+New aircraft, flights and days turn up all year, which is what growing tables are for: of the
+55,060 examples of November and December, 15 % are of a flight (790 of them) and 1 % of an aircraft
+(74) that no earlier month had. The other 279,204 examples are for training.
 """
 
 from __future__ import annotations

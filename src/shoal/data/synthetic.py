@@ -149,10 +149,10 @@ class SyntheticClicks:
         cut = np.uint64(round(self.fresh_share * 256))
         for feature in range(self.num_features):
             words = self._words(number_B, _IDS + feature)
-            # The low byte picks the pool, the high bits the rank.
+            # The low byte picks the pool, the 53 high bits the rank.
             fresh = np.flatnonzero((words & np.uint64(255)) < cut)
             fresh = fresh[born_B[fresh] > 0]
-            rank_B = self._ranks(_uniform(words))
+            rank_B = self._ranks((words >> np.uint64(11)).astype(np.float64))
             rank_B[fresh] = np.maximum(born_B[fresh] - rank_B[fresh], 0) + _FRESH
             own = ids_FB[feature]
             own[:] = rank_B.view(np.uint64)
@@ -160,17 +160,17 @@ class SyntheticClicks:
             own *= _ID_FACTOR
         return ids_FB
 
-    def _ranks(self, u_B: _Floats) -> _Places:
-        """Zipf ranks 0..vocabulary-1 of uniform draws."""
+    def _ranks(self, u_B: np.ndarray[Any, np.dtype[np.float64]]) -> _Places:
+        """Zipf ranks 0..vocabulary-1 of uniform whole numbers below 2^53; uses up `u_B`."""
         size = float(self.vocabulary)
         power = 1.0 - self.exponent
-        u = u_B.astype(np.float64)
+        u_B *= 2.0**-53
         if abs(power) < 1e-9:
-            x = np.exp(u * np.log(size + 1.0))
+            x = np.exp(u_B * np.log(size + 1.0))
         else:
-            u *= (size + 1.0) ** power - 1.0
-            u += 1.0
-            x = np.exp(np.log(u) / power)
+            u_B *= (size + 1.0) ** power - 1.0
+            u_B += 1.0
+            x = np.exp(np.log(u_B) / power)
         ranks: _Places = x.astype(np.int64)
         ranks -= 1
         np.minimum(ranks, self.vocabulary - 1, out=ranks)

@@ -122,7 +122,7 @@ class DynamicWdAdagrad(Optimizer):
             move_UD = move_UD + lr * pull_UD
         return w_UD - move_UD, squares_UD
 
-    def _decay_U1(self, w_UD: Tensor, grad_UD: Tensor) -> Tensor:  # noqa: N802
+    def _decay_U1(self, w_UD: Tensor, grad_UD: Tensor) -> Tensor:
         decay_U1 = w_UD.new_full((w_UD.shape[0], 1), self.weight_decay)
         if not self.dynamic:
             return decay_U1
@@ -217,7 +217,7 @@ class RMSprop(Optimizer):
         return w_UD - lr * grad_UD / (squares_UD.sqrt() + 1), squares_UD
 
 
-def _norm_U1(values_UD: Tensor) -> Tensor:  # noqa: N802
+def _norm_U1(values_UD: Tensor) -> Tensor:
     return (values_UD * values_UD).sum(dim=1, keepdim=True).sqrt()
 
 

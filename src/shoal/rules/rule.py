@@ -29,7 +29,7 @@ class RuleContext:
     """
 
     global_step: int = 0
-    seen_UD: Tensor | None = None  # noqa: N815
+    seen_UD: Tensor | None = None
 
 
 class Optimizer(ABC):

@@ -141,9 +141,7 @@ def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | No
             )
         )
     if weights_N is not None and (
-        weights_N.dtype != torch.float32
-        or weights_N.shape != (n,)
-        or not weights_N.is_contiguous()
+        weights_N.dtype != torch.float32 or weights_N.shape != (n,) or not weights_N.is_contiguous()
     ):
         raise ShapeError(
             describe(

@@ -204,9 +204,7 @@ class CpuShard:
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
                 assert record.offsets_GB1 is not None
-                bags = checks.bags(
-                    own.groups, own.native, record.offsets_GB1, record.weights_N
-                )
+                bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
                 offsets, weights = record.offsets_GB1, record.weights_N
                 shapes = [
                     ((bags, output.width), dtype)
@@ -265,9 +263,7 @@ class CpuShard:
         tables, ids, sums, counts = [], [], [], []
         for part in self._core.sum(native):
             ids_U = torch.empty(part.n, dtype=torch.int64)
-            sums_UD = torch.empty(
-                part.n, self._dims[part.table], dtype=self._reals[part.table]
-            )
+            sums_UD = torch.empty(part.n, self._dims[part.table], dtype=self._reals[part.table])
             counts_U = torch.empty(part.n, dtype=torch.int64)
             part.copy_to(ids_U.data_ptr(), sums_UD.data_ptr(), counts_U.data_ptr())
             tables.append(part.table)

@@ -1,0 +1,128 @@
+"""The compiled core, as the table room uses it; addresses are `Tensor.data_ptr()` integers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+class TableFullError(Exception): ...
+class NonFiniteError(Exception): ...
+
+class Ticket:
+    live: bool
+    def end(self) -> None: ...
+    def admitted(self, out: int) -> None: ...
+    def found(self, out: int) -> None: ...
+
+class Plan:
+    def __init__(self, pools: Sequence[dict[str, Any]], widths: Sequence[int]) -> None: ...
+
+class Groups:
+    def __init__(
+        self, n: int, count: int, ids: int, splits: int, tables: int, n_tables: int
+    ) -> None: ...
+    def bags_fit(self, offsets: int, bags: int) -> bool: ...
+
+class Record:
+    def __init__(
+        self,
+        ticket: Ticket,
+        plan: Plan | None,
+        offsets: int,
+        bags: int,
+        weights: int,
+        grads: Sequence[int],
+        scale: float,
+    ) -> None: ...
+
+class Sums:
+    table: int
+    n: int
+    def copy_to(self, ids: int, sums: int, counts: int) -> None: ...
+
+class Exported:
+    n: int
+    def __init__(
+        self, n: int, columns: Sequence[int], weight_bytes: int, state_bytes: int
+    ) -> None: ...
+    def copy_to(self, columns: Sequence[int]) -> None: ...
+
+class Shard:
+    def __init__(self, specs: Sequence[dict[str, Any]]) -> None: ...
+    def find(self, groups: Groups, outputs: Sequence[int], found: int, threads: int) -> None: ...
+    def find_pooled(
+        self,
+        groups: Groups,
+        plan: Plan,
+        offsets: int,
+        bags: int,
+        weights: int,
+        outputs: Sequence[int],
+        threads: int,
+    ) -> None: ...
+    def gather(
+        self,
+        ticket: Ticket,
+        plan: Plan | None,
+        offsets: int,
+        bags: int,
+        weights: int,
+        outputs: Sequence[int],
+        global_step: int,
+        threads: int,
+    ) -> None: ...
+    def find_or_init(
+        self, groups: Groups, counts: int, global_step: int, event_time_s: int, threads: int
+    ) -> Ticket: ...
+    def apply(
+        self,
+        records: Sequence[Record],
+        rates: Sequence[float],
+        global_step: int,
+        event_time_s: int,
+        nan_policy: int,
+        nan_clip: float,
+        threads: int,
+    ) -> None: ...
+    def sum(self, records: Sequence[Record]) -> list[Sums]: ...
+    def apply_ids(
+        self,
+        groups: Groups,
+        counts: int,
+        grads: Sequence[int],
+        seen: Sequence[int],
+        rates: Sequence[float],
+        global_step: int,
+        event_time_s: int,
+        nan_policy: int,
+        nan_clip: float,
+        threads: int,
+    ) -> None: ...
+    def write(
+        self,
+        groups: Groups,
+        mode: int,
+        values: Sequence[int],
+        status: int,
+        global_step: int,
+        event_time_s: int,
+        threads: int,
+    ) -> None: ...
+    def evict(self, now_s: int) -> int: ...
+    def cut(self) -> int: ...
+    def clear(self, table: int) -> None: ...
+    def pinned(self, table: int) -> bool: ...
+    def export(self, table: int) -> Exported: ...
+    def entry(self, table: int, id: int) -> Exported: ...
+    def load(self, table: int, rows: Exported) -> None: ...
+    def size(self, table: int) -> int: ...
+    def stats(self, table: int) -> dict[str, int]: ...
+    def admission_counts(self, table: int) -> tuple[list[int], list[int]]: ...
+    def admission_cells(self, table: int) -> bytes: ...
+    def load_admission(
+        self, table: int, ids: Sequence[int], counts: Sequence[int], cells: bytes
+    ) -> None: ...
+
+def pooled32(rows: int, columns: int) -> Tensor: ...
+def pooled64(rows: int, columns: int) -> Tensor: ...
+def isa() -> str: ...
