@@ -172,7 +172,7 @@ inline void stamp(const ApplyJob& job, std::uint32_t row, std::int64_t count) {
 // Forced inline: a function that only prefetches counts as free of effects, and GCC drops its calls.
 __attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
   const std::size_t limit = bytes < 512 ? bytes : 512;
-  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 1);
+  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 1, 2);
 }
 
 template <class T>
@@ -185,8 +185,8 @@ __attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, 
   if (v.state_width > 0) {
     prefetch_write(state_row(v, row), static_cast<std::size_t>(v.state_width) * sizeof(T));
   }
-  __builtin_prefetch(&row_version(v, row), 1);
-  __builtin_prefetch(&row_seen(v, row), 1);
+  __builtin_prefetch(&row_version(v, row), 1, 2);
+  __builtin_prefetch(&row_seen(v, row), 1, 2);
   for (int i = 0; i < kChainAhead && e != kNoItem; ++i, e = scratch.next[e]) {
     prefetch_grad<T>(job, items[e]);
   }
@@ -195,7 +195,7 @@ __attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, 
 template <class T>
 std::int64_t apply_typed(const ApplyJob& job, const Item* items, std::uint32_t m,
                          ApplyScratch& scratch) {
-  constexpr std::uint32_t kAhead = 12;
+  constexpr std::uint32_t kAhead = 32;
   const int d = job.table.rows.dim;
   T* acc = static_cast<T*>(scratch.buffer);
   T* temp = acc + d + 16;

@@ -67,7 +67,7 @@ void Arena::reserve(std::size_t count) {
     const int block = static_cast<int>(blocks_.size());
     const std::size_t rows = block_rows(block), start = block_start(block);
     std::size_t offsets[6] = {};
-    for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * arrays_[i].stride) + (rows > 8192 ? 17 * 4096 + 320 : 0);
+    for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * arrays_[i].stride);
     Block memory(offsets[5]);
     blocks_.reserve(blocks_.size() + 1);
     for (Array& array : arrays_) array.biased.reserve(array.biased.size() + 1);
