@@ -2,6 +2,7 @@
 
     manifest.json        what there is, written last: a folder without it is no checkpoint
     dense.pt             state dicts of the dense modules, by name
+    admission.pt         sights of ids without a row, for the tables that count them
     tables/<name>.arrow  Arrow IPC, rows of one table ordered by hash
 
 Row files hold id, weights [D], state [S], version, last_seen_s and count of each row, so they do
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError, describe
-from shoal.table.shard import RowChunk, Shard
+from shoal.table.shard import AdmissionState, RowChunk, Shard
 from shoal.table.spec import TableSpec
 
 __all__ = ["Manifest", "RowFile", "load", "read_manifest", "save"]
@@ -32,6 +33,7 @@ __all__ = ["Manifest", "RowFile", "load", "read_manifest", "save"]
 _SCHEMA = 1
 _BATCH_ROWS = 1 << 16
 _DENSE = "dense.pt"
+_ADMISSION = "admission.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class Manifest:
     seed: int
     modules: tuple[str, ...]
     dense_sha256: str
+    admission_sha256: str
     row_files: tuple[RowFile, ...]
 
 
@@ -88,6 +91,8 @@ def save(
     dense = {name: module.state_dict() for name, module in modules.items()}
     torch.save(dense, path / _DENSE)
     _make_durable(path / _DENSE)
+    torch.save(_admission_states(shards), path / _ADMISSION)
+    _make_durable(path / _ADMISSION)
     files: list[RowFile] = []
     for name, shard in shards.items():
         for index, spec in enumerate(shard.specs):
@@ -98,6 +103,7 @@ def save(
         seed=next((shard.seed for shard in shards.values()), 0),
         modules=tuple(modules),
         dense_sha256=_digest(path / _DENSE),
+        admission_sha256=_digest(path / _ADMISSION),
         row_files=tuple(files),
     )
     _commit(path / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
@@ -124,15 +130,43 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
     for key, (_, _, spec) in wanted.items():
         _check_layout(saved[key], spec)
         _check_file(path, saved[key])
-    if not (path / _DENSE).is_file() or _digest(path / _DENSE) != manifest.dense_sha256:
-        raise _damaged(path / _DENSE, "missing, or its checksum differs from the manifest's")
+    sums = {_DENSE: manifest.dense_sha256, _ADMISSION: manifest.admission_sha256}
+    for file, digest in sums.items():
+        if not (path / file).is_file() or _digest(path / file) != digest:
+            raise _damaged(path / file, "missing, or its checksum differs from the manifest's")
     dense = torch.load(path / _DENSE, weights_only=True)
     for name, module in modules.items():
         _load_module(path, name, module, dense[name])
     for key, (shard, index, spec) in wanted.items():
         for chunk in _read_table(path / saved[key].file, spec):
             shard.load(index, chunk)
+    _load_admission(path, shards)
     return manifest
+
+
+def _admission_states(shards: Mapping[str, Shard]) -> dict[str, tuple[Tensor, ...]]:
+    states = {}
+    for name, shard in shards.items():
+        for index, spec in enumerate(shard.specs):
+            if spec.admission is not None:
+                state = shard.admission_state(index)
+                cells = torch.from_numpy(np.frombuffer(state.cells, dtype=np.uint8).copy())
+                states[f"{name}/{spec.name}"] = (state.ids, state.counts, cells)
+    return states
+
+
+def _load_admission(path: Path, shards: Mapping[str, Shard]) -> None:
+    states = torch.load(path / _ADMISSION, weights_only=True)
+    for name, shard in shards.items():
+        for index, spec in enumerate(shard.specs):
+            if spec.admission is not None:
+                state = states.get(f"{name}/{spec.name}")
+                if state is None:
+                    raise _damaged(path / _ADMISSION, f"no counters of table {spec.name!r}")
+                ids, counts, cells = state
+                shard.load_admission_state(
+                    index, AdmissionState(ids, counts, cells.numpy().tobytes())
+                )
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -13,8 +13,8 @@ from shoal.errors import ConfigError, describe
 from shoal.table import checks, pooled, refusals, rows
 from shoal.table.cpu_ticket import CpuTicket
 from shoal.table.native import pool_dicts, rate_row, table_dict
-from shoal.table.rows import AdmissionState
 from shoal.table.shard import (
+    AdmissionState,
     Entry,
     Found,
     GradRecord,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal import _core
 from shoal.errors import ShapeError, describe
 from shoal.table import checks
-from shoal.table.shard import Entry, RowChunk, TableStats
+from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = [
-    "AdmissionState",
     "admission_of",
     "chunk_of",
     "entry_of",
@@ -32,19 +29,6 @@ _WEIGHTS = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionState:
-    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
-
-    ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
-    row after row (empty when exact).
-    """
-
-    ids: Tensor
-    counts: Tensor
-    cells: bytes
 
 
 def weight_dtype(spec: TableSpec) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.table.spec import TableSpec
 
 __all__ = [
+    "AdmissionState",
     "Entry",
     "Found",
     "GradRecord",
@@ -212,6 +213,19 @@ class RowChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
+
+    ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
+    row after row (empty when exact).
+    """
+
+    ids: Tensor
+    counts: Tensor
+    cells: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TableStats:
     """Counters of one table. Bytes are resident bytes the shard allocated for it."""
 
@@ -343,6 +357,18 @@ class Shard(Protocol):
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
+        ...
+
+    def admission_state(self, table: int) -> AdmissionState:
+        """Sights of ids that have no row yet."""
+        ...
+
+    def load_admission_state(self, table: int, state: AdmissionState) -> None:
+        """Restore what `admission_state` returned.
+
+        Raises:
+            ShapeError: the counters are of another kind or size than the spec's.
+        """
         ...
 
     def entry(self, table: int, id: int) -> Entry | None:

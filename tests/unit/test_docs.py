@@ -1,0 +1,102 @@
+"""The documentation runs, names every setting and error, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from shoal import errors
+from shoal.config.compose import ENVIRONMENT
+from shoal.config.tree import RunConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+RUNNABLE = [ROOT / "README.md", DOCS / "guide" / "tables.md"]
+BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+KEY_ROW = re.compile(r"^\| `([A-Za-z_.]+)` \|", flags=re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def sections_of(hint: object) -> list[type[BaseModel]]:
+    """Sections that a setting's type allows, unions and annotations unpacked."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return [hint]
+    return [cls for inner in typing.get_args(hint) for cls in sections_of(inner)]
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings; NAME stands for a name that the user gives."""
+    for key, field in section.model_fields.items():
+        inner = sections_of(field.annotation)
+        if not inner:
+            yield prefix + key
+        named = "NAME." if typing.get_origin(field.annotation) is dict else ""
+        for cls in inner:
+            yield from keys_of(cls, f"{prefix}{key}.{named}")
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+def test_python_of_a_page_runs(page: Path) -> None:
+    blocks = list(BLOCK.finditer(page.read_text()))
+    assert blocks
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        line = page.read_text()[: block.start(1)].count("\n")
+        code = compile("\n" * line + block.group(1), str(page), "exec", dont_inherit=True)
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(prose_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{target} of {name_of(page)}"
+        if anchor:
+            assert anchor in anchors_of(there), f"{target} of {name_of(page)}"
+
+
+def test_index_lists_every_page() -> None:
+    index = DOCS / "index.md"
+    linked = {
+        (DOCS / target.partition("#")[0]).resolve() for target in LINK.findall(prose_of(index))
+    }
+    pages = {page for page in DOCS.rglob("*.md") if page.parent.name != "decisions"}
+    assert pages - {index} <= linked
+
+
+def test_config_page_has_every_key_and_no_other() -> None:
+    text = (DOCS / "guide" / "config.md").read_text()
+    assert set(KEY_ROW.findall(text)) - set(ENVIRONMENT) == set(keys_of(RunConfig))
+
+
+def test_config_page_has_every_variable() -> None:
+    text = (DOCS / "guide" / "config.md").read_text()
+    assert set(re.findall(r"`(SHOAL_[A-Z_]+)`", text)) == set(ENVIRONMENT)
+
+
+def test_errors_page_has_every_error() -> None:
+    text = (DOCS / "reference" / "errors.md").read_text()
+    every = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    assert [name for name in every if f"`{name}`" not in text] == []

@@ -1,0 +1,57 @@
+"""What a restart keeps: counters of unadmitted ids go on where they stood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from shoal import Admission, Segment, TableSpec, checkpoint
+from shoal.errors import ShapeError
+from shoal.table.cpu import CpuShard
+from shoal.table.shard import AdmissionState, IdGroups, StepContext
+
+IDS = torch.tensor([5, 6, 2**62])
+
+
+def shard_with(counter: Literal["exact", "sketch"], width: int = 1024) -> CpuShard:
+    admission = Admission(threshold=3, counter=counter, sketch_width=width)
+    return CpuShard([TableSpec(name="t", segments=(Segment(dim=2),), admission=admission)])
+
+
+def sight(shard: CpuShard, ids: torch.Tensor) -> list[bool]:
+    groups = IdGroups(ids, torch.tensor([0, ids.numel()]), torch.zeros(1, dtype=torch.int32))
+    ticket = shard.find_or_init(groups, ctx=StepContext())
+    admitted: list[bool] = ticket.admitted_N.tolist()
+    ticket.end()
+    return admitted
+
+
+@pytest.mark.parametrize("counter", ["exact", "sketch"])
+def test_sights_survive_a_checkpoint(tmp_path: Path, counter: Literal["exact", "sketch"]) -> None:
+    before = shard_with(counter)
+    assert sight(before, IDS) == [False] * 3
+    assert sight(before, IDS[:1]) == [False]
+    checkpoint.save(tmp_path / "saved", shards={"s": before}, modules={}, step=2)
+    after = shard_with(counter)
+    checkpoint.load(tmp_path / "saved", shards={"s": after}, modules={})
+    assert sight(after, IDS) == [True, False, False]
+    assert after.size(0) == 1
+
+
+def test_counters_of_another_size_are_refused() -> None:
+    small, large = shard_with("sketch"), shard_with("sketch", 4096)
+    sight(small, IDS)
+    with pytest.raises(ShapeError, match="sketch_width"):
+        large.load_admission_state(0, small.admission_state(0))
+    assert set(large.admission_state(0).cells) == {0}
+
+
+def test_exact_counters_do_not_take_a_sketch() -> None:
+    exact = shard_with("exact")
+    with pytest.raises(ShapeError):
+        exact.load_admission_state(
+            0, AdmissionState(torch.empty(0), torch.empty(0), bytes(4 * 4096))
+        )
