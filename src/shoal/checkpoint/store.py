@@ -144,7 +144,7 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
     return manifest
 
 
-def _admission_states(shards: Mapping[str, Shard]) -> dict[str, tuple[Tensor, ...]]:
+def _admission_states(shards: Mapping[str, Shard]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     states = {}
     for name, shard in shards.items():
         for index, spec in enumerate(shard.specs):
