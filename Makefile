@@ -51,10 +51,10 @@ tsan:
 	for t in build/tsan/test_*; do [ -x "$$t" ] && [ -f "$$t" ] && { TSAN_OPTIONS=halt_on_error=1 "$$t" || exit 1; }; done
 
 # Peers live in a venv of their own; the two without dependencies would pull a CUDA build.
-.venv-peers/.installed: bench/requirements-peers.txt constraints.txt $(CORE_SOURCES)
+.venv-peers/.installed: bench/requirements-peers.txt bench/requirements-peers-nodeps.txt constraints.txt $(CORE_SOURCES)
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt torch numpy
-	.venv-peers/bin/pip --disable-pip-version-check -q install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.9.2
+	.venv-peers/bin/pip --disable-pip-version-check -q install --no-deps -r bench/requirements-peers-nodeps.txt
 	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt -r bench/requirements-peers.txt $(BUILD_TOOLS)
 	.venv-peers/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-build-isolation .
 	@touch $@

@@ -171,6 +171,7 @@ Plan plan_from(const std::vector<nb::dict>& pools, std::vector<std::int64_t> wid
       const auto s = nb::cast<nb::tuple>(slice);
       plan.slices.push_back(Slice{nb::cast<int>(s[0]), nb::cast<int>(s[1]), nb::cast<int>(s[2]),
                                   nb::cast<std::int64_t>(s[3]), nb::cast<bool>(s[4])});
+      plan.adds = plan.adds || plan.slices.back().add;
       ++count;
     }
     counts.push_back(count);

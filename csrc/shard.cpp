@@ -119,8 +119,19 @@ void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool abs
     });
     return;
   }
-  // Several groups may add into one output, so a thread takes a range of bags over all groups.
   const int threads = groups.n <= kChunk && args.bags * groups.count <= kChunk ? 1 : args.threads;
+  if (!args.plan->adds && groups.count >= threads * 8) {
+    // Many small groups: whole ones keep more rows under way at a time than slices of all.
+    const std::int64_t parts = threads == 1 ? 1 : threads * 4;
+    Pool::instance().run(parts, threads, [&](std::int64_t part, int lane) {
+      const auto stop = static_cast<int>(groups.count * (part + 1) / parts);
+      for (auto g = static_cast<int>(groups.count * part / parts); g < stop; ++g) {
+        one(g, 0, args.bags, lane);
+      }
+    });
+    return;
+  }
+  // Groups may add into one output, so a thread takes a range of bags over all groups.
   const std::int64_t ranges = std::min<std::int64_t>(
       args.bags, threads == 1 ? 1 : std::max<std::int64_t>(threads * 4, groups.n / (4 * kChunk)));
   Pool::instance().run(ranges, threads, [&](std::int64_t range, int lane) {

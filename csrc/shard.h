@@ -27,6 +27,7 @@ struct Plan {
   std::vector<Slice> slices;
   std::vector<PoolSpec> pools;  // one per group; slices point into `slices`
   std::vector<std::int64_t> widths;
+  bool adds = false;            // some slice sums into what another group wrote
 };
 
 // Rows of one lookup. `ids` belong to the caller, who keeps them alive.

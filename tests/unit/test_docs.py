@@ -88,7 +88,8 @@ def test_index_lists_every_page() -> None:
 
 def test_config_page_has_every_key_and_no_other() -> None:
     text = (DOCS / "guide" / "config.md").read_text()
-    assert set(KEY_ROW.findall(text)) - set(ENVIRONMENT) == set(keys_of(RunConfig))
+    settings = text.partition("## The run\n")[2].partition("## The run folder")[0]
+    assert set(KEY_ROW.findall(settings)) == set(keys_of(RunConfig))
 
 
 def test_config_page_has_every_variable() -> None:
@@ -100,3 +101,6 @@ def test_errors_page_has_every_error() -> None:
     text = (DOCS / "reference" / "errors.md").read_text()
     every = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
     assert [name for name in every if f"`{name}`" not in text] == []
+    tree = (errors.__doc__ or "").partition("\n\n")[2].partition("\n\n")[0]
+    for drawn in tree.splitlines():
+        assert drawn.split("  ")[0] in text
