@@ -46,7 +46,7 @@ def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu"
                 "device of a table",
                 got="'cuda'",
                 allowed="'cpu' in this version",
-                remedy="Keep tables on device='cpu'; the dense model may be on the GPU.",
+                remedy="Use device='cpu'.",
             )
         )
     known = ", ".join(DEVICES)

@@ -130,9 +130,9 @@ def table_title(judged: Mapping[str, BinaryResult]) -> str:
 def closing_line(result: RunResult) -> str:
     """Table growth and speed of a run in one line."""
     rows = result.total_rows
+    size = f"{result.bytes_total / rows:.0f} bytes a row, " if rows else ""
     return (
-        f"{human_count(rows)} rows in {len(result.rows)} tables, "
-        f"{result.bytes_total / max(rows, 1):.0f} bytes a row, "
+        f"{human_count(rows)} rows in {len(result.rows)} tables, {size}"
         f"{human_count(result.ids / result.train_s)} ids/s, "
         f"{human_count(result.examples / result.train_s)} examples/s"
     )
