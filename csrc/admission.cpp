@@ -27,6 +27,7 @@ std::uint32_t& Admission::cell(std::int64_t id, int row) {
 
 void Admission::add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
+    if (spec_.required.of(ids[i]) <= 1) continue;
     if (spec_.sketch) {
       for (int row = 0; row < spec_.depth; ++row) {
         std::uint32_t& c = cell(ids[i], row);
@@ -48,6 +49,7 @@ void Admission::add(const std::int64_t* ids, const std::int64_t* counts, std::in
 
 void Admission::undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
+    if (spec_.required.of(ids[i]) <= 1) continue;
     if (spec_.sketch) {
       for (int row = 0; row < spec_.depth; ++row) {
         std::uint32_t& c = cell(ids[i], row);
@@ -65,6 +67,8 @@ void Admission::undo(const std::int64_t* ids, const std::int64_t* counts, std::i
 }
 
 bool Admission::admitted(std::int64_t id) const {
+  const std::int64_t required = spec_.required.of(id);
+  if (required <= 1) return true;
   std::int64_t total = kMostCells;
   if (spec_.sketch) {
     for (int row = 0; row < spec_.depth; ++row) {
@@ -72,8 +76,9 @@ bool Admission::admitted(std::int64_t id) const {
     }
   } else {
     total = counts_.find(id);
+    return total >= std::min(required, kMostSights);
   }
-  return total >= spec_.required.of(id);
+  return total >= required;
 }
 
 void Admission::forget(std::int64_t id) {
@@ -95,7 +100,12 @@ void Admission::export_exact(std::vector<std::int64_t>& ids,
 
 void Admission::load_exact(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
   counts_.clear();
-  add(ids, counts, n);
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (counts_.find(ids[i]) == kNoRow) {
+      counts_.insert(ids[i], static_cast<std::int32_t>(std::min(counts[i], kMostSights)));
+    }
+  }
+  counts_.rebalance();
 }
 
 void Admission::load_cells(const std::uint32_t* cells, std::size_t n) {

@@ -105,6 +105,7 @@ inline std::int64_t count_items(const ApplyJob& job, const Item* items, std::uin
   std::int64_t count = 0;
   for (std::uint32_t e = scratch.head[u]; e != kNoItem; e = scratch.next[e]) {
     const Source& source = job.sources[items[e].source];
+    if (!source.sighted) continue;
     count += source.counts == nullptr ? 1 : source.counts[source.first + items[e].position];
   }
   return count;

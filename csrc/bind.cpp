@@ -132,7 +132,7 @@ void bind_values(nb::module_& m) {
   m.def("pooled64", &pooled<double>, "rows"_a, "columns"_a);
   nb::class_<PyTicket>(m, "Ticket")
       .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
-      .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live; })
+      .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live.load(); })
       .def("admitted",
            [](const PyTicket& t, Address out) {
              const auto& rows = t.ticket->rows;
@@ -281,7 +281,9 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
       .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
       .def("clear", [](PyShard& s, int t) { s.shard.clear(t); }, Release())
-      .def("pinned", [](const PyShard& s, int t) { return s.shard.pinned_table(t); })
+      .def_prop_rw(
+          "last_step", [](const PyShard& s) { return s.shard.last_step(); },
+          [](PyShard& s, std::int64_t step) { s.shard.set_last_step(step); })
       .def("export",
            [](PyShard& s, int t) { return s.shard.export_rows(t, nullptr); }, Release())
       .def("entry",
@@ -349,6 +351,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Compiled core of Shoal: tables on the CPU. Use shoal.table, not this.";
   nb::exception<TableFullError>(m, "TableFullError");
   nb::exception<NonFiniteError>(m, "NonFiniteError");
+  nb::exception<TicketStateError>(m, "TicketStateError");
   bind_values(m);
   nb::class_<PyShard> shard(m, "Shard");
   shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {

@@ -13,6 +13,8 @@ constexpr int kMaxBits = 16;
 constexpr std::size_t kSplitRows = 32 * 1024;    // a stripe below this never splits
 constexpr std::size_t kMaxStripeRows = 1 << 20;  // above this always, to bound one rehash
 
+std::uint32_t grown(std::uint32_t lines) { return lines < 64 ? lines * 2 : lines + lines / 4; }
+
 void place(Line* lines, std::uint32_t count, std::uint64_t hash, std::int64_t id,
            std::int32_t row) {
   std::uint64_t at = (hash & 0xffffffffULL) * count >> 32;
@@ -88,7 +90,7 @@ void Index::insert(std::int64_t id, std::int32_t row) {
   const std::uint32_t stripe = directory_[slot_of(hash)];
   if (stripes_[stripe].size >= stripes_[stripe].limit) {
     const std::uint32_t lines = views_[stripe].count;
-    resize(stripe, lines < 64 ? lines * 2 : lines + lines / 4);
+    resize(stripe, grown(lines));
   }
   place(views_[stripe].lines, views_[stripe].count, hash, id, row);
   ++stripes_[stripe].size;
@@ -101,13 +103,13 @@ std::int32_t Index::erase(std::int64_t id) {
   const std::uint32_t count = views_[stripe].count;
   const std::uint64_t home = (hash & 0xffffffffULL) * count >> 32;
   std::uint64_t at = home;
-  for (;;) {
+  for (std::uint32_t step = 0; step < count; ++step) {
     const unsigned hit = match(&lines[at], id);
     if (hit != 0) {
       const int slot = __builtin_ctz(hit);
       lines[at].meta &= ~(1U << slot);
-      for (std::uint64_t step = home; step != at; step = step + 1 == count ? 0 : step + 1) {
-        lines[step].meta -= kOverflowOne;
+      for (std::uint64_t past = home; past != at; past = past + 1 == count ? 0 : past + 1) {
+        lines[past].meta -= kOverflowOne;
       }
       --stripes_[stripe].size;
       return lines[at].rows[slot];
@@ -115,6 +117,7 @@ std::int32_t Index::erase(std::int64_t id) {
     if ((lines[at].meta >> 8) == 0) return kNoRow;
     if (++at == count) at = 0;
   }
+  return kNoRow;
 }
 
 void Index::set_row(std::int64_t id, std::int32_t row) {
@@ -122,13 +125,29 @@ void Index::set_row(std::int64_t id, std::int32_t row) {
   const std::uint32_t stripe = directory_[slot_of(hash)];
   Line* lines = views_[stripe].lines;
   std::uint64_t at = (hash & 0xffffffffULL) * views_[stripe].count >> 32;
-  for (;;) {
+  for (std::uint32_t step = 0; step < views_[stripe].count; ++step) {
     const unsigned hit = match(&lines[at], id);
     if (hit != 0) {
       lines[at].rows[__builtin_ctz(hit)] = row;
       return;
     }
     if (++at == views_[stripe].count) at = 0;
+  }
+}
+
+void Index::make_room(const std::int64_t* ids, std::size_t n) {
+  std::vector<std::uint32_t> fresh(stripes_.size(), 0);
+  for (std::size_t i = 0; i < n; ++i) {
+    ++fresh[directory_[slot_of(mix64(static_cast<std::uint64_t>(ids[i]) ^ salt_))]];
+  }
+  for (std::uint32_t stripe = 0; stripe < stripes_.size(); ++stripe) {
+    std::uint32_t lines = views_[stripe].count;
+    // As insert() would grow it, in one go.
+    const double load = static_cast<double>(stripes_[stripe].limit) / lines;
+    while (stripes_[stripe].size + fresh[stripe] > static_cast<std::uint32_t>(load * lines)) {
+      lines = grown(lines);
+    }
+    if (lines != views_[stripe].count) resize(stripe, lines);
   }
 }
 
@@ -139,19 +158,24 @@ void Index::split(std::uint32_t stripe) {
     directory_ = std::move(doubled);
     ++bits_;
   }
-  Stripe old = std::move(stripes_[stripe]);
   const StripeView view = views_[stripe];
-  const int depth = old.depth + 1;
   // Halves of a small stripe may be uneven enough to overflow a tight split.
   const std::uint32_t lines =
-      old.size < 1024 ? view.count : view.count / 2 + view.count / 16 + 1;
+      stripes_[stripe].size < 1024 ? view.count : view.count / 2 + view.count / 16 + 1;
+  // All memory first: a refusal must find the stripe as it was.
+  Block blocks[2] = {Block(std::size_t{lines} * sizeof(Line)),
+                     Block(std::size_t{lines} * sizeof(Line))};
+  stripes_.reserve(stripes_.size() + 1);
+  views_.reserve(views_.size() + 1);
+  const Stripe old = std::move(stripes_[stripe]);
+  const int depth = old.depth + 1;
   const std::uint32_t sibling = static_cast<std::uint32_t>(stripes_.size());
   stripes_.emplace_back();
   views_.emplace_back();
   const std::uint32_t halves[2] = {stripe, sibling};
   for (int half = 0; half < 2; ++half) {
     Stripe fresh;
-    fresh.block = Block(static_cast<std::size_t>(lines) * sizeof(Line));
+    fresh.block = std::move(blocks[half]);
     fresh.depth = depth;
     fresh.prefix = old.prefix * 2 + half;
     views_[halves[half]] = StripeView{reinterpret_cast<Line*>(fresh.block.data()), lines, 0};

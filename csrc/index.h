@@ -53,6 +53,8 @@ class Index {
   // Splits stripes that grew past their share; serial, between parallel phases.
   void rebalance();
   void reserve(std::size_t rows);
+  // Grows every stripe for these ids (absent, distinct), so that inserting them allocates nothing.
+  void make_room(const std::int64_t* ids, std::size_t n);
   void clear();
 
   template <class Visit>
@@ -109,13 +111,16 @@ inline unsigned match(const Line* line, std::int64_t id) {
   return hit & line->meta;
 }
 
+// A miss ends at the first line nothing overflowed past; churn can leave none, so it also ends
+// after one round.
 inline std::int32_t probe(const StripeView* stripe, const Line* line, std::int64_t id) {
-  for (;;) {
+  for (std::uint32_t step = 0; step < stripe->count; ++step) {
     const unsigned hit = match(line, id);
     if (hit != 0) return line->rows[__builtin_ctz(hit)];
     if ((line->meta >> 8) == 0) return kNoRow;
     if (++line == stripe->lines + stripe->count) line = stripe->lines;
   }
+  return kNoRow;
 }
 
 }  // namespace

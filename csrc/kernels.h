@@ -60,6 +60,7 @@ struct Source {
   double scale;
   const std::int64_t* counts;   // by absolute position, or null
   const void* seen;             // [n, D] weights at gradient time, or null
+  bool sighted;                 // its positions count as sights: a ticket's do once a step
   bool direct;                  // one slice of whole rows, no weights, factor 1: read in place
 };
 

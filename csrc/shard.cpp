@@ -151,6 +151,7 @@ void Shard::find_pooled(const Groups& groups, GatherArgs args) {
 
 void Shard::gather(const Ticket& ticket, const GatherArgs& args) {
   const ReadGuard guard(lock_);
+  if (!ticket.live) throw TicketStateError();
   gather_rows(ticket.groups(), ticket.rows.data(), false, args);
 }
 
@@ -266,7 +267,7 @@ std::int64_t Shard::evict(std::int64_t now_s) {
 void Shard::write(const Groups& groups, Write mode, const void* const* values,
                   std::int32_t* status, StepParams step, int threads) {
   // Rows are found before they are written, so the ticket both pins and remembers them.
-  const std::unique_ptr<Ticket> ticket = find_or_init(groups, nullptr, true, step, threads);
+  const Pinned ticket(*this, find_or_init(groups, nullptr, true, step, threads));
   const WriteGuard guard(lock_);
   step.epoch = epoch_;
   std::vector<bool> fresh(static_cast<std::size_t>(groups.n), false);
@@ -279,7 +280,10 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
       const std::int32_t row = ticket->rows[i];
       if (mode == Write::reinitialize) {
         status[i] = fresh[i] ? 0 : 1;
+        LastSeen& seen = row_seen(view.rows, static_cast<std::uint32_t>(row));
+        const LastSeen before = seen;
         kernels().init_rows(view, groups.ids + i, &row, 1, step);
+        seen = LastSeen{std::max(before.seconds, step.event_time_s), before.count};
         continue;
       }
       const std::size_t bytes = static_cast<std::size_t>(view.rows.dim) * real_bytes(table);
@@ -287,7 +291,6 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
       table.write_row(row, value, mode == Write::add, step);
     }
   }
-  end(*ticket);
 }
 
 }  // namespace shoal

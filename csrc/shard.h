@@ -2,6 +2,7 @@
 // The shard: K tables, one lock, the verbs. Row state has no other owner.
 //
 // Ids travel in groups: group g is ids[splits[g] .. splits[g+1]) of table tables[g].
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -39,7 +40,7 @@ struct Ticket {
   std::vector<std::int64_t> counts;  // empty: 1 each
   std::vector<std::int64_t> missing; // positions that had no row when looked up
   std::uint32_t event_time_s = 0;
-  bool live = false;
+  std::atomic<bool> live{false};
 
   Groups groups() const {
     return Groups{ids, static_cast<std::int64_t>(rows.size()), splits.data(), tables.data(),
@@ -86,6 +87,12 @@ class NonFiniteError : public std::exception {
   const char* what() const noexcept override { return "a gradient is not finite"; }
 };
 
+// A ticket was used after its end, or a table was to be cleared under one.
+class TicketStateError : public std::exception {
+ public:
+  const char* what() const noexcept override { return "a ticket is not in the state needed"; }
+};
+
 // Rows of one table in hash order, copied out under the lock.
 struct Exported {
   std::int64_t n = 0;
@@ -127,6 +134,8 @@ class Shard {
   void end(Ticket& ticket);
   void clear(int t);
   bool pinned_table(int t) const;
+  std::int64_t last_step() const { return last_step_; }
+  void set_last_step(std::int64_t step) { last_step_ = step; }
 
  private:
   std::vector<bool> pinned(int t) const;
@@ -140,12 +149,28 @@ class Shard {
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;
-  std::int64_t last_step_ = 0;     // reads without a step of their own use it (OneBit's scale)
+  std::atomic<std::int64_t> last_step_{0};     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;
   mutable std::mutex tickets_mutex_;
   std::unordered_set<Ticket*> tickets_;
   std::vector<Item> items_;  // scratch of apply, guarded by the write lock
+};
+
+// Ends its ticket whatever happens.
+class Pinned {
+ public:
+  Pinned(Shard& shard, std::unique_ptr<Ticket> ticket)
+      : shard_(shard), ticket_(std::move(ticket)) {}
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  ~Pinned() { shard_.end(*ticket_); }
+  Ticket* operator->() const { return ticket_.get(); }
+  Ticket* get() const { return ticket_.get(); }
+
+ private:
+  Shard& shard_;
+  std::unique_ptr<Ticket> ticket_;
 };
 
 // True when every gradient the records name is finite.

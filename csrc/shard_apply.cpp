@@ -4,6 +4,7 @@
 // summed and stepped by one thread in input order: the result does not depend on the thread count.
 #include <algorithm>
 #include <cstring>
+#include <unordered_set>
 
 #include "shard.h"
 
@@ -65,14 +66,17 @@ Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& w
 std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& records,
                                WholeRows& whole) {
   std::vector<TableWork> all(static_cast<std::size_t>(shard.size()));
+  std::unordered_set<const Ticket*> sighted;
   for (const GradArgs& record : records) {
+    const bool first = sighted.insert(record.ticket).second;
     for (std::size_t g = 0; g < record.ticket->tables.size(); ++g) {
       TableWork& work = all[record.ticket->tables[g]];
-      const Source source = source_of(shard, record, static_cast<int>(g), whole);
+      Source source = source_of(shard, record, static_cast<int>(g), whole);
+      source.sighted = first;
       if (source.stop == source.first) continue;
       work.sources.push_back(source);
       work.n += source.stop - source.first;
-      work.counted = work.counted || source.counts != nullptr;
+      work.counted = work.counted || source.counts != nullptr || !first;
     }
   }
   std::size_t lr = 0;
@@ -221,17 +225,20 @@ bool gradients_finite(const Shard& shard, const std::vector<GradArgs>& records, 
   };
   for (const GradArgs& record : records) {
     const Ticket& ticket = *record.ticket;
-    bool wide = false;
+    const std::size_t outputs = record.plan == nullptr ? 0 : record.plan->widths.size();
+    std::vector<bool> wide(outputs, false);
     for (std::size_t g = 0; g < ticket.tables.size(); ++g) {
       const TableSpec& spec = shard.table(ticket.tables[g]).spec();
-      wide = spec.dtype == DType::f64;
+      const bool doubles = spec.dtype == DType::f64;
       if (record.plan == nullptr) {
-        add(record.grads[g], (ticket.splits[g + 1] - ticket.splits[g]) * spec.dim, wide);
+        add(record.grads[g], (ticket.splits[g + 1] - ticket.splits[g]) * spec.dim, doubles);
+        continue;
       }
+      const PoolSpec& pool = record.plan->pools[g];
+      for (int k = 0; k < pool.n_slices; ++k) wide[pool.slices[k].output] = doubles;
     }
-    if (record.plan == nullptr) continue;
-    for (std::size_t k = 0; k < record.plan->widths.size(); ++k) {
-      add(record.grads[k], record.bags * record.plan->widths[k], wide);
+    for (std::size_t k = 0; k < outputs; ++k) {
+      add(record.grads[k], record.bags * record.plan->widths[k], wide[k]);
     }
   }
   std::atomic<bool> good{true};
@@ -255,6 +262,9 @@ void Shard::apply(const ApplyArgs& args) {
 }
 
 void Shard::apply_locked(const ApplyArgs& args) {
+  for (const GradArgs& record : args.records) {
+    if (!record.ticket->live) throw TicketStateError();
+  }
   WholeRows whole;
   std::vector<TableWork> works = work_of(*this, args.records, whole);
   partition_items(works, items_, args.threads, false);
@@ -290,6 +300,9 @@ void Shard::apply_locked(const ApplyArgs& args) {
 
 std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
   const ReadGuard guard(lock_);
+  for (const GradArgs& record : records) {
+    if (!record.ticket->live) throw TicketStateError();
+  }
   WholeRows whole;
   std::vector<TableWork> works = work_of(*this, records, whole);
   std::vector<Item> items;
@@ -318,25 +331,19 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
 }
 
 void Shard::apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args) {
-  const std::unique_ptr<Ticket> ticket =
-      [&] {
-        GradArgs& record = args.records[0];
-        Ticket shape;  // what the finite check needs to know of the ids
-        shape.rows.resize(static_cast<std::size_t>(groups.n));
-        shape.splits.assign(groups.splits, groups.splits + groups.count + 1);
-        shape.tables.assign(groups.tables, groups.tables + groups.count);
-        record.ticket = &shape;
-        if (args.step.nan_policy == 0 && !gradients_finite(*this, args.records, args.threads)) {
-          throw NonFiniteError{};
-        }
-        return find_or_init(groups, counts, false, args.step, args.threads);
-      }();
-  args.records[0].ticket = ticket.get();
-  {
-    const WriteGuard guard(lock_);
-    apply_locked(args);
+  GradArgs& record = args.records[0];
+  if (args.step.nan_policy == 0) {
+    Ticket shape;  // what the finite check needs to know of the ids
+    shape.rows.resize(static_cast<std::size_t>(groups.n));
+    shape.splits.assign(groups.splits, groups.splits + groups.count + 1);
+    shape.tables.assign(groups.tables, groups.tables + groups.count);
+    record.ticket = &shape;
+    if (!gradients_finite(*this, args.records, args.threads)) throw NonFiniteError{};
   }
-  end(*ticket);
+  const Pinned ticket(*this, find_or_init(groups, counts, false, args.step, args.threads));
+  record.ticket = ticket.get();
+  const WriteGuard guard(lock_);
+  apply_locked(args);
 }
 
 }  // namespace shoal

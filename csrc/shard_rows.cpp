@@ -62,10 +62,15 @@ void Shard::load_rows(int t, const Exported& rows) {
                                  static_cast<std::uint32_t>(rows.counts[i])});
   }
   table.settle();
+  // Stamps to come must not lie before those that came in.
+  for (const std::int64_t version : rows.versions) {
+    epoch_ = std::max(epoch_, static_cast<std::uint32_t>(version));
+  }
 }
 
 void Shard::clear(int t) {
   const WriteGuard guard(lock_);
+  if (pinned_table(t)) throw TicketStateError();
   ++membership_;
   tables_[t].clear();
 }

@@ -1,6 +1,7 @@
 #include "table.h"
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 
 #include "pool.h"
@@ -94,6 +95,12 @@ void Table::prepare(Insert& job) {
   try {
     check_room(job);
     arena_.reserve(static_cast<std::size_t>(job.wanted - over_budget(job.wanted)));
+    job.placed_ids.reserve(job.unique.size());
+    for (std::size_t u = 0; u < job.unique.size(); ++u) {
+      if (job.unique_rows[u] != kNoRow) job.placed_ids.push_back(job.unique[u]);
+    }
+    index_.make_room(job.placed_ids.data(), job.placed_ids.size());
+    job.placed_rows.resize(job.placed_ids.size());
   } catch (...) {  // rethrown once the sights are taken back
     cancel(job);
     throw;
@@ -125,7 +132,7 @@ void Table::commit(Insert& job) {
   }
 }
 
-void Table::place(const Insert& job) {
+void Table::place(Insert& job) {
   constexpr std::size_t kParallel = 2048;
   constexpr std::size_t kAhead = 16;
   const TableView table = view();
@@ -134,9 +141,9 @@ void Table::place(const Insert& job) {
   const int bits = unique.size() < kParallel ? 0 : index_.partition_bits();
   const std::size_t parts = std::size_t{1} << bits;
   // Stable partition by the hash bits that choose a stripe, so that no two threads share one.
-  std::vector<std::int64_t> ids(unique.size());
-  std::vector<std::int32_t> numbers(unique.size());
-  std::vector<std::size_t> starts(parts + 1, 0);
+  std::vector<std::int64_t>& ids = job.placed_ids;
+  std::vector<std::int32_t>& numbers = job.placed_rows;
+  std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
   const auto part_of = [&](std::int64_t id) -> std::size_t {
     return bits == 0 ? 0 : (hash_of(id, spec_.salt) >> (48 - bits)) & (parts - 1);
   };
@@ -144,7 +151,7 @@ void Table::place(const Insert& job) {
     if (rows[u] != kNoRow) ++starts[part_of(unique[u]) + 1];
   }
   for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
-  std::vector<std::size_t> at(starts.begin(), starts.end() - 1);
+  auto at = starts;
   for (std::size_t u = 0; u < rows.size(); ++u) {
     if (rows[u] == kNoRow) continue;
     const std::size_t to = at[part_of(unique[u])]++;

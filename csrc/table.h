@@ -74,6 +74,8 @@ class Table {
     std::vector<std::int64_t> unique{}, unique_counts{};
     std::vector<std::uint32_t> number{};      // unique number of each position
     std::vector<std::int32_t> unique_rows{};  // kNoRow where refused
+    std::vector<std::int64_t> placed_ids{};   // scratch of commit()
+    std::vector<std::int32_t> placed_rows{};
     std::int64_t wanted = 0;
     bool counted = false;
   };
@@ -105,7 +107,7 @@ class Table {
   void check_room(const Insert& job) const;
   std::int64_t over_budget(std::int64_t wanted) const;
   std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);
-  void place(const Insert& job);
+  void place(Insert& job);
 
   TableSpec spec_;
   Index index_;

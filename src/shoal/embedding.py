@@ -26,14 +26,13 @@ from shoal.exchange import Exchange, LocalExchange, Request, Route
 from shoal.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
 from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
-from shoal.table import Table, make_shard
+from shoal.table import Table, make_shard, scalars
 from shoal.table.shard import Shard, StepContext
 from shoal.table.spec import TableSpec
 
 __all__ = ["EmbeddingCollection", "Feature", "GradientLedger", "Layout", "LayoutSlice"]
 
 _NO_LIMIT = 1 << 62
-_MAX_TIME_S = (1 << 32) - 1
 
 
 class EmbeddingCollection(nn.Module):
@@ -131,9 +130,7 @@ class EmbeddingCollection(nn.Module):
                 gradient, or a time outside 0..2^32-1; nothing was changed.
             TableFull: a table has no room; nothing was inserted.
         """
-        if not 0 <= event_time_s <= _MAX_TIME_S:
-            remedy = "Pass seconds since 1970."
-            raise _bad("event_time_s", event_time_s, f"0..{_MAX_TIME_S}", remedy)
+        scalars.event_time(event_time_s)
         if not (self.training and torch.is_grad_enabled()):
             return self._compiled.inputs(self._exchange.read(self._request(batch)))
         ledger = self.ledger
@@ -195,8 +192,13 @@ class EmbeddingCollection(nn.Module):
         shard = self.shard
         for name in ("_exchange", "ledger", "_anchor", "_dtypes", "_tables_G"):
             del state[name]
-        chunks = [shard.export(k) for k in range(len(shard.specs))]
-        return {"module": state, "shard": (type(shard), shard.specs, shard.seed), "rows": chunks}
+        every = range(len(shard.specs))
+        return {
+            "module": state,
+            "shard": (type(shard), shard.specs, shard.seed),
+            "rows": [shard.export(k) for k in every],
+            "sights": [shard.admission_state(k) for k in every],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
@@ -204,6 +206,8 @@ class EmbeddingCollection(nn.Module):
         shard = kind(specs, seed=seed)
         for k, chunk in enumerate(state["rows"]):
             shard.load(k, chunk)
+        for k, sights in enumerate(state["sights"]):
+            shard.load_admission_state(k, sights)
         self._house(shard)
 
 

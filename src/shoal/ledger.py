@@ -201,13 +201,16 @@ class GradientLedger:
         if not missing:
             return summed
         # A lookup without ids has an empty gradient, not none.
-        dims = [self.shard.specs[k].dim for k in missing]
         like = records[0].grads[0]
         none = tuple(like.new_empty(0, dtype=torch.int64) for _ in missing)
+        sums = []
+        for spec in (self.shard.specs[k] for k in missing):
+            dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+            sums.append(like.new_empty(0, spec.dim, dtype=dtype))
         return SummedGrads(
             tables=summed.tables + tuple(missing),
             ids=summed.ids + none,
-            sums=summed.sums + tuple(like.new_empty(0, dim) for dim in dims),
+            sums=summed.sums + tuple(sums),
             counts=summed.counts + none,
         )
 

@@ -112,7 +112,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._ledgers = _share_ledgers(collections)
         self._rates = _bind_rates(collections, rates or {})
         self._nan_policy: NanPolicy = nan_policy
-        self._nan_clip = float(nan_clip)
+        # Refuses a bad clip now, not at the first step.
+        self._nan_clip = StepContext(nan_clip=nan_clip).nan_clip
         self.global_step = 0
         self._announce()
         used = {(id(c.shard), name) for c in collections for name in c.tables}
@@ -139,8 +140,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rates = self.rates()
-        if self._nan_policy == "raise" and len(self._ledgers) > 1:
-            self._check_finite()
+        if len(self._ledgers) > 1:
+            self.check_finite()
         for ledger in self._ledgers:
             ledger.apply(
                 StepContext(
@@ -202,9 +203,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         for ledger in self._ledgers:
             ledger.global_step = self.global_step
 
-    def _check_finite(self) -> None:
-        """One shard may not step before another refuses."""
-        for ledger in self._ledgers:
+    def check_finite(self) -> None:
+        """Under the policy "raise", raise NonFiniteGradient before anything steps."""
+        for ledger in self._ledgers if self._nan_policy == "raise" else ():
             if not ledger.finite():
                 names = ", ".join(spec.name for spec in ledger.shard.specs)
                 raise NonFiniteGradient(
@@ -247,14 +248,21 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all members; the closure, if any, runs once, before them."""
+        """Step all members, or none if `check_finite` raises; a closure runs once, before that."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_finite()
         for member in self.optimizers:
             member.step()
         return loss
+
+    def check_finite(self) -> None:
+        """`SparseOptimizer.check_finite` of the sparse members, before any has stepped."""
+        for member in self.optimizers:
+            if isinstance(member, SparseOptimizer | JointOptimizer):
+                member.check_finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all members."""

@@ -143,6 +143,42 @@ def test_narrow_rows_round_as_the_reference(rule: Optimizer, dtype: str) -> None
         assert differing <= total * 0.002 + 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_narrow_rows_of_every_width_round_as_the_reference(rule: Optimizer, dtype: str) -> None:
+    narrow = torch.float16 if dtype == "float16" else torch.bfloat16
+    ids = torch.tensor([3, -9, 2**62])
+    specs = [
+        TableSpec(name=f"h{dim}", segments=(Segment(dim=dim, optimizer=rule),), dtype=dtype)
+        for dim in WIDTHS
+    ]
+    shard = CpuShard(specs, seed=4)
+    differing = total = 0
+    for table, dim in enumerate(WIDTHS):
+        groups = IdGroups(ids, torch.tensor([0, 3]), torch.tensor([table], dtype=torch.int32))
+        w = initial_values(Uniform(), ids, seed=4, table=f"h{dim}", column_start=0, dim=dim)
+        w, state = w.to(narrow), rule.init_state(dim).repeat(3, 1)
+        for step in range(2):
+            grad = gradients(3, dim, step, torch.float32)
+            shard.apply_ids(groups, [grad], ctx=StepContext(global_step=step))
+            ctx = RuleContext(global_step=step)
+            exact, state = rule.step(w.float(), state, grad, rule.rate(step), ctx)
+            key = stream_key(4, f"h{dim}")
+            w = stochastic_round(
+                exact, narrow, key=key, ids_U=ids, column_start=0, global_step=step
+            )
+            got = shard.find(groups).weights[0]
+            # A tipped draw moves a value by one step of the row dtype, never further.
+            step_size = torch.finfo(narrow).eps * exact.abs().clamp(min=1e-2)
+            assert ((got - w.float()).abs() <= step_size).all(), f"width {dim}"
+            differing += int((got != w.float()).sum())
+            total += got.numel()
+            w = got.to(narrow)
+        kept = torch.stack([shard.entry(table, id).state for id in ids.tolist()])  # type: ignore[union-attr]
+        torch.testing.assert_close(kept, state, rtol=1e-5, atol=1e-6)
+    assert differing <= total * 0.002 + 1
+
+
 @pytest.mark.parametrize(
     "initializer",
     [Uniform(-0.3, 0.7), Normal(1.0, 0.2), TruncatedNormal(0.0, 0.1), Constant(0.25)],

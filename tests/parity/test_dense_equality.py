@@ -230,6 +230,27 @@ def test_loss_scaling_with_skipped_steps(make_shard: ShardFactory, clip: bool) -
     run.check()
 
 
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_skipped_steps_leave_every_rule_alone(make_shard: ShardFactory, rule: Optimizer) -> None:
+    """Steps 1 and 3 overflow under loss scaling; rows and state stay as if they never ran."""
+    run = Run(make_shard, [table("t", rule)], pooled("t", ReduceSum(), ReduceMean()))
+    joint = JointOptimizer([run.sparse, run.dense[0]])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for lap in range(6):
+        overflows = lap in (1, 3)
+        ours, theirs = run.losses(run.batch())
+        scaler.scale(ours.mean() * (float("inf") if overflows else 1.0)).backward()
+        theirs.mean().backward()
+        scaler.step(joint)
+        scaler.update()
+        if not overflows:
+            run.twin.step(run.sparse.global_step - 1)
+            run.dense[1].step()
+        run.zero()
+    assert run.sparse.global_step == 4
+    run.check()
+
+
 TORCH: list[tuple[Optimizer, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = [
     (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     (

@@ -91,8 +91,10 @@ class TableMachine(RuleBasedStateMachine):
     def reinitialize(self, ids: list[int]) -> None:
         status = self.table.reinitialize(ids, event_time_s=self.now_s)
         assert status.tolist() == [int(id in self.model) for id in ids]
+        self.touch(ids)
         for id in ids:
-            self.model[id] = Row(INITIAL, self.now_s, 0)
+            self.model[id].value = INITIAL
+            self.model[id].last_seen_s = max(self.model[id].last_seen_s, self.now_s)
 
     @rule(ids=ID_LISTS)
     def open_ticket(self, ids: list[int]) -> None:

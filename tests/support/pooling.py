@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,7 +33,8 @@ def position_gradients(record: GradRecord, dims: Sequence[int]) -> list[Tensor]:
     if record.plan is None:
         return [row for part in record.grads for row in part]
     assert record.offsets_GB1 is not None
-    dtype = record.grads[0].dtype
+    # A plan may serve tables of both precisions.
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in record.grads))
     rows = [torch.zeros(dim, dtype=dtype) for dim in dims]
     walk = _contributions(record.plan, record.offsets_GB1, record.weights_N)
     for position, bag, part, columns, factor in walk:

@@ -33,6 +33,7 @@ from shoal.table.shard import (
 from shoal.table.spec import TableSpec
 
 from .pooling import pool_rows, position_gradients
+from .reference_admission import AdmissionVerbs
 from .reference_row import (
     Key,
     ReferenceTicket,
@@ -50,7 +51,7 @@ from .reference_row import (
 __all__ = ["ReferenceShard", "ReferenceTicket"]
 
 
-class ReferenceShard:
+class ReferenceShard(AdmissionVerbs):
     def __init__(
         self,
         specs: Sequence[TableSpec],
@@ -67,6 +68,14 @@ class ReferenceShard:
         self._epoch = 1
         self._global_step = 0
         self._live: weakref.WeakSet[ReferenceTicket] = weakref.WeakSet()
+
+    @property
+    def last_step(self) -> int:
+        return self._global_step
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._global_step = step
 
     def find(self, groups: IdGroups) -> Found:
         keys = list(keys_of(groups))
@@ -307,6 +316,7 @@ class ReferenceShard:
         row.last_seen_s = max(ctx.event_time_s, old.last_seen_s if old else 0)
         row.count = old.count if old else 0
         self._rows[k][id_] = row
+        self._counters[k].forget(torch.tensor([id_]))
         self._tallies[k]["inserted"] += old is None
 
     def _admit(self, keys: list[Key], counts: list[int], ctx: StepContext) -> None:
@@ -330,10 +340,7 @@ class ReferenceShard:
         if admission is None or int(admission.required_N(id_U)) <= 1:
             return True
         total = counters[k].add(id_U, torch.tensor([count]))
-        admitted = int(total) >= int(admission.required_N(id_U))
-        if admitted:
-            counters[k].forget(id_U)
-        return admitted
+        return int(total) >= int(admission.required_N(id_U))
 
     def _make_room(self, fresh: set[Key], keep: set[Key]) -> None:
         wanted = Counter(k for k, _ in fresh)

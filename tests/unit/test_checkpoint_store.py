@@ -91,7 +91,7 @@ def test_the_manifest_comes_last_and_names_every_file(tmp_path: Path):
     saved(tmp_path)
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert files == {"manifest.json", "dense.pt", "admission.pt"} | {
+    assert files == {"manifest.json", "dense.pt", "counters.pt"} | {
         r["file"] for r in manifest["row_files"]
     }
     newest = max(tmp_path.rglob("*"), key=lambda p: p.stat().st_mtime_ns if p.is_file() else 0)

@@ -10,6 +10,7 @@ from shoal.errors import (
     ConfigError,
     DeviceUnavailable,
     DTypeError,
+    InputError,
     NonFiniteGradient,
     ShapeError,
     TableFull,
@@ -224,7 +225,7 @@ class TestBadInput:
             ([1.5], DTypeError, "dtype of ids"),
             ([[1], [2, 3]], ShapeError, "ids: got"),
             (["a"], ShapeError, "ids: got"),
-            ([1 << 63], ShapeError, "ids: got"),
+            ([1 << 63], InputError, "ids: got"),
         ],
     )
     def test_ids(self, ids: object, error: type[Exception], match: str) -> None:

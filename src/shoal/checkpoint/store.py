@@ -2,7 +2,7 @@
 
     manifest.json        what there is, written last: a folder without it is no checkpoint
     dense.pt             state dicts of the dense modules, by name
-    admission.pt         sights of ids without a row, for the tables that count them
+    counters.pt          what shards count: sights of ids without a row, the last step
     tables/<name>.arrow  Arrow IPC, rows of one table ordered by hash
 
 Row files hold id, weights [D], state [S], version, last_seen_s and count of each row, so they do
@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -33,7 +34,7 @@ __all__ = ["Manifest", "RowFile", "load", "read_manifest", "save"]
 _SCHEMA = 1
 _BATCH_ROWS = 1 << 16
 _DENSE = "dense.pt"
-_ADMISSION = "admission.pt"
+_COUNTERS = "counters.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Manifest:
     seed: int
     modules: tuple[str, ...]
     dense_sha256: str
-    admission_sha256: str
+    counters_sha256: str
     row_files: tuple[RowFile, ...]
 
 
@@ -91,8 +92,8 @@ def save(
     dense = {name: module.state_dict() for name, module in modules.items()}
     torch.save(dense, path / _DENSE)
     _make_durable(path / _DENSE)
-    torch.save(_admission_states(shards), path / _ADMISSION)
-    _make_durable(path / _ADMISSION)
+    torch.save(_counters_of(shards), path / _COUNTERS)
+    _make_durable(path / _COUNTERS)
     files: list[RowFile] = []
     for name, shard in shards.items():
         for index, spec in enumerate(shard.specs):
@@ -103,7 +104,7 @@ def save(
         seed=next((shard.seed for shard in shards.values()), 0),
         modules=tuple(modules),
         dense_sha256=_digest(path / _DENSE),
-        admission_sha256=_digest(path / _ADMISSION),
+        counters_sha256=_digest(path / _COUNTERS),
         row_files=tuple(files),
     )
     _commit(path / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
@@ -130,7 +131,7 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
     for key, (_, _, spec) in wanted.items():
         _check_layout(saved[key], spec)
         _check_file(path, saved[key])
-    sums = {_DENSE: manifest.dense_sha256, _ADMISSION: manifest.admission_sha256}
+    sums = {_DENSE: manifest.dense_sha256, _COUNTERS: manifest.counters_sha256}
     for file, digest in sums.items():
         if not (path / file).is_file() or _digest(path / file) != digest:
             raise _damaged(path / file, "missing, or its checksum differs from the manifest's")
@@ -140,29 +141,30 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
     for key, (shard, index, spec) in wanted.items():
         for chunk in _read_table(path / saved[key].file, spec):
             shard.load(index, chunk)
-    _load_admission(path, shards)
+    _load_counters(path, shards)
     return manifest
 
 
-def _admission_states(shards: Mapping[str, Shard]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    states = {}
+def _counters_of(shards: Mapping[str, Shard]) -> dict[str, dict[str, Any]]:
+    sights: dict[str, Any] = {}
     for name, shard in shards.items():
         for index, spec in enumerate(shard.specs):
             if spec.admission is not None:
                 state = shard.admission_state(index)
                 cells = torch.from_numpy(np.frombuffer(state.cells, dtype=np.uint8).copy())
-                states[f"{name}/{spec.name}"] = (state.ids, state.counts, cells)
-    return states
+                sights[f"{name}/{spec.name}"] = (state.ids, state.counts, cells)
+    return {"sights": sights, "last_step": {n: s.last_step for n, s in shards.items()}}
 
 
-def _load_admission(path: Path, shards: Mapping[str, Shard]) -> None:
-    states = torch.load(path / _ADMISSION, weights_only=True)
+def _load_counters(path: Path, shards: Mapping[str, Shard]) -> None:
+    counters = torch.load(path / _COUNTERS, weights_only=True)
     for name, shard in shards.items():
+        shard.last_step = counters["last_step"][name]
         for index, spec in enumerate(shard.specs):
             if spec.admission is not None:
-                state = states.get(f"{name}/{spec.name}")
+                state = counters["sights"].get(f"{name}/{spec.name}")
                 if state is None:
-                    raise _damaged(path / _ADMISSION, f"no counters of table {spec.name!r}")
+                    raise _damaged(path / _COUNTERS, f"no sights of table {spec.name!r}")
                 ids, counts, cells = state
                 shard.load_admission_state(
                     index, AdmissionState(ids, counts, cells.numpy().tobytes())

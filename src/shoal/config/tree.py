@@ -325,6 +325,7 @@ class RunConfig(Section):
     accumulation: PositiveInt = 1
     amp: Literal["none", "bfloat16", "float16"] = "none"
     nan_policy: Literal["raise", "skip", "clip"] = "raise"
+    nan_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     evict_every_s: PositiveInt = 86_400
     eval: EvalSettings = Field(default_factory=EvalSettings)
     baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")

@@ -9,9 +9,20 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError, DTypeError, ShapeError, describe, unknown_name
+from shoal.errors import (
+    ConfigError,
+    DTypeError,
+    InputError,
+    ShapeError,
+    describe,
+    unknown_name,
+)
+from shoal.table import scalars
 from shoal.table.shard import IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
+
+_MAX_COUNT = (1 << 31) - 1
+_MAX_UINT32 = (1 << 32) - 1
 
 __all__ = [
     "bags",
@@ -24,6 +35,7 @@ __all__ = [
     "rates",
     "single_output",
     "summed_groups",
+    "table_index",
 ]
 
 
@@ -113,6 +125,33 @@ def counts(value: IdGroups, counts_N: Tensor | None) -> None:
                 remedy="Leave counts out when each position stands for one sight.",
             )
         )
+    _within("counts", counts_N, _MAX_COUNT)
+
+
+def table_index(index: int, tables: int) -> None:
+    """Check the index of a table of a shard.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: no such table.
+    """
+    remedy = "Count the tables as in Shard.specs."
+    scalars.whole("table index", index, 0, tables - 1, remedy=remedy)
+
+
+def _within(what: str, values_N: Tensor, high: int) -> None:
+    if values_N.numel() == 0:
+        return
+    least, most = (int(edge) for edge in values_N.aminmax())
+    if least < 0 or most > high:
+        raise InputError(
+            describe(
+                what,
+                got=least if least < 0 else most,
+                allowed=f"0..{high}",
+                remedy="Check where the numbers come from.",
+            )
+        )
 
 
 def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
@@ -151,6 +190,15 @@ def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | No
                 remedy="Give one float32 weight per id.",
             )
         )
+    if weights_N is not None and not weights_N.isfinite().all():
+        raise InputError(
+            describe(
+                "weights of ids",
+                got=f"NaN or infinity at position {int((~weights_N.isfinite()).nonzero()[0])}",
+                allowed="finite numbers",
+                remedy="Use weight 0 for ids that should not count.",
+            )
+        )
     return size
 
 
@@ -174,6 +222,15 @@ def plan(
     for pool, table in zip(value.pools, tables, strict=True):
         for piece in pool.slices:
             width = pool.length * (piece.stop - piece.start)
+            if not 0 <= piece.output < len(value.outputs):
+                raise ShapeError(
+                    describe(
+                        "output of a slice of a pool plan",
+                        got=piece.output,
+                        allowed=f"0..{len(value.outputs) - 1}",
+                        remedy="Declare an Output for each that slices name.",
+                    )
+                )
             inside = 0 <= piece.start < piece.stop <= dims[table] and piece.column >= 0
             if not inside or piece.column + width > value.outputs[piece.output].width:
                 raise ShapeError(
@@ -252,7 +309,7 @@ def single_output(
 
 
 def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
-    """Check that learning rates name tables of the shard, one rate per segment."""
+    """Check that learning rates name tables of the shard, one finite rate per segment."""
     if not ctx.learning_rates:
         return
     known = {spec.name: len(spec.segments) for spec in specs}
@@ -268,6 +325,7 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
                     remedy="Order them as the spec's segments.",
                 )
             )
+    scalars.finite_rates(ctx.learning_rates)
 
 
 def summed_groups(summed: SummedGrads) -> IdGroups:
@@ -282,6 +340,15 @@ def chunk(
     value: RowChunk, spec: TableSpec, weights: torch.dtype, real: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Check rows to load; returns (ids, versions, seen, counts, weights, state), contiguous."""
+    if value.table != spec.name:
+        raise InputError(
+            describe(
+                "table of rows to load",
+                got=repr(value.table),
+                allowed=repr(spec.name),
+                remedy="Load rows into their own table, or name the chunk after this one.",
+            )
+        )
     rows = value.ids.numel()
     expected = {
         "ids": (value.ids, (rows,), torch.int64),
@@ -301,4 +368,17 @@ def chunk(
                     remedy="Load rows of a table with the same segments, rules and dtype.",
                 )
             )
+    for name in ("versions", "last_seen_s", "counts"):
+        _within(f"{name} of rows for table {spec.name!r}", expected[name][0], _MAX_UINT32)
+    sorted_R = value.ids.sort().values
+    twice_R = sorted_R[1:][sorted_R[1:] == sorted_R[:-1]]
+    if twice_R.numel():
+        raise InputError(
+            describe(
+                f"ids of rows for table {spec.name!r}",
+                got=f"id {int(twice_R[0])} twice",
+                allowed="distinct ids",
+                remedy="Keep one row per id.",
+            )
+        )
     return tuple(tensor.contiguous() for tensor, _, _ in expected.values())

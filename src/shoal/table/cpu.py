@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ __all__ = ["CpuShard", "CpuTicket"]
 
 _NAN_POLICY = {"raise": 0, "skip": 1, "clip": 2}
 _ASSIGN, _ADD, _REINITIALIZE = 0, 1, 2
+
+
+_PLANS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPlan:
+    """A compiled plan; `plan` and `tables_G` are held so that their identities stay theirs."""
+
+    plan: PoolPlan
+    tables_G: Tensor
+    core: Any
+    dtypes: tuple[torch.dtype, ...]
 
 
 class CpuShard:
@@ -64,7 +78,7 @@ class CpuShard:
         self._core = _core.Shard([table_dict(spec, seed) for spec in self._specs])
         self._dims = tuple(spec.dim for spec in self._specs)
         self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
-        self._plans: dict[int, tuple[PoolPlan, Any, tuple[torch.dtype, ...]]] = {}
+        self._plans: dict[tuple[int, int], _KeptPlan] = {}
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -90,12 +104,17 @@ class CpuShard:
         ]
 
     def _plan(self, plan: PoolPlan, groups: IdGroups) -> tuple[Any, tuple[torch.dtype, ...]]:
-        cached = self._plans.get(id(plan))
-        if cached is not None and cached[0] is plan:
-            return cached[1], cached[2]
+        """The compiled plan, checked for the tables of these groups, and its outputs' dtypes."""
+        # A collection hands in the same two objects at every call; kept here, they stay distinct.
+        key = (id(plan), id(groups.tables_G))
+        kept = self._plans.get(key)
+        if kept is not None:
+            return kept.core, kept.dtypes
         dtypes = checks.plan(plan, groups.tables_G.tolist(), self._dims, self._reals)
         core = _core.Plan(pool_dicts(plan), [output.width for output in plan.outputs])
-        self._plans[id(plan)] = (plan, core, dtypes)
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[key] = _KeptPlan(plan, groups.tables_G, core, dtypes)
         return core, dtypes
 
     def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
@@ -163,8 +182,11 @@ class CpuShard:
         """Read the ticket's rows now: one [n_g, D_g] per group."""
         own = self._own(ticket)
         outputs = self._per_group(own.groups)
-        self._core.gather(
-            own.core, None, 0, 0, 0, [o.data_ptr() for o in outputs], ctx.global_step, self._lanes()
+        addresses = [o.data_ptr() for o in outputs]
+        refusals.worded(
+            lambda: self._core.gather(
+                own.core, None, 0, 0, 0, addresses, ctx.global_step, self._lanes()
+            )
         )
         return tuple(outputs)
 
@@ -203,7 +225,8 @@ class CpuShard:
             bags = plan = offsets = weights = None
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
-                assert record.offsets_GB1 is not None
+                if record.offsets_GB1 is None:
+                    raise refusals.plan_without_offsets()
                 bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
                 offsets, weights = record.offsets_GB1, record.weights_N
                 shapes = [
@@ -369,19 +392,23 @@ class CpuShard:
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""
+        checks.table_index(table, len(self._specs))
         return rows.chunk_of(self._specs[table], self._core.export(table))
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
+        checks.table_index(table, len(self._specs))
         native = rows.native_of(self._specs[table], chunk)
         refusals.worded(lambda: self._core.load(table, native))
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
+        checks.table_index(table, len(self._specs))
         return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
 
     def size(self, table: int) -> int:
         """Rows of a table."""
+        checks.table_index(table, len(self._specs))
         return int(self._core.size(table))
 
     def clear(self, table: int) -> None:
@@ -390,12 +417,12 @@ class CpuShard:
         Raises:
             TicketError: a live ticket holds rows.
         """
-        if self._core.pinned(table):
-            raise refusals.pinned(self._specs[table].name)
-        self._core.clear(table)
+        checks.table_index(table, len(self._specs))
+        refusals.cleared(lambda: self._core.clear(table), self._specs[table].name)
 
     def admission_state(self, table: int) -> AdmissionState:
         """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        checks.table_index(table, len(self._specs))
         return rows.admission_of(self._core, table)
 
     def load_admission_state(self, table: int, state: AdmissionState) -> None:
@@ -404,7 +431,17 @@ class CpuShard:
         Raises:
             ShapeError: the sketch has another size than the spec's.
         """
+        checks.table_index(table, len(self._specs))
         rows.load_admission(self._core, table, self._specs[table], state)
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update: what reads without a step use (OneBit's scale)."""
+        return int(self._core.last_step)
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._core.last_step = step
 
     def stats(self) -> tuple[TableStats, ...]:
         """Counters of every table."""

@@ -11,10 +11,12 @@ from shoal.errors import (
     ConfigError,
     DeviceUnavailable,
     DTypeError,
+    InputError,
     ShapeError,
     describe,
     unknown_name,
 )
+from shoal.table import scalars
 from shoal.table.shard import Entry, IdGroups, RowChunk, Shard, StepContext, TableStats, Ticket
 from shoal.table.spec import TableSpec
 
@@ -202,7 +204,14 @@ class Table:
         return self._shard.reinitialize(self._groups(ids), ctx=ctx)
 
     def evict(self, now_s: int) -> int:
-        """Drop expired rows and rows above the budget, of the whole shard; how many went."""
+        """Drop expired rows and rows above the budget, of the whole shard; how many went.
+
+        now_s: event time, whole seconds, 0..2^32-1.
+
+        Raises:
+            InputError: now_s is no such time; nothing was dropped.
+        """
+        scalars.event_time(now_s, "now_s")
         return self._shard.evict(now_s)
 
     def cut(self) -> int:
@@ -210,7 +219,13 @@ class Table:
         return self._shard.cut()
 
     def entry(self, id: int) -> Entry | None:
-        """One row with its state and metadata, or None."""
+        """One row with its state and metadata, or None.
+
+        Raises:
+            InputError: not an int64.
+        """
+        remedy = "Ids are int64: map unsigned ones with id - 2**64."
+        scalars.whole("id", id, scalars.MIN_ID, scalars.MAX_ID, remedy=remedy)
         return self._shard.entry(self._index, id)
 
     def export(self) -> RowChunk:
@@ -295,6 +310,8 @@ class Table:
 
 
 def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    if dtype is torch.int64:
+        _check_whole(name, values)
     try:
         tensor = torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -304,6 +321,22 @@ def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tenso
     if dtype is torch.int64 and tensor.numel() and tensor.dtype is not torch.int64:
         raise _dtype(name, tensor, dtype)
     return tensor.to(dtype)
+
+
+def _check_whole(name: str, values: Sequence[object]) -> None:
+    """Name the first null and the first integer that int64 cannot hold, with its position."""
+    if not isinstance(values, (list, tuple)):
+        return
+    for position, value in enumerate(values):
+        if value is None:
+            remedy = "Drop nulls, or map them to an id of their own."
+        elif isinstance(value, int) and not scalars.MIN_ID <= value <= scalars.MAX_ID:
+            remedy = "Numbers here are int64: map unsigned ids with id - 2**64."
+        else:
+            continue
+        got = f"{'null' if value is None else value} at position {position}"
+        allowed = f"int64, {scalars.MIN_ID}..{scalars.MAX_ID}"
+        raise InputError(describe(name, got=got, allowed=allowed, remedy=remedy))
 
 
 def _dtype(name: str, tensor: Tensor, want: torch.dtype) -> DTypeError:

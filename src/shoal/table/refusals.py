@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shoal import _core
-from shoal.errors import NonFiniteGradient, TableFull, TicketError, describe
+from shoal.errors import NonFiniteGradient, ShapeError, TableFull, TicketError, describe
 
-__all__ = ["foreign_ticket", "pinned", "worded"]
+__all__ = ["cleared", "foreign_ticket", "plan_without_offsets", "worded"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ def worded(call: Callable[[], T]) -> T:
     Raises:
         TableFull: no room for new ids; nothing was inserted.
         NonFiniteGradient: NaN or infinity under nan_policy="raise"; nothing was changed.
+        TicketError: a ticket ended meanwhile.
     """
     try:
         return call()
@@ -33,6 +34,8 @@ def worded(call: Callable[[], T]) -> T:
                 "rows under live tickets cannot be evicted.",
             )
         ) from None
+    except _core.TicketStateError:
+        raise foreign_ticket() from None
     except _core.NonFiniteError:
         raise NonFiniteGradient(
             describe(
@@ -57,13 +60,32 @@ def foreign_ticket() -> TicketError:
     )
 
 
-def pinned(name: str) -> TicketError:
-    """The error for dropping a table while a step is in flight."""
-    return TicketError(
+def plan_without_offsets() -> ShapeError:
+    """The error for a pooled gradient that does not say how it was pooled."""
+    return ShapeError(
         describe(
-            f"clear of table {name!r}",
-            got="live tickets",
-            allowed="no step in flight",
-            remedy="Call step() or zero_grad() first.",
+            "gradient record",
+            got="a plan without offsets",
+            allowed="plan and offsets together, or neither",
+            remedy="Pass the offsets that gather_pooled was given.",
         )
     )
+
+
+def cleared(call: Callable[[], None], name: str) -> None:
+    """Run a call that drops a table.
+
+    Raises:
+        TicketError: a live ticket holds rows; nothing was dropped.
+    """
+    try:
+        call()
+    except _core.TicketStateError:
+        raise TicketError(
+            describe(
+                f"clear of table {name!r}",
+                got="live tickets",
+                allowed="no step in flight",
+                remedy="Call step() or zero_grad() first.",
+            )
+        ) from None

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from shoal.table import scalars
 from shoal.table.spec import TableSpec
 
 __all__ = [
@@ -39,7 +40,7 @@ Pooling = Literal["sum", "mean", "first_n"]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step knows that a shard may not look up by itself.
+    """What a step knows that a shard may not look up by itself; bad values are an InputError.
 
     Args:
         global_step: optimizer steps done before this one.
@@ -57,6 +58,9 @@ class StepContext:
     nan_policy: NanPolicy = "raise"
     nan_clip: float = 1.0
     deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        scalars.step(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,14 @@ class Shard(Protocol):
 
     @property
     def seed(self) -> int: ...
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update: what reads without a step use (OneBit's scale)."""
+        ...
+
+    @last_step.setter
+    def last_step(self, step: int) -> None: ...
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""

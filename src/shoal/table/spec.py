@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from shoal.errors import ConfigError, describe, unknown_name
 from shoal.rules.admission import Admission
@@ -19,6 +19,8 @@ RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 OnFull = Literal["raise", "lru", "lfu"]
 
 MAX_DIM = 1 << 14
+_MAX_ROWS = (1 << 31) - 2
+_MAX_CAPACITY = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,12 @@ class Segment:
     compressor: Compressor = field(default_factory=Float32)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.dim <= MAX_DIM:
+        if not _is_whole(self.dim, 1, MAX_DIM):
             raise ConfigError(
                 describe(
                     f"dim of segment {self.name!r}",
-                    got=self.dim,
-                    allowed=f"1..{MAX_DIM}",
+                    got=repr(self.dim),
+                    allowed=f"an int, 1..{MAX_DIM}",
                     remedy="Split wider rows over several tables.",
                 )
             )
@@ -79,6 +81,7 @@ class TableSpec:
     expiry: Expiry | None = None
 
     def __post_init__(self) -> None:
+        self._check_limits()
         if not self.segments:
             raise ConfigError(
                 describe(
@@ -98,15 +101,25 @@ class TableSpec:
                     remedy="Name each segment: Segment(name=..., dim=...).",
                 )
             )
-        if self.capacity_rows is not None and self.capacity_rows < 1:
-            raise ConfigError(
-                describe(
-                    f"capacity_rows of table {self.name!r}",
-                    got=self.capacity_rows,
-                    allowed="None or at least 1",
-                    remedy="Leave it out for a table that grows.",
-                )
-            )
+
+    def _check_limits(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise _refused("name of a table", self.name, "a str, not empty", "Name the table.")
+        table = f"of table {self.name!r}"
+        if self.dtype not in get_args(RowDType):
+            allowed = ", ".join(get_args(RowDType))
+            raise _refused(f"dtype {table}", self.dtype, allowed, "Give the name as a str.")
+        if self.on_full not in get_args(OnFull):
+            allowed = ", ".join(get_args(OnFull))
+            raise _refused(f"on_full {table}", self.on_full, allowed, "Name one of them.")
+        if self.capacity_rows is not None and not _is_whole(self.capacity_rows, 1, _MAX_CAPACITY):
+            remedy = "Leave it out for a table that grows."
+            allowed = "None or at least 1, an int"
+            raise _refused(f"capacity_rows {table}", self.capacity_rows, allowed, remedy)
+        if not _is_whole(self.expected_rows, 0, _MAX_ROWS):
+            remedy = "It is a hint: leave it out when unsure."
+            allowed = f"an int, 0..{_MAX_ROWS}"
+            raise _refused(f"expected_rows {table}", self.expected_rows, allowed, remedy)
 
     @cached_property
     def dim(self) -> int:
@@ -132,3 +145,11 @@ class TableSpec:
         raise unknown_name(
             f"segment of table {self.name!r}", segment, [s.name for s in self.segments]
         )
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError(describe(what, got=repr(got), allowed=allowed, remedy=remedy))

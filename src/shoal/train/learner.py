@@ -47,7 +47,9 @@ class Learner:
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
         self._dense = _dense_optimizer(self.module, config.dense_optimizer)
-        self._sparse = SparseOptimizer(self.tables, nan_policy=config.nan_policy)
+        self._sparse = SparseOptimizer(
+            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
+        )
         # Sparse first: it refuses a bad gradient before anything has changed.
         self._joint = JointOptimizer([self._sparse, self._dense])
         self._scaler = torch.amp.GradScaler(self._device_type, enabled=config.amp == "float16")
