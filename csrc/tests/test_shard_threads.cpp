@@ -87,10 +87,8 @@ void read(shoal::Shard& shard, int seed, const std::atomic<bool>& stop) {
   }
 }
 
-}  // namespace
-
-int main() {
-  shoal::Shard shard({spec()});
+void all_at_once(shoal::TableSpec table, bool clears) {
+  shoal::Shard shard({std::move(table)});
   std::atomic<bool> stop{false};
   std::vector<std::thread> trainers, others;
   for (int i = 0; i < 3; ++i) trainers.emplace_back([&, i] { train(shard, i, 40); });
@@ -108,12 +106,42 @@ int main() {
       std::this_thread::yield();
     }
   });
+  if (clears) {
+    others.emplace_back([&] {
+      while (!stop.load()) {
+        try {
+          shard.clear(0);
+        } catch (const shoal::TicketStateError&) {  // a step is in flight, as it often is here
+          std::this_thread::yield();
+        }
+      }
+    });
+  }
   for (auto& t : trainers) t.join();
   stop = true;
   for (auto& t : others) t.join();
   const std::size_t rows = shard.table(0).index().size();
   EXPECT(static_cast<std::size_t>(shard.export_rows(0, nullptr).n) == rows);
+  const std::int64_t capacity = shard.table(0).spec().capacity_rows;
+  EXPECT(capacity == 0 || static_cast<std::int64_t>(rows) <= capacity);
   shard.evict(1'000'000);
   EXPECT(shard.table(0).index().size() == 0);
+}
+
+shoal::TableSpec limited() {
+  shoal::TableSpec s = spec();
+  s.capacity_rows = 12'000;
+  s.on_full = shoal::OnFull::lru;
+  s.admission.enabled = true;
+  s.admission.required.otherwise = 2;
+  return s;
+}
+
+}  // namespace
+
+int main() {
+  all_at_once(spec(), false);
+  all_at_once(spec(), true);
+  all_at_once(limited(), true);
   return failures;
 }

@@ -30,7 +30,7 @@ from shoal.table.shard import (
 )
 from support.reference_shard import ReferenceShard
 
-SEEDS, VERBS_A_RUN = range(24), 40
+SEEDS, VERBS_A_RUN = range(16), 32
 
 NON_FINITE = (float("nan"), float("inf"), float("-inf"))
 SLOT_1 = 1 << 48

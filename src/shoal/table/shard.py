@@ -356,7 +356,10 @@ class Shard(Protocol):
         ...
 
     def evict(self, now_s: int) -> int:
-        """Drop expired rows and rows above `capacity_rows`; returns how many. Never pinned ones."""
+        """Drop rows expired at event time `now_s`; returns how many. Never pinned ones.
+
+        `capacity_rows` needs no eviction of its own: inserts keep it.
+        """
         ...
 
     def cut(self) -> int:
