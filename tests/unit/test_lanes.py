@@ -9,7 +9,15 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).parents[2]
-BUILTIN = {"parametrize", "filterwarnings", "skipif", "skip", "usefixtures", "xdist_group"}
+BUILTIN = {
+    "timeout",
+    "parametrize",
+    "filterwarnings",
+    "skipif",
+    "skip",
+    "usefixtures",
+    "xdist_group",
+}
 # marker -> the Makefile target that runs tests with it
 LANES = {"gpu": "test-gpu", "slow": "test-slow", "multiproc": "test"}
 
