@@ -133,6 +133,7 @@ void bind_values(nb::module_& m) {
   nb::class_<PyTicket>(m, "Ticket")
       .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
       .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live.load(); })
+      .def_prop_ro("event_time_s", [](const PyTicket& t) { return t.ticket->event_time_s; })
       .def("admitted",
            [](const PyTicket& t, Address out) {
              const auto& rows = t.ticket->rows;

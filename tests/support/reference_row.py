@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.errors import NonFiniteGradient, describe
 from shoal.rules.initializers import initial_values
 from shoal.rules.optimizers import RuleContext
-from shoal.table.shard import IdGroups, StepContext, SummedGrads
+from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = [
@@ -21,12 +21,14 @@ __all__ = [
     "Row",
     "by_table",
     "check_finite",
+    "check_records",
     "expired",
     "fresh_state",
     "initial_row",
     "keys_of",
     "retrieved",
     "step_row",
+    "table_stats",
 ]
 
 Key = tuple[int, int]
@@ -50,6 +52,7 @@ class ReferenceTicket:
         self.groups = groups
         self.keys = keys
         self.counts = [1] * len(keys)
+        self.event_time_s = 0
         self.admitted_N = torch.zeros(len(keys), dtype=torch.bool)
         self.found_N = torch.zeros(len(keys), dtype=torch.bool)
         self.ended = False
@@ -139,6 +142,34 @@ def check_finite(specs: Sequence[TableSpec], rows: list[tuple[Key, Tensor]]) -> 
             remedy = "Lower the learning rate, or set nan_policy to 'skip' or 'clip'."
             text = describe(what, got=grad.tolist(), allowed="finite values", remedy=remedy)
             raise NonFiniteGradient(text)
+
+
+def check_records(records: Sequence[GradRecord]) -> None:
+    """Every number handed in counts, whether or not a row would take it."""
+    for record in records:
+        if not all(bool(grad.isfinite().all()) for grad in record.grads):
+            remedy = "Lower the learning rate, or set nan_policy to 'skip' or 'clip'."
+            what = "gradient of a record"
+            text = describe(what, got="NaN or infinity", allowed="finite values", remedy=remedy)
+            raise NonFiniteGradient(text)
+
+
+def table_stats(spec: TableSpec, rows: int, tally: Counter[str], dtype: torch.dtype) -> TableStats:
+    weights, state = rows * spec.dim * dtype.itemsize, rows * spec.state_width * dtype.itemsize
+    return TableStats(
+        name=spec.name,
+        rows=rows,
+        bytes_total=weights + state + rows * 36,
+        bytes_weights=weights,
+        bytes_state=state,
+        bytes_metadata=rows * 20,
+        bytes_index=rows * 16,
+        index_load=0.5,
+        inserted=tally["inserted"],
+        refused=tally["refused"],
+        evicted=tally["evicted"],
+        nonfinite_skipped=tally["nonfinite_skipped"],
+    )
 
 
 def expired(spec: TableSpec, id_: int, row: Row, now_s: int) -> bool:

@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,12 +41,14 @@ from .reference_row import (
     Row,
     by_table,
     check_finite,
+    check_records,
     expired,
     fresh_state,
     initial_row,
     keys_of,
     retrieved,
     step_row,
+    table_stats,
 )
 
 __all__ = ["ReferenceShard", "ReferenceTicket"]
@@ -94,6 +97,7 @@ class ReferenceShard(AdmissionVerbs):
         keys = list(keys_of(groups))
         ticket = ReferenceTicket(self, groups, keys)
         ticket.found_N = self._present(keys)
+        ticket.event_time_s = ctx.event_time_s
         if counts_N is not None:
             ticket.counts = [int(count) for count in counts_N]
         self._admit(keys, ticket.counts, ctx)
@@ -117,6 +121,8 @@ class ReferenceShard(AdmissionVerbs):
         return pool_rows(rows, plan, offsets_GB1, weights_N, self.dtype)
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
+        if ctx.nan_policy == "raise":
+            check_records(records)
         self.apply_summed(self.sum_grads(records), records, ctx=ctx)
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
@@ -140,7 +146,8 @@ class ReferenceShard(AdmissionVerbs):
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
     ) -> None:
         tickets = [self._own(record.ticket) for record in records]
-        self._step(summed, ctx, {})
+        last_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in tickets)])
+        self._step(summed, replace(ctx, event_time_s=last_s), {})
         for ticket in tickets:
             ticket.end()
 
@@ -247,26 +254,8 @@ class ReferenceShard(AdmissionVerbs):
         self._rows[table].clear()
 
     def stats(self) -> tuple[TableStats, ...]:
-        return tuple(self._stats(k) for k in range(len(self.specs)))
-
-    def _stats(self, k: int) -> TableStats:
-        spec, rows, tally = self.specs[k], len(self._rows[k]), self._tallies[k]
-        width = torch.empty(0, dtype=self.dtype).element_size()
-        weights, state = rows * spec.dim * width, rows * spec.state_width * width
-        return TableStats(
-            name=spec.name,
-            rows=rows,
-            bytes_total=weights + state + rows * 36,
-            bytes_weights=weights,
-            bytes_state=state,
-            bytes_metadata=rows * 20,
-            bytes_index=rows * 16,
-            index_load=0.5,
-            inserted=tally["inserted"],
-            refused=tally["refused"],
-            evicted=tally["evicted"],
-            nonfinite_skipped=tally["nonfinite_skipped"],
-        )
+        parts = zip(self.specs, self._rows, self._tallies, strict=True)
+        return tuple(table_stats(spec, len(rows), t, self.dtype) for spec, rows, t in parts)
 
     def _present(self, keys: list[Key]) -> Tensor:
         return torch.tensor([id_ in self._rows[k] for k, id_ in keys], dtype=torch.bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -305,6 +305,8 @@ class CpuShard:
             # Tickets end only after the step, so every row the sums name is still there.
             groups = checks.summed_groups(summed)
             counts_N = torch.cat(summed.counts)
+            latest_s = max([ctx.event_time_s, *(ticket.core.event_time_s for ticket in owned)])
+            ctx = replace(ctx, event_time_s=latest_s)
             self._apply_ids(groups, summed.sums, counts_N, (), ctx)
         for ticket in owned:
             ticket.end()
