@@ -237,16 +237,15 @@ std::int64_t apply_typed(const ApplyJob& job, const Item* items, std::uint32_t m
 template <class T>
 std::uint32_t sum_typed(const ApplyJob& job, const Item* items, std::uint32_t m,
                         ApplyScratch& scratch, SumOut* out) {
-  const std::uint32_t unique = group_items(items, m, scratch);
-  if (out == nullptr) return unique;
+  if (out == nullptr) return group_items(items, m, scratch);
   T* sums = static_cast<T*>(out->sums);
-  for (std::uint32_t u = 0; u < unique; ++u) {
+  for (std::uint32_t u = 0; u < out->unique; ++u) {
     out->rows[u] = items[scratch.head[u]].row;
     out->counts[u] = count_items(job, items, u, scratch);
     sum_items(job, items, scratch.head[u], scratch,
               sums + static_cast<std::int64_t>(u) * job.table.rows.dim);
   }
-  return unique;
+  return out->unique;
 }
 
 }  // namespace

@@ -21,7 +21,6 @@ class Arena {
   void clear();
 
   std::size_t high_water() const { return used_; }
-  std::size_t free_rows() const { return free_.size(); }
   std::size_t weight_bytes() const;
   std::size_t state_bytes() const;
   std::size_t metadata_bytes() const;

@@ -99,6 +99,7 @@ struct ApplyJob {
 
 // Sums only: unique rows in order of first item, their sums and counts.
 struct SumOut {
+  std::uint32_t unique;   // what the call without an output returned
   std::int32_t* rows;
   void* sums;             // [U, D] float or double
   std::int64_t* counts;
@@ -112,10 +113,11 @@ struct Kernels {
                             std::int64_t n, char* out, std::uint8_t* found);
   void (*gather)(const GatherJob&, std::int64_t bag_start, std::int64_t bag_stop, void* scratch);
   std::int64_t (*apply)(const ApplyJob&, const Item*, std::uint32_t m, ApplyScratch&);
+  // Without an output: groups the items and returns how many rows they have. With one, right after
+  // and over the same scratch: fills it.
   std::uint32_t (*sum)(const ApplyJob&, const Item*, std::uint32_t m, ApplyScratch&, SumOut*);
   void (*init_rows)(const TableView&, const std::int64_t* ids, const std::int32_t* rows,
                     std::int64_t n, StepParams);
-  void (*initial_row)(const TableView&, std::int64_t id, float* out);
   bool (*finite32)(const float*, std::int64_t n);
   bool (*finite64)(const double*, std::int64_t n);
 };

@@ -32,10 +32,6 @@ std::uint32_t sum(const ApplyJob& job, const Item* items, std::uint32_t m, Apply
                               : sum_typed<float>(job, items, m, s, out);
 }
 
-void first_row(const TableView& t, std::int64_t id, float* out) {
-  initial_row(RowMaker{t.segments, t.n_segments, t.key}, id, out);
-}
-
 template <class T>
 void init_row_state(const TableView& t, std::uint32_t row) {
   if (t.rows.state_width == 0) return;
@@ -99,8 +95,8 @@ bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
 
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
-    SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows, first_row,
-    finite32, finite64,
+    SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows, finite32,
+    finite64,
 };
 
 }  // namespace shoal

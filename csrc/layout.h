@@ -19,7 +19,7 @@ enum class RetrieverKind : std::uint8_t { identity, fixed_r8, one_bit };
 struct RuleParams {
   RuleKind kind = RuleKind::sgd;
   double momentum = 0, beta = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  double initial_accumulator = 0, l1 = 0, l2 = 0, rho = 0, temperature = 1, lr = 0;
+  double initial_accumulator = 0, l1 = 0, l2 = 0, rho = 0, temperature = 1;
   bool nesterov = false, decouple = false, dynamic = false, flip = false, sum = false;
   bool delay_compensated = false;
   double strength = 0;

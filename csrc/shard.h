@@ -108,7 +108,6 @@ class Shard {
   const Table& table(int t) const { return tables_[t]; }
   Table& table(int t) { return tables_[t]; }
   FairLock& lock() { return lock_; }
-  void members_changed() { ++membership_; }
   std::uint32_t epoch() const { return epoch_; }
   std::uint32_t cut();
 

@@ -320,7 +320,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
     std::vector<std::int32_t> rows(unique);
     const std::size_t real = table.spec().dtype == DType::f64 ? 8 : 4;
     sums.sums.resize(std::size_t{unique} * job.table.rows.dim * real);
-    SumOut out{rows.data(), sums.sums.data(), sums.counts.data()};
+    SumOut out{unique, rows.data(), sums.sums.data(), sums.counts.data()};
     kernels().sum(job, first, m, memory, &out);
     for (std::uint32_t u = 0; u < unique; ++u) {
       sums.ids[u] = row_id(job.table.rows, static_cast<std::uint32_t>(rows[u]));
