@@ -12,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "bind_ops.h"
 #include "bind_specs.h"
 #include "buffers.h"
 #include "shard.h"
@@ -363,5 +364,9 @@ NB_MODULE(_core, m) {
   bind_lookups(shard);
   bind_updates(shard);
   bind_upkeep(shard);
+  bind_ids_ops(m);
+  bind_rows_ops(m);
+  bind_segment_ops(m);
+  bind_layout_ops(m);
   m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
 }

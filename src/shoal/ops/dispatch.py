@@ -1,0 +1,175 @@
+"""Operators `torch.ops.shoal.*`: one definition, four implementations, one gradient.
+
+An operator's CPU implementation is the compiled core, its CUDA implementation a Triton launcher;
+both equal the plain-torch reference. The fake implementation and the gradient make it work under
+`torch.compile`, `torch.export` and `gradcheck`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DeviceUnavailable, InputError, describe, unknown_name
+
+__all__ = [
+    "Backend",
+    "bounds_checks",
+    "forced",
+    "one_device",
+    "operator",
+    "set_bounds_checks",
+]
+
+Backend = Literal["reference", "core", "triton"]
+Implementation = Callable[..., Any]
+
+_LIBRARY: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]
+_FORCED: ContextVar[Backend | None] = ContextVar("shoal_ops_backend", default=None)
+_bounds_checks = False
+
+
+@contextlib.contextmanager
+def forced(backend: Backend) -> Iterator[None]:
+    """Inside, operators on CPU and CUDA tensors run one named implementation.
+
+    For tests, and for finding out which implementation is wrong. "core" takes CPU tensors only;
+    "triton" takes CPU tensors only under `TRITON_INTERPRET=1`.
+
+    Raises:
+        UnknownName: no such backend.
+    """
+    if backend not in get_args(Backend):
+        raise unknown_name("backend", backend, get_args(Backend))
+    token = _FORCED.set(backend)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def set_bounds_checks(enabled: bool) -> None:
+    """Turn the checks of indices and offsets in CUDA memory on or off (off at first).
+
+    On, an operator on CUDA tensors reads its indices back to check them, which waits for the
+    device. On the CPU they are always checked.
+    """
+    global _bounds_checks
+    _bounds_checks = enabled
+
+
+@contextlib.contextmanager
+def bounds_checks(enabled: bool = True) -> Iterator[None]:
+    """`set_bounds_checks` for the length of a block."""
+    before = _bounds_checks
+    set_bounds_checks(enabled)
+    try:
+        yield
+    finally:
+        set_bounds_checks(before)
+
+
+def operator(
+    schema: str,
+    *,
+    reference: Implementation,
+    core: Implementation,
+    triton: str,
+    fake: Implementation,
+    check: Implementation | None = None,
+    backward: Implementation | None = None,
+    setup: Implementation | None = None,
+) -> Callable[..., Any]:
+    """Define `shoal::<schema>` and return the callable overload.
+
+    Args:
+        schema: as `torch.library.define` takes it, without the namespace.
+        reference, core: plain torch, and the compiled core on CPU tensors.
+        triton: "module:function" in `shoal.kernels`, loaded at its first call.
+        fake: output shapes without data.
+        check: raises for bad values in index and offset tensors; takes the operator's arguments.
+            Runs before the reference and before Triton (on CUDA only when `set_bounds_checks` is
+            on). The core checks values itself, in its own pass, and raises the same errors.
+        backward, setup: as `torch.library.register_autograd` takes them; neither for operators on
+            ids alone.
+    """
+    name = schema.split("(", 1)[0].strip()
+    _LIBRARY.define(schema)
+    kernel = _lazy(triton)
+    table: dict[Backend, Implementation] = {
+        "reference": reference,
+        "core": core,
+        "triton": kernel,
+    }
+
+    def on_cpu(*args: Any) -> Any:
+        backend = _FORCED.get() or "core"
+        if check is not None and backend != "core":
+            check(*args)
+        return table[backend](*args)
+
+    def on_cuda(*args: Any) -> Any:
+        if check is not None and _bounds_checks:
+            check(*args)
+        return table[_FORCED.get() or "triton"](*args)
+
+    _LIBRARY.impl(name, on_cpu, "CPU")
+    _LIBRARY.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"shoal::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
+        )
+    return getattr(torch.ops.shoal, name).default  # type: ignore[no-any-return]
+
+
+def _lazy(target: str) -> Implementation:
+    module, function = target.split(":")
+    loaded: list[Implementation] = []
+
+    def call(*args: Any) -> Any:
+        if not loaded:
+            loaded.append(getattr(_kernels(module), function))
+        return loaded[0](*args)
+
+    return call
+
+
+def _kernels(module: str) -> Any:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise DeviceUnavailable(
+            describe(
+                "Triton",
+                got="not installed",
+                allowed="the version that matches torch",
+                remedy="Install torch with CUDA, which brings Triton, or use CPU tensors.",
+            )
+        ) from error
+    return importlib.import_module(f"shoal.kernels.{module}")
+
+
+def one_device(op: str, **tensors: Tensor) -> torch.device:
+    """The device all arguments share.
+
+    Raises:
+        InputError: they lie on several devices.
+    """
+    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise InputError(
+            describe(
+                f"{op}: devices",
+                got=", ".join(f"{name} on {device}" for name, device in devices.items()),
+                allowed="one device for all arguments",
+                remedy="Move them with .to().",
+            )
+        )
+    return next(iter(tensors.values())).device

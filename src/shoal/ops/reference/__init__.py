@@ -1,0 +1,29 @@
+"""Plain-torch operations: differentiable, on any device and dtype, the oracle of the fast ones."""
+
+from __future__ import annotations
+
+from shoal.ops.reference.segments import (
+    Dedup,
+    Layout,
+    dedup,
+    pooled_layout,
+    row_ids,
+    segment_first_n,
+    segment_l2,
+    segment_mean,
+    segment_sqrtn,
+    segment_sum,
+)
+
+__all__ = [
+    "Dedup",
+    "Layout",
+    "dedup",
+    "pooled_layout",
+    "row_ids",
+    "segment_first_n",
+    "segment_l2",
+    "segment_mean",
+    "segment_sqrtn",
+    "segment_sum",
+]

@@ -1,0 +1,56 @@
+"""One test body on every implementation of an operator.
+
+`reference` calls the plain-torch functions, `core` the compiled core, `triton` the kernels:
+interpreted on CPU tensors here, compiled on a GPU under `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import shoal.ops
+from shoal.ops import reference
+from shoal.ops.dispatch import forced
+
+__all__ = ["BACKENDS", "Implementation"]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How a test calls an operator: where its tensors go, and which code runs."""
+
+    name: str
+    device: str
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        if self.name == "reference":
+            return getattr(reference, op)
+        public = getattr(shoal.ops, op)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.chosen():
+                return public(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Operators called inside, backward passes too, run this implementation."""
+        with forced("triton" if self.name == "triton" else "core"):
+            yield
+
+
+_GPU = pytest.param(Implementation("triton", "cuda"), marks=pytest.mark.gpu, id="triton-cuda")
+BACKENDS = [
+    pytest.param(Implementation("reference", "cpu"), id="reference"),
+    pytest.param(Implementation("core", "cpu"), id="core"),
+    _GPU
+    if torch.cuda.is_available()
+    else pytest.param(Implementation("triton", "cpu"), id="triton-interpreted"),
+]
