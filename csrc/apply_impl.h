@@ -1,5 +1,9 @@
 #pragma once
 // Summing gradients per row and stepping it. Included by kernels_isa.cpp only.
+//
+// Grouping needs no hash table: while a part is grouped, the version of a row met before holds the
+// row's number in the part's list. A version v belongs to a row met before exactly when entry v of
+// the list is that row, whatever v was before. Stepping stamps the version; skipping restores it.
 #include <cmath>
 
 #include "kernels.h"
@@ -9,106 +13,129 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint32_t kNoItem = 0xffffffffU;
+constexpr std::uint32_t kAhead = 32;  // rows under way; a power of two
 
-// Chains the items of each row in input order; returns the number of unique rows.
-inline std::uint32_t group_items(const Item* items, std::uint32_t m, ApplyScratch& s) {
-  for (std::uint32_t i = 0; i <= s.slot_mask; ++i) s.slots[2 * i] = -1;
-  std::uint32_t unique = 0;
-  for (std::uint32_t e = 0; e < m; ++e) {
-    const std::int32_t row = items[e].row;
-    s.next[e] = kNoItem;
-    std::uint32_t at = (static_cast<std::uint32_t>(row) * 0x9E3779B9U >> 7) & s.slot_mask;
-    while (s.slots[2 * at] != -1 && s.slots[2 * at] != row) at = (at + 1) & s.slot_mask;
-    if (s.slots[2 * at] == row) {
-      const auto u = static_cast<std::uint32_t>(s.slots[2 * at + 1]);
-      s.next[s.tail[u]] = e;
-      s.tail[u] = e;
-      ++s.number[u];
-    } else {
-      s.slots[2 * at] = row;
-      s.slots[2 * at + 1] = static_cast<std::int32_t>(unique);
-      s.head[unique] = e;
-      s.tail[unique] = e;
-      s.number[unique] = 1;
-      ++unique;
-    }
-  }
-  return unique;
+// Forced inline: a function that only prefetches counts as free of effects, and GCC drops its calls.
+__attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
+  const std::size_t limit = bytes < 512 ? bytes : 512;
+  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 1, 2);
+}
+
+inline std::uint32_t item_at(const Items& items, std::uint32_t k) {
+  return items.order == nullptr ? k : items.order[k];
+}
+inline const Source& source_at(const ApplyJob& job, const Items& items, std::uint32_t e) {
+  return job.sources[items.sources == nullptr ? 0 : items.sources[e]];
+}
+inline std::uint32_t bag_at(const Source& source, const Items& items, std::uint32_t e) {
+  return items.bags == nullptr ? e - source.item_start : items.bags[e];
 }
 
 template <class T>
-inline const T* grad_at(const Source& source, const Slice& s, const Item& item) {
-  return static_cast<const T*>(source.grads[s.output]) +
-         static_cast<std::int64_t>(item.bag) * source.widths[s.output] + s.column;
+inline const T* direct_grad(const ApplyJob& job, const Items& items, std::uint32_t e) {
+  const Source& source = source_at(job, items, e);
+  return reinterpret_cast<const T*>(source.direct +
+                                    bag_at(source, items, e) * source.direct_stride);
 }
 
+// Adds what item e contributes to its row, whatever the pooling, weights and slices.
 template <class T>
-inline void add_item(const Source& source, const Item& item, T* acc) {
-  const std::int64_t position = source.first + item.position;
+inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T* acc) {
+  const Source& source = source_at(job, items, e);
+  const std::uint32_t bag = bag_at(source, items, e);
+  const std::int64_t position = source.first + (e - source.item_start);
   T factor = static_cast<T>(source.scale);
   if (source.weights != nullptr) factor *= static_cast<T>(source.weights[position]);
   std::int64_t lane = 0;
   if (source.pool.pooling == Pooling::mean) {
-    factor /= static_cast<T>(source.offsets[item.bag + 1] - source.offsets[item.bag]);
+    factor /= static_cast<T>(source.offsets[bag + 1] - source.offsets[bag]);
   } else if (source.pool.pooling == Pooling::first_n) {
-    lane = position - source.offsets[item.bag];
+    lane = position - source.offsets[bag];
     if (lane >= source.pool.length) return;
   }
   for (int k = 0; k < source.pool.n_slices; ++k) {
     const Slice& s = source.pool.slices[k];
     const int n = s.stop - s.start;
-    const T* g = grad_at<T>(source, s, item) + lane * n;
+    const T* g = static_cast<const T*>(source.grads[s.output]) +
+                 static_cast<std::int64_t>(bag) * source.widths[s.output] + s.column + lane * n;
     T* to = acc + s.start;
     for (int i = 0; i < n; ++i) to[i] += g[i] * factor;
   }
 }
 
-constexpr int kChainAhead = 4;
-
-template <class T>
-__attribute__((always_inline)) inline void prefetch_grad(const ApplyJob& job, const Item& item) {
-  const Source& source = job.sources[item.source];
-  const Slice& s = source.pool.slices[0];
-  prefetch_bytes(reinterpret_cast<const char*>(grad_at<T>(source, s, item)),
-                 static_cast<std::size_t>(s.stop - s.start) * sizeof(T));
+// Sights item e stands for: its ticket's count, once a step.
+inline std::int64_t sights_of(const ApplyJob& job, const Items& items, std::uint32_t e) {
+  if (!job.counted) return 1;
+  const Source& source = source_at(job, items, e);
+  if (!source.sighted) return 0;
+  return source.counts == nullptr ? 1 : source.counts[source.first + (e - source.item_start)];
 }
 
-// Rows of a hot id lie all over the gradient; walking its chain ahead of the sum hides that.
 template <class T>
-inline void sum_items(const ApplyJob& job, const Item* items, std::uint32_t e,
-                      const ApplyScratch& scratch, T* acc) {
-  const int d = job.table.rows.dim;
-  for (int i = 0; i < d; ++i) acc[i] = 0;
-  std::uint32_t ahead = e;
-  for (int i = 0; i < kChainAhead && ahead != kNoItem; ++i) ahead = scratch.next[ahead];
-  for (; e != kNoItem; e = scratch.next[e]) {
-    if (ahead != kNoItem) {
-      prefetch_grad<T>(job, items[ahead]);
-      ahead = scratch.next[ahead];
-    }
-    const Item& item = items[e];
-    const Source& source = job.sources[item.source];
-    if (source.direct) {
-      const T* g = grad_at<T>(source, source.pool.slices[0], item);
+inline void add_row(T* acc, const T* g, int d) {
 #pragma GCC ivdep
-      for (int i = 0; i < d; ++i) acc[i] += g[i];
-    } else {
-      add_item(source, item, acc);
-    }
-  }
+  for (int i = 0; i < d; ++i) acc[i] += g[i];
 }
 
-inline std::int64_t count_items(const ApplyJob& job, const Item* items, std::uint32_t u,
-                                const ApplyScratch& scratch) {
-  if (!job.counted) return scratch.number[u];
-  std::int64_t count = 0;
-  for (std::uint32_t e = scratch.head[u]; e != kNoItem; e = scratch.next[e]) {
-    const Source& source = job.sources[items[e].source];
-    if (!source.sighted) continue;
-    count += source.counts == nullptr ? 1 : source.counts[source.first + items[e].position];
+// Lists the part's rows with their gradients, summed where several items have the row; returns how
+// many. A row with one item keeps pointing at the caller's gradient when that is read in place.
+template <class T, bool kInPlace>
+std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScratch s) {
+  const RowView v = job.table.rows;
+  const int d = v.dim;
+  const bool counted = job.counted;
+  std::uint32_t* ring[kAhead];
+  std::uint32_t none = 0;
+  char* next_sum = s.sums;
+  std::uint32_t unique = 0;
+  const auto enter = [&](std::uint32_t k) {
+    const std::int32_t row = items.rows[item_at(items, k)];
+    std::uint32_t* at = row < 0 ? &none : &row_version(v, static_cast<std::uint32_t>(row));
+    __builtin_prefetch(at, 1, 2);
+    ring[k % kAhead] = at;
+  };
+  for (std::uint32_t k = 0; k < kAhead && k < items.n; ++k) enter(k);
+  for (std::uint32_t k = 0; k < items.n; ++k) {
+    std::uint32_t* const version = ring[k % kAhead];
+    if (k + kAhead < items.n) enter(k + kAhead);
+    const std::uint32_t e = item_at(items, k);
+    const std::int32_t row = items.rows[e];
+    if (row < 0) continue;
+    const std::int64_t sights = counted ? sights_of(job, items, e) : 1;
+    const std::uint32_t u = *version;
+    if (u < unique && s.rows[u] == row) {
+      T* acc = static_cast<T*>(const_cast<void*>(s.grads[u]));
+      if constexpr (kInPlace) {
+        if (reinterpret_cast<char*>(acc) < s.sums || reinterpret_cast<char*>(acc) >= next_sum) {
+          const T* first = acc;
+          acc = reinterpret_cast<T*>(next_sum);
+          for (int i = 0; i < d; ++i) acc[i] = first[i];
+          s.grads[u] = acc;
+          next_sum += s.sum_stride;
+        }
+        add_row(acc, direct_grad<T>(job, items, e), d);
+      } else {
+        add_item(job, items, e, acc);
+      }
+      s.counts[u] += sights;
+      continue;
+    }
+    s.rows[unique] = row;
+    s.versions[unique] = u;
+    s.heads[unique] = e;
+    s.counts[unique] = sights;
+    if constexpr (kInPlace) {
+      s.grads[unique] = direct_grad<T>(job, items, e);
+    } else {
+      T* acc = reinterpret_cast<T*>(next_sum);
+      next_sum += s.sum_stride;
+      for (int i = 0; i < d; ++i) acc[i] = 0;
+      add_item(job, items, e, acc);
+      s.grads[unique] = acc;
+    }
+    *version = unique++;
   }
-  return count;
+  return unique;
 }
 
 // Applies the policy to a summed gradient; false leaves the row alone.
@@ -129,17 +156,90 @@ inline bool accept(const StepParams& step, T* g, int d) {
   return true;
 }
 
+// A row under way: where its parts lie.
+struct RowPlace {
+  char* weights;
+  char* state;
+  std::uint32_t* version;
+  LastSeen* seen;
+};
+
+__attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::int32_t number,
+                                                         std::size_t weight_bytes,
+                                                         std::size_t state_bytes) {
+  const auto row = static_cast<std::uint32_t>(number);
+  const BlockView& block = block_view(v, row);
+  const RowPlace place{block.weights + std::size_t{row} * v.weight_stride,
+                       block.state + std::size_t{row} * v.state_stride,
+                       reinterpret_cast<std::uint32_t*>(block.versions + std::size_t{row} * 4),
+                       reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8)};
+  prefetch_write(place.weights, weight_bytes);
+  prefetch_write(place.state, state_bytes);
+  __builtin_prefetch(place.version, 1, 2);
+  __builtin_prefetch(place.seen, 1, 2);
+  return place;
+}
+
+inline void stamp(const StepParams& step, const RowPlace& place, std::int64_t count) {
+  *place.version = step.epoch;
+  LastSeen seen = *place.seen;
+  if (step.event_time_s > seen.seconds) seen.seconds = step.event_time_s;
+  const std::int64_t total = seen.count + count;
+  seen.count = total > 0xffffffffLL ? 0xffffffffU : static_cast<std::uint32_t>(total);
+  *place.seen = seen;
+}
+
+// Runs body(u, place) for every row of the list, rows on their way kAhead before.
+template <class T, class Body>
+__attribute__((always_inline)) inline void each_row(const ApplyJob& job, const ApplyScratch s,
+                                                    std::uint32_t unique, const Body& body) {
+  const RowView v = job.table.rows;
+  const std::size_t weight_bytes = static_cast<std::size_t>(v.dim) * element_size(v.dtype);
+  const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * sizeof(T);
+  const std::size_t grad_bytes = static_cast<std::size_t>(v.dim) * sizeof(T);
+  RowPlace ring[kAhead];
+  for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
+    ring[u] = place_row(v, s.rows[u], weight_bytes, state_bytes);
+  }
+  for (std::uint32_t u = 0; u < unique; ++u) {
+    const RowPlace place = ring[u % kAhead];
+    if (u + kAhead < unique) {
+      ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weight_bytes, state_bytes);
+      prefetch_bytes(static_cast<const char*>(s.grads[u + kAhead]), grad_bytes);
+    }
+    body(u, place);
+  }
+}
+
+// One segment of fp32 or fp64 columns, gradients as they are: what most tables are.
+template <class T, StepFunction<T> kStep>
+void step_plain_rows(const ApplyJob& job, const ApplyScratch s, std::uint32_t unique) {
+  const RuleConstants<T> constants(job.table.segments[0].rule);
+  const bool still = stands_still(job.table.segments[0].rule.kind, job.lrs[0]);
+  const StepParams step = job.step;
+  const T lr = static_cast<T>(job.lrs[0]);
+  const int d = job.table.rows.dim;
+  each_row<T>(job, s, unique, [&](std::uint32_t u, const RowPlace& place) {
+    if (!still) {
+      kStep(RuleStep<T>{&constants, reinterpret_cast<T*>(place.weights),
+                        reinterpret_cast<T*>(place.state), static_cast<const T*>(s.grads[u]), d, lr,
+                        step.global_step});
+    }
+    stamp(step, place, s.counts[u]);
+  });
+}
+
+// One row of any table: retrievers, delay compensation, several segments, narrow storage.
 template <class T>
-inline void step_row(const ApplyJob& job, std::uint32_t row, T* g, T* temp, const T* seen) {
+void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place, T* g, T* temp,
+                  const T* seen) {
   const TableView& t = job.table;
   const bool narrow = t.rows.dtype == DType::f16 || t.rows.dtype == DType::bf16;
-  char* stored = weight_row(t.rows, row);
-  T* w = reinterpret_cast<T*>(stored);
+  T* w = reinterpret_cast<T*>(place.weights);
   if (narrow) {
     w = temp;
-    load_weights(t.rows.dtype, stored, w, t.rows.dim);
+    load_weights(t.rows.dtype, place.weights, w, t.rows.dim);
   }
-  T* state = t.rows.state_width > 0 ? reinterpret_cast<T*>(state_row(t.rows, row)) : nullptr;
   for (int k = 0; k < t.n_segments; ++k) {
     const Segment& s = t.segments[k];
     T* gs = g + s.column;
@@ -151,101 +251,65 @@ inline void step_row(const ApplyJob& job, std::uint32_t row, T* g, T* temp, cons
         gs[i] += strength * gs[i] * gs[i] * (ws[i] - seen[s.column + i]);
       }
     }
-    rule_step(RuleStep<T>{&s.rule, ws, state + s.state_column, gs, s.dim,
-                          static_cast<T>(job.lrs[k]), job.step.global_step});
+    if (stands_still(s.rule.kind, job.lrs[k])) continue;
+    const RuleConstants<T> constants(s.rule);
+    const RuleStep<T> a{&constants, ws, reinterpret_cast<T*>(place.state) + s.state_column, gs,
+                        s.dim, static_cast<T>(job.lrs[k]), job.step.global_step};
+    with_rule<T>(s.rule.kind, [&](auto rule) { rule.value(a); });
   }
   if constexpr (sizeof(T) == 4) {
     if (narrow) {
-      store_stochastic(RowMaker{t.segments, t.n_segments, t.key}, t.rows.dtype,
-                       row_id(t.rows, row), job.step.global_step, w, stored, t.rows.dim);
+      store_stochastic(RowMaker{t.segments, t.n_segments, t.key}, t.rows.dtype, row_id(t.rows, row),
+                       job.step.global_step, w, place.weights, t.rows.dim);
     }
   }
 }
 
-inline void stamp(const ApplyJob& job, std::uint32_t row, std::int64_t count) {
-  row_version(job.table.rows, row) = job.step.epoch;
-  LastSeen& seen = row_seen(job.table.rows, row);
-  if (job.step.event_time_s > seen.seconds) seen.seconds = job.step.event_time_s;
-  const std::int64_t total = seen.count + count;
-  seen.count = total > 0xffffffffLL ? 0xffffffffU : static_cast<std::uint32_t>(total);
-}
-
-// Forced inline: a function that only prefetches counts as free of effects, and GCC drops its calls.
-__attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
-  const std::size_t limit = bytes < 512 ? bytes : 512;
-  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 1, 2);
-}
-
 template <class T>
-__attribute__((always_inline)) inline void prefetch_unique(const ApplyJob& job, const Item* items,
-                                                           std::uint32_t e,
-                                                           const ApplyScratch& scratch) {
-  const RowView& v = job.table.rows;
-  const auto row = static_cast<std::uint32_t>(items[e].row);
-  prefetch_write(weight_row(v, row), static_cast<std::size_t>(v.dim) * element_size(v.dtype));
-  if (v.state_width > 0) {
-    prefetch_write(state_row(v, row), static_cast<std::size_t>(v.state_width) * sizeof(T));
-  }
-  __builtin_prefetch(&row_version(v, row), 1, 2);
-  __builtin_prefetch(&row_seen(v, row), 1, 2);
-  for (int i = 0; i < kChainAhead && e != kNoItem; ++i, e = scratch.next[e]) {
-    prefetch_grad<T>(job, items[e]);
-  }
-}
-
-template <class T>
-std::int64_t apply_typed(const ApplyJob& job, const Item* items, std::uint32_t m,
-                         ApplyScratch& scratch) {
-  constexpr std::uint32_t kAhead = 32;
+std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyScratch& s,
+                           std::uint32_t unique) {
   const int d = job.table.rows.dim;
-  T* acc = static_cast<T*>(scratch.buffer);
-  T* temp = acc + d + 16;
-  const std::uint32_t unique = group_items(items, m, scratch);
   std::int64_t skipped = 0;
-  for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
-    prefetch_unique<T>(job, items, scratch.head[u], scratch);
-  }
-  for (std::uint32_t u = 0; u < unique; ++u) {
-    if (u + kAhead < unique) {
-      prefetch_unique<T>(job, items, scratch.head[u + kAhead], scratch);
+  each_row<T>(job, s, unique, [&](std::uint32_t u, const RowPlace& place) {
+    // Never the caller's: only a job whose rules just read gradients reads them in place.
+    T* g = static_cast<T*>(const_cast<void*>(s.grads[u]));
+    if (job.step.nan_policy != 0 && !accept(job.step, g, d)) {
+      *place.version = s.versions[u];
+      ++skipped;
+      return;
     }
-    const std::uint32_t head = scratch.head[u];
-    const Item& item = items[head];
-    const Source& source = job.sources[item.source];
-    const auto row = static_cast<std::uint32_t>(item.row);
-    if (scratch.number[u] == 1 && source.direct && job.step.nan_policy == 0 && job.table.plain) {
-      // The rule only reads a gradient that nothing else changes, so it may read the user's.
-      T* g = const_cast<T*>(grad_at<T>(source, source.pool.slices[0], item));
-      step_row<T>(job, row, g, temp, nullptr);
-    } else {
-      sum_items(job, items, head, scratch, acc);
-      if (job.step.nan_policy != 0 && !accept(job.step, acc, d)) {
-        ++skipped;
-        continue;
-      }
-      const T* seen = source.seen == nullptr
-                          ? nullptr
-                          : static_cast<const T*>(source.seen) +
-                                static_cast<std::int64_t>(item.position) * d;
-      step_row<T>(job, row, acc, temp, seen);
-    }
-    stamp(job, row, count_items(job, items, u, scratch));
-  }
+    const Source& source = source_at(job, items, s.heads[u]);
+    const T* seen = source.seen == nullptr
+                        ? nullptr
+                        : static_cast<const T*>(source.seen) +
+                              static_cast<std::int64_t>(s.heads[u] - source.item_start) * d;
+    step_any_row(job, static_cast<std::uint32_t>(s.rows[u]), place, g,
+                 reinterpret_cast<T*>(s.temp), seen);
+    stamp(job.step, place, s.counts[u]);
+  });
   return skipped;
 }
 
 template <class T>
-std::uint32_t sum_typed(const ApplyJob& job, const Item* items, std::uint32_t m,
-                        ApplyScratch& scratch, SumOut* out) {
-  if (out == nullptr) return group_items(items, m, scratch);
-  T* sums = static_cast<T*>(out->sums);
-  for (std::uint32_t u = 0; u < out->unique; ++u) {
-    out->rows[u] = items[scratch.head[u]].row;
-    out->counts[u] = count_items(job, items, u, scratch);
-    sum_items(job, items, scratch.head[u], scratch,
-              sums + static_cast<std::int64_t>(u) * job.table.rows.dim);
+std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
+  const std::uint32_t unique =
+      job.in_place ? group_rows<T, true>(job, items, s) : group_rows<T, false>(job, items, s);
+  const bool compensated = job.table.segments[0].rule.delay_compensated;
+  if (!job.table.plain || job.table.n_segments != 1 || compensated || job.step.nan_policy != 0) {
+    return step_any_rows<T>(job, items, s, unique);
   }
-  return out->unique;
+  with_rule<T>(job.table.segments[0].rule.kind,
+               [&](auto rule) { step_plain_rows<T, rule.value>(job, s, unique); });
+  return 0;
+}
+
+template <class T>
+std::uint32_t sum_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
+  const std::uint32_t unique = group_rows<T, false>(job, items, s);
+  for (std::uint32_t u = 0; u < unique; ++u) {
+    row_version(job.table.rows, static_cast<std::uint32_t>(s.rows[u])) = s.versions[u];
+  }
+  return unique;
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
+constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
 constexpr std::size_t kMaxRows = (std::size_t{1} << 31) - 2;
 
 std::size_t align64(std::size_t bytes) { return (bytes + 63) & ~std::size_t{63}; }
@@ -17,14 +17,14 @@ std::size_t align16(std::size_t bytes) { return (bytes + 15) & ~std::size_t{15};
 Arena::Arena(int dim, int state_width, DType dtype)
     : dim_(dim), state_width_(state_width), dtype_(dtype) {
   const std::size_t real = dtype == DType::f64 ? 8 : 4;
-  arrays_[0].stride = align16(dim * element_bytes(dtype));
-  arrays_[1].stride = align16(state_width * real);
-  arrays_[2].stride = 8;
-  arrays_[3].stride = 4;
-  arrays_[4].stride = 8;
-  const std::size_t widest = std::max(arrays_[0].stride, arrays_[1].stride);
+  strides_[kVersions] = 4;
+  strides_[kSeen] = 8;
+  strides_[kIds] = 8;
+  strides_[kWeights] = align16(dim * element_bytes(dtype));
+  strides_[kState] = align16(state_width * real);
+  const std::size_t widest = std::max(strides_[kWeights], strides_[kState]);
   geometry_.chunk = 12;
-  while (geometry_.chunk < 16 && (widest << (geometry_.chunk + 1)) <= kChunkBytes) {
+  while (geometry_.chunk < 18 && (widest << (geometry_.chunk + 1)) <= kChunkBytes) {
     ++geometry_.chunk;
   }
   geometry_.first = 8;
@@ -45,13 +45,9 @@ std::size_t Arena::block_start(int block) const {
 
 RowView Arena::view() const {
   RowView v;
-  v.weights = arrays_[0].biased.data();
-  v.state = arrays_[1].biased.data();
-  v.ids = arrays_[2].biased.data();
-  v.versions = arrays_[3].biased.data();
-  v.seen = arrays_[4].biased.data();
-  v.weight_stride = arrays_[0].stride;
-  v.state_stride = arrays_[1].stride;
+  v.blocks = views_.data();
+  v.weight_stride = strides_[kWeights];
+  v.state_stride = strides_[kState];
   v.geometry = geometry_;
   v.dim = dim_;
   v.state_width = state_width_;
@@ -67,14 +63,15 @@ void Arena::reserve(std::size_t count) {
     const int block = static_cast<int>(blocks_.size());
     const std::size_t rows = block_rows(block), start = block_start(block);
     std::size_t offsets[6] = {};
-    for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * arrays_[i].stride);
+    for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
     Block memory(offsets[5]);
     blocks_.reserve(blocks_.size() + 1);
-    for (Array& array : arrays_) array.biased.reserve(array.biased.size() + 1);
-    for (int i = 0; i < 5; ++i) {
+    const auto biased = [&](int i) {
       const auto base = reinterpret_cast<std::uintptr_t>(memory.data()) + offsets[i];
-      arrays_[i].biased.push_back(reinterpret_cast<char*>(base - start * arrays_[i].stride));
-    }
+      return reinterpret_cast<char*>(base - start * strides_[i]);
+    };
+    views_.push_back(BlockView{biased(kWeights), biased(kState), biased(kIds), biased(kVersions),
+                               biased(kSeen)});
     blocks_.push_back(std::move(memory));
     capacity_ += rows;
   }
@@ -102,15 +99,11 @@ void Arena::clear() {
   free_.clear();
 }
 
-std::size_t Arena::bytes_of(const Array& array) const {
-  // Rows beyond the high-water mark were never touched, so they are not resident.
-  return used_ * array.stride;
-}
-
-std::size_t Arena::weight_bytes() const { return bytes_of(arrays_[0]); }
-std::size_t Arena::state_bytes() const { return bytes_of(arrays_[1]); }
+// Rows beyond the high-water mark were never touched, so they are not resident.
+std::size_t Arena::weight_bytes() const { return used_ * strides_[kWeights]; }
+std::size_t Arena::state_bytes() const { return used_ * strides_[kState]; }
 std::size_t Arena::metadata_bytes() const {
-  return bytes_of(arrays_[2]) + bytes_of(arrays_[3]) + bytes_of(arrays_[4]) + free_.capacity() * 4;
+  return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) + free_.capacity() * 4;
 }
 
 }  // namespace shoal

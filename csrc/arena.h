@@ -28,21 +28,17 @@ class Arena {
   static constexpr std::uint32_t kFree = 0;  // version of a row nobody owns
 
  private:
-  // One array of every block; the five share a block's memory, so that a large block gives huge
-  // pages to the narrow ones too.
-  struct Array {
-    std::size_t stride;
-    std::vector<char*> biased;
-  };
-
   std::size_t block_rows(int block) const;
   std::size_t block_start(int block) const;
-  std::size_t bytes_of(const Array& array) const;
 
   int dim_, state_width_;
   DType dtype_;
   Geometry geometry_;
-  Array arrays_[5];
+  // The arrays of a block share its memory, in this order: huge pages cover whole multiples of their
+  // size, and what every step touches must not lie in the small pages at the end.
+  enum Array { kVersions, kSeen, kIds, kWeights, kState };
+  std::size_t strides_[5];
+  std::vector<BlockView> views_;
   std::vector<Block> blocks_;
   std::size_t capacity_ = 0;
   std::size_t used_ = 0;

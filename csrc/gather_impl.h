@@ -1,13 +1,15 @@
 #pragma once
 // Probing and reading. Included by kernels_isa.cpp only. Each loop runs a rolling window: touch the
 // index line, later the row, later copy it, so that memory latency overlaps.
+#include <type_traits>
+
 #include "kernels.h"
 #include "rows_impl.h"
 
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kWindow = 32;
+constexpr std::int64_t kWindow = 64;  // ids under way; a power of two
 
 // Into the second level: many rows are under way at once, and the first level tracks few misses.
 // Forced inline: see apply_impl.h.
@@ -16,71 +18,109 @@ __attribute__((always_inline)) inline void prefetch_bytes(const char* p, std::si
   for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
-void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
-               std::int32_t* rows) {
-  const StripeView* stripes[kWindow];
-  const Line* lines[kWindow];
-  const IndexView v = index;
-  for (std::int64_t i = 0; i < n + kWindow; ++i) {
-    const std::int64_t slot = i & (kWindow - 1);
-    if (i >= kWindow) rows[i - kWindow] = probe(stripes[slot], lines[slot], ids[i - kWindow]);
-    if (i < n) {
-      lines[slot] = home_line(v, mix64(static_cast<std::uint64_t>(ids[i]) ^ v.salt), stripes[slot]);
-      __builtin_prefetch(lines[slot]);
-    }
-  }
+inline std::uint64_t hash_in(const IndexView& v, std::int64_t id) {
+  return mix64(static_cast<std::uint64_t>(id) ^ v.salt);
 }
 
-template <int kBytes>
-inline void copy_fixed(char* to, const char* from) {
-  __builtin_memcpy(to, from, kBytes);
+__attribute__((always_inline)) inline const Line* touch_line(const IndexView& v, std::int64_t id) {
+  const StripeView* stripe = nullptr;
+  const Line* line = home_line(v, hash_in(v, id), stripe);
+  __builtin_prefetch(line, 0, 2);
+  return line;
+}
+
+// The id's row from its home line; what overflowed past that line is rare.
+inline std::int32_t row_of(const IndexView& v, const Line* line, std::int64_t id) {
+  const unsigned hit = match(line, id);
+  if (__builtin_expect(hit != 0, 1)) return line->rows[__builtin_ctz(hit)];
+  if (__builtin_expect((line->meta >> 8) == 0, 1)) return kNoRow;
+  const StripeView* stripe = nullptr;
+  line = home_line(v, hash_in(v, id), stripe);
+  return probe(stripe, line, id);
+}
+
+void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
+               std::int32_t* rows) {
+  const Line* lines[kWindow];
+  const IndexView v = index;
+  const std::int64_t first = n < kWindow ? n : kWindow;
+  for (std::int64_t i = 0; i < first; ++i) lines[i] = touch_line(v, ids[i]);
+  std::int64_t i = 0;
+  for (; i + kWindow < n; ++i) {
+    const Line* const line = lines[i % kWindow];
+    lines[i % kWindow] = touch_line(v, ids[i + kWindow]);
+    rows[i] = row_of(v, line, ids[i]);
+  }
+  for (; i < n; ++i) rows[i] = row_of(v, lines[i % kWindow], ids[i]);
+}
+
+template <std::size_t kBytes>
+using Bytes = std::integral_constant<std::size_t, kBytes>;
+
+// Calls visit(bytes) with the common row widths as constants, so that a loop inlines its copies.
+template <class Visit>
+inline auto with_bytes(std::size_t bytes, const Visit& visit) {
+  switch (bytes) {
+    case 32: return visit(Bytes<32>{});
+    case 64: return visit(Bytes<64>{});
+    case 128: return visit(Bytes<128>{});
+    case 256: return visit(Bytes<256>{});
+    default: return visit(bytes);
+  }
 }
 
 inline void copy_row(char* to, const char* from, std::size_t bytes) {
-  switch (bytes) {
-    case 32: return copy_fixed<32>(to, from);
-    case 64: return copy_fixed<64>(to, from);
-    case 128: return copy_fixed<128>(to, from);
-    case 256: return copy_fixed<256>(to, from);
-    default: __builtin_memcpy(to, from, bytes);
+  with_bytes(bytes, [&](auto width) { __builtin_memcpy(to, from, width); });
+}
+
+template <class Width>
+std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t* ids,
+                          std::int64_t n, Width bytes, char* out, std::uint8_t* found) {
+  const Line* lines[kWindow];
+  const char* sources[kWindow];
+  std::int64_t missing = 0;
+  const auto locate = [&](std::int64_t i) {
+    const std::int32_t row = row_of(v, lines[i % kWindow], ids[i]);
+    const char* source =
+        row == kNoRow ? nullptr : weight_row(r, static_cast<std::uint32_t>(row));
+    if (source != nullptr) prefetch_bytes(source, bytes);
+    sources[i % kWindow] = source;
+  };
+  const auto copy = [&](std::int64_t i) {
+    const char* const source = sources[i % kWindow];
+    char* to = out + static_cast<std::size_t>(i) * bytes;
+    found[i] = source != nullptr;
+    if (__builtin_expect(source != nullptr, 1)) {
+      __builtin_memcpy(to, source, bytes);
+    } else {
+      __builtin_memset(to, 0, bytes);
+      ++missing;
+    }
+  };
+  // Step i: copy of i - 2 kWindow, row of i - kWindow, line of i.
+  std::int64_t i = 0;
+  for (; i < 2 * kWindow && i < n; ++i) {
+    if (i >= kWindow) locate(i - kWindow);
+    lines[i % kWindow] = touch_line(v, ids[i]);
   }
+  for (; i < n; ++i) {
+    copy(i - 2 * kWindow);
+    locate(i - kWindow);
+    lines[i % kWindow] = touch_line(v, ids[i]);
+  }
+  for (; i < n + 2 * kWindow; ++i) {
+    if (i >= 2 * kWindow) copy(i - 2 * kWindow);
+    if (i >= kWindow && i < n + kWindow) locate(i - kWindow);
+  }
+  return missing;
 }
 
 std::int64_t find_copy(const IndexView& index, const RowView& rows, const std::int64_t* ids,
                        std::int64_t n, char* out, std::uint8_t* found) {
-  const StripeView* stripes[kWindow];
-  const Line* lines[kWindow];
-  const char* sources[kWindow];
-  const IndexView v = index;
-  const RowView r = rows;
-  const std::size_t bytes =
-      static_cast<std::size_t>(r.dim) * (r.dtype == DType::f64 ? 8U : 4U);
-  std::int64_t missing = 0;
-  for (std::int64_t i = 0; i < n + 2 * kWindow; ++i) {
-    const std::int64_t slot = i & (kWindow - 1);
-    if (i >= 2 * kWindow) {
-      const std::int64_t at = i - 2 * kWindow;
-      char* to = out + static_cast<std::size_t>(at) * bytes;
-      if (sources[slot] != nullptr) {
-        copy_row(to, sources[slot], bytes);
-        found[at] = 1;
-      } else {
-        __builtin_memset(to, 0, bytes);
-        found[at] = 0;
-        ++missing;
-      }
-    }
-    if (i >= kWindow && i < n + kWindow) {
-      const std::int32_t row = probe(stripes[slot], lines[slot], ids[i - kWindow]);
-      sources[slot] = row == kNoRow ? nullptr : weight_row(r, static_cast<std::uint32_t>(row));
-      if (row != kNoRow) prefetch_bytes(sources[slot], bytes);
-    }
-    if (i < n) {
-      lines[slot] = home_line(v, mix64(static_cast<std::uint64_t>(ids[i]) ^ v.salt), stripes[slot]);
-      __builtin_prefetch(lines[slot]);
-    }
-  }
-  return missing;
+  const std::size_t bytes = static_cast<std::size_t>(rows.dim) * element_size(rows.dtype);
+  return with_bytes(bytes, [&](auto width) {
+    return find_copy_of(index, rows, ids, n, width, out, found);
+  });
 }
 
 template <class T>
@@ -191,23 +231,57 @@ inline bool single_copy(const GatherJob& job) {
          job.pool.n_slices == 1 && !job.pool.slices[0].add;
 }
 
+// Bags [start, stop) of one present row each, from `position` on; returns how many of them it
+// copied before one was not that.
+template <class T>
+std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t stop,
+                         std::int64_t position) {
+  const char* sources[kWindow];
+  const RowView v = job.table.rows;
+  const Slice slice = job.pool.slices[0];
+  const std::int32_t* rows = job.rows + position;
+  const std::size_t width = static_cast<std::size_t>(slice.stop - slice.start) * sizeof(T);
+  const std::size_t skip = static_cast<std::size_t>(slice.start) * sizeof(T);
+  const std::size_t stride = static_cast<std::size_t>(job.widths[slice.output]) * sizeof(T);
+  char* to = reinterpret_cast<char*>(output_at<T>(job, slice, start));
+  const std::int64_t* offsets = job.offsets == nullptr ? nullptr : job.offsets + start;
+  std::int64_t n = 0;
+  while (n < stop - start && (offsets == nullptr || offsets[n + 1] - position == n + 1) &&
+         rows[n] >= 0) {
+    ++n;
+  }
+  const auto touch = [&](std::int64_t i) {
+    const char* source = weight_row(v, static_cast<std::uint32_t>(rows[i])) + skip;
+    prefetch_bytes(source, width);
+    sources[i % kWindow] = source;
+  };
+  for (std::int64_t i = 0; i < n && i < kWindow; ++i) touch(i);
+  with_bytes(width, [&](auto bytes) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      const char* const source = sources[i % kWindow];
+      if (i + kWindow < n) touch(i + kWindow);
+      __builtin_memcpy(to, source, bytes);
+      to += stride;
+    }
+  });
+  return n;
+}
+
 template <class T>
 void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_stop, T* temp) {
+  const auto start_of = [&](std::int64_t bag) {
+    return job.offsets == nullptr ? job.first + bag : job.offsets[bag];
+  };
+  if (bag_start < bag_stop && single_copy<T>(job)) {
+    bag_start += copy_single<T>(job, bag_start, bag_stop, start_of(bag_start));
+  }
   const std::size_t bytes = static_cast<std::size_t>(job.table.rows.dim) *
-                            (job.table.rows.dtype == DType::f64   ? 8U
-                             : job.table.rows.dtype == DType::f32 ? 4U
-                                                                  : 2U);
-  const std::int64_t last =
-      job.offsets == nullptr ? job.first + bag_stop : job.offsets[bag_stop];
-  const bool single = single_copy<T>(job);
-  const Slice slice = single ? job.pool.slices[0] : Slice{0, 0, 0, 0, false};
-  const std::size_t width = static_cast<std::size_t>(slice.stop - slice.start) * sizeof(T);
-  T* target = single ? output_at<T>(job, slice, bag_start) : nullptr;
-  const std::int64_t stride = single ? job.widths[slice.output] : 0;
-  std::int64_t fetched = job.offsets == nullptr ? job.first + bag_start : job.offsets[bag_start];
+                            element_size(job.table.rows.dtype);
+  const std::int64_t last = start_of(bag_stop);
+  std::int64_t fetched = start_of(bag_start);
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {
-    const std::int64_t start = job.offsets == nullptr ? job.first + bag : job.offsets[bag];
-    const std::int64_t stop = job.offsets == nullptr ? start + 1 : job.offsets[bag + 1];
+    const std::int64_t start = start_of(bag);
+    const std::int64_t stop = start_of(bag + 1);
     const std::int64_t ahead = stop + kWindow < last ? stop + kWindow : last;
     for (; fetched < ahead; ++fetched) {
       const std::int32_t row = job.rows[fetched];
@@ -215,11 +289,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
         prefetch_bytes(weight_row(job.table.rows, static_cast<std::uint32_t>(row)), bytes);
       }
     }
-    if (single && stop - start == 1 && job.rows[start] >= 0) {
-      const auto row = static_cast<std::uint32_t>(job.rows[start]);
-      const char* from = weight_row(job.table.rows, row) + slice.start * sizeof(T);
-      copy_row(reinterpret_cast<char*>(target + (bag - bag_start) * stride), from, width);
-    } else if (job.pool.pooling == Pooling::first_n) {
+    if (job.pool.pooling == Pooling::first_n) {
       gather_first_n(job, bag, start, stop, temp);
     } else {
       gather_bag(job, bag, start, stop, temp);

@@ -51,55 +51,72 @@ constexpr int kPhiloxLanes = 8;
 
 #ifdef __AVX2__
 
-// High and low words of eight 32 x 32 bit products.
-inline void multiply_lanes(__m256i x, __m256i factor, __m256i& high, __m256i& low) {
-  const __m256i even = _mm256_mul_epu32(x, factor);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
-  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+// Eight ids as two vectors of four, each id in a 64-bit lane.
+struct PhiloxIds {
+  __m256i low, high;  // ids 0..3 and 4..7
+};
+
+inline PhiloxIds philox_ids(const std::int64_t* ids) {
+  return PhiloxIds{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids)),
+                   _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids + 4))};
 }
 
-// philox() for eight (id, block) pairs at once, one lane each. Written out, because the compiler's
-// own vectorisation of the plain loop is slower than no vectorisation.
-inline void philox_lanes(std::uint64_t key, const std::uint64_t* ids, const std::uint32_t* blocks,
-                         std::uint32_t domain, std::uint32_t (*out)[kPhiloxLanes]) {
-  alignas(32) std::uint32_t low_ids[kPhiloxLanes], high_ids[kPhiloxLanes];
-  for (int l = 0; l < kPhiloxLanes; ++l) {
-    low_ids[l] = static_cast<std::uint32_t>(ids[l]);
-    high_ids[l] = static_cast<std::uint32_t>(ids[l] >> 32);
+// One round of four blocks. A word lives in the low half of its 64-bit lane; what is in the high
+// half never matters, because the multiplication reads low halves only.
+inline void philox_round(__m256i& c0, __m256i& c1, __m256i& c2, __m256i& c3, __m256i k0,
+                         __m256i k1) {
+  const __m256i a = _mm256_mul_epu32(c0, _mm256_set1_epi64x(0xD2511F53));
+  const __m256i b = _mm256_mul_epu32(c2, _mm256_set1_epi64x(0xCD9E8D57));
+  c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c1), k0);
+  c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c3), k1);
+  c1 = b;
+  c3 = a;
+}
+
+// philox() of eight ids: out[l] is what philox(key, ids[l], block, domain) gives.
+inline void philox_lanes(std::uint64_t key, const PhiloxIds& ids, std::uint32_t block,
+                         std::uint32_t domain, PhiloxBlock (&out)[kPhiloxLanes]) {
+  __m256i c[2][4];
+  for (int h = 0; h < 2; ++h) {
+    c[h][0] = h == 0 ? ids.low : ids.high;
+    c[h][1] = _mm256_srli_epi64(c[h][0], 32);
+    c[h][2] = _mm256_set1_epi64x(block);
+    c[h][3] = _mm256_set1_epi64x(domain);
   }
-  __m256i c0 = _mm256_load_si256(reinterpret_cast<const __m256i*>(low_ids));
-  __m256i c1 = _mm256_load_si256(reinterpret_cast<const __m256i*>(high_ids));
-  __m256i c2 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(blocks));
-  __m256i c3 = _mm256_set1_epi32(static_cast<int>(domain));
-  __m256i k0 = _mm256_set1_epi32(static_cast<int>(static_cast<std::uint32_t>(key)));
-  __m256i k1 = _mm256_set1_epi32(static_cast<int>(static_cast<std::uint32_t>(key >> 32)));
-  const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53U));
-  const __m256i m1 = _mm256_set1_epi32(static_cast<int>(0xCD9E8D57U));
+  auto k0 = static_cast<std::uint32_t>(key);
+  auto k1 = static_cast<std::uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
-    __m256i high_a, low_a, high_b, low_b;
-    multiply_lanes(c0, m0, high_a, low_a);
-    multiply_lanes(c2, m1, high_b, low_b);
-    c0 = _mm256_xor_si256(_mm256_xor_si256(high_b, c1), k0);
-    c2 = _mm256_xor_si256(_mm256_xor_si256(high_a, c3), k1);
-    c1 = low_b;
-    c3 = low_a;
-    k0 = _mm256_add_epi32(k0, _mm256_set1_epi32(static_cast<int>(0x9E3779B9U)));
-    k1 = _mm256_add_epi32(k1, _mm256_set1_epi32(static_cast<int>(0xBB67AE85U)));
+    const __m256i x0 = _mm256_set1_epi64x(k0), x1 = _mm256_set1_epi64x(k1);
+    for (auto& w : c) philox_round(w[0], w[1], w[2], w[3], x0, x1);
+    k0 += 0x9E3779B9U;
+    k1 += 0xBB67AE85U;
   }
-  const __m256i words[4] = {c0, c1, c2, c3};
-  for (int j = 0; j < 4; ++j) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out[j]), words[j]);
+  for (int h = 0; h < 2; ++h) {
+    // Words 0 and 1 of a lane side by side, then all four.
+    const __m256i first = _mm256_blend_epi32(c[h][0], _mm256_slli_epi64(c[h][1], 32), 0xAA);
+    const __m256i second = _mm256_blend_epi32(c[h][2], _mm256_slli_epi64(c[h][3], 32), 0xAA);
+    const __m256i even = _mm256_unpacklo_epi64(first, second);  // lanes 0 and 2
+    const __m256i odd = _mm256_unpackhi_epi64(first, second);   // lanes 1 and 3
+    auto* to = reinterpret_cast<__m128i*>(&out[4 * h]);
+    _mm_storeu_si128(to, _mm256_castsi256_si128(even));
+    _mm_storeu_si128(to + 1, _mm256_castsi256_si128(odd));
+    _mm_storeu_si128(to + 2, _mm256_extracti128_si256(even, 1));
+    _mm_storeu_si128(to + 3, _mm256_extracti128_si256(odd, 1));
   }
 }
 
 #else
 
-inline void philox_lanes(std::uint64_t key, const std::uint64_t* ids, const std::uint32_t* blocks,
-                         std::uint32_t domain, std::uint32_t (*out)[kPhiloxLanes]) {
+struct PhiloxIds {
+  const std::int64_t* ids;
+};
+
+inline PhiloxIds philox_ids(const std::int64_t* ids) { return PhiloxIds{ids}; }
+
+inline void philox_lanes(std::uint64_t key, const PhiloxIds& ids, std::uint32_t block,
+                         std::uint32_t domain, PhiloxBlock (&out)[kPhiloxLanes]) {
   for (int l = 0; l < kPhiloxLanes; ++l) {
-    const PhiloxBlock words = philox(key, ids[l], blocks[l], domain);
-    for (int j = 0; j < 4; ++j) out[j][l] = words.lane[j];
+    out[l] = philox(key, static_cast<std::uint64_t>(ids.ids[l]), block, domain);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "index.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace shoal {
 namespace {
@@ -31,15 +32,17 @@ void place(Line* lines, std::uint32_t count, std::uint64_t hash, std::int64_t id
 
 }  // namespace
 
-Index::Index(std::uint64_t salt) : salt_(salt) { clear(); }
+Index::Index(std::uint64_t salt)
+    : salt_(salt), directory_(1, 0), stripes_(1), views_(1, StripeView{}) {
+  resize(0, kFirstLines);
+}
 
 void Index::clear() {
-  bits_ = 0;
-  directory_.assign(1, 0);
-  stripes_.clear();
-  stripes_.emplace_back();
-  views_.assign(1, StripeView{});
-  resize(0, kFirstLines);
+  // Stripes stay, as the arena's blocks do: a cleared table is about to be filled again.
+  for (std::size_t i = 0; i < stripes_.size(); ++i) {
+    std::memset(static_cast<void*>(views_[i].lines), 0, views_[i].count * sizeof(Line));
+    stripes_[i].size = 0;
+  }
 }
 
 IndexView Index::view() const {

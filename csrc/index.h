@@ -6,6 +6,10 @@
 //
 // A line is chosen by the low 32 bits of the hash scaled to the number of lines. That keeps lines
 // in hash order, so a rehash is one sequential pass, and lets a stripe grow by a quarter at a time.
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -105,9 +109,18 @@ inline const Line* home_line(const IndexView& v, std::uint64_t hash, const Strip
   return stripe->lines + ((hash & 0xffffffffULL) * stripe->count >> 32);
 }
 
+// Slots in use that hold the id, as bits.
 inline unsigned match(const Line* line, std::int64_t id) {
+#ifdef __AVX2__
+  static_assert(kSlots == 5);
+  const __m256i four = _mm256_cmpeq_epi64(
+      _mm256_load_si256(reinterpret_cast<const __m256i*>(line->keys)), _mm256_set1_epi64x(id));
+  const auto hit = static_cast<unsigned>(_mm256_movemask_pd(_mm256_castsi256_pd(four))) |
+                   static_cast<unsigned>(line->keys[4] == id) << 4;
+#else
   unsigned hit = 0;
   for (int k = 0; k < kSlots; ++k) hit |= static_cast<unsigned>(line->keys[k] == id) << k;
+#endif
   return hit & line->meta;
 }
 

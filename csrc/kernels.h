@@ -61,14 +61,20 @@ struct Source {
   const std::int64_t* counts;   // by absolute position, or null
   const void* seen;             // [n, D] weights at gradient time, or null
   bool sighted;                 // its positions count as sights: a ticket's do once a step
-  bool direct;                  // one slice of whole rows, no weights, factor 1: read in place
+  std::uint32_t item_start;     // its first item among the table's
+  // One slice of whole rows, no weights, factor 1: bag b's gradient lies whole at
+  // direct + b * direct_stride bytes. Null otherwise.
+  const char* direct;
+  std::int64_t direct_stride;
 };
 
-struct Item {
-  std::int32_t row;
-  std::uint32_t source;
-  std::uint32_t bag;
-  std::uint32_t position;  // relative to Source::first
+// Items of one table: positions of its sources in order; a part of them is stepped at a time.
+struct Items {
+  const std::int32_t* rows;     // by item; kNoRow: nothing to step
+  const std::uint32_t* bags;    // by item, or null: every item is the bag of its own number
+  const std::uint32_t* sources; // by item, or null: all of source 0
+  const std::uint32_t* order;   // the part's items, or null: the first n
+  std::uint32_t n;              // of the part
 };
 
 struct StepParams {
@@ -79,14 +85,16 @@ struct StepParams {
   double nan_clip = 1.0;
 };
 
+// Working memory of one part, n items long where not said otherwise.
 struct ApplyScratch {
-  std::int32_t* slots;       // [slot_mask + 1] pairs (row, unique)
-  std::uint32_t slot_mask;
-  std::uint32_t* next;       // [m]
-  std::uint32_t* head;       // [m]
-  std::uint32_t* tail;       // [m]
-  std::uint32_t* number;     // [m] items of a unique row
-  void* buffer;              // 3 * (D + 16) float or double
+  std::int32_t* rows;        // unique rows, in order of first item
+  std::uint32_t* versions;   // what the row's version was
+  std::uint32_t* heads;      // its first item
+  std::int64_t* counts;
+  const void** grads;        // the caller's, or a row of `sums`
+  char* sums;                // [n] rows of `sum_stride` bytes; n / 2 when gradients are read in place
+  std::size_t sum_stride;
+  char* temp;                // one row of float or double
 };
 
 struct ApplyJob {
@@ -95,14 +103,7 @@ struct ApplyJob {
   const double* lrs;  // per segment
   StepParams step;
   bool counted;       // some source brings counts of its own
-};
-
-// Sums only: unique rows in order of first item, their sums and counts.
-struct SumOut {
-  std::uint32_t unique;   // what the call without an output returned
-  std::int32_t* rows;
-  void* sums;             // [U, D] float or double
-  std::int64_t* counts;
+  bool in_place;      // all sources are direct and nothing changes a gradient before the rule
 };
 
 struct Kernels {
@@ -112,10 +113,11 @@ struct Kernels {
   std::int64_t (*find_copy)(const IndexView&, const RowView&, const std::int64_t* ids,
                             std::int64_t n, char* out, std::uint8_t* found);
   void (*gather)(const GatherJob&, std::int64_t bag_start, std::int64_t bag_stop, void* scratch);
-  std::int64_t (*apply)(const ApplyJob&, const Item*, std::uint32_t m, ApplyScratch&);
-  // Without an output: groups the items and returns how many rows they have. With one, right after
-  // and over the same scratch: fills it.
-  std::uint32_t (*sum)(const ApplyJob&, const Item*, std::uint32_t m, ApplyScratch&, SumOut*);
+  // Sums the part's gradients by row and steps each row once; returns how many rows the policy for
+  // non-finite gradients skipped. Excludes every other use of the table's versions.
+  std::int64_t (*apply)(const ApplyJob&, const Items&, const ApplyScratch&);
+  // Sums only, into the scratch; returns how many rows there are. Same exclusion.
+  std::uint32_t (*sum)(const ApplyJob&, const Items&, const ApplyScratch&);
   void (*init_rows)(const TableView&, const std::int64_t* ids, const std::int32_t* rows,
                     std::int64_t n, StepParams);
   bool (*finite32)(const float*, std::int64_t n);

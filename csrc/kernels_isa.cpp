@@ -2,6 +2,7 @@
 // at the end has internal linkage: no code compiled for a wide set may serve a narrow machine.
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "kernels.h"
 
@@ -21,52 +22,63 @@ namespace {
 
 bool is_double(const TableView& t) { return t.rows.dtype == DType::f64; }
 
-std::int64_t apply(const ApplyJob& job, const Item* items, std::uint32_t m, ApplyScratch& s) {
-  return is_double(job.table) ? apply_typed<double>(job, items, m, s)
-                              : apply_typed<float>(job, items, m, s);
+std::int64_t apply(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
+  return is_double(job.table) ? apply_typed<double>(job, items, s)
+                              : apply_typed<float>(job, items, s);
 }
 
-std::uint32_t sum(const ApplyJob& job, const Item* items, std::uint32_t m, ApplyScratch& s,
-                  SumOut* out) {
-  return is_double(job.table) ? sum_typed<double>(job, items, m, s, out)
-                              : sum_typed<float>(job, items, m, s, out);
+std::uint32_t sum(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
+  return is_double(job.table) ? sum_typed<double>(job, items, s) : sum_typed<float>(job, items, s);
 }
 
 template <class T>
-void init_row_state(const TableView& t, std::uint32_t row) {
-  if (t.rows.state_width == 0) return;
-  T* state = reinterpret_cast<T*>(state_row(t.rows, row));
+void fill_state(const TableView& t, T* state) {
   for (int k = 0; k < t.n_segments; ++k) {
     initial_state(t.segments[k], state + t.segments[k].state_column);
   }
 }
 
-void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* rows,
+// Rows of new ids, eight at a time: what is short of eight repeats its last row.
+void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* numbers,
                std::int64_t n, StepParams step) {
-  constexpr std::int64_t kStack = 4096;
-  float stack[kStack];
-  const int d = t.rows.dim;
-  float* heap = d > kStack ? new float[static_cast<std::size_t>(d)] : nullptr;
-  float* values = heap != nullptr ? heap : stack;
-  const std::int64_t batch = kStack / d > 0 ? kStack / d : 1;
+  const RowView v = t.rows;
   const RowMaker maker{t.segments, t.n_segments, t.key};
-  for (std::int64_t at = 0; at < n; at += batch) {
-    const std::int64_t stop = at + batch < n ? at + batch : n;
-    initial_rows(maker, ids + at, stop - at, values, d);
-    for (std::int64_t i = at; i < stop; ++i) {
-      const auto row = static_cast<std::uint32_t>(rows[i]);
-      store_nearest(t.rows.dtype, values + (i - at) * d, weight_row(t.rows, row), d);
-      if (is_double(t)) {
-        init_row_state<double>(t, row);
-      } else {
-        init_row_state<float>(t, row);
-      }
-      row_id(t.rows, row) = ids[i];
-      row_version(t.rows, row) = step.epoch;
-      row_seen(t.rows, row) = LastSeen{step.event_time_s, 0};
+  const std::size_t weight_bytes = static_cast<std::size_t>(v.dim) * element_size(v.dtype);
+  const std::size_t real = is_double(t) ? 8 : 4;
+  const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * real;
+  const bool direct = v.dtype == DType::f32;
+  // One state row, then eight rows of values for tables that do not hold floats.
+  std::vector<char> scratch(state_bytes + 64 + (direct ? 0 : kPhiloxLanes * weight_bytes * 4));
+  if (is_double(t)) {
+    fill_state(t, reinterpret_cast<double*>(scratch.data()));
+  } else {
+    fill_state(t, reinterpret_cast<float*>(scratch.data()));
+  }
+  auto* values = reinterpret_cast<float*>(scratch.data() + ((state_bytes + 63) & ~std::size_t{63}));
+  for (std::int64_t at = 0; at < n; at += kPhiloxLanes) {
+    const auto live = static_cast<int>(n - at < kPhiloxLanes ? n - at : kPhiloxLanes);
+    std::int64_t lane_ids[kPhiloxLanes];
+    float* rows[kPhiloxLanes];
+    const BlockView* blocks[kPhiloxLanes];
+    for (int l = 0; l < kPhiloxLanes; ++l) {
+      const std::int64_t i = at + (l < live ? l : live - 1);
+      const auto row = static_cast<std::uint32_t>(numbers[i]);
+      lane_ids[l] = ids[i];
+      blocks[l] = &block_view(v, row);
+      rows[l] = direct ? reinterpret_cast<float*>(blocks[l]->weights + row * v.weight_stride)
+                       : values + static_cast<std::ptrdiff_t>(l) * v.dim;
+    }
+    initial_rows(maker, lane_ids, rows);
+    for (int l = 0; l < live; ++l) {
+      const auto row = static_cast<std::uint32_t>(numbers[at + l]);
+      const BlockView& block = *blocks[l];
+      if (!direct) store_nearest(v.dtype, rows[l], block.weights + row * v.weight_stride, v.dim);
+      copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
+      reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
+      reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.epoch;
+      reinterpret_cast<LastSeen*>(block.seen)[row] = LastSeen{step.event_time_s, 0};
     }
   }
-  delete[] heap;
 }
 
 template <class T>

@@ -59,13 +59,18 @@ struct LastSeen {
   std::uint32_t count;
 };
 
-// Pointers are biased by the first row of their block, so `block[b] + row * stride` is the row.
+// One block's arrays. Pointers are biased by the first row of the block, so `base + row * stride` is
+// the row; together they fill less than a cache line.
+struct BlockView {
+  char* weights;
+  char* state;
+  char* ids;
+  char* versions;
+  char* seen;
+};
+
 struct RowView {
-  char* const* weights = nullptr;
-  char* const* state = nullptr;
-  char* const* ids = nullptr;
-  char* const* versions = nullptr;
-  char* const* seen = nullptr;
+  const BlockView* blocks = nullptr;
   std::size_t weight_stride = 0, state_stride = 0;
   Geometry geometry;
   int dim = 0, state_width = 0;
@@ -81,23 +86,24 @@ inline int block_of(const Geometry& g, std::uint32_t row) {
   return low == 0 ? 0 : 32 - __builtin_clz(low);
 }
 
+inline const BlockView& block_view(const RowView& v, std::uint32_t row) {
+  return v.blocks[block_of(v.geometry, row)];
+}
+
 inline char* weight_row(const RowView& v, std::uint32_t row) {
-  return v.weights[block_of(v.geometry, row)] + static_cast<std::size_t>(row) * v.weight_stride;
+  return block_view(v, row).weights + std::size_t{row} * v.weight_stride;
 }
 inline char* state_row(const RowView& v, std::uint32_t row) {
-  return v.state[block_of(v.geometry, row)] + static_cast<std::size_t>(row) * v.state_stride;
+  return block_view(v, row).state + std::size_t{row} * v.state_stride;
 }
 inline std::int64_t& row_id(const RowView& v, std::uint32_t row) {
-  return *reinterpret_cast<std::int64_t*>(v.ids[block_of(v.geometry, row)] +
-                                          static_cast<std::size_t>(row) * 8);
+  return *reinterpret_cast<std::int64_t*>(block_view(v, row).ids + std::size_t{row} * 8);
 }
 inline std::uint32_t& row_version(const RowView& v, std::uint32_t row) {
-  return *reinterpret_cast<std::uint32_t*>(v.versions[block_of(v.geometry, row)] +
-                                           static_cast<std::size_t>(row) * 4);
+  return *reinterpret_cast<std::uint32_t*>(block_view(v, row).versions + std::size_t{row} * 4);
 }
 inline LastSeen& row_seen(const RowView& v, std::uint32_t row) {
-  return *reinterpret_cast<LastSeen*>(v.seen[block_of(v.geometry, row)] +
-                                      static_cast<std::size_t>(row) * 8);
+  return *reinterpret_cast<LastSeen*>(block_view(v, row).seen + std::size_t{row} * 8);
 }
 
 }  // namespace

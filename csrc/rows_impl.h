@@ -1,6 +1,7 @@
 #pragma once
 // Bits of a row: initial values, reading any dtype through a retriever, rounding back to storage.
 // Included by kernels_isa.cpp only. Oracles: src/shoal/rules/{initializers,compressors,rounding}.py.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -131,62 +132,49 @@ inline void initial_row(const RowMaker& maker, std::int64_t id, float* out) {
   }
 }
 
-inline void lane_values(const InitParams& init, float width, const std::uint32_t* words,
-                        float* values) {
+// Values of the words of eight blocks, four columns each.
+inline void block_values(const InitParams& init, float width,
+                         const PhiloxBlock (&words)[kPhiloxLanes],
+                         float (&values)[kPhiloxLanes][4]) {
+  constexpr int kWords = 4 * kPhiloxLanes;
+  const auto* from = reinterpret_cast<const std::uint32_t*>(words);
+  auto* to = reinterpret_cast<float*>(values);
   if (init.kind == InitKind::uniform) {
-    for (int l = 0; l < kPhiloxLanes; ++l) {
-      const auto whole = static_cast<std::int32_t>(words[l] >> 8);
+    for (int i = 0; i < kWords; ++i) {
+      const auto whole = static_cast<std::int32_t>(from[i] >> 8);
       const float scaled = static_cast<float>(whole) * 5.9604644775390625e-08F * width;
-      values[l] = scaled + init.a;
+      to[i] = scaled + init.a;
     }
     return;
   }
-  for (int l = 0; l < kPhiloxLanes; ++l) values[l] = initial_value(init, width, words[l]);
+  for (int i = 0; i < kWords; ++i) to[i] = initial_value(init, width, from[i]);
 }
 
-// Initial values of many rows, [n, stride] floats: the words of eight blocks at a time.
-inline void initial_rows(const RowMaker& maker, const std::int64_t* ids, std::int64_t n,
-                         float* out, std::int64_t stride) {
+// Initial values of eight rows at once; rows[l] is where row l of ids[l] goes.
+inline void initial_rows(const RowMaker& maker, const std::int64_t (&ids)[kPhiloxLanes],
+                         float* const (&rows)[kPhiloxLanes]) {
+  const PhiloxIds lanes = philox_ids(ids);
   for (int k = 0; k < maker.n_segments; ++k) {
     const Segment& s = maker.segments[k];
     const int start = s.column, stop = s.column + s.dim;
     if (s.init.kind == InitKind::constant) {
-      for (std::int64_t i = 0; i < n; ++i) {
-        for (int c = start; c < stop; ++c) out[i * stride + c] = s.init.a;
-      }
+      for (float* row : rows) std::fill(row + start, row + stop, s.init.a);
       continue;
     }
     const float width = s.init.b - s.init.a;
-    const int first = start / 4, blocks = (stop + 3) / 4 - first;
-    const std::int64_t total = n * blocks;
-    for (std::int64_t at = 0; at < total; at += kPhiloxLanes) {
-      std::uint64_t lane_ids[kPhiloxLanes];
-      std::uint32_t lane_blocks[kPhiloxLanes], words[4][kPhiloxLanes];
-      float* to[kPhiloxLanes];
-      std::int64_t row = at / blocks;
-      int block = static_cast<int>(at - row * blocks);
-      for (int l = 0; l < kPhiloxLanes; ++l) {
-        const std::int64_t r = row < n ? row : n - 1;
-        lane_ids[l] = static_cast<std::uint64_t>(ids[r]);
-        lane_blocks[l] = static_cast<std::uint32_t>(first + block);
-        to[l] = out + r * stride + (first + block) * 4;
-        if (++block == blocks) {
-          block = 0;
-          ++row;
-        }
+    for (int block = start / 4; block * 4 < stop; ++block) {
+      PhiloxBlock words[kPhiloxLanes];
+      float values[kPhiloxLanes][4];
+      philox_lanes(maker.key, lanes, static_cast<std::uint32_t>(block), 0, words);
+      block_values(s.init, width, words, values);
+      const int c = block * 4;
+      if (c >= start && c + 4 <= stop) {
+        for (int l = 0; l < kPhiloxLanes; ++l) std::memcpy(rows[l] + c, values[l], 16);
+        continue;
       }
-      philox_lanes(maker.key, lane_ids, lane_blocks, 0, words);
-      float values[4][kPhiloxLanes];
-      for (int j = 0; j < 4; ++j) lane_values(s.init, width, words[j], values[j]);
-      const int live = total - at < kPhiloxLanes ? static_cast<int>(total - at) : kPhiloxLanes;
-      for (int l = 0; l < live; ++l) {
-        const int c = static_cast<int>(lane_blocks[l]) * 4;
-        if (c >= start && c + 4 <= stop) {
-          for (int j = 0; j < 4; ++j) to[l][j] = values[j][l];
-        } else {
-          for (int j = 0; j < 4; ++j) {
-            if (c + j >= start && c + j < stop) to[l][j] = values[j][l];
-          }
+      for (int l = 0; l < kPhiloxLanes; ++l) {
+        for (int j = 0; j < 4; ++j) {
+          if (c + j >= start && c + j < stop) rows[l][c + j] = values[l][j];
         }
       }
     }

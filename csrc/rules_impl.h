@@ -3,15 +3,29 @@
 // only. Formulas, defaults and sources: docs/reference/rules.md; oracle: src/shoal/rules.
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "layout.h"
 
 namespace shoal {
 namespace {
 
+// A rule's parameters in the precision of the row.
+template <class T>
+struct RuleConstants {
+  T momentum, beta, beta1, beta2, eps, weight_decay, l1, l2, rho, temperature;
+  bool nesterov, decouple, dynamic, flip, sum;
+
+  explicit RuleConstants(const RuleParams& p)
+      : momentum(T(p.momentum)), beta(T(p.beta)), beta1(T(p.beta1)), beta2(T(p.beta2)),
+        eps(T(p.eps)), weight_decay(T(p.weight_decay)), l1(T(p.l1)), l2(T(p.l2)), rho(T(p.rho)),
+        temperature(T(p.temperature)), nesterov(p.nesterov), decouple(p.decouple),
+        dynamic(p.dynamic), flip(p.flip), sum(p.sum) {}
+};
+
 template <class T>
 struct RuleStep {
-  const RuleParams* p;
+  const RuleConstants<T>* p;
   T* w;
   T* s;
   const T* g;
@@ -42,7 +56,7 @@ inline T square_sum(const T* x, int d) {
 
 template <class T>
 inline void step_momentum(const RuleStep<T>& a) {
-  const T mu = static_cast<T>(a.p->momentum), wd = static_cast<T>(a.p->weight_decay);
+  const T mu = a.p->momentum, wd = a.p->weight_decay;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T old = a.s[i];
@@ -54,7 +68,7 @@ inline void step_momentum(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_adagrad(const RuleStep<T>& a) {
-  const T wd = static_cast<T>(a.p->weight_decay), eps = static_cast<T>(a.p->eps);
+  const T wd = a.p->weight_decay, eps = a.p->eps;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T g = a.g[i] + wd * a.w[i];
@@ -66,7 +80,7 @@ inline void step_adagrad(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_rowwise_adagrad(const RuleStep<T>& a) {
-  const T wd = static_cast<T>(a.p->weight_decay), eps = static_cast<T>(a.p->eps);
+  const T wd = a.p->weight_decay, eps = a.p->eps;
   const T total = lane_sum<T>(a.d, [&](int i) {
     const T g = a.g[i] + wd * a.w[i];
     return g * g;
@@ -81,8 +95,8 @@ inline void step_rowwise_adagrad(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_adadelta(const RuleStep<T>& a) {
-  const T rho = static_cast<T>(a.p->rho), eps = static_cast<T>(a.p->eps);
-  const T wd = static_cast<T>(a.p->weight_decay);
+  const T rho = a.p->rho, eps = a.p->eps;
+  const T wd = a.p->weight_decay;
   T* acc = a.s;
   T* update = a.s + a.d;
 #pragma GCC ivdep
@@ -95,10 +109,10 @@ inline void step_adadelta(const RuleStep<T>& a) {
   }
 }
 
-template <class T>
-inline void step_adam(const RuleStep<T>& a, bool amsgrad) {
-  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
-  const T eps = static_cast<T>(a.p->eps), wd = static_cast<T>(a.p->weight_decay);
+template <class T, bool amsgrad>
+inline void step_adam_family(const RuleStep<T>& a) {
+  const T b1 = a.p->beta1, b2 = a.p->beta2;
+  const T eps = a.p->eps, wd = a.p->weight_decay;
   T* m = a.s;
   T* v = a.s + a.d;
   T* top = a.s + 2 * a.d;
@@ -124,9 +138,9 @@ inline void step_adam(const RuleStep<T>& a, bool amsgrad) {
 
 template <class T>
 inline void step_adamw(const RuleStep<T>& a) {
-  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
-  const T eps = static_cast<T>(a.p->eps);
-  const T keep = T(1) - a.lr * static_cast<T>(a.p->weight_decay);
+  const T b1 = a.p->beta1, b2 = a.p->beta2;
+  const T eps = a.p->eps;
+  const T keep = T(1) - a.lr * a.p->weight_decay;
   T* m = a.s;
   T* v = a.s + a.d;
   T* powers = a.s + 2 * a.d;
@@ -145,8 +159,8 @@ inline void step_adamw(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_lamb(const RuleStep<T>& a) {
-  const T b1 = static_cast<T>(a.p->beta1), b2 = static_cast<T>(a.p->beta2);
-  const T eps = static_cast<T>(a.p->eps), wd = static_cast<T>(a.p->weight_decay);
+  const T b1 = a.p->beta1, b2 = a.p->beta2;
+  const T eps = a.p->eps, wd = a.p->weight_decay;
   T* m = a.s;
   T* v = a.s + a.d;
   T* powers = a.s + 2 * a.d;
@@ -174,8 +188,8 @@ inline void step_lamb(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_ftrl(const RuleStep<T>& a) {
-  const T l1 = static_cast<T>(a.p->l1), l2 = static_cast<T>(a.p->l2);
-  const T beta = static_cast<T>(a.p->beta);
+  const T l1 = a.p->l1, l2 = a.p->l2;
+  const T beta = a.p->beta;
   T* n = a.s;
   T* z = a.s + a.d;
 #pragma GCC ivdep
@@ -192,8 +206,8 @@ inline void step_ftrl(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_group_ftrl(const RuleStep<T>& a) {
-  const T l1 = static_cast<T>(a.p->l1), l2 = static_cast<T>(a.p->l2);
-  const T beta = static_cast<T>(a.p->beta);
+  const T l1 = a.p->l1, l2 = a.p->l2;
+  const T beta = a.p->beta;
   T* n = a.s;
   T* z = a.s + a.d;
 #pragma GCC ivdep
@@ -213,7 +227,7 @@ inline void step_group_ftrl(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_group_adagrad(const RuleStep<T>& a) {
-  const T l2 = static_cast<T>(a.p->l2), wd = static_cast<T>(a.p->weight_decay);
+  const T l2 = a.p->l2, wd = a.p->weight_decay;
   T most = 0;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
@@ -221,7 +235,7 @@ inline void step_group_adagrad(const RuleStep<T>& a) {
     most = most > g * g ? most : g * g;
   }
   a.s[0] += most;
-  const T rate = a.lr / (static_cast<T>(a.p->beta) + std::sqrt(a.s[0]));
+  const T rate = a.lr / (a.p->beta + std::sqrt(a.s[0]));
   T norm = 0;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
@@ -239,10 +253,10 @@ inline void step_group_adagrad(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_dynamic_wd_adagrad(const RuleStep<T>& a) {
-  T decay = static_cast<T>(a.p->weight_decay);
+  T decay = a.p->weight_decay;
   if (a.p->dynamic) {
     const T gap = std::sqrt(square_sum(a.g, a.d)) - std::sqrt(square_sum(a.w, a.d));
-    const T gate = T(1) / (T(1) + std::exp(-gap / static_cast<T>(a.p->temperature)));
+    const T gate = T(1) / (T(1) + std::exp(-gap / a.p->temperature));
     decay *= a.p->flip ? T(1) - gate : gate;
   }
   const T coupled = a.p->decouple ? T(0) : decay;
@@ -258,7 +272,7 @@ inline void step_dynamic_wd_adagrad(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_rmsprop(const RuleStep<T>& a) {
-  const T mu = static_cast<T>(a.p->momentum), wd = static_cast<T>(a.p->weight_decay);
+  const T mu = a.p->momentum, wd = a.p->weight_decay;
   const T fresh = a.p->sum ? T(1) : T(1) - mu;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
@@ -280,7 +294,7 @@ inline void step_batch_softmax(const RuleStep<T>& a) {
 
 template <class T>
 inline void step_sign_sgd(const RuleStep<T>& a) {
-  const T keep = T(1) - a.lr * static_cast<T>(a.p->weight_decay);
+  const T keep = T(1) - a.lr * a.p->weight_decay;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T sign = static_cast<T>((a.g[i] > 0) - (a.g[i] < 0));
@@ -289,40 +303,54 @@ inline void step_sign_sgd(const RuleStep<T>& a) {
 }
 
 template <class T>
-void rule_step(const RuleStep<T>& a) {
-  // These divide by the rate; at rate 0 (a warm-up's start) the row stays as it is.
-  const bool divides = a.p->kind == RuleKind::ftrl || a.p->kind == RuleKind::group_ftrl ||
-                       a.p->kind == RuleKind::group_adagrad;
-  if (divides && a.lr == 0) return;
-  switch (a.p->kind) {
-    case RuleKind::sgd:
+inline void step_sgd(const RuleStep<T>& a) {
+  const T wd = a.p->weight_decay;
 #pragma GCC ivdep
-      for (int i = 0; i < a.d; ++i) {
-        a.w[i] -= a.lr * (a.g[i] + static_cast<T>(a.p->weight_decay) * a.w[i]);
-      }
-      return;
-    case RuleKind::momentum: return step_momentum(a);
-    case RuleKind::adagrad: return step_adagrad(a);
-    case RuleKind::rowwise_adagrad: return step_rowwise_adagrad(a);
-    case RuleKind::adadelta: return step_adadelta(a);
-    case RuleKind::adam: return step_adam(a, false);
-    case RuleKind::amsgrad: return step_adam(a, true);
-    case RuleKind::adamw: return step_adamw(a);
-    case RuleKind::ftrl: return step_ftrl(a);
-    case RuleKind::group_ftrl: return step_group_ftrl(a);
-    case RuleKind::group_adagrad: return step_group_adagrad(a);
-    case RuleKind::dynamic_wd_adagrad: return step_dynamic_wd_adagrad(a);
-    case RuleKind::rmsprop: return step_rmsprop(a);
-    case RuleKind::moving_average: {
-      const T mu = static_cast<T>(a.p->momentum);
+  for (int i = 0; i < a.d; ++i) a.w[i] -= a.lr * (a.g[i] + wd * a.w[i]);
+}
+
+template <class T>
+inline void step_moving_average(const RuleStep<T>& a) {
+  const T mu = a.p->momentum;
 #pragma GCC ivdep
-      for (int i = 0; i < a.d; ++i) a.w[i] = mu * a.w[i] + (T(1) - mu) * a.g[i];
-      return;
-    }
-    case RuleKind::batch_softmax: return step_batch_softmax(a);
-    case RuleKind::sign_sgd: return step_sign_sgd(a);
-    case RuleKind::lamb: return step_lamb(a);
+  for (int i = 0; i < a.d; ++i) a.w[i] = mu * a.w[i] + (T(1) - mu) * a.g[i];
+}
+
+template <class T>
+using StepFunction = void (*)(const RuleStep<T>&);
+
+// Calls visit(constant) with the rule's function as a constant, so that a loop over rows inlines it.
+template <class T, class Visit>
+void with_rule(RuleKind kind, const Visit& visit) {
+#define SHOAL_RULE(name, ...) \
+  case RuleKind::name:        \
+    return visit(std::integral_constant<StepFunction<T>, __VA_ARGS__>{})
+  switch (kind) {
+    SHOAL_RULE(sgd, step_sgd<T>);
+    SHOAL_RULE(momentum, step_momentum<T>);
+    SHOAL_RULE(adagrad, step_adagrad<T>);
+    SHOAL_RULE(rowwise_adagrad, step_rowwise_adagrad<T>);
+    SHOAL_RULE(adadelta, step_adadelta<T>);
+    SHOAL_RULE(adam, step_adam_family<T, false>);
+    SHOAL_RULE(amsgrad, step_adam_family<T, true>);
+    SHOAL_RULE(adamw, step_adamw<T>);
+    SHOAL_RULE(ftrl, step_ftrl<T>);
+    SHOAL_RULE(group_ftrl, step_group_ftrl<T>);
+    SHOAL_RULE(group_adagrad, step_group_adagrad<T>);
+    SHOAL_RULE(dynamic_wd_adagrad, step_dynamic_wd_adagrad<T>);
+    SHOAL_RULE(rmsprop, step_rmsprop<T>);
+    SHOAL_RULE(moving_average, step_moving_average<T>);
+    SHOAL_RULE(batch_softmax, step_batch_softmax<T>);
+    SHOAL_RULE(sign_sgd, step_sign_sgd<T>);
+    SHOAL_RULE(lamb, step_lamb<T>);
   }
+#undef SHOAL_RULE
+}
+
+// These divide by the rate; at rate 0 (a warm-up's start) a row stays as it is.
+inline bool stands_still(RuleKind kind, double lr) {
+  return lr == 0 && (kind == RuleKind::ftrl || kind == RuleKind::group_ftrl ||
+                     kind == RuleKind::group_adagrad);
 }
 
 }  // namespace

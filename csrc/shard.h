@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "scratch.h"
 #include "table.h"
 
 namespace shoal {
@@ -153,7 +154,8 @@ class Shard {
   FairLock lock_;
   mutable std::mutex tickets_mutex_;
   std::unordered_set<Ticket*> tickets_;
-  std::vector<Item> items_;  // scratch of apply, guarded by the write lock
+  ItemLists lists_;                // scratch of apply and sum, guarded by the write lock
+  std::vector<PartScratch> scratch_;  // one a lane
 };
 
 // Ends its ticket whatever happens.

@@ -1,7 +1,8 @@
 // Shard: from recorded gradients to stepped rows.
 //
-// Items (row, where its gradient is) are partitioned by row, stably, so that each partition is
+// A table's items (positions of the records) are partitioned by row, stably, so that each part is
 // summed and stepped by one thread in input order: the result does not depend on the thread count.
+// One thread takes all of a table as one part, as it came.
 #include <algorithm>
 #include <cstring>
 #include <unordered_set>
@@ -11,19 +12,25 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kPartitionItems = 4096;
+constexpr std::int64_t kSummedItems = 4096;   // of a part whose every row is summed in scratch
+constexpr std::int64_t kSharedItems = 2048;   // of a part worth another thread
 constexpr std::int64_t kChunkItems = 16384;
 constexpr int kMaxPartitionBits = 6;
+constexpr int kPartsPerThread = 8;
+// Rows that share a cache line of versions stay with one thread.
+constexpr int kLineShift = 4;
 
 struct TableWork {
   int table = 0;
   std::vector<Source> sources;
   std::int64_t n = 0;
   int bits = 0;
-  std::size_t first_item = 0;
-  std::vector<std::size_t> starts;  // of each partition, in items
+  Items items{};                      // of all parts: order is null
+  const std::uint32_t* order = nullptr;
+  std::vector<std::size_t> starts;    // of each part, in items; one part: empty
   std::size_t first_lr = 0;
   bool counted = false;
+  bool direct = true;                 // all sources are
 };
 
 // Slices of unpooled sources; a deque-like store whose addresses stay.
@@ -57,9 +64,14 @@ Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& w
     s.grads = record.grads;
     s.widths = record.plan->widths.data();
   }
-  s.direct = s.pool.pooling == Pooling::sum && s.weights == nullptr && s.scale == 1.0 &&
-             s.pool.n_slices == 1 && s.pool.slices[0].start == 0 && s.pool.slices[0].stop == d &&
-             s.seen == nullptr;
+  const Slice& slice = s.pool.slices[0];
+  if (s.pool.pooling == Pooling::sum && s.weights == nullptr && s.scale == 1.0 &&
+      s.pool.n_slices == 1 && slice.start == 0 && slice.stop == d && s.seen == nullptr) {
+    const auto real = static_cast<std::int64_t>(
+        shard.table(ticket.tables[g]).spec().dtype == DType::f64 ? 8 : 4);
+    s.direct = static_cast<const char*>(s.grads[slice.output]) + slice.column * real;
+    s.direct_stride = s.widths[slice.output] * real;
+  }
   return s;
 }
 
@@ -74,6 +86,8 @@ std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& 
       Source source = source_of(shard, record, static_cast<int>(g), whole);
       source.sighted = first;
       if (source.stop == source.first) continue;
+      source.item_start = static_cast<std::uint32_t>(work.n);
+      work.direct = work.direct && source.direct != nullptr;
       work.sources.push_back(source);
       work.n += source.stop - source.first;
       work.counted = work.counted || source.counts != nullptr || !first;
@@ -89,122 +103,171 @@ std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& 
   return all;
 }
 
-struct Chunk {
-  std::size_t work;
-  std::uint32_t source;
-  std::int64_t bag_start, bag_stop;
-};
-
-std::int64_t bag_begin(const Source& s, std::int64_t bag) {
-  return s.offsets == nullptr ? s.first + bag : s.offsets[bag];
+bool one_bag_each(const Source& s) {
+  if (s.offsets == nullptr) return true;
+  if (s.bags != s.stop - s.first) return false;
+  std::int64_t off = 0;
+  for (std::int64_t bag = 0; bag < s.bags; ++bag) off |= s.offsets[bag] ^ (s.first + bag);
+  return off == 0;
 }
 
-template <class Visit>
-void each_item(const Source& s, std::uint32_t number, std::int64_t bag_start,
-               std::int64_t bag_stop, const Visit& visit) {
-  std::int64_t position = bag_begin(s, bag_start);
-  for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {
-    const std::int64_t stop = bag_begin(s, bag + 1);
-    for (; position < stop; ++position) {
-      const std::int32_t row = s.rows[position];
-      if (row < 0) continue;
-      visit(Item{row, number, static_cast<std::uint32_t>(bag),
-                 static_cast<std::uint32_t>(position - s.first)});
+// Points at the ticket's rows where they serve as they are; writes rows, bags and sources of items
+// into `lists` where not.
+void list_items(TableWork& work, ItemLists& lists) {
+  const bool one = work.sources.size() == 1;
+  const Source& first = work.sources[0];
+  work.items = Items{first.rows + first.first, nullptr, nullptr, nullptr,
+                     static_cast<std::uint32_t>(work.n)};
+  if (one && one_bag_each(first)) return;
+  const auto n = static_cast<std::size_t>(work.n);
+  std::uint32_t* bags = lists.bags.take(n);
+  work.items.bags = bags;
+  std::int32_t* rows = nullptr;
+  std::uint32_t* numbers = nullptr;
+  if (!one) {
+    work.items.rows = rows = reinterpret_cast<std::int32_t*>(lists.rows.take(n));
+    work.items.sources = numbers = lists.sources.take(n);
+  }
+  for (std::uint32_t k = 0; k < work.sources.size(); ++k) {
+    const Source& s = work.sources[k];
+    const std::size_t at = s.item_start;
+    const auto many = static_cast<std::size_t>(s.stop - s.first);
+    if (!one) {
+      std::memcpy(rows + at, s.rows + s.first, many * sizeof(std::int32_t));
+      std::fill_n(numbers + at, many, k);
+    }
+    if (s.offsets == nullptr) {
+      for (std::size_t i = 0; i < many; ++i) bags[at + i] = static_cast<std::uint32_t>(i);
+      continue;
+    }
+    for (std::int64_t bag = 0; bag < s.bags; ++bag) {
+      for (std::int64_t i = s.offsets[bag]; i < s.offsets[bag + 1]; ++i) {
+        bags[at + static_cast<std::size_t>(i - s.first)] = static_cast<std::uint32_t>(bag);
+      }
     }
   }
 }
 
+int part_bits(const TableWork& work, int threads, bool in_place) {
+  const std::int64_t per_thread = threads == 1 ? 1 : std::int64_t{threads} * kPartsPerThread;
+  int bits = 0;
+  while (bits < kMaxPartitionBits &&
+         (((std::int64_t{1} << bits) < per_thread && (work.n >> bits) > kSharedItems) ||
+          (!in_place && (work.n >> bits) > kSummedItems))) {
+    ++bits;
+  }
+  return bits;
+}
+
+std::uint32_t part_of(std::int32_t row, std::uint32_t mask) {
+  return (static_cast<std::uint32_t>(row) >> kLineShift) & mask;
+}
+
+struct Chunk {
+  std::size_t work;
+  std::uint32_t start, stop;  // items
+};
+
 std::vector<Chunk> chunks_of(const std::vector<TableWork>& works) {
   std::vector<Chunk> chunks;
   for (std::size_t w = 0; w < works.size(); ++w) {
-    for (std::uint32_t s = 0; s < works[w].sources.size(); ++s) {
-      const Source& source = works[w].sources[s];
-      const std::int64_t n = source.stop - source.first;
-      const std::int64_t parts = std::max<std::int64_t>(1, n / kChunkItems);
-      for (std::int64_t p = 0; p < parts; ++p) {
-        chunks.push_back(
-            Chunk{w, s, source.bags * p / parts, source.bags * (p + 1) / parts});
-      }
+    if (works[w].bits == 0) continue;
+    const std::int64_t parts = std::max<std::int64_t>(1, works[w].n / kChunkItems);
+    for (std::int64_t p = 0; p < parts; ++p) {
+      chunks.push_back(Chunk{w, static_cast<std::uint32_t>(works[w].n * p / parts),
+                             static_cast<std::uint32_t>(works[w].n * (p + 1) / parts)});
     }
   }
   return chunks;
 }
 
-// Fills `items` table by table, partition by partition, in input order within a partition.
-void partition_items(std::vector<TableWork>& works, std::vector<Item>& items, int threads,
-                     bool single) {
-  const std::vector<Chunk> chunks = chunks_of(works);
-  std::vector<std::size_t> histogram_at(chunks.size() + 1, 0);
-  for (TableWork& work : works) {
-    work.bits = 0;
-    while (!single && work.bits < kMaxPartitionBits && (work.n >> work.bits) > kPartitionItems) {
-      ++work.bits;
+// Turns counts per (chunk, part) of one table into where each chunk writes, part by part.
+void place_parts(TableWork& work, std::size_t* counts, std::size_t chunks) {
+  const std::size_t parts = std::size_t{1} << work.bits;
+  work.starts.assign(parts + 1, 0);
+  std::size_t total = 0;
+  for (std::size_t p = 0; p < parts; ++p) {
+    work.starts[p] = total;
+    for (std::size_t c = 0; c < chunks; ++c) {
+      std::size_t& count = counts[c * parts + p];
+      const std::size_t here = count;
+      count = total;
+      total += here;
     }
   }
+  work.starts[parts] = total;
+}
+
+// Orders the items of every table that has several parts, in input order within a part.
+void partition_items(std::vector<TableWork>& works, ItemLists& lists, int threads) {
+  const std::vector<Chunk> chunks = chunks_of(works);
+  if (chunks.empty()) return;
+  std::vector<std::size_t> histogram_at(chunks.size() + 1, 0);
   for (std::size_t c = 0; c < chunks.size(); ++c) {
     histogram_at[c + 1] = histogram_at[c] + (std::size_t{1} << works[chunks[c].work].bits);
   }
   std::vector<std::size_t> histogram(histogram_at.back(), 0);
-  const auto batches = static_cast<std::int64_t>(chunks.size());
-  Pool::instance().run(batches, threads, [&](std::int64_t c, int) {
-    const Chunk& chunk = chunks[c];
-    const TableWork& work = works[chunk.work];
-    std::size_t* counts = histogram.data() + histogram_at[c];
-    const std::uint32_t mask = (1U << work.bits) - 1;
-    each_item(work.sources[chunk.source], chunk.source, chunk.bag_start, chunk.bag_stop,
-              [&](const Item& item) { ++counts[static_cast<std::uint32_t>(item.row) & mask]; });
-  });
-  std::size_t total = 0;
-  std::size_t c = 0;
+  std::vector<std::uint32_t*> orders(works.size(), nullptr);
   for (std::size_t w = 0; w < works.size(); ++w) {
-    const std::size_t parts = std::size_t{1} << works[w].bits;
-    std::size_t stop = c;
-    while (stop < chunks.size() && chunks[stop].work == w) ++stop;
-    works[w].starts.assign(parts + 1, 0);
-    for (std::size_t p = 0; p < parts; ++p) {
-      works[w].starts[p] = total;
-      for (std::size_t i = c; i < stop; ++i) {
-        std::size_t& count = histogram[histogram_at[i] + p];
-        const std::size_t here = count;
-        count = total;
-        total += here;
-      }
+    if (works[w].bits == 0) continue;
+    works[w].order = orders[w] = lists.order.take(static_cast<std::size_t>(works[w].n));
+  }
+  const auto each = [&](const auto& body) {
+    Pool::instance().run(static_cast<std::int64_t>(chunks.size()), threads,
+                         [&](std::int64_t c, int) {
+                           const Chunk& chunk = chunks[c];
+                           const TableWork& work = works[chunk.work];
+                           body(chunk, work.items.rows, (1U << work.bits) - 1,
+                                histogram.data() + histogram_at[c]);
+                         });
+  };
+  each([](const Chunk& chunk, const std::int32_t* rows, std::uint32_t mask, std::size_t* at) {
+    for (std::uint32_t e = chunk.start; e < chunk.stop; ++e) {
+      if (rows[e] >= 0) ++at[part_of(rows[e], mask)];
     }
-    works[w].starts[parts] = total;
+  });
+  for (std::size_t c = 0; c < chunks.size();) {
+    std::size_t stop = c;
+    while (stop < chunks.size() && chunks[stop].work == chunks[c].work) ++stop;
+    place_parts(works[chunks[c].work], histogram.data() + histogram_at[c], stop - c);
     c = stop;
   }
-  if (items.size() < total) items.resize(total);
-  Pool::instance().run(batches, threads, [&](std::int64_t i, int) {
-    const Chunk& chunk = chunks[i];
-    const TableWork& work = works[chunk.work];
-    std::size_t* at = histogram.data() + histogram_at[i];
-    const std::uint32_t mask = (1U << work.bits) - 1;
-    each_item(work.sources[chunk.source], chunk.source, chunk.bag_start, chunk.bag_stop,
-              [&](const Item& item) {
-                items[at[static_cast<std::uint32_t>(item.row) & mask]++] = item;
-              });
+  each([&](const Chunk& chunk, const std::int32_t* rows, std::uint32_t mask, std::size_t* at) {
+    std::uint32_t* order = orders[chunk.work];
+    for (std::uint32_t e = chunk.start; e < chunk.stop; ++e) {
+      if (rows[e] >= 0) order[at[part_of(rows[e], mask)]++] = e;
+    }
   });
 }
 
-// One thread's working memory; grows to the largest partition it meets.
-class Scratch {
- public:
-  ApplyScratch fit(std::uint32_t m, int dim) {
-    std::uint32_t slots = 16;
-    while (slots < 2 * m) slots *= 2;
-    if (slots_.size() < 2 * std::size_t{slots}) slots_.resize(2 * std::size_t{slots});
-    if (links_.size() < 4 * std::size_t{m}) links_.resize(4 * std::size_t{m});
-    if (buffer_.size() < 3 * (std::size_t(dim) + 16)) buffer_.resize(3 * (std::size_t(dim) + 16));
-    return ApplyScratch{slots_.data(), slots - 1, links_.data(), links_.data() + m,
-                        links_.data() + 2 * std::size_t{m}, links_.data() + 3 * std::size_t{m},
-                        buffer_.data()};
-  }
-
- private:
-  std::vector<std::int32_t> slots_;
-  std::vector<std::uint32_t> links_;
-  std::vector<double> buffer_;
+struct Part {
+  std::size_t work;
+  std::size_t start;
+  std::uint32_t n;
 };
+
+// Largest first: the last to start should be small.
+std::vector<Part> parts_of(const std::vector<TableWork>& works) {
+  std::vector<Part> parts;
+  for (std::size_t w = 0; w < works.size(); ++w) {
+    if (works[w].bits == 0) parts.push_back(Part{w, 0, static_cast<std::uint32_t>(works[w].n)});
+    for (std::size_t p = 0; p + 1 < works[w].starts.size(); ++p) {
+      const std::size_t start = works[w].starts[p];
+      const auto n = static_cast<std::uint32_t>(works[w].starts[p + 1] - start);
+      if (n > 0) parts.push_back(Part{w, start, n});
+    }
+  }
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const Part& a, const Part& b) { return a.n > b.n; });
+  return parts;
+}
+
+Items items_of(const TableWork& work, const Part& part) {
+  Items items = work.items;
+  items.order = work.order == nullptr ? nullptr : work.order + part.start;
+  items.n = part.n;
+  return items;
+}
 
 struct GradRange {
   const void* data;
@@ -267,31 +330,42 @@ void Shard::apply_locked(const ApplyArgs& args) {
   }
   WholeRows whole;
   std::vector<TableWork> works = work_of(*this, args.records, whole);
-  partition_items(works, items_, args.threads, false);
+  const auto in_place = [&](const TableWork& work) {
+    return work.direct && args.step.nan_policy == 0 && tables_[work.table].view().plain;
+  };
+  std::size_t total = 0;
+  for (const TableWork& work : works) total += static_cast<std::size_t>(work.n);
+  lists_.reserve(total);
+  for (TableWork& work : works) {
+    list_items(work, lists_);
+    work.bits = part_bits(work, args.threads, in_place(work));
+  }
+  partition_items(works, lists_, args.threads);
   StepParams step = args.step;
   step.epoch = epoch_;
   last_step_ = args.step.global_step;
   for (const GradArgs& record : args.records) {
     step.event_time_s = std::max(step.event_time_s, record.ticket->event_time_s);
   }
-  struct Part {
-    std::size_t work, part;
-  };
-  std::vector<Part> parts;
-  for (std::size_t w = 0; w < works.size(); ++w) {
-    for (std::size_t p = 0; p + 1 < works[w].starts.size(); ++p) parts.push_back(Part{w, p});
+  const std::vector<Part> parts = parts_of(works);
+  if (parts.empty()) return;
+  scratch_.resize(std::max(scratch_.size(), static_cast<std::size_t>(std::max(args.threads, 1))));
+  // All memory first: a refusal must come before the first row changes.
+  for (PartScratch& scratch : scratch_) {
+    for (const Part& part : parts) {
+      const TableWork& work = works[part.work];
+      scratch.fit(part.n, tables_[work.table].view().rows, in_place(work));
+    }
   }
-  std::vector<Scratch> scratch(static_cast<std::size_t>(std::max(args.threads, 1)));
   std::vector<std::atomic<std::int64_t>> skipped(works.size());
   Pool::instance().run(
       static_cast<std::int64_t>(parts.size()), args.threads, [&](std::int64_t i, int lane) {
         const TableWork& work = works[parts[i].work];
-        const std::size_t start = work.starts[parts[i].part];
-        const auto m = static_cast<std::uint32_t>(work.starts[parts[i].part + 1] - start);
         const ApplyJob job{tables_[work.table].view(), work.sources.data(),
-                           args.lrs.data() + work.first_lr, step, work.counted};
-        ApplyScratch memory = scratch[lane].fit(m, job.table.rows.dim);
-        skipped[parts[i].work] += kernels().apply(job, items_.data() + start, m, memory);
+                           args.lrs.data() + work.first_lr, step, work.counted, in_place(work)};
+        const ApplyScratch memory =
+            scratch_[lane].fit(parts[i].n, job.table.rows, job.in_place);
+        skipped[parts[i].work] += kernels().apply(job, items_of(work, parts[i]), memory);
       });
   for (std::size_t w = 0; w < works.size(); ++w) {
     tables_[works[w].table].counters().nonfinite += skipped[w].load();
@@ -299,31 +373,31 @@ void Shard::apply_locked(const ApplyArgs& args) {
 }
 
 std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
-  const ReadGuard guard(lock_);
+  const WriteGuard guard(lock_);  // grouping borrows the versions of rows
   for (const GradArgs& record : records) {
     if (!record.ticket->live) throw TicketStateError();
   }
   WholeRows whole;
   std::vector<TableWork> works = work_of(*this, records, whole);
-  std::vector<Item> items;
-  partition_items(works, items, 1, true);
+  std::size_t total = 0;
+  for (const TableWork& work : works) total += static_cast<std::size_t>(work.n);
+  lists_.reserve(total);
+  if (scratch_.empty()) scratch_.resize(1);
   std::vector<Sums> result;
-  Scratch scratch;
-  for (const TableWork& work : works) {
-    const Table& table = tables_[work.table];
-    const auto m = static_cast<std::uint32_t>(work.starts[1] - work.starts[0]);
-    const ApplyJob job{table.view(), work.sources.data(), nullptr, StepParams{}, work.counted};
-    ApplyScratch memory = scratch.fit(m, job.table.rows.dim);
-    const Item* first = items.data() + work.starts[0];
-    const std::uint32_t unique = kernels().sum(job, first, m, memory, nullptr);
-    Sums sums{work.table, std::vector<std::int64_t>(unique), std::vector<std::int64_t>(unique), {}};
-    std::vector<std::int32_t> rows(unique);
-    const std::size_t real = table.spec().dtype == DType::f64 ? 8 : 4;
-    sums.sums.resize(std::size_t{unique} * job.table.rows.dim * real);
-    SumOut out{unique, rows.data(), sums.sums.data(), sums.counts.data()};
-    kernels().sum(job, first, m, memory, &out);
+  for (TableWork& work : works) {
+    list_items(work, lists_);
+    const RowView rows = tables_[work.table].view().rows;
+    const ApplyJob job{tables_[work.table].view(), work.sources.data(), nullptr, StepParams{},
+                       work.counted, false};
+    const ApplyScratch memory = scratch_[0].fit(work.items.n, rows, false);
+    const std::uint32_t unique = kernels().sum(job, work.items, memory);
+    const std::size_t bytes = rows.dim * (rows.dtype == DType::f64 ? 8 : 4);
+    Sums sums{work.table, std::vector<std::int64_t>(unique), std::vector<std::int64_t>(unique),
+              std::vector<char>(unique * bytes)};
     for (std::uint32_t u = 0; u < unique; ++u) {
-      sums.ids[u] = row_id(job.table.rows, static_cast<std::uint32_t>(rows[u]));
+      sums.ids[u] = row_id(rows, static_cast<std::uint32_t>(memory.rows[u]));
+      sums.counts[u] = memory.counts[u];
+      std::memcpy(sums.sums.data() + u * bytes, memory.grads[u], bytes);
     }
     result.push_back(std::move(sums));
   }

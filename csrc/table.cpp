@@ -119,10 +119,10 @@ void Table::commit(Insert& job) {
     // A scan costs the table, not the rows it finds, so large tables evict a little ahead.
     counters_.evicted += evict_lowest(over + spec_.capacity_rows / 64, job.pinned);
   }
-  for (std::size_t u = 0; u < job.unique.size(); ++u) {
-    if (job.unique_rows[u] == kNoRow) continue;
-    job.unique_rows[u] = arena_.take();
-    if (admission_.enabled()) admission_.forget(job.unique[u]);
+  if (admission_.enabled()) {
+    for (std::size_t u = 0; u < job.unique.size(); ++u) {
+      if (job.unique_rows[u] != kNoRow) admission_.forget(job.unique[u]);
+    }
   }
   counters_.inserted += job.wanted;
   counters_.refused += static_cast<std::int64_t>(job.unique.size()) - job.wanted;
@@ -134,10 +134,10 @@ void Table::commit(Insert& job) {
 
 void Table::place(Insert& job) {
   constexpr std::size_t kParallel = 2048;
-  constexpr std::size_t kAhead = 16;
+  constexpr std::size_t kAhead = 32;
   const TableView table = view();
   const std::vector<std::int64_t>& unique = job.unique;
-  const std::vector<std::int32_t>& rows = job.unique_rows;
+  std::vector<std::int32_t>& rows = job.unique_rows;
   const int bits = unique.size() < kParallel ? 0 : index_.partition_bits();
   const std::size_t parts = std::size_t{1} << bits;
   // Stable partition by the hash bits that choose a stripe, so that no two threads share one.
@@ -156,7 +156,12 @@ void Table::place(Insert& job) {
     if (rows[u] == kNoRow) continue;
     const std::size_t to = at[part_of(unique[u])]++;
     ids[to] = unique[u];
-    numbers[to] = rows[u];
+    rows[u] = static_cast<std::int32_t>(to);
+  }
+  // Rows are numbered in this order, so that a part writes neighbours.
+  for (std::size_t i = 0; i < starts[parts]; ++i) numbers[i] = arena_.take();
+  for (std::int32_t& row : rows) {
+    if (row != kNoRow) row = numbers[static_cast<std::size_t>(row)];
   }
   Pool::instance().run(static_cast<std::int64_t>(parts), job.threads, [&](std::int64_t p, int) {
     const std::size_t start = starts[p], stop = starts[p + 1];
@@ -164,7 +169,7 @@ void Table::place(Insert& job) {
     for (std::size_t i = start; i < stop; ++i) {
       if (i + kAhead < stop) {
         const StripeView* stripe = nullptr;
-        __builtin_prefetch(home_line(lines, hash_of(ids[i + kAhead], spec_.salt), stripe), 1);
+        __builtin_prefetch(home_line(lines, hash_of(ids[i + kAhead], spec_.salt), stripe), 1, 2);
       }
       index_.insert(ids[i], numbers[i]);
     }
