@@ -14,6 +14,8 @@ namespace shoal {
 namespace {
 
 constexpr std::uint32_t kAhead = 32;  // rows under way; a power of two
+// Gradients of a wide output lie pages apart: more of them would not fit the sets they share.
+constexpr std::uint32_t kGradsAhead = 8;
 
 // Forced inline: a function that only prefetches counts as free of effects, and GCC drops its calls.
 __attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
@@ -205,7 +207,9 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
     const RowPlace place = ring[u % kAhead];
     if (u + kAhead < unique) {
       ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weight_bytes, state_bytes);
-      prefetch_bytes(static_cast<const char*>(s.grads[u + kAhead]), grad_bytes);
+    }
+    if (u + kGradsAhead < unique) {
+      prefetch_bytes(static_cast<const char*>(s.grads[u + kGradsAhead]), grad_bytes);
     }
     body(u, place);
   }

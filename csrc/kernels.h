@@ -110,8 +110,9 @@ struct Kernels {
   const char* isa;
   void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows);
   // Probe and copy whole fp32/fp64 rows; missing rows are zeroed. Returns how many were missing.
+  // `large`: the whole output does not fit the caches anyway.
   std::int64_t (*find_copy)(const IndexView&, const RowView&, const std::int64_t* ids,
-                            std::int64_t n, char* out, std::uint8_t* found);
+                            std::int64_t n, char* out, std::uint8_t* found, bool large);
   void (*gather)(const GatherJob&, std::int64_t bag_start, std::int64_t bag_stop, void* scratch);
   // Sums the part's gradients by row and steps each row once; returns how many rows the policy for
   // non-finite gradients skipped. Excludes every other use of the table's versions.

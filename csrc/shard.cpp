@@ -7,6 +7,7 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kChunk = 4096;  // ids a thread takes at a time
+constexpr std::size_t kLargeBytes = std::size_t{8} << 20;  // an output written past the caches
 
 std::size_t real_bytes(const Table& t) { return t.spec().dtype == DType::f64 ? 8 : 4; }
 
@@ -71,7 +72,7 @@ void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found
     char* out = static_cast<char*>(outputs[piece.group]) + first * bytes;
     if (view.plain) {
       kernels().find_copy(table.index().view(), view.rows, groups.ids + piece.start, n, out,
-                          found + piece.start);
+                          found + piece.start, static_cast<std::size_t>(groups.n) * bytes >= kLargeBytes);
       return;
     }
     std::vector<std::int32_t> rows(static_cast<std::size_t>(n));

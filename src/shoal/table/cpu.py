@@ -13,7 +13,7 @@ from shoal import _core
 from shoal.errors import ConfigError, describe
 from shoal.table import checks, pooled, refusals, rows
 from shoal.table.cpu_ticket import CpuTicket
-from shoal.table.native import pool_dicts, rate_row, table_dict
+from shoal.table.native import RateList, pool_dicts, table_dict
 from shoal.table.shard import (
     AdmissionState,
     Entry,
@@ -78,6 +78,7 @@ class CpuShard:
         self._core = _core.Shard([table_dict(spec, seed) for spec in self._specs])
         self._dims = tuple(spec.dim for spec in self._specs)
         self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
+        self._rate_list = RateList(self._specs)
         self._plans: dict[tuple[int, int], _KeptPlan] = {}
 
     @property
@@ -97,6 +98,8 @@ class CpuShard:
         return checks.groups(groups, len(self._specs))
 
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
+        if len(self._dims) == 1 and groups.tables_G.numel() == 1:
+            return [pooled.empty(groups.ids_N.numel(), self._dims[0], self._reals[0])]
         splits = groups.splits_G1.tolist()
         return [
             pooled.empty(splits[g + 1] - splits[g], self._dims[t], self._reals[t])
@@ -259,10 +262,7 @@ class CpuShard:
 
     def _rates(self, ctx: StepContext) -> list[float]:
         checks.rates(ctx, self._specs)
-        rates: list[float] = []
-        for spec in self._specs:
-            rates += rate_row(spec, ctx.global_step, ctx.learning_rates.get(spec.name))
-        return rates
+        return self._rate_list.at(ctx.global_step, ctx.learning_rates)
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records, one optimizer step per admitted row."""

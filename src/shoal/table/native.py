@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.hashing import salt
 from shoal.rules.optimizers import DelayCompensated, Optimizer
+from shoal.rules.schedules import Schedule
 from shoal.table.shard import PoolPlan
 from shoal.table.spec import TableSpec
 
-__all__ = ["pool_dicts", "rate_row", "table_dict"]
+__all__ = ["RateList", "pool_dicts", "table_dict"]
 
 _FID_SHIFT = {"v1": 54, "v2": 48}
 _FID_MASK = {"v1": 0x3FF, "v2": 0x7FFF}
@@ -107,8 +109,26 @@ def pool_dicts(plan: PoolPlan) -> list[dict[str, Any]]:
     ]
 
 
-def rate_row(spec: TableSpec, step: int, rates: tuple[float, ...] | None) -> list[float]:
-    """Learning rates of a table's segments at a step: the given ones, else the rules' own."""
-    if rates is not None:
-        return list(rates)
-    return [segment.optimizer.rate(step) for segment in spec.segments]
+class RateList:
+    """Learning rates of all segments of all tables of a shard, in order, at any step."""
+
+    def __init__(self, specs: Sequence[TableSpec]) -> None:
+        self._fixed: list[float] = []
+        self._scheduled: list[tuple[int, Optimizer]] = []
+        self._slices: dict[str, slice] = {}
+        for spec in specs:
+            start = len(self._fixed)
+            for segment in spec.segments:
+                if isinstance(getattr(segment.optimizer, "lr", None), Schedule):
+                    self._scheduled.append((len(self._fixed), segment.optimizer))
+                self._fixed.append(segment.optimizer.rate(0))
+            self._slices[spec.name] = slice(start, len(self._fixed))
+
+    def at(self, step: int, given: Mapping[str, tuple[float, ...]]) -> list[float]:
+        """The given rates of the tables named, the rules' own for the others."""
+        rates = self._fixed.copy()
+        for place, optimizer in self._scheduled:
+            rates[place] = optimizer.rate(step)
+        for name, row in given.items():
+            rates[self._slices[name]] = row
+        return rates
