@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
+from shoal.ops.layout_index import LayoutIndex
+from shoal.ops.layout_specs import FeatureConfig, FeatureConfigs, OutConfig, SliceConfig
+from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import (
     Dedup,
     Layout,
@@ -17,8 +21,16 @@ from shoal.ops.reference import (
 
 __all__ = [
     "Dedup",
+    "FeatureConfig",
+    "FeatureConfigs",
     "Layout",
+    "LayoutIndex",
+    "MonolithOffsets",
+    "OutConfig",
+    "SliceConfig",
     "dedup",
+    "fused_embedding_to_layout",
+    "fused_embedding_to_layout_grad",
     "pooled_layout",
     "row_ids",
     "segment_first_n",

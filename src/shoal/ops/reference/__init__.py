@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.ops.reference.layout import (
+    fused_embedding_to_layout,
+    fused_embedding_to_layout_grad,
+)
 from shoal.ops.reference.segments import (
     Dedup,
     Layout,
@@ -19,6 +23,8 @@ __all__ = [
     "Dedup",
     "Layout",
     "dedup",
+    "fused_embedding_to_layout",
+    "fused_embedding_to_layout_grad",
     "pooled_layout",
     "row_ids",
     "segment_first_n",
