@@ -33,8 +33,9 @@ struct Block {
 std::vector<Block> blocks_of(const std::vector<std::int64_t>& batch_sizes, int threads) {
   std::int64_t total = 0;
   for (const std::int64_t size : batch_sizes) total += size;
-  const std::int64_t many = (total + 4 * threads - 1) / (4 * threads);
-  const std::int64_t step = std::clamp<std::int64_t>(many, 1, 64);
+  // Enough blocks for all threads, but not so small that walking the features is most of the work.
+  const std::int64_t many = threads > 1 ? (total + 4 * threads - 1) / (4 * threads) : 64;
+  const std::int64_t step = std::clamp<std::int64_t>(many, std::min<std::int64_t>(8, total), 64);
   std::vector<Block> blocks;
   std::int64_t out = 0;
   for (std::size_t r = 0; r < batch_sizes.size(); ++r) {
@@ -74,7 +75,9 @@ struct Forward {
                  std::vector<const T*>& rows) const {
     const std::int64_t start = splits[0];
     const auto count = static_cast<std::size_t>(splits[cells] - start);
-    if (rows.size() < count) rows.resize(2 * count);
+    // As many more as lay_first_n reads beyond a cell.
+    const std::size_t room = count + static_cast<std::size_t>(feature.length);
+    if (rows.size() < room) rows.resize(2 * room);
     bool good = true;
     for (std::size_t i = 0; i < count; ++i) {
       rows[i] = finder.find(start + static_cast<std::int64_t>(i), feature.high);
@@ -89,7 +92,7 @@ struct Forward {
     const std::int64_t until = at + kAhead < end ? at + kAhead : end;
     const auto bytes = (feature.high - feature.low) * static_cast<std::int64_t>(sizeof(T));
     for (; next < until; ++next) {
-      prefetch_row(reinterpret_cast<const char*>(rows[next] + feature.low), bytes);
+      prefetch_row(rows[next] + feature.low, bytes);
     }
   }
 
@@ -121,7 +124,7 @@ struct Forward {
       const T* from = pooled + slice.start - feature.low;
       T* to = output_at(slice, example);
       for (std::int64_t b = 0; b < examples; ++b, from += step, to += slice.stride) {
-        if (slice.adds != 0) {
+        if (slice.role == kAdded) {
           add_floats(to, from, width);
         } else {
           copy_floats(to, from, width);
@@ -143,7 +146,8 @@ struct Forward {
         const T* const* own = rows + (cell[0] - splits[0]);
         touch(feature, rows, next, cell[1] - splits[0], end);
         for (std::int64_t j = 0; j < feature.length; ++j) {
-          const T* row = j < count ? own[j] : zeros;
+          const T* next_row = own[j];
+          const T* row = j < count ? next_row : zeros;
           copy_floats(to + j * slice.step, row + slice.start, slice.width);
         }
       }

@@ -6,14 +6,14 @@
 
 namespace shoal {
 
-// Columns of LayoutPlan.features_F6 and slices_S9.
+// Columns of LayoutPlan.features_F and slices_S.
 struct LayoutFeature {
   std::int64_t first, last, pooling, length, low, high;
 };
 struct LayoutSlice {
-  std::int64_t feature, start, width, output, place, step, adds, floats_before, stride;
+  std::int64_t feature, start, width, output, place, step, role, floats_before, stride;
 };
-// A row of LayoutIndex.cells_RF3.
+// A row of LayoutIndex.cells_RF.
 struct LayoutCells {
   std::int64_t first, count, shared;
 };

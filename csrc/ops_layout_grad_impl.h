@@ -70,9 +70,7 @@ struct GradRows {
       const T* grad = static_cast<const T*>(grads[static_cast<std::size_t>(slice.output)]);
       if (grad == nullptr) continue;
       if (cells.shared != 0) {
-        for (std::int64_t i = 0; i < index.batch_sizes[0]; ++i) {
-          lay_slice<true>(feature, slice, grad + i * slice.stride, out);
-        }
+        sum_slice(feature, slice, grad, out);
         continue;
       }
       for (std::int64_t i = 0; i < count; ++i) {
@@ -117,6 +115,19 @@ struct GradRows {
       } else {
         copy_floats(out, grad, slice.width);
       }
+      out += feature.high - feature.low;
+      grad += slice.step;
+    }
+  }
+
+  // The gradient of the one cell of a shared feature, over the batch.
+  void sum_slice(const LayoutFeature& feature, const LayoutSlice& slice, const T* grad,
+                 T* out) const {
+    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
+    out += slice.start - feature.low;
+    grad += slice.place;
+    for (std::int64_t j = 0; j < steps; ++j) {
+      add_strided(out, grad, slice.stride, index.batch_sizes[0], slice.width);
       out += feature.high - feature.low;
       grad += slice.step;
     }

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t kMean = 1;
 constexpr std::int64_t kFirstN = 3;
+constexpr std::int64_t kAdded = 2;  // the role of a slice that adds to what earlier ones wrote
 
 // Sixteen bytes at any address. Slices are a few floats wide: calls and loop prologues would cost
 // more than the copy. Where a run is no multiple of it, its last vector overlaps the one before.
@@ -26,9 +27,27 @@ struct Lanes {
   static void store(T* to, Type value) { __builtin_memcpy(to, &value, 16); }
 };
 
+// kRun vectors, the last of which ends at n.
+template <class T, int kRun>
+inline void copy_run(T* to, const T* from, std::int64_t n) {
+  using V = Lanes<T>;
+  const std::int64_t last = n - V::kCount;
+  for (int k = 0; k + 1 < kRun; ++k) V::store(to + k * V::kCount, V::load(from + k * V::kCount));
+  V::store(to + last, V::load(from + last));
+}
+
 template <class T>
 inline void copy_floats(T* to, const T* from, std::int64_t n) {
   using V = Lanes<T>;
+  switch ((n + V::kCount - 1) / V::kCount) {
+    case 2: return copy_run<T, 2>(to, from, n);
+    case 3: return copy_run<T, 3>(to, from, n);
+    case 4: return copy_run<T, 4>(to, from, n);
+    case 5: return copy_run<T, 5>(to, from, n);
+    case 6: return copy_run<T, 6>(to, from, n);
+    case 8: return copy_run<T, 8>(to, from, n);
+    default: break;
+  }
   if (n < V::kCount) {
     for (std::int64_t i = 0; i < n; ++i) to[i] = from[i];
     return;
@@ -60,6 +79,34 @@ inline void add_scaled(T* to, const T* from, T factor, std::int64_t n) {
     V::store(to + i, V::load(to + i) + V::load(from + i) * factor);
   }
   for (; i < n; ++i) to[i] += from[i] * factor;
+}
+
+// Adds `count` runs of n floats, `stride` apart, to `to`; sums stay in registers.
+template <class T, int kRun>
+inline void add_runs(T* to, const T* from, std::int64_t stride, std::int64_t count) {
+  using V = Lanes<T>;
+  typename V::Type sums[kRun];
+  for (int k = 0; k < kRun; ++k) sums[k] = V::load(to + k * V::kCount);
+  for (std::int64_t i = 0; i < count; ++i, from += stride) {
+    for (int k = 0; k < kRun; ++k) sums[k] += V::load(from + k * V::kCount);
+  }
+  for (int k = 0; k < kRun; ++k) V::store(to + k * V::kCount, sums[k]);
+}
+
+template <class T>
+inline void add_strided(T* to, const T* from, std::int64_t stride, std::int64_t count,
+                        std::int64_t n) {
+  using V = Lanes<T>;
+  std::int64_t i = 0;
+  for (; i + 4 * V::kCount <= n; i += 4 * V::kCount) {
+    add_runs<T, 4>(to + i, from + i, stride, count);
+  }
+  for (; i + V::kCount <= n; i += V::kCount) add_runs<T, 1>(to + i, from + i, stride, count);
+  for (; i < n; ++i) {
+    T sum = to[i];
+    for (std::int64_t k = 0; k < count; ++k) sum += from[k * stride + i];
+    to[i] = sum;
+  }
 }
 
 constexpr std::int64_t kMostVectors = 8;
@@ -141,10 +188,12 @@ struct RowFinder {
   }
 };
 
-inline void prefetch_row(const char* from, std::int64_t bytes) {
+// Every other line: the hardware fetches their neighbours, and rows that follow each other by itself.
+inline void prefetch_row(const void* from, std::int64_t bytes) {
   const std::int64_t most = bytes < 512 ? bytes : 512;
-  for (std::int64_t at = 0; at < most; at += 64) __builtin_prefetch(from + at);
-  __builtin_prefetch(from + most - 1);
+  for (std::int64_t at = 0; at < most; at += 128) {
+    __builtin_prefetch(static_cast<const char*>(from) + at);
+  }
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ void count_feature(const FidBatch& batch, const FidPlan& plan, std::int64_t f, P
   }
 }
 
-// Features come in order within their table's buffers; buffers follow each other in the flat list.
+// Features come in order within their table's buffers.
 void place_features(const FidBatch& batch, const FidPlan& plan) {
   const std::int64_t n_buffers = plan.n_tables * batch.n_shards;
   std::fill(plan.fid_sizes, plan.fid_sizes + n_buffers, 0);
@@ -86,17 +86,6 @@ void place_features(const FidBatch& batch, const FidPlan& plan) {
       plan.floats[at] = plan.emb_sizes[buffer];
       plan.fid_sizes[buffer] += plan.counts[at];
       plan.emb_sizes[buffer] += plan.counts[at] * plan.widths[f];
-    }
-  }
-  std::vector<std::int64_t> starts(static_cast<std::size_t>(n_buffers + 1), 0);
-  for (std::int64_t m = 0; m < n_buffers; ++m) {
-    const auto at = static_cast<std::size_t>(m);
-    starts[at + 1] = starts[at] + plan.fid_sizes[m];
-  }
-  for (std::int64_t f = 0; f < batch.n_features; ++f) {
-    for (std::int64_t p = 0; p < batch.n_shards; ++p) {
-      const std::int64_t buffer = plan.tables[f] * batch.n_shards + p;
-      plan.begins[f * batch.n_shards + p] += starts[static_cast<std::size_t>(buffer)];
     }
   }
 }
@@ -121,13 +110,19 @@ bool count_fids(const FidBatch& batch, const FidPlan& plan, bool unique, std::in
 
 void fill_fids(const FidBatch& batch, const FidPlan& plan, std::int64_t* places,
                const std::int32_t* buffers, std::int64_t* lists, int threads) {
+  const auto n_buffers = static_cast<std::size_t>(plan.n_tables * batch.n_shards);
+  std::vector<std::int64_t*> starts(n_buffers);
+  for (std::size_t m = 0; m < n_buffers; ++m) {
+    starts[m] = lists;
+    lists += plan.fid_sizes[m];
+  }
   Pool::instance().run(batch.n_features, threads, [&](std::int64_t f, int) {
     const std::int64_t* begins = plan.begins + f * batch.n_shards;
     const std::int64_t* floats = plan.floats + f * batch.n_shards;
     const std::int64_t first = plan.tables[f] * batch.n_shards;
     for (std::int64_t i = batch.splits[f]; i < batch.splits[f + 1]; ++i) {
       const std::int64_t shard = buffers[i] - first;
-      lists[begins[shard] + places[i]] = batch.ids[i];
+      starts[static_cast<std::size_t>(buffers[i])][begins[shard] + places[i]] = batch.ids[i];
       places[i] = floats[shard] + places[i] * plan.widths[f];
     }
   });

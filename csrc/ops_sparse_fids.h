@@ -12,13 +12,13 @@ struct FidBatch {
   bool floored;  // shard = id mod n_shards, floored; else of the id's 64 bits unsigned
 };
 
-// Features' tables and row widths, and per (feature, shard) what the counting gives: where its ids
-// begin in the flat list of all lists, and where its rows begin in the buffer, in floats.
+// Features' tables and row widths, and what the counting gives: per (feature, shard) where its ids
+// begin in its buffer's list, and where its rows begin in the buffer, in floats.
 struct FidPlan {
   const std::int64_t* tables;  // (n_features)
   const std::int64_t* widths;  // (n_features)
   std::int64_t n_tables;
-  std::int64_t* counts;     // (n_features, n_shards)
+  std::int64_t* counts;     // (n_features, n_shards), ids
   std::int64_t* begins;     // (n_features, n_shards)
   std::int64_t* floats;     // (n_features, n_shards)
   std::int64_t* fid_sizes;  // (n_tables, n_shards)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.ops import FeatureConfig, FeatureConfigs, MonolithOffsets, OutConfig, SliceConfig
+from shoal.ragged import KeyedRagged
 
-__all__ = ["Case", "make_case", "make_configs", "make_grad_case"]
+__all__ = ["Case", "as_batch", "make_case", "make_configs", "make_grad_case"]
 
 SHARED = 1 << 31
 
@@ -36,20 +37,19 @@ class Case:
     batch_size: int
     ps_num: int
     dtype: torch.dtype = torch.float32
-    # (table, ps) -> feature -> fids in order of lookup
-    lists: dict[tuple[str, int], dict[str, list[int]]] = field(init=False)
+    # (table, ps) -> feature -> its fids in order of lookup, and their places
+    lists: dict[tuple[str, int], dict[str, dict[int, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.lists = {
-            (table, ps): {name: [] for name in self.configs.features_of(table)}
+            (table, ps): {name: {} for name in self.configs.features_of(table)}
             for table in self.configs.tables
             for ps in range(self.ps_num)
         }
         for name in self.configs.features:
             for fid in (fid for cell in self.ids.get(name, []) for fid in cell):
                 found = self.lists[self.configs.feature_configs[name].table, fid % self.ps_num]
-                if fid not in found[name]:
-                    found[name].append(fid)
+                found[name].setdefault(fid, len(found[name]))
 
     def width(self, name: str) -> int:
         return self.configs.feature_configs[name].width
@@ -69,12 +69,15 @@ class Case:
 
     def offsets(self, version: int) -> MonolithOffsets:
         """Packed as Monolith's pipeline of that version does."""
-        packed = [
-            self._packed(version, name, fid)
-            for name in self.configs.features
-            for cell in self._cells(name)
-            for fid in cell
-        ]
+        packed = []
+        for name in self.configs.features:
+            tops = [self._top(version, name, ps) for ps in range(self.ps_num)]
+            table, scale = self.configs.feature_configs[name].table, 1
+            if version > 2:
+                scale = self.width(name)
+            for fid in (fid for cell in self._cells(name) for fid in cell):
+                ps = fid % self.ps_num
+                packed.append(tops[ps] + self.lists[table, ps][name][fid] * scale)
         feature_offset, nfl_offset, count = [], [], 0
         for name in self.configs.features:
             start = len(feature_offset)
@@ -89,7 +92,10 @@ class Case:
                 for found in self.lists.values()
             ]
         if version == 4:
-            sizes = {key: buffer.numel() for key, buffer in zip(self.lists, self.flat_buffers())}
+            sizes = {
+                key: buffer.numel()
+                for key, buffer in zip(self.lists, self.flat_buffers(), strict=True)
+            }
             order = [(t, ps) for ps in range(self.ps_num) for t in self.configs.tables]
             extra["fid_list_emb_row_lenth"] = torch.tensor(
                 [sizes[key] for key in order], dtype=torch.int32
@@ -138,19 +144,17 @@ class Case:
         cells = self.ids.get(piece.feature_name, [[]] * self.batch_size)
         if piece.feature_name in self.shared:
             cells = cells * self.batch_size
-        length = config.max_sequence_length
-        shape = (length, piece.width) if config.pooling_type == "firstn" else (piece.width,)
-        out = torch.zeros(self.batch_size, *shape, dtype=torch.float64)
-        for b, cell in enumerate(cells):
-            rows = [self.row(piece.feature_name, fid)[piece.start : piece.end] for fid in cell]
-            if not rows:
-                continue
-            pooled = torch.tensor(rows, dtype=torch.float64)
-            if config.pooling_type == "firstn":
-                out[b, : len(rows)] = pooled[:length]
-            else:
-                out[b] = pooled.sum(0) / (len(rows) if config.pooling_type == "mean" else 1)
-        return out.to(self.dtype)
+        columns = torch.arange(piece.start, piece.end, dtype=torch.float64)
+        if config.pooling_type == "firstn":
+            length = config.max_sequence_length
+            padded = [[*cell[:length], *[None] * (length - len(cell))] for cell in cells]
+            out = torch.tensor([[f or 0 for f in cell] for cell in padded]).unsqueeze(2) + columns
+            real = torch.tensor([[f is not None for f in cell] for cell in padded])
+            return (out * real.unsqueeze(2)).to(self.dtype)
+        count = torch.tensor([len(cell) for cell in cells]).unsqueeze(1)
+        total = torch.tensor([sum(cell) for cell in cells]).unsqueeze(1) + count * columns
+        mean = config.pooling_type == "mean"
+        return (total / count.clamp(min=1) if mean else total).to(self.dtype)
 
     def _one_cell(self, name: str) -> bool:
         return name in self.shared or name not in self.ids
@@ -158,21 +162,24 @@ class Case:
     def _cells(self, name: str) -> list[list[int]]:
         return self.ids.get(name, [[]])
 
-    def _packed(self, version: int, name: str, fid: int) -> int:
-        configs = self.configs
-        table, ps = configs.feature_configs[name].table, fid % self.ps_num
+    def _top(self, version: int, name: str, ps: int) -> int:
+        """A feature's first entry on a server: high half, and what comes before it in the low."""
+        configs, table = self.configs, self.configs.feature_configs[name].table
         found = self.lists[table, ps]
         before = list(found)[: list(found).index(name)]
-        place = found[name].index(fid)
-        buffer = configs.tables.index(table) * self.ps_num + ps
-        if version == 1:
-            return buffer << 32 | sum(len(found[other]) for other in before) + place
         if version == 2:
             first = sum(len(configs.features_of(t)) for t in configs.tables if t < table)
-            segment = first * self.ps_num + ps * len(found) + len(before)
-            return segment << 32 | place
-        floats = sum(len(found[other]) * self.width(other) for other in before)
-        return buffer << 32 | floats + place * self.width(name)
+            return (first * self.ps_num + ps * len(found) + len(before)) << 32
+        size = self.width if version > 2 else lambda other: 1
+        low = sum(len(found[other]) * size(other) for other in before)
+        return (configs.tables.index(table) * self.ps_num + ps) << 32 | low
+
+
+def as_batch(case: Case) -> KeyedRagged:
+    more = [[]] * (case.batch_size - 1)
+    return KeyedRagged.from_lists(
+        {name: cells + (more if name in case.shared else []) for name, cells in case.ids.items()}
+    )
 
 
 def make_configs(
@@ -184,7 +191,9 @@ def make_configs(
     """
     wide = 16 if one_width else 8
     features: dict[str, FeatureConfig] = {}
-    slices: dict[str, list[SliceConfig]] = {n: [] for n in ("bias", "vec", "ffm1", "ffm2", "firstN")}
+    slices: dict[str, list[SliceConfig]] = {
+        n: [] for n in ("bias", "vec", "ffm1", "ffm2", "firstN")
+    }
     for slot in range(1, sum(groups) + 1):
         name = f"fc_slot_{slot}"
         if slot > groups[0] + groups[1]:

@@ -18,6 +18,7 @@ from shoal.ops.reference import (
     segment_sqrtn,
     segment_sum,
 )
+from shoal.ops.sparse_fids import ShardedFids, sharding_sparse_fids
 
 __all__ = [
     "Dedup",
@@ -27,6 +28,7 @@ __all__ = [
     "LayoutIndex",
     "MonolithOffsets",
     "OutConfig",
+    "ShardedFids",
     "SliceConfig",
     "dedup",
     "fused_embedding_to_layout",
@@ -38,4 +40,5 @@ __all__ = [
     "segment_mean",
     "segment_sqrtn",
     "segment_sum",
+    "sharding_sparse_fids",
 ]

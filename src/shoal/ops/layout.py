@@ -121,7 +121,9 @@ def _core_forward(
 ) -> list[Tensor]:
     sources = [buffer.contiguous() for buffer in buffers]
     like = sources[0]
-    outputs = [torch.empty(shape, dtype=like.dtype) for shape in _output_shapes(batch_sizes, shapes)]
+    outputs = [
+        torch.empty(shape, dtype=like.dtype) for shape in _output_shapes(batch_sizes, shapes)
+    ]
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     good = _core.layout_forward(
         [source.data_ptr() for source in sources],

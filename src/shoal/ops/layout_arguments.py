@@ -63,9 +63,9 @@ def _tables(index: LayoutIndex, plan: LayoutPlan) -> tuple[Tensor, ...]:
         index.rows_N,
         index.buffer_N,
         index.cell_splits_C1,
-        index.cells_RF3,
-        plan.features_F6,
-        plan.slices_S9,
+        index.cells_RF,
+        plan.features_F,
+        plan.slices_S,
         plan.sums_AM,
     )
 
@@ -88,9 +88,9 @@ def _index(
         remedy = "Move them with .to()."
         raise _bad(DTypeError, f"{op}: device of offsets", index.rows_N.device, allowed, remedy)
     features = len(feature_cfgs.features)
-    if index.cells_RF3.shape[1] != features:
-        got, remedy = index.cells_RF3.shape[1], "Make the index with the same feature_cfgs."
-        raise _bad(ShapeError, f"{op}: features of cells_RF3", got, features, remedy)
+    if index.cells_RF.shape[1] != features:
+        got, remedy = index.cells_RF.shape[1], "Make the index with the same feature_cfgs."
+        raise _bad(ShapeError, f"{op}: features of cells_RF", got, features, remedy)
     return index
 
 

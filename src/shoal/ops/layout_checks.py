@@ -1,4 +1,4 @@
-"""Checks of the values in a `LayoutIndex`: they read tensors, so operators run them, not callers."""
+"""Checks of the values in a `LayoutIndex`, run by operators: they read tensors."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_layout(
     """
     _check_splits(cell_splits.cpu(), rows_N.shape[0])
     sizes = [b if isinstance(b, int) else b.numel() for b in buffers]
-    cells_RF3, own_F6 = cells.cpu(), features.cpu()
-    _check_cells(cells_RF3, cell_splits.shape[0] - 1, batch_sizes)
-    for request in cells_RF3:
+    cells_RF, own_F6 = cells.cpu(), features.cpu()
+    _check_cells(cells_RF, cell_splits.shape[0] - 1, batch_sizes)
+    for request in cells_RF:
         _check_rows(rows_N.cpu(), buffer_N.cpu(), cell_splits.cpu(), request, own_F6, sizes)
 
 
@@ -51,7 +51,8 @@ def _check_splits(splits: Tensor, count: int) -> None:
         allowed = f"at least {int(splits[at - 1])}, the one before"
         raise _bad(ShapeError, f"{what}[{at}]", int(splits[at]), allowed)
     if int(splits[-1]) != count:
-        raise _bad(ShapeError, f"last of {what}", int(splits[-1]), f"{count}, the number of ids")
+        allowed = f"{count}, the number of ids"
+        raise _bad(ShapeError, f"{what}[-1]", int(splits[-1]), allowed)
 
 
 def _check_cells(cells: Tensor, total: int, batch_sizes: Sequence[int] | None) -> None:
@@ -75,13 +76,13 @@ def _check_rows(
     buffer_N: Tensor,
     splits: Tensor,
     cells_F3: Tensor,
-    features_F6: Tensor,
+    features_F: Tensor,
     sizes: Sequence[int],
 ) -> None:
     """Rows of ids that a feature with slices reads must lie in their buffers."""
     sizes_M = torch.tensor(sizes, dtype=torch.int64)
     reach_N = torch.full_like(rows_N, -1)
-    for row, (cell, count, _) in zip(features_F6.tolist(), cells_F3.tolist(), strict=True):
+    for row, (cell, count, _) in zip(features_F.tolist(), cells_F3.tolist(), strict=True):
         if count and row[0] < row[1]:
             reach_N[int(splits[cell]) : int(splits[cell + count])] = row[5]
     read_N = reach_N >= 0

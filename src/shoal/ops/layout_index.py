@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ class LayoutIndex:
         rows_N: int64 [N], for each id the place of its row's first float in its buffer.
         buffer_N: int32 [N], for each id its buffer in the list of buffers.
         cell_splits_C1: int64 [C+1], starts at 0, never falls, ends at N.
-        cells_RF3: int64 [R, F, 3] for each request and each feature in sorted name order: its
+        cells_RF: int64 [R, F, 3] for each request and each feature in sorted name order: its
             first cell; its number of cells (one per example, one when shared, 0 when the batch
             lacks the feature); 1 if shared, that is, if all examples read the one cell.
         batch_sizes: examples of each request; their sum B is the outputs' first dimension. A
@@ -43,21 +43,21 @@ class LayoutIndex:
     rows_N: Tensor
     buffer_N: Tensor
     cell_splits_C1: Tensor
-    cells_RF3: Tensor
+    cells_RF: Tensor
     batch_sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
         dtypes = {"rows_N": torch.int64, "buffer_N": torch.int32, "cell_splits_C1": torch.int64}
-        for name, dtype in {**dtypes, "cells_RF3": torch.int64}.items():
+        for name, dtype in {**dtypes, "cells_RF": torch.int64}.items():
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != dtype:
                 raise _bad(DTypeError, f"dtype of {name}", tensor.dtype, dtype, "Convert it.")
             if tensor.device != self.rows_N.device:
                 allowed = f"{self.rows_N.device}, as rows_N"
                 raise _bad(DTypeError, f"device of {name}", tensor.device, allowed, "Use .to().")
-            if name != "cells_RF3" and tensor.ndim != 1:
-                got = tuple(tensor.shape)
-                raise _bad(ShapeError, f"shape of {name}", got, "one dimension", "Flatten it.")
+            if name != "cells_RF" and tensor.ndim != 1:
+                allowed = "one dimension"
+                raise _bad(ShapeError, f"shape of {name}", tuple(tensor.shape), allowed, "Flatten.")
         if self.rows_N.shape != self.buffer_N.shape:
             got = f"{self.buffer_N.shape[0]} for {self.rows_N.shape[0]} rows"
             raise _bad(ShapeError, "length of buffer_N", got, "one per row", "Name every buffer.")
@@ -66,10 +66,10 @@ class LayoutIndex:
         if min(self.batch_sizes, default=-1) < 0:
             allowed = "one or more sizes, each at least 0"
             raise _bad(ShapeError, "batch_sizes", self.batch_sizes, allowed, "Count examples.")
-        shape = tuple(self.cells_RF3.shape)
+        shape = tuple(self.cells_RF.shape)
         if len(shape) != 3 or shape[0] != len(self.batch_sizes) or shape[2] != 3:
             allowed = f"[{len(self.batch_sizes)}, F, 3], one per request"
-            raise _bad(ShapeError, "shape of cells_RF3", shape, allowed, "Describe each feature.")
+            raise _bad(ShapeError, "shape of cells_RF", shape, allowed, "Describe each feature.")
 
     @property
     def batch_size(self) -> int:
@@ -123,18 +123,24 @@ class LayoutIndex:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> LayoutIndex:
         """On a device; what is there already is not copied."""
-        tensors = (self.rows_N, self.buffer_N, self.cell_splits_C1, self.cells_RF3)
-        moved = [tensor.to(device, non_blocking=non_blocking) for tensor in tensors]
-        return LayoutIndex(*moved, self.batch_sizes)
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LayoutIndex:
         """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
-        tensors = (self.rows_N, self.buffer_N, self.cell_splits_C1, self.cells_RF3)
-        return LayoutIndex(*(tensor.pin_memory() for tensor in tensors), self.batch_sizes)
+        return self._mapped(Tensor.pin_memory)
+
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> LayoutIndex:
+        return LayoutIndex(
+            move(self.rows_N),
+            move(self.buffer_N),
+            move(self.cell_splits_C1),
+            move(self.cells_RF),
+            self.batch_sizes,
+        )
 
 
 def cells_of(batch: KeyedRagged, configs: FeatureConfigs, shared: Collection[str]) -> Tensor:
-    """`LayoutIndex.cells_RF3` of a batch, one request."""
+    """`LayoutIndex.cells_RF` of a batch, one request."""
     size = batch.batch_size
     places = {key: place * size for place, key in enumerate(batch.keys) if size}
     cells = [

@@ -124,11 +124,11 @@ class LayoutPlan:
     """The specs as int64 tensors, made once, that every implementation reads as they are.
 
     Args:
-        features_F6: first slice, last slice + 1, pooling number, L (0 unless firstn), and the
+        features_F: first slice, last slice + 1, pooling number, L (0 unless firstn), and the
             range of columns its slices read.
-        slices_S9: feature, first column, width, output, place in an example's part of the output,
-            floats from one firstn step to the next, 1 if it adds to what the slices before it
-            wrote, place in a vector of all slices' floats, and floats of an example's part of
+        slices_S: feature, first column, width, output, place in an example's part of the output,
+            floats from one firstn step to the next, part in a sum (0: none, 1: the first, 2: one
+            to add), place in a vector of all slices' floats, and floats of an example's part of
             the output. Sorted by feature.
         sums_AM: for each "addn" output: its number, then its slices, padded with -1.
         shapes: n, L and D of each output, 0 where absent.
@@ -136,8 +136,8 @@ class LayoutPlan:
         floats: length of the vector of all slices' floats.
     """
 
-    features_F6: Tensor
-    slices_S9: Tensor
+    features_F: Tensor
+    slices_S: Tensor
     sums_AM: Tensor
     shapes: tuple[int, ...]
     widest: int
@@ -146,12 +146,16 @@ class LayoutPlan:
 
     def on(self, device: torch.device) -> LayoutPlan:
         """The plan on a device; copied there once."""
-        if device == self.features_F6.device:
+        if device == self.features_F.device:
             return self
         if device not in self._elsewhere:
-            tensors = (self.features_F6, self.slices_S9, self.sums_AM)
             self._elsewhere[device] = LayoutPlan(
-                *(tensor.to(device) for tensor in tensors), self.shapes, self.widest, self.floats
+                self.features_F.to(device),
+                self.slices_S.to(device),
+                self.sums_AM.to(device),
+                self.shapes,
+                self.widest,
+                self.floats,
             )
         return self._elsewhere[device]
 
@@ -286,10 +290,11 @@ def _plan(configs: FeatureConfigs, drafts: Sequence[_Draft]) -> LayoutPlan:
     found.sort(key=lambda entry: entry[0])
     slices, floats, sums = [], 0, {i: [i] for i, draft in enumerate(drafts) if draft.added}
     for feature, output, place, part, step, draft in found:
-        added = sums.get(output, [])
-        row = (feature, part.start, part.width, output, place, step, int(len(added) > 1), floats)
+        role = min(len(sums[output]), 2) if draft.added else 0
+        row = (feature, part.start, part.width, output, place, step, role, floats)
         slices.append((*row, draft.floats))
-        added.append(len(slices) - 1)
+        if draft.added:
+            sums[output].append(len(slices) - 1)
         floats += part.width * max(part.length, 1)
     features = _feature_rows(configs, slices)
     most = max((len(row) for row in sums.values()), default=1)
@@ -310,7 +315,8 @@ def _feature_rows(
     by_feature: dict[int, list[tuple[int, ...]]] = {}
     for row in slices:
         by_feature.setdefault(row[0], []).append(row)
-    rows, first = [], 0
+    rows: list[tuple[int, ...]] = []
+    first = 0
     for index, name in enumerate(configs.features):
         config = configs.feature_configs[name]
         own = by_feature.get(index, [])

@@ -57,6 +57,10 @@ __all__ = ["MonolithOffsets", "Version", "decode_monolith"]
 
 Version = Literal[1, 2, 3, 4, 5]
 
+_NEEDED: dict[int, tuple[str, ...]] = {
+    2: ("fid_list_row_split",),
+    4: ("fid_list_emb_row_lenth",),
+}
 _LOW = 0xFFFFFFFF
 _PLACE = 0x7FFFFFFF
 
@@ -113,7 +117,7 @@ class MonolithOffsets:
             if tensor.ndim != 1:
                 got = tuple(tensor.shape)
                 raise _bad(ShapeError, f"shape of {name}", got, "one dimension", "Flatten it.")
-        needed = {2: ("fid_list_row_split",), 4: ("fid_list_emb_row_lenth",)}.get(self.version, ())
+        needed = _NEEDED.get(self.version, ())
         if len(self.batch_sizes) > 1:
             if self.version != 5:
                 what = f"batch_size of version {self.version}"
@@ -163,9 +167,7 @@ def decode_monolith(
         splits.append(feature_offset.to(torch.int64) + fid_base)
         cell_base, fid_base = cell_base + feature_offset.shape[0], fid_base + fids
     splits.append(packed_N.new_full((1,), packed_N.shape[0]))
-    return LayoutIndex(
-        rows_N, buffer_N, torch.cat(splits), torch.stack(cells), offsets.batch_sizes
-    )
+    return LayoutIndex(rows_N, buffer_N, torch.cat(splits), torch.stack(cells), offsets.batch_sizes)
 
 
 def _requests(offsets: MonolithOffsets) -> list[tuple[Tensor, Tensor, int, int]]:
@@ -186,15 +188,15 @@ def _requests(offsets: MonolithOffsets) -> list[tuple[Tensor, Tensor, int, int]]
             allowed = f"{len(sizes)} sizes that sum to {vector.shape[0]}"
             raise _bad(ShapeError, name, counts, allowed, "Give one size per request.")
         parts.append(counts)
-    nfl = offsets.nfl_offset.split(parts[0])
-    feature = offsets.feature_offset.split(parts[1])
+    nfl = torch.split(offsets.nfl_offset, parts[0])
+    feature = torch.split(offsets.feature_offset, parts[1])
     return list(zip(nfl, feature, sizes, parts[2], strict=True))
 
 
 def _cells(
     nfl_offset: Tensor, feature_offset: Tensor, size: int, fids: int, features: int, base: int
 ) -> Tensor:
-    """`LayoutIndex.cells_RF3` of one request."""
+    """`LayoutIndex.cells_RF` of one request."""
     entries = nfl_offset.shape[0]
     if entries not in (features, features + 1):
         allowed = f"{features} or {features + 1}, for {features} features"

@@ -18,6 +18,7 @@ from shoal.ops.reference.segments import (
     segment_sqrtn,
     segment_sum,
 )
+from shoal.ops.reference.sparse_fids import sharding_sparse_fids
 
 __all__ = [
     "Dedup",
@@ -32,4 +33,5 @@ __all__ = [
     "segment_mean",
     "segment_sqrtn",
     "segment_sum",
+    "sharding_sparse_fids",
 ]

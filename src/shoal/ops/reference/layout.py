@@ -123,7 +123,7 @@ def layout_forward(
             for j, part in enumerate(pooled.unbind(1)):
                 at = slice(place + j * step, place + j * step + width)
                 taken = part[:, start - feature.low : start - feature.low + width]
-                outputs[output][feature.batch, at] += taken
+                outputs[output][feature.batch, at].add_(taken)
     return [out.view(size, *shape) for out, shape in zip(outputs, shapes_O, strict=True)]
 
 
@@ -171,7 +171,7 @@ def layout_backward(
             columns = torch.arange(start, start + width, device=flat.device)
             at = begin_N[feature.ids][kept].unsqueeze(1) + columns
             flat.index_put_((at,), share, accumulate=True)
-    return list(flat.split(list(sizes)))
+    return list(torch.split(flat, list(sizes)))
 
 
 def _slice_grad(grad: Tensor, feature: _Feature, place: int, step: int, width: int) -> Tensor:
