@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -84,6 +86,14 @@ def test_layouts_refuse_slices_they_cannot_join(slices: Any, kind: Any, message:
     out = OutConfig(tuple(SliceConfig(*piece) for piece in slices), kind)
     with pytest.raises(ConfigError, match=message):
         FeatureConfigs({"a": A, "q": SEQUENCE}, {"x": out})
+
+
+def test_configs_travel_to_other_processes() -> None:
+    configs = FeatureConfigs({"a": A, "q": SEQUENCE}, {"x": WHOLE})
+    for other in (pickle.loads(pickle.dumps(configs)), copy.deepcopy(configs)):
+        assert dict(other.feature_configs) == dict(configs.feature_configs)
+        assert dict(other.out_configs) == dict(configs.out_configs)
+        assert torch.equal(other.plan.slices_S, configs.plan.slices_S)
 
 
 def test_plan_moves_once() -> None:

@@ -287,7 +287,9 @@ def layout_forward(
     sources = [buffer.contiguous() for buffer in buffers]
     size, like = sum(batch_sizes), sources[0]
     outputs = [
-        like.new_empty([size, *(n for n in shapes[i : i + 3] if n)])
+        torch.empty(
+            [size, *(n for n in shapes[i : i + 3] if n)], dtype=like.dtype, device=like.device
+        )
         for i in range(0, len(shapes), 3)
     ]
     if size == 0:

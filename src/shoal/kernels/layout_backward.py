@@ -308,7 +308,7 @@ def layout_backward(
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     of_grads, of_targets = addresses_of(sources), addresses_of(targets)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    shared_sums = like.new_empty(limits[1], dtype=dtype)
+    shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
     _sum_shared[(slices.shape[0],)](
         *(of_grads, shared_sums, index[3], features, slices, size),
         ELEMENT=element,
@@ -324,7 +324,7 @@ def layout_backward(
     )
     keys, order = torch.sort(keys, stable=True)
     tiles = triton.cdiv(ids, TILE)
-    parts = like.new_empty(tiles, 2, wide * columns, dtype=dtype)
+    parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
     scaled, factor = scale is not None, like if scale is None else scale
     options = {"num_warps": 1 if columns <= 128 else 4}

@@ -195,6 +195,10 @@ class FeatureConfigs:
         object.__setattr__(self, "outputs", tuple(draft.name for draft in drafts))
         object.__setattr__(self, "plan", _plan(self, drafts))
 
+    def __reduce__(self) -> tuple[type[FeatureConfigs], tuple[dict[str, object], ...]]:
+        """Processes that prepare batches are sent the specs and make the plan anew."""
+        return FeatureConfigs, (dict(self.feature_configs), dict(self.out_configs))
+
     def features_of(self, table: str) -> tuple[str, ...]:
         """Names of a table's features, sorted."""
         return tuple(f for f in self.features if self.feature_configs[f].table == table)
