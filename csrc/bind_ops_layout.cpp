@@ -1,9 +1,123 @@
+#include <nanobind/stl/vector.h>
+
 #include "bind_ops.h"
+#include "ops_layout.h"
+#include "ops_sparse_fids.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace shoal {
+namespace {
 
-void bind_layout_ops(nb::module_&) {}
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
+using Sizes = std::vector<std::int64_t>;
+
+std::vector<void*> pointers_at(const Addresses& addresses) {
+  std::vector<void*> result(addresses.size());
+  for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at_address<void>(addresses[i]);
+  return result;
+}
+
+LayoutPlanView plan_at(Address features, std::int64_t n_features, Address slices,
+                       std::int64_t n_slices, std::int64_t floats) {
+  return {at_address<const LayoutFeature>(features), at_address<const LayoutSlice>(slices),
+          n_features, n_slices, floats};
+}
+
+LayoutIndexView index_at(Address rows, Address buffers, std::int64_t n, Address splits,
+                         std::int64_t n_cells, Address cells, Sizes batch_sizes) {
+  return {at_address<const std::int64_t>(rows), at_address<const std::int32_t>(buffers), n,
+          at_address<const std::int64_t>(splits), n_cells, at_address<const LayoutCells>(cells),
+          std::move(batch_sizes)};
+}
+
+void bind_layout(nb::module_& m) {
+  m.def(
+      "layout_forward",
+      [](const Addresses& buffers, const Sizes& floats, Address rows, Address numbers,
+         std::int64_t n, Address splits, std::int64_t n_cells, Address cells,
+         const Sizes& batch_sizes, Address features, std::int64_t n_features, Address slices,
+         std::int64_t n_slices, const Addresses& outputs, bool wide, int threads) {
+        const auto plan = plan_at(features, n_features, slices, n_slices, 0);
+        const auto index = index_at(rows, numbers, n, splits, n_cells, cells, batch_sizes);
+        const LayoutBuffers all{pointers_at(buffers), floats};
+        const auto targets = pointers_at(outputs);
+        return wide ? layout_forward<double>(plan, index, all, targets, threads)
+                    : layout_forward<float>(plan, index, all, targets, threads);
+      },
+      "buffers"_a, "floats"_a, "rows"_a, "numbers"_a, "n"_a, "splits"_a, "n_cells"_a, "cells"_a,
+      "batch_sizes"_a, "features"_a, "n_features"_a, "slices"_a, "n_slices"_a, "outputs"_a,
+      "wide"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "layout_backward",
+      [](const Addresses& grads, double scale, const Addresses& buffers, const Sizes& floats,
+         Address rows, Address numbers, std::int64_t n, Address splits, std::int64_t n_cells,
+         Address cells, const Sizes& batch_sizes, Address features, std::int64_t n_features,
+         Address slices, std::int64_t n_slices, std::int64_t slice_floats, bool wide,
+         int threads) {
+        const auto plan = plan_at(features, n_features, slices, n_slices, slice_floats);
+        const auto index = index_at(rows, numbers, n, splits, n_cells, cells, batch_sizes);
+        const LayoutBuffers all{pointers_at(buffers), floats};
+        const auto sources = pointers_at(grads);
+        return wide ? layout_backward<double>(plan, index, sources, scale, all, threads)
+                    : layout_backward<float>(plan, index, sources, static_cast<float>(scale), all,
+                                             threads);
+      },
+      "grads"_a, "scale"_a, "buffers"_a, "floats"_a, "rows"_a, "numbers"_a, "n"_a, "splits"_a,
+      "n_cells"_a, "cells"_a, "batch_sizes"_a, "features"_a, "n_features"_a, "slices"_a,
+      "n_slices"_a, "slice_floats"_a, "wide"_a, "threads"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+}
+
+// Addresses of int64 tables, in the order of FidPlan.
+FidPlan fid_plan_at(const Addresses& at, std::int64_t n_tables) {
+  return {at_address<const std::int64_t>(at[0]), at_address<const std::int64_t>(at[1]), n_tables,
+          at_address<std::int64_t>(at[2]),       at_address<std::int64_t>(at[3]),
+          at_address<std::int64_t>(at[4]),       at_address<std::int64_t>(at[5]),
+          at_address<std::int64_t>(at[6])};
+}
+
+FidBatch fid_batch_at(Address ids, Address splits, std::int64_t n, std::int64_t n_features,
+                      std::int64_t n_shards, bool floored) {
+  return {at_address<const std::int64_t>(ids), at_address<const std::int64_t>(splits), n,
+          n_features, n_shards, floored};
+}
+
+void bind_fids(nb::module_& m) {
+  m.def(
+      "count_fids",
+      [](Address ids, Address splits, std::int64_t n, std::int64_t n_features,
+         std::int64_t n_shards, bool floored, const Addresses& plan, std::int64_t n_tables,
+         bool unique, Address places, Address buffers, int threads) {
+        return count_fids(fid_batch_at(ids, splits, n, n_features, n_shards, floored),
+                          fid_plan_at(plan, n_tables), unique, at_address<std::int64_t>(places),
+                          at_address<std::int32_t>(buffers), threads);
+      },
+      "ids"_a, "splits"_a, "n"_a, "n_features"_a, "n_shards"_a, "floored"_a, "plan"_a,
+      "n_tables"_a, "unique"_a, "places"_a, "buffers"_a, "threads"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "fill_fids",
+      [](Address ids, Address splits, std::int64_t n, std::int64_t n_features,
+         std::int64_t n_shards, bool floored, const Addresses& plan, std::int64_t n_tables,
+         Address places, Address buffers, Address lists, int threads) {
+        fill_fids(fid_batch_at(ids, splits, n, n_features, n_shards, floored),
+                  fid_plan_at(plan, n_tables), at_address<std::int64_t>(places),
+                  at_address<const std::int32_t>(buffers), at_address<std::int64_t>(lists),
+                  threads);
+      },
+      "ids"_a, "splits"_a, "n"_a, "n_features"_a, "n_shards"_a, "floored"_a, "plan"_a,
+      "n_tables"_a, "places"_a, "buffers"_a, "lists"_a, "threads"_a,
+      nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_layout_ops(nb::module_& m) {
+  bind_layout(m);
+  bind_fids(m);
+}
 
 }  // namespace shoal

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
+from shoal.ops.layout_index import LayoutIndex
+from shoal.ops.layout_specs import FeatureConfig, FeatureConfigs, OutConfig, SliceConfig
+from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import (
     Dedup,
     Layout,
@@ -14,11 +18,21 @@ from shoal.ops.reference import (
     segment_sqrtn,
     segment_sum,
 )
+from shoal.ops.sparse_fids import ShardedFids, sharding_sparse_fids
 
 __all__ = [
     "Dedup",
+    "FeatureConfig",
+    "FeatureConfigs",
     "Layout",
+    "LayoutIndex",
+    "MonolithOffsets",
+    "OutConfig",
+    "ShardedFids",
+    "SliceConfig",
     "dedup",
+    "fused_embedding_to_layout",
+    "fused_embedding_to_layout_grad",
     "pooled_layout",
     "row_ids",
     "segment_first_n",
@@ -26,4 +40,5 @@ __all__ = [
     "segment_mean",
     "segment_sqrtn",
     "segment_sum",
+    "sharding_sparse_fids",
 ]

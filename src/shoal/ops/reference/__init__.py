@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.ops.reference.layout import (
+    fused_embedding_to_layout,
+    fused_embedding_to_layout_grad,
+)
 from shoal.ops.reference.segments import (
     Dedup,
     Layout,
@@ -14,11 +18,14 @@ from shoal.ops.reference.segments import (
     segment_sqrtn,
     segment_sum,
 )
+from shoal.ops.reference.sparse_fids import sharding_sparse_fids
 
 __all__ = [
     "Dedup",
     "Layout",
     "dedup",
+    "fused_embedding_to_layout",
+    "fused_embedding_to_layout_grad",
     "pooled_layout",
     "row_ids",
     "segment_first_n",
@@ -26,4 +33,5 @@ __all__ = [
     "segment_mean",
     "segment_sqrtn",
     "segment_sum",
+    "sharding_sparse_fids",
 ]

@@ -1,0 +1,301 @@
+#pragma once
+// The layout's backward pass: gradients of cells as rows, and sums of ids filed by row.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "ops_layout.h"
+#include "ops_layout_impl.h"
+#include "pool.h"
+
+namespace shoal {
+namespace {
+
+// All buffers, one after the other.
+struct AddressSpace {
+  const std::vector<void*>& data;
+  std::vector<std::int64_t> begins;  // of each buffer, and the end
+
+  explicit AddressSpace(const LayoutBuffers& buffers) : data(buffers.data), begins{0} {
+    for (const std::int64_t floats : buffers.floats) begins.push_back(begins.back() + floats);
+  }
+
+  std::int64_t end() const { return begins.back(); }
+
+  template <class T>
+  void zero(std::int64_t start, std::int64_t stop) const {
+    const auto above = std::upper_bound(begins.begin(), begins.end(), start);
+    for (std::size_t m = static_cast<std::size_t>(above - begins.begin()) - 1; start < stop; ++m) {
+      const std::int64_t part = std::min(stop, begins[m + 1]) - start;
+      std::memset(static_cast<T*>(data[m]) + (start - begins[m]), 0,
+                  static_cast<std::size_t>(part) * sizeof(T));
+      start += part;
+    }
+  }
+};
+
+// What the ids of a cell pass on: the columns [low, high) of a row's gradient, once per firstn step.
+template <class T>
+struct GradRows {
+  const LayoutPlanView& plan;
+  const LayoutIndexView& index;
+  const std::vector<void*>& grads;
+  const T scale;
+  std::vector<bool> tiled;  // the slices of a feature fill its columns, each once
+
+  GradRows(const LayoutPlanView& p, const LayoutIndexView& i, const std::vector<void*>& g, T factor)
+      : plan(p), index(i), grads(g), scale(factor) {
+    for (std::int64_t f = 0; f < plan.n_features; ++f) tiled.push_back(tiles(plan.features[f]));
+  }
+
+  std::int64_t cell_floats(std::int64_t f) const {
+    const LayoutFeature& feature = plan.features[f];
+    return (feature.high - feature.low) * std::max<std::int64_t>(feature.length, 1);
+  }
+
+  T factor(const LayoutFeature& feature, std::int64_t count) const {
+    return feature.pooling == kMean && count > 1 ? scale / static_cast<T>(count) : scale;
+  }
+
+  // Cells [b, b + count) of a feature: [count, L or 1, columns].
+  void lay(std::int64_t f, std::int64_t b, std::int64_t count, T* out) const {
+    const LayoutFeature& feature = plan.features[f];
+    const LayoutCells& cells = index.cells[f];
+    const std::int64_t floats = cell_floats(f);
+    const bool copies = tiled[static_cast<std::size_t>(f)] && cells.shared == 0;
+    if (!copies) std::memset(out, 0, static_cast<std::size_t>(count * floats) * sizeof(T));
+    for (std::int64_t s = feature.first; s < feature.last; ++s) {
+      const LayoutSlice& slice = plan.slices[s];
+      const T* grad = static_cast<const T*>(grads[static_cast<std::size_t>(slice.output)]);
+      if (grad == nullptr) continue;
+      if (cells.shared != 0) {
+        sum_slice(feature, slice, grad, out);
+        continue;
+      }
+      for (std::int64_t i = 0; i < count; ++i) {
+        const T* from = grad + (b + i) * slice.stride;
+        if (copies) {
+          lay_slice<false>(feature, slice, from, out + i * floats);
+        } else {
+          lay_slice<true>(feature, slice, from, out + i * floats);
+        }
+      }
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      scale_cell(feature, cells.first + b + i, floats, out + i * floats);
+    }
+  }
+
+ private:
+  bool tiles(const LayoutFeature& feature) const {
+    std::vector<bool> filled(static_cast<std::size_t>(feature.high - feature.low), false);
+    std::int64_t floats = 0;
+    for (std::int64_t s = feature.first; s < feature.last; ++s) {
+      const LayoutSlice& slice = plan.slices[s];
+      if (grads[static_cast<std::size_t>(slice.output)] == nullptr) return false;
+      for (std::int64_t i = 0; i < slice.width; ++i) {
+        filled[static_cast<std::size_t>(slice.start - feature.low + i)] = true;
+      }
+      floats += slice.width;
+    }
+    return floats == feature.high - feature.low &&
+           std::find(filled.begin(), filled.end(), false) == filled.end();
+  }
+
+  template <bool kAdd>
+  static void lay_slice(const LayoutFeature& feature, const LayoutSlice& slice, const T* grad,
+                        T* out) {
+    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
+    out += slice.start - feature.low;
+    grad += slice.place;
+    for (std::int64_t j = 0; j < steps; ++j) {
+      if (kAdd) {
+        add_floats(out, grad, slice.width);
+      } else {
+        copy_floats(out, grad, slice.width);
+      }
+      out += feature.high - feature.low;
+      grad += slice.step;
+    }
+  }
+
+  // The gradient of the one cell of a shared feature, over the batch.
+  void sum_slice(const LayoutFeature& feature, const LayoutSlice& slice, const T* grad,
+                 T* out) const {
+    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
+    out += slice.start - feature.low;
+    grad += slice.place;
+    for (std::int64_t j = 0; j < steps; ++j) {
+      add_strided(out, grad, slice.stride, index.batch_sizes[0], slice.width);
+      out += feature.high - feature.low;
+      grad += slice.step;
+    }
+  }
+
+  void scale_cell(const LayoutFeature& feature, std::int64_t cell, std::int64_t floats,
+                  T* out) const {
+    const T by = factor(feature, index.splits[cell + 1] - index.splits[cell]);
+    if (by == T(1)) return;
+    for (std::int64_t i = 0; i < floats; ++i) out[i] *= by;
+  }
+};
+
+// Ids filed under the stretch of addresses their row starts in, in order of feature, example and
+// id; then each stretch is zeroed and summed by one thread.
+template <class T>
+class FiledSum {
+ public:
+  FiledSum(const GradRows<T>& grads, const AddressSpace& space, const RowFinder<T>& finder,
+           int threads)
+      : grads_(grads),
+        plan_(grads.plan),
+        index_(grads.index),
+        space_(space),
+        finder_(finder),
+        threads_(threads) {}
+
+  void run() {
+    cut();
+    Pool& pool = Pool::instance();
+    laid_.reset(new T[static_cast<std::size_t>(begins_.back())]);
+    pool.run(plan_.n_features, threads_, [&](std::int64_t f, int) {
+      if (works(f)) grads_.lay(f, 0, index_.cells[f].count, laid_.get() + begin(f));
+    });
+    pool.run(chunks_, threads_, [&](std::int64_t chunk, int) { count_chunk(chunk); });
+    place_chunks();
+    pool.run(chunks_, threads_, [&](std::int64_t chunk, int) { file_chunk(chunk); });
+    pool.run(stretches_, threads_, [&](std::int64_t s, int) { sum_stretch(s); });
+  }
+
+ private:
+  static constexpr std::int64_t kStretchBytes = 128 << 10;
+  static constexpr std::int64_t kMostStretches = 4096;
+
+  struct Filed {
+    T* row;
+    std::int32_t feature;
+    std::int32_t step;  // of the cell, when firstn
+    std::int64_t cell;  // of the feature
+  };
+
+  const GradRows<T>& grads_;
+  const LayoutPlanView& plan_;
+  const LayoutIndexView& index_;
+  const AddressSpace& space_;
+  const RowFinder<T>& finder_;
+  const int threads_;
+  int shift_ = 0;
+  std::int64_t stretches_ = 0, cells_ = 0, chunks_ = 0;
+  std::vector<std::int64_t> begins_;  // of each feature's cells' gradients in laid_, and the end
+  std::vector<std::int64_t> counts_;  // (chunks, stretches), later places in filed_
+  // (chunks, stretches): end of the last row filed there; then (stretches): up to there.
+  std::vector<std::int64_t> reaches_;
+  std::vector<std::int64_t> bounds_;  // (stretches + 1) in filed_
+  std::unique_ptr<Filed[]> filed_;
+  std::unique_ptr<T[]> laid_;
+
+  bool works(std::int64_t f) const {
+    return plan_.features[f].first != plan_.features[f].last && index_.cells[f].count != 0;
+  }
+  std::int64_t begin(std::int64_t f) const { return begins_[static_cast<std::size_t>(f)]; }
+
+  void cut() {
+    const std::int64_t least = kStretchBytes / static_cast<std::int64_t>(sizeof(T));
+    while ((std::int64_t{1} << shift_) < least) ++shift_;
+    while (((space_.end() - 1) >> shift_) >= kMostStretches) ++shift_;
+    stretches_ = space_.end() == 0 ? 0 : ((space_.end() - 1) >> shift_) + 1;
+    cells_ = plan_.n_features * index_.batch_sizes[0];
+    chunks_ = std::min<std::int64_t>(4 * threads_, cells_);
+    counts_.assign(static_cast<std::size_t>(chunks_ * stretches_), 0);
+    reaches_.assign(static_cast<std::size_t>(chunks_ * stretches_), 0);
+    begins_.assign(1, 0);
+    for (std::int64_t f = 0; f < plan_.n_features; ++f) {
+      const std::int64_t own = works(f) ? index_.cells[f].count * grads_.cell_floats(f) : 0;
+      begins_.push_back(begins_.back() + own);
+    }
+  }
+
+  // Calls visit(row, address, filed) for the ids of a chunk of cells that pass a gradient on.
+  template <class Visit>
+  void each_id(std::int64_t chunk, const Visit& visit) const {
+    const std::int64_t size = index_.batch_sizes[0];
+    std::int64_t at = chunk * cells_ / chunks_;
+    const std::int64_t stop = (chunk + 1) * cells_ / chunks_;
+    while (at < stop) {
+      const std::int64_t f = at / size;
+      const std::int64_t from = at - f * size;
+      const std::int64_t to = std::min(size, stop - f * size);
+      at = f * size + to;
+      if (!works(f)) continue;
+      const LayoutFeature& feature = plan_.features[f];
+      const LayoutCells& own = index_.cells[f];
+      const std::int64_t last = std::min(to, own.count);  // a shared cell is example 0's
+      for (std::int64_t b = from; b < last; ++b) {
+        const std::int64_t start = index_.splits[own.first + b];
+        std::int64_t end = index_.splits[own.first + b + 1];
+        const bool first_n = feature.pooling == kFirstN;
+        if (first_n) end = std::min(end, start + feature.length);
+        for (std::int64_t id = start; id < end; ++id) {
+          const auto step = static_cast<std::int32_t>(first_n ? id - start : 0);
+          const auto m = static_cast<std::size_t>(index_.buffers[id]);
+          visit(space_.begins[m] + index_.rows[id],
+                Filed{finder_.find(id, feature.high), static_cast<std::int32_t>(f), step, b});
+        }
+      }
+    }
+  }
+
+  void count_chunk(std::int64_t chunk) {
+    std::int64_t* count = counts_.data() + chunk * stretches_;
+    std::int64_t* reach = reaches_.data() + chunk * stretches_;
+    each_id(chunk, [&](std::int64_t address, const Filed& filed) {
+      const std::int64_t stretch = address >> shift_;
+      ++count[stretch];
+      reach[stretch] = std::max(reach[stretch], address + plan_.features[filed.feature].high);
+    });
+  }
+
+  // Counts become places: stretch by stretch, and within one by chunk.
+  void place_chunks() {
+    std::int64_t total = 0, reach = 0;
+    bounds_.assign(1, 0);
+    for (std::int64_t s = 0; s < stretches_; ++s) {
+      for (std::int64_t c = 0; c < chunks_; ++c) {
+        const auto at = static_cast<std::size_t>(c * stretches_ + s);
+        const std::int64_t own = counts_[at];
+        counts_[at] = total;
+        total += own;
+        reach = std::max(reach, reaches_[at]);
+      }
+      // Rows may reach beyond their stretch: the next one starts after them.
+      reach = std::max(reach, std::min((s + 1) << shift_, space_.end()));
+      if (chunks_ > 0) reaches_[static_cast<std::size_t>(s)] = reach;
+      bounds_.push_back(total);
+    }
+    filed_.reset(new Filed[static_cast<std::size_t>(total)]);
+  }
+
+  void file_chunk(std::int64_t chunk) {
+    std::int64_t* place = counts_.data() + chunk * stretches_;
+    each_id(chunk, [&](std::int64_t address, const Filed& filed) {
+      filed_[static_cast<std::size_t>(place[address >> shift_]++)] = filed;
+    });
+  }
+
+  void sum_stretch(std::int64_t s) const {
+    const auto at = static_cast<std::size_t>(s);
+    space_.zero<T>(s == 0 ? 0 : reaches_[at - 1], reaches_[at]);
+    for (std::int64_t i = bounds_[at]; i < bounds_[at + 1]; ++i) {
+      const Filed& entry = filed_[static_cast<std::size_t>(i)];
+      const LayoutFeature& feature = plan_.features[entry.feature];
+      const std::int64_t width = feature.high - feature.low;
+      const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
+      const T* from = laid_.get() + begin(entry.feature) + (entry.cell * steps + entry.step) * width;
+      add_floats(entry.row + feature.low, from, width);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,355 @@
+"""Gradients of the layout's outputs as gradients of rows, without adding in memory.
+
+Ids are sorted by the address of their row, stably, so ids of one row stand together in order of
+feature, example and id. Each program sums a tile of them: rows that begin and end there are stored
+at once; the parts of rows that cross tiles are joined by a second kernel. So no row is written by
+two programs and sums have one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
+
+__all__ = ["layout_backward"]
+
+NOWHERE = tl.constexpr(2**63 - 1)
+TILE = 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_shared(
+    grads: typing.Any,
+    sums: typing.Any,
+    cells: typing.Any,
+    features: typing.Any,
+    slices: typing.Any,
+    n_examples: typing.Any,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    EXAMPLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """For each slice of a shared feature, its gradient summed over the batch."""
+    piece = slices + tl.program_id(0) * 9
+    feature = tl.load(piece)
+    address = tl.load(grads + tl.load(piece + 3))
+    if (tl.load(cells + feature * 3 + 2) != 0) & (address != 0):
+        width = tl.load(piece + 2)
+        stride = tl.load(piece + 8)
+        length = tl.maximum(tl.load(features + feature * 6 + 3), 1)
+        for j in range(length):
+            grad = address.to(tl.pointer_type(ELEMENT)) + tl.load(piece + 4)
+            grad += j * tl.load(piece + 5)
+            for column in range(0, width, COLUMNS):
+                columns = column + tl.arange(0, COLUMNS)
+                total = tl.zeros((COLUMNS,), SUM)
+                for b in range(0, n_examples, EXAMPLES):
+                    examples = b + tl.arange(0, EXAMPLES)
+                    mask = (examples < n_examples)[:, None] & (columns < width)[None, :]
+                    at = (examples.to(tl.int64) * stride)[:, None] + columns[None, :]
+                    part = tl.load(grad + at, mask=mask, other=0.0)
+                    total += tl.sum(part.to(SUM), axis=0)
+                at = tl.load(piece + 7) + j * width + columns
+                tl.store(sums + at, total, mask=columns < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _file_ids(
+    keys: typing.Any,
+    entries: typing.Any,
+    begins: typing.Any,
+    rows_N: typing.Any,
+    buffer_N: typing.Any,
+    splits: typing.Any,
+    cells: typing.Any,
+    features: typing.Any,
+    n_examples: typing.Any,
+    n_blocks: typing.Any,
+    EXAMPLES: tl.constexpr,
+) -> None:
+    """For each id that passes a gradient on: its row's address, and its (feature, example)."""
+    feature = tl.program_id(0) // n_blocks
+    examples = (tl.program_id(0) % n_blocks) * EXAMPLES + tl.arange(0, EXAMPLES)
+    row = features + feature * 6
+    cell = tl.load(cells + feature * 3) + examples
+    # A shared feature has one cell: that of example 0.
+    filled = (examples < n_examples) & (examples < tl.load(cells + feature * 3 + 1))
+    filled = filled & (tl.load(row) < tl.load(row + 1))
+    start = tl.load(splits + cell, mask=filled, other=0)
+    count = tl.load(splits + cell + 1, mask=filled, other=0) - start
+    if tl.load(row + 2) == FIRSTN:
+        count = tl.minimum(count, tl.load(row + 3))
+    entry = feature.to(tl.int64) * n_examples + examples
+    for j in range(tl.max(count, 0)):
+        ids, valid = start + j, j < count
+        buffers = tl.load(buffer_N + ids, mask=valid, other=0)
+        begin = tl.load(begins + buffers, mask=valid, other=0)
+        key = begin + tl.load(rows_N + ids, mask=valid, other=0)
+        tl.store(keys + ids, key, mask=valid)
+        tl.store(entries + ids, entry, mask=valid)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share(
+    id_: typing.Any,
+    entry: typing.Any,
+    grads: typing.Any,
+    shared_sums: typing.Any,
+    splits: typing.Any,
+    cells: typing.Any,
+    features: typing.Any,
+    slices: typing.Any,
+    n_examples: typing.Any,
+    columns: typing.Any,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> typing.Any:
+    """One id's part of its cell's gradient, for some columns of its row."""
+    feature = entry // n_examples
+    example = entry % n_examples
+    row = features + feature * 6
+    pooling = tl.load(row + 2)
+    start = tl.load(splits + tl.load(cells + feature * 3) + example)
+    stop = tl.load(splits + tl.load(cells + feature * 3) + example + 1)
+    step = tl.where(pooling == FIRSTN, id_ - start, 0)
+    shared = tl.load(cells + feature * 3 + 2) != 0
+    share = tl.zeros((COLUMNS,), SUM)
+    for s in range(tl.load(row), tl.load(row + 1)):
+        piece = slices + s * 9
+        address = tl.load(grads + tl.load(piece + 3))
+        if address != 0:
+            offset = columns - tl.load(piece + 1)
+            width = tl.load(piece + 2)
+            mask = (offset >= 0) & (offset < width)
+            if shared:
+                at = tl.load(piece + 7) + step * width
+                share += tl.load(shared_sums + at + offset, mask=mask, other=0.0)
+            else:
+                at = example * tl.load(piece + 8) + tl.load(piece + 4) + step * tl.load(piece + 5)
+                grad = address.to(tl.pointer_type(ELEMENT)) + at
+                share += tl.load(grad + offset, mask=mask, other=0.0).to(SUM)
+    divisor = tl.where(pooling == MEAN, stop - start, 1)
+    return share / divisor.to(SUM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_row(
+    total: typing.Any,
+    id_: typing.Any,
+    reach: typing.Any,
+    targets: typing.Any,
+    rows_N: typing.Any,
+    buffer_N: typing.Any,
+    scale: typing.Any,
+    columns: typing.Any,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    if SCALED:
+        total = total * tl.load(scale).to(total.dtype)
+    row = row_pointers(targets, rows_N, buffer_N, id_, id_ >= 0, ELEMENT)
+    tl.store(row + columns, total.to(ELEMENT), mask=columns < reach)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_tiles(
+    order: typing.Any,
+    keys: typing.Any,
+    entries: typing.Any,
+    grads: typing.Any,
+    targets: typing.Any,
+    shared_sums: typing.Any,
+    parts: typing.Any,
+    reaches: typing.Any,
+    rows_N: typing.Any,
+    buffer_N: typing.Any,
+    splits: typing.Any,
+    cells: typing.Any,
+    features: typing.Any,
+    slices: typing.Any,
+    scale: typing.Any,
+    n_ids: typing.Any,
+    n_examples: typing.Any,
+    n_columns: typing.Any,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    IDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Sums rows within a tile; `parts` gets what a row's first or last tile leaves to others."""
+    tile = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    head = parts + tile * 2 * n_columns + columns
+    base = tile * IDS
+    opened = tl.load(keys + base)
+    continued = tl.load(keys + base - 1, mask=tile > 0, other=-1) == opened
+    total = tl.zeros((COLUMNS,), SUM)
+    reach = tl.zeros((), tl.int64)
+    last = tl.zeros((), tl.int64)
+    for i in range(IDS):
+        key = tl.load(keys + base + i, mask=base + i < n_ids, other=NOWHERE)
+        if key != opened:
+            if continued:
+                tl.store(head, total)
+                tl.store(reaches + tile * 2, reach)
+            elif opened != NOWHERE:
+                _store_row(
+                    total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED
+                )
+            total = tl.zeros((COLUMNS,), SUM)
+            reach = tl.zeros((), tl.int64)
+            opened = key
+            continued = key < 0
+        if key != NOWHERE:
+            last = tl.load(order + base + i)
+            entry = tl.load(entries + last)
+            total += _share(
+                last,
+                entry,
+                grads,
+                shared_sums,
+                splits,
+                cells,
+                features,
+                slices,
+                n_examples,
+                columns,
+                ELEMENT,
+                SUM,
+                COLUMNS,
+            )
+            reach = tl.maximum(reach, tl.load(features + (entry // n_examples) * 6 + 5))
+    if opened != NOWHERE:
+        after = tl.load(keys + base + IDS, mask=base + IDS < n_ids, other=NOWHERE)
+        if continued:
+            tl.store(head, total)
+            tl.store(reaches + tile * 2, reach)
+        elif after == opened:
+            tl.store(head + n_columns, total)
+            tl.store(reaches + tile * 2 + 1, reach)
+        else:
+            _store_row(
+                total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED
+            )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_tiles(
+    order: typing.Any,
+    keys: typing.Any,
+    targets: typing.Any,
+    parts: typing.Any,
+    reaches: typing.Any,
+    rows_N: typing.Any,
+    buffer_N: typing.Any,
+    scale: typing.Any,
+    n_ids: typing.Any,
+    n_columns: typing.Any,
+    ELEMENT: tl.constexpr,
+    IDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Sums each row that begins in one tile and ends in a later one."""
+    tile = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tile * IDS + IDS
+    key = tl.load(keys + end - 1, mask=end < n_ids, other=NOWHERE)
+    after = tl.load(keys + end, mask=end < n_ids, other=NOWHERE)
+    before = tl.load(keys + tile * IDS - 1, mask=tile > 0, other=-1)
+    if (key == after) & (key != NOWHERE) & (before != key):
+        total = tl.load(parts + (tile * 2 + 1) * n_columns + columns)
+        reach = tl.load(reaches + tile * 2 + 1)
+        other = tile + 1
+        while after == key:
+            total += tl.load(parts + other * 2 * n_columns + columns)
+            reach = tl.maximum(reach, tl.load(reaches + other * 2))
+            other += 1
+            after = tl.load(keys + other * IDS, mask=other * IDS < n_ids, other=NOWHERE)
+        last = tl.load(order + end - 1)
+        _store_row(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
+
+
+def layout_backward(
+    grads: Sequence[Tensor],
+    scale: Tensor | None,
+    sizes: Sequence[int],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: Sequence[int],
+    shapes: Sequence[int],
+    limits: Sequence[int],
+) -> list[Tensor]:
+    """`shoal::layout_backward`; never waits for the device."""
+    like, size, ids = grads[0], sum(batch_sizes), rows_N.shape[0]
+    targets = [like.new_zeros(floats) for floats in sizes]
+    if size == 0 or ids == 0:
+        return targets
+    sources = [grad.contiguous() for grad in grads]
+    element, summed = ELEMENTS[like.dtype]
+    examples, columns = tile_of(size, limits[0])
+    wide = triton.cdiv(max(limits[0], 1), columns)
+    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    of_grads, of_targets = addresses_of(sources), addresses_of(targets)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
+    _sum_shared[(slices.shape[0],)](
+        *(of_grads, shared_sums, index[3], features, slices, size),
+        ELEMENT=element,
+        SUM=summed,
+        EXAMPLES=examples,
+        COLUMNS=columns,
+    )
+    keys = torch.full_like(rows_N, NOWHERE.value)
+    entries = torch.empty_like(rows_N)
+    blocks = triton.cdiv(size, 64)
+    _file_ids[(features.shape[0] * blocks,)](
+        *(keys, entries, _begins(sizes, like.device), *index, features, size, blocks), EXAMPLES=64
+    )
+    keys, order = torch.sort(keys, stable=True)
+    tiles = triton.cdiv(ids, TILE)
+    parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
+    reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
+    scaled, factor = scale is not None, like if scale is None else scale
+    options = {"num_warps": 1 if columns <= 128 else 4}
+    _sum_tiles[(tiles, wide)](
+        *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
+        *(features, slices, factor, ids, size, wide * columns),
+        ELEMENT=element,
+        SUM=summed,
+        IDS=TILE,
+        COLUMNS=columns,
+        SCALED=scaled,
+        **options,
+    )
+    _join_tiles[(tiles, wide)](
+        *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),
+        ELEMENT=element,
+        IDS=TILE,
+        COLUMNS=columns,
+        SCALED=scaled,
+        **options,
+    )
+    return targets
+
+
+def _begins(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """int64: where each buffer begins when they follow each other."""
+    made = torch.tensor(list(itertools.accumulate(sizes, initial=0)), dtype=torch.int64)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,294 @@
+"""From rows of ids straight to pooled, joined model inputs, and back.
+
+One implementation of Monolith's five versions of `fused_embedding_to_layout`: rows are described
+by a `LayoutIndex`, which `LayoutIndex.from_keyed` makes of a batch and its gathered unique rows,
+`sharding_sparse_fids` of a batch to be looked up on shards, and `MonolithOffsets` of Monolith's
+packed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import InputError, describe
+from shoal.ops.dispatch import operator
+from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
+from shoal.ops.layout_checks import check_layout
+from shoal.ops.layout_index import LayoutIndex
+from shoal.ops.layout_specs import FeatureConfigs
+from shoal.ops.monolith_layout import MonolithOffsets
+from shoal.ops.reference import layout as reference
+
+__all__ = ["fused_embedding_to_layout", "fused_embedding_to_layout_grad"]
+
+
+def fused_embedding_to_layout(
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+) -> list[Tensor]:
+    """Pool each example's rows by feature and lay slices of them out as model inputs.
+
+    A cell without ids, and a feature the batch lacks, give zeros. A shared feature is pooled once
+    and copied to every example. The differences from Monolith: "stack" works with "firstn",
+    offsets are 64-bit, and a bad offset is an error, not a crash.
+
+    Args:
+        embeddings_list: buffers of rows, floating, any shape: each table's `rows_UD`, or
+            Monolith's flat buffers per table and server.
+        offsets: where each id's row lies. On CUDA they are not checked unless
+            `set_bounds_checks` is on.
+        feature_cfgs: features and layouts; `feature_cfgs.outputs` names what is returned.
+
+    Returns:
+        Outputs in sorted layout name order, [B, D], [B, L, D], [B, n, D] or [B, n, L, D] as
+        `layout_specs` has them, of the dtype of the rows.
+
+    Raises:
+        ShapeError: lengths that do not fit together; cell_splits_C1 that fall.
+        DTypeError: other dtypes, or tensors on several devices.
+        InputError: cells, buffers or rows out of range.
+
+    Gradient: to the buffers: `fused_embedding_to_layout_grad`.
+    Monolith: `fused_embedding_to_layout`.
+    """
+    outputs: list[Tensor] = layout_forward(
+        *forward_arguments(embeddings_list, offsets, feature_cfgs)
+    )
+    return outputs
+
+
+def fused_embedding_to_layout_grad(
+    layout_tensors_grad: Sequence[Tensor | None],
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+    *,
+    layout_tensors_grad_scale: float | Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of the outputs as gradients of the rows.
+
+    Each id gets its cell's gradient ("mean": over the cell's number of ids; "firstn": the first L
+    ids only; a shared feature: summed over the batch); ids of one row are added in order of
+    feature, example and id, whatever the number of threads.
+
+    Args:
+        layout_tensors_grad: one per output, in its shape; None counts as zeros.
+        embeddings_list: the buffers; only their shapes are read.
+        offsets, feature_cfgs: what the forward pass was given; one request.
+        layout_tensors_grad_scale: factor on every gradient (a loss scale, a clip): a number or a
+            tensor of one element.
+
+    Returns:
+        One gradient per buffer, in its shape; zeros where no id reads.
+
+    Raises:
+        As `fused_embedding_to_layout`; InputError for several requests.
+
+    Gradient: to layout_tensors_grad.
+    Monolith: `fused_embedding_to_layout_grad`.
+    """
+    grads: list[Tensor] = layout_backward(
+        *gradient_arguments(
+            layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
+        )
+    )
+    return reshaped(grads, embeddings_list)
+
+
+def _output_shapes(batch_sizes: Sequence[int], shapes: Sequence[int]) -> list[list[int]]:
+    size = sum(batch_sizes)
+    return [[size, *(n for n in shapes[i : i + 3] if n)] for i in range(0, len(shapes), 3)]
+
+
+def _core_forward(
+    buffers: list[Tensor],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: list[int],
+    shapes: list[int],
+    limits: list[int],
+) -> list[Tensor]:
+    sources = [buffer.contiguous() for buffer in buffers]
+    like = sources[0]
+    outputs = [
+        torch.empty(shape, dtype=like.dtype) for shape in _output_shapes(batch_sizes, shapes)
+    ]
+    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    good = _core.layout_forward(
+        [source.data_ptr() for source in sources],
+        [source.numel() for source in sources],
+        *_addresses(*index),
+        batch_sizes,
+        features.data_ptr(),
+        features.shape[0],
+        slices.data_ptr(),
+        slices.shape[0],
+        [output.data_ptr() for output in outputs],
+        like.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    if not good:
+        check_layout(
+            buffers, rows_N, buffer_N, cell_splits, cells, features, slices, sums, batch_sizes
+        )
+        raise _unexplained()
+    return outputs
+
+
+def _core_backward(
+    grads: list[Tensor],
+    scale: Tensor | None,
+    sizes: list[int],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: list[int],
+    shapes: list[int],
+    limits: list[int],
+) -> list[Tensor]:
+    sources = [grad.contiguous() for grad in grads]
+    dtype = sources[0].dtype
+    buffers = [torch.empty(size, dtype=dtype) for size in sizes]
+    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    good = _core.layout_backward(
+        [source.data_ptr() if source.numel() else 0 for source in sources],
+        1.0 if scale is None else float(scale),
+        [buffer.data_ptr() for buffer in buffers],
+        sizes,
+        *_addresses(*index),
+        batch_sizes,
+        features.data_ptr(),
+        features.shape[0],
+        slices.data_ptr(),
+        slices.shape[0],
+        limits[1],
+        dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    if not good:
+        check_layout(
+            sizes, rows_N, buffer_N, cell_splits, cells, features, slices, sums, batch_sizes
+        )
+        raise _unexplained()
+    return buffers
+
+
+def _addresses(
+    rows_N: Tensor, buffer_N: Tensor, cell_splits: Tensor, cells: Tensor
+) -> tuple[int, int, int, int, int, int]:
+    return (
+        rows_N.data_ptr(),
+        buffer_N.data_ptr(),
+        rows_N.shape[0],
+        cell_splits.data_ptr(),
+        cell_splits.shape[0] - 1,
+        cells.data_ptr(),
+    )
+
+
+def _unexplained() -> InputError:
+    what = "fused_embedding_to_layout: offsets"
+    return InputError(
+        describe(what, got="values out of range", allowed="ids' rows", remedy="Make them anew.")
+    )
+
+
+def _fake_forward(buffers: list[Tensor], *rest: Any) -> list[Tensor]:
+    batch_sizes, shapes, _ = rest[-3:]
+    return [buffers[0].new_empty(shape) for shape in _output_shapes(batch_sizes, shapes)]
+
+
+def _fake_backward(
+    grads: list[Tensor], scale: Tensor | None, sizes: list[int], *rest: Any
+) -> list[Tensor]:
+    return [grads[0].new_empty(size) for size in sizes]
+
+
+def _check_backward(
+    grads: list[Tensor], scale: Tensor | None, sizes: list[int], *rest: Any
+) -> None:
+    check_layout(sizes, *rest)
+
+
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    buffers, *index, batch_sizes, shapes, limits = inputs
+    ctx.save_for_backward(*index)
+    ctx.rest = (batch_sizes, shapes, limits)
+    ctx.buffer_shapes = [buffer.shape for buffer in buffers]
+
+
+def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if len(ctx.rest[0]) != 1:
+        what, remedy = "requests", "Several requests in one call are for serving."
+        message = describe(what, got=len(ctx.rest[0]), allowed="one for gradients", remedy=remedy)
+        raise InputError(message)
+    like = next(grad for grad in grads if grad is not None)
+    # An empty gradient counts as zeros: nothing is filled, nothing is read.
+    given = [like.new_empty(0) if grad is None else grad for grad in grads]
+    sizes = [shape.numel() for shape in ctx.buffer_shapes]
+    found = layout_backward(given, None, sizes, *ctx.saved_tensors, *ctx.rest)
+    shaped = [grad.view(shape) for grad, shape in zip(found, ctx.buffer_shapes, strict=True)]
+    return (shaped, *[None] * 10)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    grads, scale, sizes, *index, batch_sizes, shapes, limits = inputs
+    ctx.save_for_backward(*index, *([] if scale is None else [scale]))
+    ctx.rest = (batch_sizes, shapes, limits)
+    ctx.sizes = sizes
+    ctx.given = [grad.numel() > 0 for grad in grads]
+
+
+def _backward_of_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    like = next(grad for grad in grads if grad is not None)
+    rows = [
+        like.new_zeros(size) if grad is None else grad
+        for grad, size in zip(grads, ctx.sizes, strict=True)
+    ]
+    laid = layout_forward(rows, *ctx.saved_tensors[:7], *ctx.rest)
+    scaled = [part * scale for part in laid for scale in ctx.saved_tensors[7:]] or laid
+    kept = [part if given else None for part, given in zip(scaled, ctx.given, strict=True)]
+    return (kept, *[None] * 12)
+
+
+_INDEX = (
+    "Tensor rows_N, Tensor buffer_N, Tensor cell_splits, Tensor cells, Tensor features, "
+    "Tensor slices, Tensor sums, SymInt[] batch_sizes, int[] shapes, int[] limits"
+)
+
+layout_forward = operator(
+    f"layout_forward(Tensor[] buffers, {_INDEX}) -> Tensor[]",
+    reference=reference.layout_forward,
+    core=_core_forward,
+    triton="layout:layout_forward",
+    fake=_fake_forward,
+    check=check_layout,
+    backward=_backward_of_forward,
+    setup=_setup_forward,
+)
+
+layout_backward = operator(
+    f"layout_backward(Tensor[] grads, Tensor? scale, SymInt[] sizes, {_INDEX}) -> Tensor[]",
+    reference=reference.layout_backward,
+    core=_core_backward,
+    triton="layout_backward:layout_backward",
+    fake=_fake_backward,
+    check=_check_backward,
+    backward=_backward_of_backward,
+    setup=_setup_backward,
+)

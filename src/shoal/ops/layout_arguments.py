@@ -1,0 +1,155 @@
+"""From the public arguments of the layout to the operators' tensors; checks all but values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.ops.layout_index import LayoutIndex
+from shoal.ops.layout_specs import FeatureConfigs, LayoutPlan
+from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
+
+__all__ = ["forward_arguments", "gradient_arguments", "reshaped"]
+
+_OP = "fused_embedding_to_layout"
+
+
+def forward_arguments(
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+) -> tuple[Any, ...]:
+    """Arguments of `shoal::layout_forward`."""
+    buffers = list(embeddings_list)
+    _check_tensors("embeddings_list", buffers, _OP)
+    index = _index(buffers, offsets, feature_cfgs, _OP)
+    plan = feature_cfgs.plan.on(buffers[0].device)
+    return (buffers, *_tables(index, plan), *_numbers(index, plan))
+
+
+def gradient_arguments(
+    layout_tensors_grad: Sequence[Tensor | None],
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+    scale: float | Tensor | None,
+) -> tuple[Any, ...]:
+    """Arguments of `shoal::layout_backward`."""
+    op = f"{_OP}_grad"
+    buffers = list(embeddings_list)
+    _check_tensors("embeddings_list", buffers, op)
+    index = _index(buffers, offsets, feature_cfgs, op)
+    if len(index.batch_sizes) != 1:
+        got, remedy = len(index.batch_sizes), "Several requests in one call are for serving."
+        raise _bad(InputError, f"{op}: requests", got, "one", remedy)
+    plan = feature_cfgs.plan.on(buffers[0].device)
+    grads = _grads(layout_tensors_grad, buffers[0], plan, index.batch_size, op)
+    sizes = [buffer.numel() for buffer in buffers]
+    factor = _scale(scale, buffers[0], op)
+    return (grads, factor, sizes, *_tables(index, plan), *_numbers(index, plan))
+
+
+def reshaped(grads: Sequence[Tensor], embeddings_list: Sequence[Tensor]) -> list[Tensor]:
+    """Flat gradients in the shapes of the buffers."""
+    return [grad.view(buffer.shape) for grad, buffer in zip(grads, embeddings_list, strict=True)]
+
+
+def _tables(index: LayoutIndex, plan: LayoutPlan) -> tuple[Tensor, ...]:
+    return (
+        index.rows_N,
+        index.buffer_N,
+        index.cell_splits_C1,
+        index.cells_RF,
+        plan.features_F,
+        plan.slices_S,
+        plan.sums_AM,
+    )
+
+
+def _numbers(index: LayoutIndex, plan: LayoutPlan) -> tuple[list[int], list[int], list[int]]:
+    return list(index.batch_sizes), list(plan.shapes), [plan.widest, plan.floats]
+
+
+def _index(
+    buffers: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+    op: str,
+) -> LayoutIndex:
+    index = offsets
+    if isinstance(index, MonolithOffsets):
+        index = decode_monolith(index, buffers, feature_cfgs)
+    if index.rows_N.device != buffers[0].device:
+        allowed = f"{buffers[0].device}, as embeddings_list"
+        remedy = "Move them with .to()."
+        raise _bad(DTypeError, f"{op}: device of offsets", index.rows_N.device, allowed, remedy)
+    features = len(feature_cfgs.features)
+    if index.cells_RF.shape[1] != features:
+        got, remedy = index.cells_RF.shape[1], "Make the index with the same feature_cfgs."
+        raise _bad(ShapeError, f"{op}: features of cells_RF", got, features, remedy)
+    return index
+
+
+def _check_tensors(name: str, tensors: Sequence[Tensor], op: str) -> None:
+    if not tensors:
+        raise _bad(InputError, f"{op}: {name}", "no tensors", "one or more", "Pass the rows.")
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_floating_point() or tensor.dtype != first.dtype:
+            allowed = "one floating dtype" if i == 0 else f"{first.dtype}, as {name}[0]"
+            raise _bad(DTypeError, f"{op}: dtype of {name}[{i}]", tensor.dtype, allowed, "Cast it.")
+        if tensor.device != first.device:
+            allowed = f"{first.device}, as {name}[0]"
+            what = f"{op}: device of {name}[{i}]"
+            raise _bad(DTypeError, what, tensor.device, allowed, "Move it with .to().")
+    narrow = first.dtype not in (torch.float32, torch.float64)
+    if narrow and first.device.type == "cpu":
+        allowed = "float32 or float64 on the CPU"
+        raise _bad(DTypeError, f"{op}: dtype of {name}[0]", first.dtype, allowed, "Call .float().")
+
+
+def _grads(
+    given: Sequence[Tensor | None], like: Tensor, plan: LayoutPlan, size: int, op: str
+) -> list[Tensor]:
+    """The gradients; one that is missing becomes an empty tensor, which counts as zeros."""
+    outputs = len(plan.shapes) // 3
+    if len(given) != outputs:
+        raise _bad(
+            ShapeError, f"{op}: layout_tensors_grad", len(given), outputs, "Pass one per output."
+        )
+    grads = []
+    for i, grad in enumerate(given):
+        if grad is None:
+            grads.append(like.new_empty(0))
+            continue
+        want = (size, *(n for n in plan.shapes[3 * i : 3 * i + 3] if n))
+        what = f"of layout_tensors_grad[{i}]"
+        if tuple(grad.shape) != want:
+            raise _bad(ShapeError, f"{op}: shape {what}", tuple(grad.shape), want, "As the output.")
+        if grad.dtype != like.dtype or grad.device != like.device:
+            got, allowed = (grad.dtype, str(grad.device)), (like.dtype, str(like.device))
+            raise _bad(DTypeError, f"{op}: dtype and device {what}", got, allowed, "As the rows.")
+        grads.append(grad)
+    return grads
+
+
+def _scale(scale: float | Tensor | None, like: Tensor, op: str) -> Tensor | None:
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return torch.full((), float(scale), dtype=like.dtype, device=like.device)
+    if scale.numel() != 1 or scale.device != like.device:
+        got = f"{scale.numel()} elements on {scale.device}"
+        allowed = f"1 element on {like.device}"
+        raise _bad(ShapeError, f"{op}: layout_tensors_grad_scale", got, allowed, "Pass a scalar.")
+    return scale.detach().reshape(()).to(like.dtype)
+
+
+def _bad(
+    kind: type[InputError], what: str, got: object, allowed: object, remedy: str
+) -> InputError:
+    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))

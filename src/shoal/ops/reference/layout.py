@@ -1,0 +1,189 @@
+"""The layout in plain torch: what every other implementation is measured against.
+
+`layout_forward` and `layout_backward` take the arguments of the operators of the same name;
+`fused_embedding_to_layout` and its gradient are the public functions on top of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
+from shoal.ops.layout_checks import check_layout
+from shoal.ops.layout_index import LayoutIndex
+from shoal.ops.layout_specs import FeatureConfigs
+from shoal.ops.monolith_layout import MonolithOffsets
+from shoal.ops.reference.segments import row_ids, segment_first_n, segment_mean, segment_sum
+
+__all__ = [
+    "fused_embedding_to_layout",
+    "fused_embedding_to_layout_grad",
+    "layout_backward",
+    "layout_forward",
+]
+
+_MEAN, _FIRSTN = 1, 3
+
+
+def fused_embedding_to_layout(
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+) -> list[Tensor]:
+    """`shoal.ops.fused_embedding_to_layout` in plain torch."""
+    arguments = forward_arguments(embeddings_list, offsets, feature_cfgs)
+    check_layout(*arguments[:9])
+    return layout_forward(*arguments)
+
+
+def fused_embedding_to_layout_grad(
+    layout_tensors_grad: Sequence[Tensor | None],
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+    *,
+    layout_tensors_grad_scale: float | Tensor | None = None,
+) -> list[Tensor]:
+    """`shoal.ops.fused_embedding_to_layout_grad` in plain torch."""
+    arguments = gradient_arguments(
+        layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
+    )
+    grads, scale, sizes, *rest = arguments
+    check_layout(sizes, *rest[:8])
+    return reshaped(layout_backward(grads, scale, sizes, *rest), embeddings_list)
+
+
+class _Feature(NamedTuple):
+    """One feature of one request that has cells: its ids, and its slices as plan rows."""
+
+    batch: slice
+    shared: bool
+    ids: slice
+    splits: Tensor
+    pooling: int
+    length: int
+    low: int
+    high: int
+    slices: list[list[int]]
+
+
+def _features(
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    batch_sizes: Sequence[int],
+) -> Iterator[_Feature]:
+    plan = slices.tolist()
+    edges = list(itertools.accumulate(batch_sizes, initial=0))
+    for request, start, stop in zip(cells.tolist(), edges[:-1], edges[1:], strict=True):
+        for row, (cell, count, shared) in zip(features.tolist(), request, strict=True):
+            first, last, pooling, length, low, high = row
+            if count == 0 or first == last:
+                continue
+            own = cell_splits[cell : cell + count + 1]
+            ids = slice(int(own[0]), int(own[-1]))
+            splits, chosen = own - own[0], plan[first:last]
+            batch = slice(start, stop)
+            yield _Feature(batch, bool(shared), ids, splits, pooling, length, low, high, chosen)
+
+
+def layout_forward(
+    buffers: Sequence[Tensor],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: Sequence[int],
+    shapes: Sequence[int],
+    limits: Sequence[int],
+) -> list[Tensor]:
+    """Pool the rows of each cell, then put its columns where the plan says."""
+    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    begin_N = _begins(buffers)[buffer_N.long()] + rows_N
+    size = sum(batch_sizes)
+    shapes_O = [[n for n in shapes[i : i + 3] if n] for i in range(0, len(shapes), 3)]
+    outputs = [flat.new_zeros(size, *shape).flatten(1) for shape in shapes_O]
+    for feature in _features(cell_splits, cells, features, slices, batch_sizes):
+        columns = torch.arange(feature.low, feature.high, device=flat.device)
+        rows = flat[begin_N[feature.ids].unsqueeze(1) + columns]
+        pooled = _pooled(feature, rows)
+        if feature.shared:
+            examples = feature.batch.stop - feature.batch.start
+            pooled = pooled.expand(examples, *pooled.shape[1:])
+        for _, start, width, output, place, step, _, _, _ in feature.slices:
+            for j, part in enumerate(pooled.unbind(1)):
+                at = slice(place + j * step, place + j * step + width)
+                taken = part[:, start - feature.low : start - feature.low + width]
+                outputs[output][feature.batch, at].add_(taken)
+    return [out.view(size, *shape) for out, shape in zip(outputs, shapes_O, strict=True)]
+
+
+def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
+    """[cells, L or 1, columns]."""
+    if feature.pooling == _FIRSTN:
+        return segment_first_n(rows, feature.splits, feature.length)
+    pool = segment_mean if feature.pooling == _MEAN else segment_sum
+    return pool(rows, feature.splits).unsqueeze(1)
+
+
+def layout_backward(
+    grads: Sequence[Tensor],
+    scale: Tensor | None,
+    sizes: Sequence[int],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: Sequence[int],
+    shapes: Sequence[int],
+    limits: Sequence[int],
+) -> list[Tensor]:
+    """Give each id its share of its cell's gradient, and add up what ids of one row got."""
+    edges = torch.tensor([0, *itertools.accumulate(sizes)], device=rows_N.device)
+    begin_N = edges[buffer_N.long()] + rows_N
+    flat = grads[0].new_zeros(sum(sizes))
+    for feature in _features(cell_splits, cells, features, slices, batch_sizes):
+        cell_n = row_ids(feature.splits)
+        step_n = torch.arange(cell_n.numel(), device=flat.device) - feature.splits[cell_n]
+        kept = step_n < feature.length if feature.pooling == _FIRSTN else step_n >= 0
+        counts_n = feature.splits.diff()[cell_n].unsqueeze(1).to(flat.dtype)
+        for _, start, width, output, place, step, _, _, _ in feature.slices:
+            if grads[output].numel() == 0:
+                continue
+            grad = _slice_grad(grads[output], feature, place, step, width)
+            if scale is not None:
+                grad = grad * scale
+            share = grad[cell_n[kept], step_n[kept] if feature.length else 0]
+            if feature.pooling == _MEAN:
+                share = share / counts_n
+            columns = torch.arange(start, start + width, device=flat.device)
+            at = begin_N[feature.ids][kept].unsqueeze(1) + columns
+            flat.index_put_((at,), share, accumulate=True)
+    return list(torch.split(flat, list(sizes)))
+
+
+def _slice_grad(grad: Tensor, feature: _Feature, place: int, step: int, width: int) -> Tensor:
+    """[cells, L or 1, columns]; of a shared cell, the sum over the batch."""
+    steps = max(feature.length, 1)
+    flat = grad.flatten(1)
+    parts = [flat[:, place + j * step : place + j * step + width] for j in range(steps)]
+    stacked = torch.stack(parts, dim=1)
+    return stacked.sum(0, keepdim=True) if feature.shared else stacked
+
+
+def _begins(buffers: Sequence[Tensor]) -> Tensor:
+    sizes = [buffer.numel() for buffer in buffers]
+    begins = list(itertools.accumulate(sizes, initial=0))
+    return torch.tensor(begins, device=buffers[0].device)
