@@ -1,0 +1,37 @@
+"""Memory that was never written shows: new tensors come filled with what no result holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = ["poisoned"]
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(torch.iinfo(tensor.dtype).min) if tensor.dtype != torch.bool else tensor
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch.empty and Tensor.new_empty give NaN, or the least integer."""
+    empty, new_empty = torch.empty, Tensor.new_empty
+
+    def filled_empty(*args: Any, **kwargs: Any) -> Tensor:
+        return _filled(empty(*args, **kwargs))
+
+    def filled_new_empty(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _filled(new_empty(tensor, *args, **kwargs))
+
+    with (
+        mock.patch.object(torch, "empty", filled_empty),
+        mock.patch.object(Tensor, "new_empty", filled_new_empty),
+    ):
+        yield
