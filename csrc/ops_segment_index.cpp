@@ -24,30 +24,65 @@ std::int64_t first_of(const std::vector<std::int64_t>& places) {
   return -1;
 }
 
-// Writes the offsets of a sorted index and says where it is not sorted or not allowed.
+// Where an index is not allowed, or not sorted.
 struct Scan {
   std::vector<std::int64_t> bad, unsorted;
 };
 
+// What a block of an index holds, found without a branch for each.
+struct Signs {
+  bool outside, falls;
+};
+
+Signs signs_of(const std::int64_t* index, std::int64_t count, std::int64_t before,
+               std::int64_t segments) {
+  // A sign bit stays where a difference was negative. Differences may overflow only where an
+  // index is outside, and then nothing else is asked.
+  const auto most = static_cast<std::uint64_t>(segments) - 1;
+  const auto* x = reinterpret_cast<const std::uint64_t*>(index);
+  std::uint64_t outside = x[0] | (most - x[0]);
+  std::uint64_t falls = x[0] - static_cast<std::uint64_t>(before);
+  for (std::int64_t i = 1; i < count; ++i) {
+    outside |= x[i] | (most - x[i]);
+    falls |= x[i] - x[i - 1];
+  }
+  return {outside >> 63 != 0, falls >> 63 != 0};
+}
+
+std::int64_t first_bad(const SegmentIndex& in, std::int64_t from) {
+  while (in.index[from] >= 0 && in.index[from] < in.segments) ++from;
+  return from;
+}
+
+std::int64_t first_fall(const SegmentIndex& in, std::int64_t from) {
+  while (from == 0 || in.index[from] >= in.index[from - 1]) ++from;
+  return from;
+}
+
+// Ends of runs: offsets[segment + 1] is the last position of its run, plus one. A run that goes on
+// in the next span is left to that one.
 void scan_span(const SegmentIndex& in, Span span, std::int64_t* offsets, std::int64_t& bad,
                std::int64_t& unsorted) {
-  std::int64_t before = span.first == 0 ? -1 : in.index[span.first - 1];
-  if (before < -1 || before >= in.segments) return;  // the part before reports it
-  for (std::int64_t i = span.first; i < span.last; ++i) {
-    const std::int64_t segment = in.index[i];
-    if (segment == before && i > 0) continue;
-    if (segment < 0 || segment >= in.segments) {
-      bad = i;
+  constexpr std::int64_t kBlock = 2048;
+  std::int64_t own_end = span.last;
+  if (span.last < in.count) {
+    while (own_end > span.first && in.index[own_end - 1] == in.index[span.last]) --own_end;
+  }
+  for (std::int64_t i = span.first; i < span.last; i += kBlock) {
+    const std::int64_t stop = std::min(i + kBlock, span.last);
+    const std::int64_t before = i == 0 ? in.index[0] : in.index[i - 1];
+    const Signs signs = signs_of(in.index + i, stop - i, before, in.segments);
+    if (signs.outside) {
+      bad = first_bad(in, i);
       return;
     }
-    if (segment < before && unsorted < 0) unsorted = i;
-    if (unsorted < 0) {
-      // Parts of an unsorted index may meet here; what they leave is overwritten.
-      for (std::int64_t b = before + 1; b <= segment; ++b) {
-        std::atomic_ref<std::int64_t>(offsets[b]).store(i, std::memory_order_relaxed);
-      }
+    if (signs.falls && unsorted < 0) unsorted = first_fall(in, i);
+    if (unsorted >= 0) continue;
+    for (std::int64_t k = i; k < std::min(stop, own_end); ++k) {
+      // Spans of an unsorted index may meet here; what they leave is overwritten.
+      std::atomic_ref<std::int64_t>(offsets[in.index[k] + 1])
+          .store(k + 1, std::memory_order_relaxed);
     }
-    before = segment;
   }
 }
 
@@ -55,6 +90,7 @@ Scan scan(const SegmentIndex& in, std::int64_t* offsets, int threads) {
   const std::int64_t parts = worth_threads(in.count * 8, threads);
   const auto size = static_cast<std::size_t>(parts);
   Scan result{std::vector<std::int64_t>(size, -1), std::vector<std::int64_t>(size, -1)};
+  std::fill_n(offsets, in.segments + 1, 0);
   Pool::instance().run(parts, threads, [&](std::int64_t part, int) {
     const auto at = static_cast<std::size_t>(part);
     scan_span(in, span_of(in.count, part, parts), offsets, result.bad[at], result.unsorted[at]);
@@ -92,38 +128,79 @@ void sort_index(const SegmentIndex& in, std::int64_t* offsets, std::int64_t* ord
   });
 }
 
-// Rows [first, last) of the gradient; runs of one segment share its row.
+// Rows [first, last) of the gradient. First position out of range, or -1.
+template <class T>
+struct SpreadIndex {
+  const SegmentIndex& in;
+  const SegmentTable& t;
+  SegmentMode mode;
+  Span span;
+  bool stream;
+  std::int64_t& bad;
+
+  bool allowed(std::int64_t segment) const { return segment >= 0 && segment < in.segments; }
+
+  T divisor(std::int64_t segment) const {
+    if (t.offsets == nullptr) return T(1);
+    return divisor_of<T>(mode, t.offsets[segment + 1] - t.offsets[segment]);
+  }
+
+  // Gradient rows lie anywhere: they are asked for long before they are read.
+  void prefetch(std::int64_t i) const {
+    constexpr std::int64_t kAhead = 32;
+    if (i + kAhead >= span.last || !allowed(in.index[i + kAhead])) return;
+    const std::int64_t next = in.index[i + kAhead];
+    for (const SegmentPart& part : t.parts) {
+      const auto width = part.width * static_cast<std::int64_t>(sizeof(T));
+      prefetch_row(static_cast<const char*>(part.data) + next * width, width);
+    }
+  }
+
+  // Whole rows of one block.
+  template <int n>
+  void operator()() const {
+    const T* grads = pointer<T>(t.parts[0].data);
+    T* out = pointer<T>(t.values) + span.first * t.dim;
+    for (std::int64_t i = span.first; i < span.last; ++i, out += t.dim) {
+      prefetch(i);
+      const std::int64_t segment = in.index[i];
+      if (!allowed(segment)) {
+        bad = i;
+        return;
+      }
+      Block<T, n> row;
+      row.load_row(grads + segment * t.dim, t.dim);
+      Finish<T>{divisor(segment), false}.apply(row);
+      row.store_row(out, t.dim, stream);
+    }
+  }
+
+  void any_rows() const {
+    std::vector<T> scratch(static_cast<std::size_t>(t.dim));
+    for (std::int64_t i = span.first; i < span.last; ++i) {
+      prefetch(i);
+      const std::int64_t segment = in.index[i];
+      if (!allowed(segment)) {
+        bad = i;
+        return;
+      }
+      const T* row = gradient_row<T>(t, segment, scratch.data());
+      spread_rows<T>(t, row, divisor(segment), i, 1, 0, t.dim, stream);
+    }
+  }
+};
+
 template <class T>
 std::int64_t spread_span(const SegmentIndex& in, const SegmentTable& t, SegmentMode mode,
                          Span span) {
-  constexpr std::int64_t kAhead = 32;
-  std::vector<T> scratch(static_cast<std::size_t>(t.dim));
   const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
   const bool stream = may_stream(t.values, row_bytes, in.count);
-  const auto allowed = [&in](std::int64_t segment) { return segment >= 0 && segment < in.segments; };
-  std::int64_t fetched = span.first;
-  for (std::int64_t i = span.first; i < span.last;) {
-    const std::int64_t ahead = std::min(i + kAhead, span.last);
-    for (; fetched < ahead; ++fetched) {
-      const std::int64_t next = in.index[fetched];
-      if (!allowed(next)) continue;
-      for (const SegmentPart& part : t.parts) {
-        const auto width = part.width * static_cast<std::int64_t>(sizeof(T));
-        prefetch_row(static_cast<const char*>(part.data) + next * width, width);
-      }
-    }
-    const std::int64_t segment = in.index[i];
-    if (!allowed(segment)) return i;
-    std::int64_t stop = i + 1;
-    while (stop < span.last && in.index[stop] == segment) ++stop;
-    const std::int64_t count =
-        t.offsets == nullptr ? 1 : t.offsets[segment + 1] - t.offsets[segment];
-    const T* row = gradient_row<T>(t, segment, mode, count, scratch.data());
-    spread_rows<T>(t, row, i, stop - i, 0, t.dim, stream);
-    i = stop;
-  }
+  std::int64_t bad = -1;
+  const SpreadIndex<T> spread{in, t, mode, span, stream, bad};
+  const bool plain = t.parts.size() == 1 && mode != SegmentMode::l2;
+  if (!plain || !as_one_block<T>(t.dim, spread)) spread.any_rows();
   end_stream(stream);
-  return -1;
+  return bad;
 }
 
 }  // namespace
@@ -136,8 +213,10 @@ IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Groupi
   groups.unsorted = first_of(seen.unsorted);
   if (groups.bad >= 0) return groups;
   if (groups.unsorted < 0) {
-    const std::int64_t last = index.count == 0 ? -1 : index.index[index.count - 1];
-    for (std::int64_t b = last + 1; b <= index.segments; ++b) offsets[b] = index.count;
+    // Segments without rows end where the one before ends.
+    for (std::int64_t b = 1; b <= index.segments; ++b) {
+      offsets[b] = std::max(offsets[b], offsets[b - 1]);
+    }
   } else if (grouping != Grouping::sorted_only) {
     if (grouping == Grouping::ordered) {
       const auto count = static_cast<std::size_t>(index.count);

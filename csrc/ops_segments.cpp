@@ -1,7 +1,5 @@
 #include "ops_segments.h"
 
-#include <span>
-
 #include "pool.h"
 #include "segments_impl.h"
 
@@ -14,21 +12,6 @@ struct Task {
   std::int64_t first, last;
   std::int64_t column, columns_end;
 };
-
-// First segment at which rows plus segments before it reach `work`.
-std::int64_t segment_at(const SegmentTable& t, std::int64_t work) {
-  std::int64_t low = 0;
-  std::int64_t high = t.segments;
-  while (low < high) {
-    const std::int64_t middle = low + (high - low) / 2;
-    if (t.offsets[middle] + middle < work) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 // A segment longer than `most` rows is shared by columns, whole cache lines each.
 void add_tasks(std::vector<Task>& tasks, const SegmentTable& t, const Task& task,
@@ -70,18 +53,6 @@ std::vector<Task> plan(const std::vector<SegmentTable>& tables, bool is_double, 
     }
   }
   return tasks;
-}
-
-bool good_ends(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
-               std::int64_t& bad) {
-  bad = offsets[0] != 0 ? 0 : offsets[segments] != rows ? segments : -1;
-  return bad < 0;
-}
-
-bool inside(const std::int64_t* offsets, std::int64_t segment, std::int64_t rows) {
-  const std::int64_t start = offsets[segment];
-  const std::int64_t stop = offsets[segment + 1];
-  return 0 <= start && start <= stop && stop <= rows;
 }
 
 template <class Body>
@@ -133,16 +104,26 @@ void reduce_one(const SegmentTable& t, const Task& task, std::int64_t segment,
         out,
         stream && last && at == start,
         wide ? reinterpret_cast<const char*>(first) + kAheadBytes : nullptr};
-    for_blocks<T>(task.column, task.columns_end, tile);
+    for_blocks<T>(task.column, task.columns_end, at == start, tile);
     at += count;
   } while (at < stop);
 }
 
 template <class T>
+struct CopyBlock {
+  const T* from;
+  T* to;
+  template <int n>
+  void operator()(std::int64_t c) const {
+    __builtin_memcpy(to + c, from + c, n * sizeof(T));
+  }
+};
+
+template <class T>
 void scatter_parts(const SegmentTable& t, std::int64_t segment, const T* row) {
   for (const SegmentPart& part : t.parts) {
-    std::memcpy(pointer<T>(part.data) + segment * part.width, row,
-                static_cast<std::size_t>(part.width) * sizeof(T));
+    const CopyBlock<T> copy{row, pointer<T>(part.data) + segment * part.width};
+    for_blocks<T>(0, part.width, true, copy);
     row += part.width;
   }
 }
@@ -165,6 +146,7 @@ struct ReduceNarrow {
   const SegmentTable& t;
   const Task& task;
   SegmentMode mode;
+  T* scratch;  // a row, when there are several parts
   bool stream;
   std::int64_t& bad;
 
@@ -189,7 +171,12 @@ struct ReduceNarrow {
         sum.add(row);
       }
       Finish<T>{divisor_of<T>(mode, count), kSquare}.apply(sum);
-      sum.store_row(out + segment * t.dim, t.dim, stream);
+      if (scratch == nullptr) {
+        sum.store_row(out + segment * t.dim, t.dim, stream);
+      } else {
+        sum.store_row(scratch, t.dim, false);
+        scatter_parts(t, segment, scratch);
+      }
     }
   }
 };
@@ -201,8 +188,9 @@ std::int64_t reduce_task(const SegmentTable& t, const Task& task, SegmentMode mo
   const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
   const bool stream = whole && may_stream(t.parts[0].data, row_bytes, t.segments);
   std::int64_t bad = -1;
-  const ReduceNarrow<T, kSquare> narrow{t, task, mode, stream, bad};
-  if (!kOrdered && whole && as_one_block<T>(t.dim, narrow)) {
+  const ReduceNarrow<T, kSquare> narrow{t,      task, mode, whole ? nullptr : scratch.data(),
+                                        stream, bad};
+  if (!kOrdered && as_one_block<T>(t.dim, narrow)) {
     end_stream(stream);
     return bad;
   }
@@ -225,12 +213,12 @@ struct SpreadNarrow {
   const SegmentTable& t;
   const Task& task;
   SegmentMode mode;
+  T* scratch;  // a row
   bool stream;
   std::int64_t& bad;
 
   template <int n>
   void operator()() const {
-    const T* grads = pointer<T>(t.parts[0].data);
     T* const values = pointer<T>(t.values);
     for (std::int64_t segment = task.first; segment < task.last; ++segment) {
       if (!inside(t.offsets, segment, t.rows)) {
@@ -241,7 +229,7 @@ struct SpreadNarrow {
       T* const stop = values + t.offsets[segment + 1] * t.dim;
       const std::int64_t count = t.offsets[segment + 1] - t.offsets[segment];
       Block<T, n> row;
-      row.load_row(grads + segment * t.dim, t.dim);
+      row.load_row(gradient_row<T>(t, segment, scratch), t.dim);
       Finish<T>{divisor_of<T>(mode, count), false}.apply(row);
       for (; out < stop; out += t.dim) row.store_row(out, t.dim, stream);
     }
@@ -254,9 +242,8 @@ std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mo
   const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
   const bool stream = may_stream(t.values, row_bytes, t.rows);
   std::int64_t bad = -1;
-  const SpreadNarrow<T> narrow{t, task, mode, stream, bad};
-  const bool plain = t.parts.size() == 1 && mode != SegmentMode::l2;
-  if (plain && as_one_block<T>(t.dim, narrow)) {
+  const SpreadNarrow<T> narrow{t, task, mode, scratch.data(), stream, bad};
+  if (mode != SegmentMode::l2 && as_one_block<T>(t.dim, narrow)) {
     end_stream(stream);
     return bad;
   }
@@ -265,8 +252,13 @@ std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mo
     const std::int64_t start = t.offsets[segment];
     const std::int64_t stop = t.offsets[segment + 1];
     if (start == stop) continue;
-    const T* row = gradient_row<T>(t, segment, mode, stop - start, scratch.data());
-    spread_rows<T>(t, row, start, stop - start, task.column, task.columns_end, stream);
+    const T* row = gradient_row<T>(t, segment, scratch.data());
+    const T divisor = divisor_of<T>(mode, stop - start);
+    if (divisor != T(1)) {
+      for (std::int64_t c = 0; c < t.dim; ++c) scratch[static_cast<std::size_t>(c)] = row[c] / divisor;
+      row = scratch.data();
+    }
+    spread_rows<T>(t, row, T(1), start, stop - start, task.column, task.columns_end, stream);
   }
   end_stream(stream);
   return -1;
@@ -295,41 +287,6 @@ BadPlace spread_typed(const std::vector<SegmentTable>& tables, SegmentMode mode,
                    });
 }
 
-// Runs body(first, last) over segments in even parts; first bad offset or -1.
-template <class Body>
-std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
-                           std::int64_t bytes, int threads, const Body& body) {
-  std::int64_t bad_end = -1;
-  if (!good_ends(offsets, segments, rows, bad_end)) return bad_end;
-  SegmentTable table;
-  table.offsets = offsets;
-  table.segments = segments;
-  table.rows = rows;
-  const int lanes = worth_threads(bytes, threads);
-  const std::int64_t cuts = std::min<std::int64_t>(lanes == 1 ? 1 : lanes * 4, segments);
-  std::vector<std::int64_t> edges(static_cast<std::size_t>(cuts) + 1, 0);
-  for (std::int64_t cut = 1; cut <= cuts; ++cut) {
-    const auto i = static_cast<std::size_t>(cut);
-    edges[i] = cut == cuts ? segments
-                           : std::max(edges[i - 1], segment_at(table, (rows + segments) / cuts * cut));
-  }
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(cuts), -1);
-  Pool::instance().run(cuts, lanes, [&](std::int64_t i, int) {
-    const auto at = static_cast<std::size_t>(i);
-    for (std::int64_t b = edges[at]; b < edges[at + 1]; ++b) {
-      if (!inside(offsets, b, rows)) {
-        bad[at] = b + 1;
-        return;
-      }
-      body(b, offsets[b], offsets[b + 1]);
-    }
-  });
-  for (const std::int64_t place : bad) {
-    if (place >= 0) return place;
-  }
-  return -1;
-}
-
 }  // namespace
 
 BadPlace reduce_segments(const std::vector<SegmentTable>& tables, SegmentMode mode,
@@ -342,42 +299,6 @@ BadPlace spread_segments(const std::vector<SegmentTable>& tables, SegmentMode mo
                          bool is_double, int threads) {
   return is_double ? spread_typed<double>(tables, mode, threads)
                    : spread_typed<float>(tables, mode, threads);
-}
-
-std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int threads) {
-  const std::int64_t bytes = (job.rows + job.segments * job.length) * job.row_bytes;
-  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
-                       [&](std::int64_t b, std::int64_t start, std::int64_t stop) {
-                         const std::int64_t kept = std::min(stop - start, job.length);
-                         char* to = out + b * job.length * job.row_bytes;
-                         const std::int64_t filled = kept * job.row_bytes;
-                         const std::int64_t all = job.length * job.row_bytes;
-                         std::memcpy(to, rows + start * job.row_bytes,
-                                     static_cast<std::size_t>(filled));
-                         std::memset(to + filled, 0, static_cast<std::size_t>(all - filled));
-                       });
-}
-
-std::int64_t return_first_n(const FirstN& job, const char* grads, char* out, int threads) {
-  const std::int64_t bytes = 2 * job.rows * job.row_bytes;
-  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
-                       [&](std::int64_t b, std::int64_t start, std::int64_t stop) {
-                         const std::int64_t kept = std::min(stop - start, job.length);
-                         char* to = out + start * job.row_bytes;
-                         const std::int64_t filled = kept * job.row_bytes;
-                         const std::int64_t all = (stop - start) * job.row_bytes;
-                         std::memcpy(to, grads + b * job.length * job.row_bytes,
-                                     static_cast<std::size_t>(filled));
-                         std::memset(to + filled, 0, static_cast<std::size_t>(all - filled));
-                       });
-}
-
-std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
-                           std::int64_t* out, int threads) {
-  return over_segments(offsets, segments, rows, (rows + segments) * 8, threads,
-                       [out](std::int64_t b, std::int64_t start, std::int64_t stop) {
-                         for (std::int64_t r = start; r < stop; ++r) out[r] = b;
-                       });
 }
 
 }  // namespace shoal

@@ -43,6 +43,34 @@ inline void end_stream(bool stream) {
 #endif
 }
 
+// Whole vectors go past the caches where asked; the caller knows that they are aligned.
+inline void copy_bytes(char* to, const char* from, std::int64_t bytes, bool stream) {
+#if defined(__SSE2__)
+  if (stream) {
+    for (std::int64_t at = 0; at < bytes; at += 16) {
+      const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), part);
+    }
+    return;
+  }
+#endif
+  (void)stream;
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
+
+inline void zero_bytes(char* to, std::int64_t bytes, bool stream) {
+#if defined(__SSE2__)
+  if (stream) {
+    for (std::int64_t at = 0; at < bytes; at += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_setzero_si128());
+    }
+    return;
+  }
+#endif
+  (void)stream;
+  std::memset(to, 0, static_cast<std::size_t>(bytes));
+}
+
 // n neighbouring columns in registers. Spelled as vectors: left to itself the compiler jams rows
 // together and adds them one element at a time.
 template <class T, int n>
@@ -68,9 +96,7 @@ struct Block {
     for (int i = 0; i < kVectors; ++i) v[i] /= divisor;
   }
   void root() {
-    for (int i = 0; i < kVectors; ++i) {
-      for (int k = 0; k < kLanes; ++k) v[i][k] = std::sqrt(v[i][k]);
-    }
+    for (int i = 0; i < kVectors; ++i) root_vector(v[i]);
   }
   void store(T* to, bool stream) const {
     for (int i = 0; i < kVectors; ++i) store_vector(to + i * kLanes, v[i], stream);
@@ -103,11 +129,25 @@ struct Block {
     (void)stream;
     __builtin_memcpy(to, &from, sizeof(Vector));
   }
+
+  static void root_vector(Vector& x) {
+#if defined(__SSE2__)
+    if constexpr (sizeof(Vector) == 16 && sizeof(T) == 4) {
+      x = Vector(_mm_sqrt_ps(__m128(x)));
+      return;
+    } else if constexpr (sizeof(Vector) == 16) {
+      x = Vector(_mm_sqrt_pd(__m128d(x)));
+      return;
+    }
+#endif
+    for (int k = 0; k < kLanes; ++k) x[k] = std::sqrt(x[k]);
+  }
 };
 
-// Calls body.template operator()<n>(column) for blocks that cover columns [begin, end).
+// Calls body.template operator()<n>(column) for blocks that cover columns [begin, end). Where a
+// column may be done twice, the last block overlaps the one before.
 template <class T, class Body>
-inline void for_blocks(std::int64_t begin, std::int64_t end, const Body& body) {
+inline void for_blocks(std::int64_t begin, std::int64_t end, bool twice, const Body& body) {
   constexpr int kWide = 128 / sizeof(T);
   std::int64_t c = begin;
   for (; c + kWide <= end; c += kWide) body.template operator()<kWide>(c);
@@ -122,6 +162,10 @@ inline void for_blocks(std::int64_t begin, std::int64_t end, const Body& body) {
   if (c + kWide / 8 <= end) {
     body.template operator()<kWide / 8>(c);
     c += kWide / 8;
+  }
+  if (twice && c < end && end - begin >= kWide / 8) {
+    body.template operator()<kWide / 8>(end - kWide / 8);
+    return;
   }
   for (; c < end; ++c) body.template operator()<1>(c);
 }
@@ -209,19 +253,21 @@ struct ReduceTile {
   }
 };
 
-// out = row, times inputs where there are some. Rows are written one after the other: streamed
+// out = row over a divisor, times inputs where there are some. Rows are written one after the other: streamed
 // stores are slow where they leave parts of cache lines behind.
 template <class T>
 struct SpreadRow {
   const T* row;
   const T* inputs;
   T* out;
+  T divisor;
   bool stream;
 
   template <int n>
   void operator()(std::int64_t c) const {
     Block<T, n> value;
     value.load(row + c);
+    if (divisor != T(1)) value.divide(divisor);
     if (inputs != nullptr) {
       Block<T, n> x;
       x.load(inputs + c);
@@ -233,21 +279,20 @@ struct SpreadRow {
 
 // Rows [at, at + count) of the values, columns [begin, end), from one gradient row.
 template <class T>
-inline void spread_rows(const SegmentTable& t, const T* row, std::int64_t at, std::int64_t count,
-                        std::int64_t begin, std::int64_t end, bool stream) {
+inline void spread_rows(const SegmentTable& t, const T* row, T divisor, std::int64_t at,
+                        std::int64_t count, std::int64_t begin, std::int64_t end, bool stream) {
   T* out = pointer<T>(t.values) + at * t.dim;
   const T* inputs = t.inputs == nullptr ? nullptr : pointer<T>(t.inputs) + at * t.dim;
   for (std::int64_t r = 0; r < count; ++r) {
-    for_blocks<T>(begin, end, SpreadRow<T>{row, inputs, out, stream});
+    for_blocks<T>(begin, end, true, SpreadRow<T>{row, inputs, out, divisor, stream});
     out += t.dim;
     if (inputs != nullptr) inputs += t.dim;
   }
 }
 
-// Gradient of one segment's result, divided as the mode asks; `scratch` holds dim elements.
+// Gradient of one segment's result, over its norm where there is one. `scratch` holds dim elements.
 template <class T>
-inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, SegmentMode mode,
-                             std::int64_t count, T* scratch) {
+inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scratch) {
   const T* row = pointer<T>(t.parts[0].data) + segment * t.parts[0].width;
   if (t.parts.size() > 1) {
     T* to = scratch;
@@ -258,20 +303,43 @@ inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, Segmen
     }
     row = scratch;
   }
-  if (mode == SegmentMode::l2) {
-    const T* y = pointer<T>(t.pooled) + segment * t.dim;
-    for (std::int64_t c = 0; c < t.dim; ++c) scratch[c] = y[c] == T(0) ? T(0) : row[c] / y[c];
-    return scratch;
-  }
-  const T divisor = divisor_of<T>(mode, count);
-  if (divisor == T(1)) return row;
-  for (std::int64_t c = 0; c < t.dim; ++c) scratch[c] = row[c] / divisor;
+  if (t.pooled == nullptr) return row;
+  const T* y = pointer<T>(t.pooled) + segment * t.dim;
+  for (std::int64_t c = 0; c < t.dim; ++c) scratch[c] = y[c] == T(0) ? T(0) : row[c] / y[c];
   return scratch;
 }
 
 inline void prefetch_row(const char* row, std::int64_t bytes) {
   const std::int64_t limit = bytes < 512 ? bytes : 512;
   for (std::int64_t at = 0; at < limit; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Offsets begin at 0 and end at the number of rows; `bad` is the one that does not.
+inline bool good_ends(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
+               std::int64_t& bad) {
+  bad = offsets[0] != 0 ? 0 : offsets[segments] != rows ? segments : -1;
+  return bad < 0;
+}
+
+inline bool inside(const std::int64_t* offsets, std::int64_t segment, std::int64_t rows) {
+  const std::int64_t start = offsets[segment];
+  const std::int64_t stop = offsets[segment + 1];
+  return 0 <= start && start <= stop && stop <= rows;
+}
+
+// First segment at which rows plus segments before it reach `work`.
+inline std::int64_t segment_at(const SegmentTable& t, std::int64_t work) {
+  std::int64_t low = 0;
+  std::int64_t high = t.segments;
+  while (low < high) {
+    const std::int64_t middle = low + (high - low) / 2;
+    if (t.offsets[middle] + middle < work) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
 }
 
 // Threads that work of so many bytes is worth.

@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shoal import _core
+
 __all__ = ["poisoned"]
 
 
@@ -21,8 +23,9 @@ def _filled(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, torch.empty and Tensor.new_empty give NaN, or the least integer."""
+    """Inside, new tensors, kept memory too, hold NaN, or the least integer."""
     empty, new_empty = torch.empty, Tensor.new_empty
+    kept32, kept64 = _core.pooled32, _core.pooled64
 
     def filled_empty(*args: Any, **kwargs: Any) -> Tensor:
         return _filled(empty(*args, **kwargs))
@@ -33,5 +36,7 @@ def poisoned() -> Iterator[None]:
     with (
         mock.patch.object(torch, "empty", filled_empty),
         mock.patch.object(Tensor, "new_empty", filled_new_empty),
+        mock.patch.object(_core, "pooled32", lambda *shape: _filled(kept32(*shape))),
+        mock.patch.object(_core, "pooled64", lambda *shape: _filled(kept64(*shape))),
     ):
         yield

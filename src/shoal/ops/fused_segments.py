@@ -17,6 +17,7 @@ from shoal.errors import DTypeError, ShapeError, describe
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import one_device, operator
 from shoal.ops.indexed_segments import index_sum_split, write_offsets
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import segments as reference
 from shoal.ops.segments import is_double, widened
 
@@ -135,7 +136,7 @@ def _core_sum(
     rows = [widened(rows_ND) for rows_ND in values]
     owners = [k for k, count in enumerate(parts) for _ in range(count)]
     outs = [
-        torch.empty(offsets[k].shape[0] - 1, width, dtype=rows[0].dtype)
+        fresh(offsets[k].shape[0] - 1, width, dtype=rows[0].dtype)
         for k, width in zip(owners, widths, strict=True)
     ]
     _run(_core.fused_segment_sum, rows, offsets, outs, parts, op)
@@ -149,7 +150,7 @@ def _core_sum_backward(
     outs = []
     for count, parts_of_table in zip(rows, parts, strict=True):
         dim = sum(part.shape[1] for part in wide[first : first + parts_of_table])
-        outs.append(torch.empty(count, dim, dtype=wide[0].dtype))
+        outs.append(fresh(count, dim, dtype=wide[0].dtype))
         first += parts_of_table
     _run(_core.fused_segment_sum_backward, outs, offsets, wide, parts, op)
     return [out.to(grads[0].dtype) for out in outs]

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import operator
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import segments as reference
 from shoal.ops.segments import MODES, is_double, kept_alive, share_of, widened
 
@@ -131,7 +132,7 @@ def _run_reduce(
     in_order: bool,
 ) -> list[Tensor]:
     rows_MD, index_M = widened(values_MD), index_M.contiguous()
-    outs = [torch.empty(length, width, dtype=rows_MD.dtype) for width in widths]
+    outs = [fresh(length, width, dtype=rows_MD.dtype) for width in widths]
     bad, unsorted = _core.index_reduce(
         rows_MD.data_ptr(),
         index_M.data_ptr(),
@@ -170,7 +171,7 @@ def _run_backward(
     wide, index_M = [widened(part) for part in grads], index_M.contiguous()
     inputs, pooled = kept_alive(values_MD), kept_alive(pooled_BD)
     widths, length = [part.shape[1] for part in wide], wide[0].shape[0]
-    out_MD = torch.empty(index_M.shape[0], sum(widths), dtype=wide[0].dtype)
+    out_MD = fresh(index_M.shape[0], sum(widths), dtype=wide[0].dtype)
     bad = _core.index_reduce_backward(
         [part.data_ptr() for part in wide],
         widths,
@@ -334,7 +335,7 @@ _index_sum_split_backward = operator(
 def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Tensor]:
     outs = []
     for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True)):
-        index_M, offsets_B1 = index_M.contiguous(), torch.empty(length + 1, dtype=torch.int64)
+        index_M, offsets_B1 = index_M.contiguous(), fresh(length + 1, dtype=torch.int64)
         bad, unsorted = _core.segment_offsets(
             index_M.data_ptr(),
             offsets_B1.data_ptr(),

@@ -17,6 +17,7 @@ from shoal import _core
 from shoal.errors import DTypeError, describe
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import operator
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import segments as reference
 
 __all__ = [
@@ -156,7 +157,7 @@ def share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
 def _core_reduce(values_ND: Tensor, offsets_B1: Tensor, mode: str) -> Tensor:
     op, rows_ND, offsets_B1 = f"segment_{mode}", widened(values_ND), offsets_B1.contiguous()
     (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
-    out_BD = torch.empty(segments, dim, dtype=rows_ND.dtype)
+    out_BD = fresh(segments, dim, dtype=rows_ND.dtype)
     bad = _core.segment_reduce(
         rows_ND.data_ptr(),
         offsets_B1.data_ptr(),
@@ -184,7 +185,7 @@ def _core_reduce_backward(
     op, wide_BD, offsets_B1 = f"segment_{mode}", widened(grads_BD), offsets_B1.contiguous()
     inputs, pooled = kept_alive(values_ND), kept_alive(pooled_BD)
     segments, dim = wide_BD.shape
-    out_ND = torch.empty(rows, dim, dtype=wide_BD.dtype)
+    out_ND = fresh(rows, dim, dtype=wide_BD.dtype)
     bad = _core.segment_reduce_backward(
         wide_BD.data_ptr(),
         offsets_B1.data_ptr(),
@@ -291,14 +292,14 @@ segment_reduce_backward = operator(
 def _core_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
     rows_ND, offsets_B1 = rows_ND.contiguous(), offsets_B1.contiguous()
     (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
-    out_BLD = torch.empty(segments, length, dim, dtype=rows_ND.dtype)
+    out_BLD = fresh(segments, length, dim, dtype=rows_ND.dtype)
     _run_first_n(rows_ND, offsets_B1, out_BLD, rows, length, False)
     return out_BLD
 
 
 def _core_first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
     grads_BLD, offsets_B1 = grads_BLD.contiguous(), offsets_B1.contiguous()
-    out_ND = torch.empty(rows, grads_BLD.shape[2], dtype=grads_BLD.dtype)
+    out_ND = fresh(rows, grads_BLD.shape[2], dtype=grads_BLD.dtype)
     _run_first_n(grads_BLD, offsets_B1, out_ND, rows, grads_BLD.shape[1], True)
     return out_ND
 
@@ -375,7 +376,7 @@ _first_n_backward = operator(
 
 def _core_row_ids(offsets_B1: Tensor, rows: int) -> Tensor:
     offsets_B1 = offsets_B1.contiguous()
-    ids_N = torch.empty(rows, dtype=torch.int64)
+    ids_N = fresh(rows, dtype=torch.int64)
     bad = _core.segment_row_ids(
         offsets_B1.data_ptr(),
         ids_N.data_ptr(),
