@@ -53,6 +53,15 @@ def test_results_beyond_the_caches(op: str, dim: int) -> None:
     compare(core, reduced, values, lambda fn: fn(index, values, rows // 3))
 
 
+def test_results_beyond_the_caches_may_be_changed() -> None:
+    values = torch.rand(200_000, 16).requires_grad_()
+    out = ops.segment_sum(values, torch.arange(0, 200_001, 4))
+    assert out.is_contiguous()
+    out.mul_(2).sum().backward()
+    assert values.grad is not None
+    assert values.grad.unique().tolist() == [2]
+
+
 THREAD_CASES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "one-segment": lambda v: [ops.segment_sum(v, torch.tensor([0, len(v)]))],
     "skewed": lambda v: [ops.segment_l2(v, torch.tensor([0, 3, 3, len(v) - 50, len(v)]))],
@@ -89,3 +98,27 @@ def test_sums_are_added_in_order(impl: Implementation) -> None:
     mixed = ints([1, 0, 1, 1, 0, 1], impl)
     rows = torch.tensor([[1e8], [5.0], [1.0], [-1e8], [6.0], [1.0]], device=impl.device)
     assert impl.reduce_sum(mixed, rows, 2).tolist() == [[11.0], [1.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_device() -> None:
+    offsets, index = torch.arange(0, 4001, 5).cuda(), (torch.arange(4000) * 7 % 50).cuda()
+    values, rising = torch.rand(4000, 64, device="cuda").requires_grad_(), index.sort().values
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = [
+            ops.segment_mean(values, offsets),
+            ops.segment_l2(values, offsets),
+            ops.segment_first_n(values, offsets, 3),
+            ops.reduce_mean(index, values, 50),
+            ops.reduce_sum(rising, values, 50, indices_sorted=True),
+            *ops.fused_reduce_sum_and_split(index, values, 50, [60, 4]),
+            *ops.fused_sorted_segment_sum([rising], [values], [(50, 64)]),
+            *ops.fused_reduce_and_split_gpu([offsets], [values], [[1, 63]]),
+        ]
+        sum(out.sum() for out in outs).backward()
+        ops.row_ids(offsets, 4000)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

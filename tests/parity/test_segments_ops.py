@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.ops import reference
 from support.backends import BACKENDS, Implementation
@@ -287,6 +288,22 @@ def test_no_tables_and_empty_tables(impl: Implementation) -> None:
     outs = impl.fused_reduce_and_split_gpu(splits, [none, none, some], [[3], [0, 3], [5]])
     assert [tuple(out.shape) for out in outs] == [(0, 3), (2, 0), (2, 3), (2, 5)]
     torch.testing.assert_close(outs[3], reference.segment_sum(some, splits[2]))
+
+
+@on_all
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_tables_of_other_dtypes(impl: Implementation, dtype: torch.dtype) -> None:
+    values, offsets = random_rows(sum(LENGTHS), 12, impl, dtype=dtype), offsets_of(LENGTHS, impl)
+    ids = reference.row_ids(offsets)
+
+    def split(fn: Any) -> Tensor:
+        return torch.cat(fn([offsets, offsets], [values, values], [[5, 7], [12]]), dim=1)
+
+    compare(impl, "fused_reduce_and_split_gpu", values, split)
+    shape = (len(LENGTHS), 12)
+    compare(impl, "fused_sorted_segment_sum", values, lambda fn: fn([ids], [values], [shape])[0])
+    parted = (ids.flip(0), values, len(LENGTHS), [4, 8])
+    compare(impl, "fused_reduce_sum_and_split", values, lambda fn: torch.cat(fn(*parted), dim=1))
 
 
 @on_all

@@ -21,9 +21,15 @@ def _filled(tensor: Tensor) -> Tensor:
     return tensor.fill_(torch.iinfo(tensor.dtype).min) if tensor.dtype != torch.bool else tensor
 
 
+def _kept(tensor: Tensor) -> Tensor:
+    """All bits set, as it may be read as another dtype: NaN, or -1."""
+    tensor.view(torch.uint8).fill_(255)
+    return tensor
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, new tensors, kept memory too, hold NaN, or the least integer."""
+    """Inside, new tensors and kept memory hold NaN, or integers that no result holds."""
     empty, new_empty = torch.empty, Tensor.new_empty
     kept32, kept64 = _core.pooled32, _core.pooled64
 
@@ -36,7 +42,7 @@ def poisoned() -> Iterator[None]:
     with (
         mock.patch.object(torch, "empty", filled_empty),
         mock.patch.object(Tensor, "new_empty", filled_new_empty),
-        mock.patch.object(_core, "pooled32", lambda *shape: _filled(kept32(*shape))),
-        mock.patch.object(_core, "pooled64", lambda *shape: _filled(kept64(*shape))),
+        mock.patch.object(_core, "pooled32", lambda *shape: _kept(kept32(*shape))),
+        mock.patch.object(_core, "pooled64", lambda *shape: _kept(kept64(*shape))),
     ):
         yield

@@ -23,4 +23,6 @@ def fresh(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     words = -(-size * dtype.itemsize // 8)
     kept: Tensor = _core.pooled64(1, words)
-    return kept.view(-1).view(dtype)[:size].view(shape)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # No view: autograd lets nobody change a view that a custom operator returned.
+    return torch.empty(0, dtype=dtype).set_(kept.untyped_storage(), 0, shape, strides)
