@@ -113,19 +113,31 @@ template <class T>
 struct CopyBlock {
   const T* from;
   T* to;
+  bool stream;
   template <int n>
   void operator()(std::int64_t c) const {
-    __builtin_memcpy(to + c, from + c, n * sizeof(T));
+    Block<T, n> block;
+    block.load(from + c);
+    block.store(to + c, stream);
   }
 };
 
 template <class T>
-void scatter_parts(const SegmentTable& t, std::int64_t segment, const T* row) {
+void scatter_parts(const SegmentTable& t, std::int64_t segment, const T* row, bool stream) {
   for (const SegmentPart& part : t.parts) {
-    const CopyBlock<T> copy{row, pointer<T>(part.data) + segment * part.width};
+    const CopyBlock<T> copy{row, pointer<T>(part.data) + segment * part.width, stream};
     for_blocks<T>(0, part.width, true, copy);
     row += part.width;
   }
+}
+
+// Together the parts are large; each must be whole vectors.
+bool may_stream_parts(const SegmentTable& t, std::int64_t element) {
+  bool stream = t.segments * t.dim * element >= kStreamBytes;
+  for (const SegmentPart& part : t.parts) {
+    stream = stream && may_stream(part.data, part.width * element, kStreamBytes);
+  }
+  return stream;
 }
 
 // Rows in another order than memory's are asked for long before they are read.
@@ -175,7 +187,7 @@ struct ReduceNarrow {
         sum.store_row(out + segment * t.dim, t.dim, stream);
       } else {
         sum.store_row(scratch, t.dim, false);
-        scatter_parts(t, segment, scratch);
+        scatter_parts(t, segment, scratch, stream);
       }
     }
   }
@@ -185,8 +197,7 @@ template <class T, bool kSquare, bool kOrdered>
 std::int64_t reduce_task(const SegmentTable& t, const Task& task, SegmentMode mode) {
   const bool whole = t.parts.size() == 1;
   std::vector<T> scratch(whole ? 0 : static_cast<std::size_t>(t.dim));
-  const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
-  const bool stream = whole && may_stream(t.parts[0].data, row_bytes, t.segments);
+  const bool stream = may_stream_parts(t, sizeof(T));
   std::int64_t bad = -1;
   const ReduceNarrow<T, kSquare> narrow{t,      task, mode, whole ? nullptr : scratch.data(),
                                         stream, bad};
@@ -201,8 +212,8 @@ std::int64_t reduce_task(const SegmentTable& t, const Task& task, SegmentMode mo
     if constexpr (kOrdered) prefetch_positions<T>(t, fetched, stop);
     T* out = whole ? pointer<T>(t.parts[0].data) + segment * t.dim : scratch.data();
     const Finish<T> finish{divisor_of<T>(mode, stop - t.offsets[segment]), kSquare};
-    reduce_one<T, kSquare, kOrdered>(t, task, segment, finish, out, stream);
-    if (!whole) scatter_parts(t, segment, out);
+    reduce_one<T, kSquare, kOrdered>(t, task, segment, finish, out, stream && whole);
+    if (!whole) scatter_parts(t, segment, out, stream);
   }
   end_stream(stream);
   return -1;

@@ -121,13 +121,12 @@ def _check_lists(op: str, **lists: Sequence[Any]) -> None:
 
 
 def _check_alike(op: str, values: Sequence[Tensor]) -> None:
-    dtypes = {str(rows_ND.dtype) for rows_ND in values}
-    if len(dtypes) > 1:
+    if len({rows_ND.dtype for rows_ND in values}) > 1:
+        got = sorted({str(rows_ND.dtype) for rows_ND in values})
         allowed = "one dtype for all tables"
-        raise DTypeError(
-            describe(f"{op}: dtypes", got=sorted(dtypes), allowed=allowed, remedy="Cast them.")
-        )
-    one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
+        raise DTypeError(describe(f"{op}: dtypes", got=got, allowed=allowed, remedy="Cast them."))
+    if len({rows_ND.device for rows_ND in values}) > 1:
+        one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
 
 
 def _core_sum(
@@ -140,7 +139,8 @@ def _core_sum(
         for k, width in zip(owners, widths, strict=True)
     ]
     _run(_core.fused_segment_sum, rows, offsets, outs, parts, op)
-    return [out.to(values[0].dtype) for out in outs]
+    same = rows[0].dtype == values[0].dtype
+    return outs if same else [out.to(values[0].dtype) for out in outs]
 
 
 def _core_sum_backward(
@@ -153,7 +153,8 @@ def _core_sum_backward(
         outs.append(fresh(count, dim, dtype=wide[0].dtype))
         first += parts_of_table
     _run(_core.fused_segment_sum_backward, outs, offsets, wide, parts, op)
-    return [out.to(grads[0].dtype) for out in outs]
+    same = wide[0].dtype == grads[0].dtype
+    return outs if same else [out.to(grads[0].dtype) for out in outs]
 
 
 def _run(

@@ -37,7 +37,8 @@ def check_rows(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
     """
     _check_values(op, "rows", rows_ND)
     check_offsets(op, offsets_B1)
-    one_device(op, rows=rows_ND, offsets=offsets_B1)
+    if rows_ND.device != offsets_B1.device:
+        one_device(op, rows=rows_ND, offsets=offsets_B1)
 
 
 def check_offsets(op: str, offsets_B1: Tensor) -> None:
@@ -67,7 +68,8 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
         allowed = f"{values_MD.shape[0]}, the number of values"
         raise _shape(f"{op}: number of indices", shape[0], allowed, "Give one index per value.")
     _check_int64(op, "indices", indices_M1)
-    one_device(op, indices=indices_M1, values=values_MD)
+    if indices_M1.device != values_MD.device:
+        one_device(op, indices=indices_M1, values=values_MD)
     return indices_M1.reshape(-1)
 
 
