@@ -194,3 +194,89 @@ def fill_fids(
     lists: int,
     threads: int,
 ) -> None: ...
+def segment_reduce(
+    values: int,
+    offsets: int,
+    out: int,
+    segments: int,
+    rows: int,
+    dim: int,
+    mode: int,
+    is_double: bool,
+    threads: int,
+) -> int: ...
+def segment_reduce_backward(
+    grads: int,
+    offsets: int,
+    inputs: int,
+    pooled: int,
+    out: int,
+    segments: int,
+    rows: int,
+    dim: int,
+    mode: int,
+    is_double: bool,
+    threads: int,
+) -> int: ...
+def segment_first_n(
+    source: int,
+    offsets: int,
+    out: int,
+    segments: int,
+    rows: int,
+    length: int,
+    row_bytes: int,
+    back: bool,
+    threads: int,
+) -> int: ...
+def segment_row_ids(offsets: int, out: int, segments: int, rows: int, threads: int) -> int: ...
+def segment_offsets(
+    index: int, offsets: int, count: int, segments: int, threads: int
+) -> tuple[int, int]: ...
+def index_reduce(
+    values: int,
+    index: int,
+    pooled: Sequence[int],
+    widths: Sequence[int],
+    count: int,
+    segments: int,
+    mode: int,
+    sorted: bool,
+    is_double: bool,
+    threads: int,
+) -> tuple[int, int]: ...
+def index_reduce_backward(
+    grads: Sequence[int],
+    widths: Sequence[int],
+    index: int,
+    inputs: int,
+    pooled: int,
+    out: int,
+    count: int,
+    segments: int,
+    mode: int,
+    is_double: bool,
+    threads: int,
+) -> int: ...
+def fused_segment_sum(
+    values: Sequence[int],
+    offsets: Sequence[int],
+    segments: Sequence[int],
+    rows: Sequence[int],
+    pooled: Sequence[int],
+    widths: Sequence[int],
+    parts: Sequence[int],
+    is_double: bool,
+    threads: int,
+) -> tuple[int, int]: ...
+def fused_segment_sum_backward(
+    values: Sequence[int],
+    offsets: Sequence[int],
+    segments: Sequence[int],
+    rows: Sequence[int],
+    pooled: Sequence[int],
+    widths: Sequence[int],
+    parts: Sequence[int],
+    is_double: bool,
+    threads: int,
+) -> tuple[int, int]: ...

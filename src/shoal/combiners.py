@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from shoal.errors import ConfigError, describe
-from shoal.ops.reference import segment_first_n, segment_mean, segment_sum
+from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
 
 __all__ = ["Combiner", "FirstN", "ReduceMean", "ReduceSum"]

@@ -133,6 +133,15 @@ def test_keyed_nested_shares_storage(batch: KeyedRagged) -> None:
     back = KeyedRagged.from_nested(batch.keys, nested)
     assert back.to_lists() == batch.to_lists()
     assert back.values_N.data_ptr() == batch.values_N.data_ptr()
+    assert back.offsets_FB1.data_ptr() == batch.offsets_FB1.data_ptr()
+
+
+def test_nested_of_torch_is_viewed() -> None:
+    nested = torch.nested.nested_tensor([int64(1, 2), int64(3)], layout=torch.jagged)
+    ragged = Ragged.from_nested(nested)
+    assert ragged.to_lists() == [[1, 2], [3]]
+    assert ragged.values.data_ptr() == nested.values().data_ptr()
+    assert ragged.offsets_B1.data_ptr() == nested.offsets().data_ptr()
 
 
 def test_moving_to_the_same_device_copies_nothing(batch: KeyedRagged) -> None:
@@ -253,13 +262,50 @@ class FakeTorchrec:
     JaggedTensor = FakeJagged
 
 
-def test_torchrec_round_trip(monkeypatch: pytest.MonkeyPatch, batch: KeyedRagged) -> None:
+@pytest.fixture(params=["stand-in", "installed"])
+def torchrec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+    """torchrec's classes, or what stands for them."""
+    if request.param == "installed":
+        return pytest.importorskip("torchrec")
     monkeypatch.setitem(sys.modules, "torchrec", FakeTorchrec)
+    return FakeTorchrec
+
+
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def test_keyed_torchrec_shares_storage_both_ways(torchrec, batch: KeyedRagged) -> None:  # type: ignore[no-untyped-def]
     keyed = batch.to_torchrec()
+    assert isinstance(keyed, torchrec.KeyedJaggedTensor)
     assert keyed.keys() == ["user", "item", "tags"]
-    assert keyed.values() is batch.values_N
-    assert KeyedRagged.from_torchrec(keyed).to_lists() == batch.to_lists()
-    assert Ragged.from_torchrec(batch["item"].to_torchrec()).to_lists() == [[3, 4], []]
+    back = KeyedRagged.from_torchrec(keyed)
+    assert back.to_lists() == batch.to_lists()
+    mine = addresses(batch.values_N, batch.offsets_FB1, batch.weights_N)
+    assert addresses(keyed.values(), keyed.offsets(), keyed.weights_or_none()) == mine
+    assert addresses(back.values_N, back.offsets_FB1, back.weights_N) == mine
+    unweighted = KeyedRagged(batch.keys, batch.values_N, batch.offsets_FB1)
+    assert KeyedRagged.from_torchrec(unweighted.to_torchrec()).weights_N is None
+
+
+def test_torchrec_shares_storage_both_ways(torchrec, batch: KeyedRagged) -> None:  # type: ignore[no-untyped-def]
+    ragged = batch["item"]
+    jagged = ragged.to_torchrec()
+    assert isinstance(jagged, torchrec.JaggedTensor)
+    back = Ragged.from_torchrec(jagged)
+    assert back.to_lists() == [[3, 4], []]
+    mine = addresses(ragged.values, ragged.offsets_B1)
+    assert addresses(jagged.values(), jagged.offsets()) == mine
+    assert addresses(back.values, back.offsets_B1) == mine
+
+
+def test_empty_batches_convert(torchrec) -> None:  # type: ignore[no-untyped-def]
+    ragged, keyed = Ragged.from_lists([]), KeyedRagged.from_lists({"a": [], "b": []})
+    assert Ragged.from_torchrec(ragged.to_torchrec()).to_lists() == []
+    assert KeyedRagged.from_torchrec(keyed.to_torchrec()).to_lists() == {"a": [], "b": []}
+    assert Ragged.from_nested(ragged.to_nested()).to_lists() == []
+    nested = keyed.to_nested()
+    assert KeyedRagged.from_nested(("a", "b"), nested).to_lists() == {"a": [], "b": []}
 
 
 def test_torchrec_input_is_checked(batch: KeyedRagged) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from shoal.ops.reference.layout import (
-    fused_embedding_to_layout,
-    fused_embedding_to_layout_grad,
+from shoal.ops.reference.fused_segments import (
+    fused_reduce_and_split_gpu,
+    fused_reduce_sum_and_split,
+    fused_sorted_segment_sum,
 )
+from shoal.ops.reference.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
 from shoal.ops.reference.segments import (
     Dedup,
     Layout,
     dedup,
     pooled_layout,
+    reduce_mean,
+    reduce_mean_sqrtn,
+    reduce_sqrtn,
+    reduce_sum,
     row_ids,
     segment_first_n,
     segment_l2,
     segment_mean,
+    segment_offsets,
     segment_sqrtn,
     segment_sum,
 )
@@ -26,11 +33,19 @@ __all__ = [
     "dedup",
     "fused_embedding_to_layout",
     "fused_embedding_to_layout_grad",
+    "fused_reduce_and_split_gpu",
+    "fused_reduce_sum_and_split",
+    "fused_sorted_segment_sum",
     "pooled_layout",
+    "reduce_mean",
+    "reduce_mean_sqrtn",
+    "reduce_sqrtn",
+    "reduce_sum",
     "row_ids",
     "segment_first_n",
     "segment_l2",
     "segment_mean",
+    "segment_offsets",
     "segment_sqrtn",
     "segment_sum",
     "sharding_sparse_fids",

@@ -13,16 +13,31 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, ShapeError, describe, unknown_name
+from shoal.ops.segment_checks import (
+    Length,
+    check_grouped,
+    check_length,
+    check_offsets,
+    check_rows,
+    length_of,
+    read_index,
+    read_offsets,
+)
 
 __all__ = [
     "Dedup",
     "Layout",
     "dedup",
     "pooled_layout",
+    "reduce_mean",
+    "reduce_mean_sqrtn",
+    "reduce_sqrtn",
+    "reduce_sum",
     "row_ids",
     "segment_first_n",
     "segment_l2",
     "segment_mean",
+    "segment_offsets",
     "segment_sqrtn",
     "segment_sum",
 ]
@@ -65,11 +80,29 @@ def dedup(ids_N: Tensor) -> Dedup:
     return Dedup(ids_U[order_U], counts_U[order_U], rank_U[inverse_N])
 
 
-def row_ids(offsets_B1: Tensor) -> Tensor:
-    """Segment of each row, int64 [N]: offsets [0, 2, 2, 3] give [0, 0, 2]."""
+def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
+    """Segment of each row, int64 [N]: offsets [0, 2, 2, 3] give [0, 0, 2].
+
+    rows: N, if known; else it is read from the offsets.
+    """
+    check_offsets("row_ids", offsets_B1)
+    if offsets_B1.device.type == "cpu":
+        read_offsets("row_ids", offsets_B1, int(offsets_B1[-1]) if rows is None else rows)
     lengths_B = offsets_B1.diff()
     segments_B = torch.arange(lengths_B.numel(), device=offsets_B1.device)
-    return segments_B.repeat_interleave(lengths_B)
+    return segments_B.repeat_interleave(lengths_B, output_size=rows)
+
+
+def segment_offsets(indices_M: Tensor, length: int) -> Tensor:
+    """Offsets int64 [B+1] of sorted indices: [0, 0, 2] and 3 give [0, 2, 2, 3].
+
+    Raises:
+        InputError: an index out of range, or not sorted.
+    """
+    if indices_M.device.type == "cpu":
+        read_index("segment_offsets", indices_M, length, indices_sorted=True)
+    bounds_B1 = torch.arange(length + 1, device=indices_M.device)
+    return torch.searchsorted(indices_M, bounds_B1)
 
 
 def segment_sum(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -78,9 +111,7 @@ def segment_sum(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError: rows not [N, D], or N not the last offset.
     """
-    _check_rows(rows_ND, offsets_B1)
-    out_BD = rows_ND.new_zeros(offsets_B1.numel() - 1, rows_ND.shape[1])
-    return out_BD.index_add(0, row_ids(offsets_B1), rows_ND)
+    return _reduced("segment_sum", rows_ND, offsets_B1)
 
 
 def segment_mean(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -89,8 +120,7 @@ def segment_mean(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError: as `segment_sum`.
     """
-    counts_B = offsets_B1.diff().clamp(min=1).to(rows_ND.dtype)
-    return segment_sum(rows_ND, offsets_B1) / counts_B.unsqueeze(1)
+    return _reduced("segment_mean", rows_ND, offsets_B1)
 
 
 def segment_sqrtn(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -99,8 +129,7 @@ def segment_sqrtn(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError: as `segment_sum`.
     """
-    counts_B = offsets_B1.diff().clamp(min=1).to(rows_ND.dtype)
-    return segment_sum(rows_ND, offsets_B1) / counts_B.sqrt().unsqueeze(1)
+    return _reduced("segment_sqrtn", rows_ND, offsets_B1)
 
 
 def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -111,9 +140,7 @@ def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError: as `segment_sum`.
     """
-    squares_BD = segment_sum(rows_ND * rows_ND, offsets_B1)
-    zero_BD = squares_BD == 0
-    return squares_BD.masked_fill(zero_BD, 1).sqrt().masked_fill(zero_BD, 0)
+    return _reduced("segment_l2", rows_ND, offsets_B1)
 
 
 def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
@@ -122,14 +149,41 @@ def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
     Raises:
         ShapeError: as `segment_sum`, or length below 1.
     """
-    _check_rows(rows_ND, offsets_B1)
-    if length < 1:
-        raise _shape_error("length", length, "1 or more", "Use a sum to pool whole segments.")
+    _check("segment_first_n", rows_ND, offsets_B1)
+    check_length("segment_first_n", length, least=1)
     steps_L = torch.arange(length, device=rows_ND.device)
     places_BL = offsets_B1[:-1].unsqueeze(1) + steps_L
     inside_BL = places_BL < offsets_B1[1:].unsqueeze(1)
     padded_ND = torch.cat([rows_ND, rows_ND.new_zeros(1, rows_ND.shape[1])])
     return padded_ND[places_BL.where(inside_BL, rows_ND.shape[0])]
+
+
+def reduce_sum(
+    indices_M1: Tensor, values_MD: Tensor, length: Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Sum of the values of each index, [B, D]; zeros where there are none."""
+    return _grouped("reduce_sum", "sum", indices_M1, values_MD, length, indices_sorted)
+
+
+def reduce_mean(
+    indices_M1: Tensor, values_MD: Tensor, length: Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Mean of the values of each index, [B, D]; zeros, not NaN, where there are none."""
+    return _grouped("reduce_mean", "mean", indices_M1, values_MD, length, indices_sorted)
+
+
+def reduce_sqrtn(
+    indices_M1: Tensor, values_MD: Tensor, length: Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Square root of the sum of squares of the values of each index, [B, D]: an L2 norm."""
+    return _grouped("reduce_sqrtn", "l2", indices_M1, values_MD, length, indices_sorted)
+
+
+def reduce_mean_sqrtn(
+    indices_M1: Tensor, values_MD: Tensor, length: Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Sum of the values of each index over the square root of their number, [B, D]."""
+    return _grouped("reduce_mean_sqrtn", "sqrtn", indices_M1, values_MD, length, indices_sorted)
 
 
 def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -163,13 +217,47 @@ def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...
     return (torch.stack(list(slices)).sum(dim=0),)
 
 
-def _check_rows(rows_ND: Tensor, offsets_B1: Tensor) -> None:
-    if rows_ND.ndim != 2 or offsets_B1.ndim != 1 or offsets_B1.numel() < 1:
-        got = (tuple(rows_ND.shape), tuple(offsets_B1.shape))
-        raise _shape_error("rows and offsets", got, "[N, D] and [B+1]", "One row per id.")
-    if rows_ND.device.type == "cpu" and int(offsets_B1[-1]) != rows_ND.shape[0]:
-        got_rows, allowed = rows_ND.shape[0], f"{int(offsets_B1[-1])}, the last offset"
-        raise _shape_error("number of rows", got_rows, allowed, "Give one row per id.")
+def pooled(sums_BD: Tensor, counts_B: Tensor, mode: str) -> Tensor:
+    """What `mode` makes of sums (of squares, for l2) and the number of rows in each."""
+    if mode == "l2":
+        zero_BD = sums_BD == 0
+        return sums_BD.masked_fill(zero_BD, 1).sqrt().masked_fill(zero_BD, 0)
+    return sums_BD / divisors(counts_B, mode).to(sums_BD.dtype).unsqueeze(1)
+
+
+def divisors(counts_B: Tensor, mode: str) -> Tensor:
+    """What a sum of so many rows is divided by, float64."""
+    counts_B = counts_B.clamp(min=1).double()
+    return {"sum": counts_B.new_ones(1), "mean": counts_B, "sqrtn": counts_B.sqrt()}[mode]
+
+
+def grouped(values_MD: Tensor, index_M: Tensor, counts_B: Tensor, mode: str) -> Tensor:
+    """Rows added in order into the row of their index; half precision is added in float32."""
+    wide_MD = values_MD.float() if values_MD.dtype in (torch.float16, torch.bfloat16) else values_MD
+    terms_MD = wide_MD * wide_MD if mode == "l2" else wide_MD
+    zeros_BD = wide_MD.new_zeros(counts_B.numel(), wide_MD.shape[1])
+    return pooled(zeros_BD.index_add(0, index_M, terms_MD), counts_B, mode).to(values_MD.dtype)
+
+
+def _reduced(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
+    _check(op, rows_ND, offsets_B1)
+    mode = op.removeprefix("segment_")
+    return grouped(rows_ND, row_ids(offsets_B1, rows_ND.shape[0]), offsets_B1.diff(), mode)
+
+
+def _grouped(
+    op: str, mode: str, indices_M1: Tensor, values_MD: Tensor, length: Length, in_order: bool
+) -> Tensor:
+    index_M, size = check_grouped(op, indices_M1, values_MD), length_of(op, length)
+    if index_M.device.type == "cpu":
+        read_index(op, index_M, size, in_order)
+    return grouped(values_MD, index_M, torch.bincount(index_M, minlength=size), mode)
+
+
+def _check(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
+    check_rows(op, rows_ND, offsets_B1)
+    if rows_ND.device.type == "cpu":
+        read_offsets(op, offsets_B1, rows_ND.shape[0])
 
 
 def _shape_error(what: str, got: object, allowed: str, remedy: str) -> ShapeError:

@@ -1,0 +1,109 @@
+// First rows of segments and back, and the segment of each row.
+#include "ops_segments.h"
+#include "pool.h"
+#include "segments_impl.h"
+
+namespace shoal {
+namespace {
+
+// Calls body(segment, start, stop, limit) for segments in even parts, where `limit` is the last
+// row of the part plus one. First bad offset or -1.
+template <class Body>
+std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
+                           std::int64_t bytes, int threads, const Body& body) {
+  std::int64_t bad_end = -1;
+  if (!good_ends(offsets, segments, rows, bad_end)) return bad_end;
+  SegmentTable table;
+  table.offsets = offsets;
+  table.segments = segments;
+  table.rows = rows;
+  const int lanes = worth_threads(bytes, threads);
+  const std::int64_t cuts = std::min<std::int64_t>(lanes == 1 ? 1 : lanes * 4, segments);
+  std::vector<std::int64_t> edges(static_cast<std::size_t>(cuts) + 1, 0);
+  for (std::int64_t cut = 1; cut <= cuts; ++cut) {
+    const auto i = static_cast<std::size_t>(cut);
+    edges[i] = cut == cuts ? segments
+                           : std::max(edges[i - 1], segment_at(table, (rows + segments) / cuts * cut));
+  }
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(cuts), -1);
+  Pool::instance().run(cuts, lanes, [&](std::int64_t i, int) {
+    const auto at = static_cast<std::size_t>(i);
+    const std::int64_t limit = std::min(offsets[edges[at + 1]], rows);
+    for (std::int64_t b = edges[at]; b < edges[at + 1]; ++b) {
+      if (!inside(offsets, b, rows)) {
+        bad[at] = b + 1;
+        return;
+      }
+      body(b, offsets[b], offsets[b + 1], limit);
+    }
+    end_stream(true);
+  });
+  for (const std::int64_t place : bad) {
+    if (place >= 0) return place;
+  }
+  return -1;
+}
+
+// What a later segment reads: where segments read less than lies between them, the hardware does
+// not foresee it. Its offsets are not checked yet, but nothing follows from what is fetched.
+void prefetch_segment(const FirstN& job, std::int64_t segment, const char* from) {
+  if (segment >= job.segments) return;
+  constexpr std::int64_t kMost = 2048;
+  const std::int64_t count = job.offsets[segment + 1] - job.offsets[segment];
+  const std::int64_t kept = std::min(std::clamp<std::int64_t>(count, 0, kMost), job.length);
+  const std::int64_t bytes = std::min(kept * job.row_bytes, kMost);
+  for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
+}
+
+constexpr std::int64_t kSegmentsAhead = 3;
+
+}  // namespace
+
+std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int threads) {
+  const std::int64_t places = job.segments * job.length;
+  const std::int64_t bytes = (job.rows + places) * job.row_bytes;
+  const bool stream = may_stream(out, job.row_bytes, places);
+  const std::int64_t all = job.length * job.row_bytes;
+  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
+                       [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
+                         const std::int64_t next = std::min(b + kSegmentsAhead, job.segments);
+                         prefetch_segment(job, next, rows + job.offsets[next] * job.row_bytes);
+                         const std::int64_t filled = std::min((stop - start) * job.row_bytes, all);
+                         char* to = out + b * all;
+                         copy_bytes(to, rows + start * job.row_bytes, filled, stream);
+                         zero_bytes(to + filled, all - filled, stream);
+                       });
+}
+
+std::int64_t return_first_n(const FirstN& job, const char* grads, char* out, int threads) {
+  const std::int64_t bytes = 2 * job.rows * job.row_bytes;
+  const bool stream = may_stream(out, job.row_bytes, job.rows);
+  const std::int64_t most = job.length * job.row_bytes;
+  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
+                       [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
+                         const std::int64_t next = b + kSegmentsAhead;
+                         prefetch_segment(job, next, grads + next * most);
+                         const std::int64_t all = (stop - start) * job.row_bytes;
+                         const std::int64_t filled = std::min(all, most);
+                         char* to = out + start * job.row_bytes;
+                         copy_bytes(to, grads + b * most, filled, stream);
+                         zero_bytes(to + filled, all - filled, stream);
+                       });
+}
+
+std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
+                           std::int64_t* out, int threads) {
+  // Short segments write a burst, whose end the segments after overwrite: no loop to guess.
+  constexpr std::int64_t kBurst = 8;
+  return over_segments(
+      offsets, segments, rows, (rows + segments) * 8, threads,
+      [out](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t limit) {
+        if (stop - start <= kBurst && start + kBurst <= limit) {
+          for (std::int64_t r = 0; r < kBurst; ++r) out[start + r] = b;
+        } else {
+          for (std::int64_t r = start; r < stop; ++r) out[r] = b;
+        }
+      });
+}
+
+}  // namespace shoal
