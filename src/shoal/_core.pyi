@@ -128,3 +128,76 @@ class Shard:
 def pooled32(rows: int, columns: int) -> Tensor: ...
 def pooled64(rows: int, columns: int) -> Tensor: ...
 def isa() -> str: ...
+def match_rows(ids: int, rows: int, query: int, n: int, index: int, threads: int) -> int: ...
+def gather_rows(
+    arrays: Sequence[int],
+    counts: Sequence[int],
+    row_bytes: int,
+    index: int,
+    n: int,
+    out: int,
+    threads: int,
+) -> int: ...
+def scatter_rows(
+    grad: int,
+    index: int,
+    n: int,
+    rows: int,
+    dim: int,
+    is_double: bool,
+    out: int,
+    threads: int,
+) -> int: ...
+def gather_flat(
+    flat: int,
+    size: int,
+    element_bytes: int,
+    rows: Sequence[int],
+    offsets: Sequence[int],
+    counts: Sequence[int],
+    dims: Sequence[int],
+    threads: int,
+) -> int: ...
+def scatter_flat(
+    rows: Sequence[int],
+    offsets: Sequence[int],
+    counts: Sequence[int],
+    dims: Sequence[int],
+    size: int,
+    scale: float,
+    is_double: bool,
+    flat: int,
+    threads: int,
+) -> int: ...
+def fill_offsets(
+    positions: int,
+    n: int,
+    splits: int,
+    dims: Sequence[int],
+    offsets: int,
+    n_offsets: int,
+    offset_splits: int,
+    keys: int,
+    value: int,
+    length: int,
+    element_bytes: int,
+    buffer: int,
+    size: int,
+    threads: int,
+) -> tuple[int, int]: ...
+def sum_offsets(
+    positions: int,
+    n: int,
+    splits: int,
+    dims: Sequence[int],
+    offsets: int,
+    n_offsets: int,
+    offset_splits: int,
+    keys: int,
+    buffer: int,
+    size: int,
+    is_double: bool,
+    value: int,
+    length: int,
+    threads: int,
+) -> tuple[int, int]: ...

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+from shoal.ops.reference.flat import (
+    aligned_flat_concat,
+    aligned_flat_split,
+    fill_with_offset_map,
+    finalize_shared_tensor,
+    fused_gather_embeddings_by_input,
+    fused_gather_embeddings_by_input_gradient,
+)
+from shoal.ops.reference.rows import (
+    GatheredRows,
+    gather_embeddings_by_ids_gradient_back_prop,
+    gather_embeddings_by_input,
+    gather_rows,
+    map_id_to_embedding,
+    map_id_to_embedding_gradient_back_prop,
+    match_rows,
+    scatter_rows,
+)
 from shoal.ops.reference.segments import (
     Dedup,
     Layout,
@@ -17,10 +35,24 @@ from shoal.ops.reference.segments import (
 
 __all__ = [
     "Dedup",
+    "GatheredRows",
     "Layout",
+    "aligned_flat_concat",
+    "aligned_flat_split",
     "dedup",
+    "fill_with_offset_map",
+    "finalize_shared_tensor",
+    "fused_gather_embeddings_by_input",
+    "fused_gather_embeddings_by_input_gradient",
+    "gather_embeddings_by_ids_gradient_back_prop",
+    "gather_embeddings_by_input",
+    "gather_rows",
+    "map_id_to_embedding",
+    "map_id_to_embedding_gradient_back_prop",
+    "match_rows",
     "pooled_layout",
     "row_ids",
+    "scatter_rows",
     "segment_first_n",
     "segment_l2",
     "segment_mean",
