@@ -28,6 +28,7 @@ inline void copy_fixed(char* to, const char* from) {
 
 inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
   switch (bytes) {
+    case 0: return;  // there may be no address
     case 4: return copy_fixed<4>(to, from);
     case 8: return copy_fixed<8>(to, from);
     case 16: return copy_fixed<16>(to, from);
@@ -41,12 +42,23 @@ inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
 
 #ifdef __SSE2__
 
-// `bytes` and `to` are multiples of 16.
+// `to` is a multiple of 16. A line is loaded whole before it is stored: stores that
+// follow each other fill one write buffer, which then leaves as one line.
 inline void stream_bytes(char* to, const char* from, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+  const auto* source = reinterpret_cast<const __m128i*>(from);
+  auto* target = reinterpret_cast<__m128i*>(to);
+  const std::size_t words = bytes / 16;
+  std::size_t at = 0;
+  for (; at + 4 <= words; at += 4) {
+    const __m128i a = _mm_loadu_si128(source + at), b = _mm_loadu_si128(source + at + 1);
+    const __m128i c = _mm_loadu_si128(source + at + 2), d = _mm_loadu_si128(source + at + 3);
+    _mm_stream_si128(target + at, a);
+    _mm_stream_si128(target + at + 1, b);
+    _mm_stream_si128(target + at + 2, c);
+    _mm_stream_si128(target + at + 3, d);
   }
+  for (; at < words; ++at) _mm_stream_si128(target + at, _mm_loadu_si128(source + at));
+  if (bytes % 16 != 0) __builtin_memcpy(to + words * 16, from + words * 16, bytes % 16);
 }
 inline bool streams(const void* to, std::size_t row_bytes, std::size_t total_bytes) {
   return total_bytes >= kStreamBytes && row_bytes % 16 == 0 &&
@@ -65,7 +77,7 @@ inline void end_stream() {}
 #endif
 
 template <class T>
-inline void add_row(T* to, const T* from, std::int64_t n) {
+inline void add_row(T* __restrict to, const T* __restrict from, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 

@@ -9,7 +9,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kAhead = 16;  // rows asked for before their turn
+constexpr std::int64_t kAhead = 32;  // rows asked for before their turn
 
 // visit(list, first row, last row, first item) for each list's part of items [begin, end).
 template <class Lists, class Visit>
@@ -41,7 +41,8 @@ struct Piece {
   std::int32_t width;
 };
 
-constexpr int kBucketShift = 16;  // elements of a bucket of the flat buffer: 256 KiB of floats
+constexpr int kBucketShift = 16;
+constexpr std::int64_t kBucketElements = std::int64_t{1} << kBucketShift;  // 256 KiB of floats
 
 template <class T>
 void sum_bucket(const Buckets<Piece<T>>& parts, std::int64_t bucket, std::int64_t count, T scale,
@@ -107,7 +108,8 @@ MapCheck check_splits(const OffsetMap& map, std::int64_t n, std::int64_t length)
 std::int64_t gather_flat(const char* flat, std::int64_t size, std::size_t element_bytes,
                          const FlatLists<char>& lists, int threads) {
   const std::int64_t items = lists.splits.back();
-  const Shares shares = shares_of(items, (256 << 10) / (4 * std::max<std::int64_t>(4, widest(lists))));
+  const std::int64_t width = std::max<std::int64_t>(4, widest(lists));
+  const Shares shares = shares_of(items, (64 << 10) / width);
   const auto copy_list = [&](std::size_t k, std::int64_t first, std::int64_t last,
                              std::int64_t start) -> std::int64_t {
     const std::int64_t* offsets = lists.offsets[k];
@@ -147,7 +149,7 @@ std::int64_t scatter_flat(const FlatLists<const T>& lists, std::int64_t size, T 
         for (std::int64_t done = 0; done < dim;) {
           const std::int64_t at = offset + done, bucket = at >> kBucketShift;
           const std::int64_t place = at - (bucket << kBucketShift);
-          const std::int64_t width = std::min(dim - done, (std::int64_t{1} << kBucketShift) - place);
+          const std::int64_t width = std::min(dim - done, kBucketElements - place);
           put(bucket, Piece<T>{from + done, static_cast<std::int32_t>(place),
                                static_cast<std::int32_t>(width)});
           done += width;
@@ -161,10 +163,17 @@ std::int64_t scatter_flat(const FlatLists<const T>& lists, std::int64_t size, T 
   const Buckets<Piece<T>> parts = partition<Piece<T>>(items, std::max<std::int64_t>(buckets, 1),
                                                       helpers, route);
   if (parts.bad >= 0) return parts.bad;
-  Pool::instance().run(size == 0 ? 0 : buckets, helpers, [&](std::int64_t b, int) {
-    const std::int64_t start = b << kBucketShift;
-    sum_bucket(parts, b, std::min(std::int64_t{1} << kBucketShift, size - start), scale,
-               flat + start);
+  // A large buffer is summed in a small one that stays in cache, and written past the cache.
+  const bool stream = streams(flat, 16, static_cast<std::size_t>(size) * sizeof(T));
+  const Scratch<T> sums(stream ? kBucketElements * helpers : 0);
+  Pool::instance().run(size == 0 ? 0 : buckets, helpers, [&](std::int64_t b, int lane) {
+    const std::int64_t start = b << kBucketShift, count = std::min(kBucketElements, size - start);
+    T* to = stream ? sums.data() + kBucketElements * lane : flat + start;
+    sum_bucket(parts, b, count, scale, to);
+    if (!stream) return;
+    stream_bytes(reinterpret_cast<char*>(flat + start), reinterpret_cast<const char*>(to),
+                 static_cast<std::size_t>(count) * sizeof(T));
+    end_stream();
   });
   return -1;
 }

@@ -10,8 +10,14 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kWindow = 32;  // reads under way at once, at most
-constexpr std::int64_t kAheadBytes = 8 << 10;
+constexpr std::int64_t kWindow = 64;  // reads under way at once, at most
+constexpr std::int64_t kAheadBytes = 16 << 10;
+
+// Rows to ask for before their turn.
+std::int64_t rows_ahead(std::size_t row_bytes) {
+  return std::clamp<std::int64_t>(kAheadBytes / static_cast<std::int64_t>(row_bytes + 1), 8,
+                                  kWindow);
+}
 
 struct Entry {
   std::int64_t id;
@@ -124,14 +130,13 @@ class ArrayFinder {
   std::size_t first_[kCells];
 };
 
-// copy(to, from) for every item of [begin, end), each source asked for some rows ahead.
+// copy(to, from) for every item of [begin, end), each source asked for some rows ahead of its turn.
 template <class Source, class Copy>
 std::int64_t copy_rows(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                        std::int64_t rows, std::size_t bytes, char* out, const Source& source,
                        const Copy& copy) {
   const char* sources[kWindow];
-  const std::int64_t ahead = std::clamp<std::int64_t>(
-      kAheadBytes / static_cast<std::int64_t>(bytes + 1), 4, kWindow);
+  const std::int64_t ahead = rows_ahead(bytes);
   for (std::int64_t i = begin; i < end + ahead; ++i) {
     const std::int64_t done = i - ahead;
     if (done >= begin) {
@@ -198,9 +203,12 @@ struct Scatter {
   std::int64_t direct() const;
   template <class Record>
   std::int64_t by_buckets() const;
+  template <class Record>
+  void sum_bucket(const Record* records, std::int64_t size, std::int64_t count,
+                  const ColumnWork& part, T* base) const;
 
   bool small() const {
-    return n * dim < (1 << 15) || (threads == 1 && rows * dim < (std::int64_t{1} << 20));
+    return rows * dim < (std::int64_t{1} << 20) && (threads == 1 || n * dim < (1 << 15));
   }
   // Rows of a bucket, as a shift: a bucket stays in the second-level cache, there are enough for
   // the threads to share, and not so many that placing the records thrashes.
@@ -220,7 +228,7 @@ std::int64_t Scatter<T>::direct() const {
   for (std::int64_t i = 0; i < n; ++i) {
     if (index[i] < 0 || index[i] >= rows) return i;
   }
-  std::memset(out, 0, static_cast<std::size_t>(rows * dim) * sizeof(T));
+  if (rows * dim > 0) std::memset(out, 0, static_cast<std::size_t>(rows * dim) * sizeof(T));
   for (std::int64_t i = 0; i < n; ++i) add_row(out + index[i] * dim, grad + i * dim, dim);
   return -1;
 }
@@ -243,26 +251,45 @@ std::int64_t Scatter<T>::by_buckets() const {
   const Buckets<Record> parts = partition<Record>(n, buckets, threads, route);
   if (parts.bad >= 0) return parts.bad;
   const std::vector<ColumnWork> work = column_work(parts, buckets, n, dim, threads);
-  Pool::instance().run(static_cast<std::int64_t>(work.size()), threads, [&](std::int64_t w, int) {
+  // A large output is summed in a small buffer that stays in cache, and written past the cache.
+  const std::size_t out_bytes = static_cast<std::size_t>(rows * dim) * sizeof(T);
+  const bool stream = streams(out, 16, out_bytes) && ((dim * sizeof(T)) << shift) % 16 == 0;
+  const std::int64_t bucket_elements = (inside + 1) * dim;
+  const Scratch<T> sums(stream ? bucket_elements * threads : 0);
+  const auto items = static_cast<std::int64_t>(work.size());
+  Pool::instance().run(items, threads, [&](std::int64_t w, int lane) {
     const ColumnWork& part = work[static_cast<std::size_t>(w)];
-    const std::int64_t width = part.last - part.first;
     const std::int64_t first_row = part.bucket << shift;
+    T* target = out + first_row * dim;
+    const bool whole = stream && part.last - part.first == dim;
+    T* base = whole ? sums.data() + bucket_elements * lane : target;
     const std::int64_t count = std::min(inside + 1, rows - first_row);
-    T* base = out + first_row * dim + part.first;
-    const T* from = grad + part.first;
-    for (std::int64_t r = 0; r < count; ++r) std::memset(base + r * dim, 0, sizeof(T) * width);
-    const Record* records = parts.begin(part.bucket);
-    const std::int64_t size = parts.size(part.bucket);
-    for (std::int64_t i = 0; i < size; ++i) {
-      if (i + kWindow < size) {
-        prefetch_row(from + static_cast<std::int64_t>(records[i + kWindow].item) * dim,
-                     static_cast<std::size_t>(width) * sizeof(T));
-      }
-      add_row(base + static_cast<std::int64_t>(records[i].place) * dim,
-              from + static_cast<std::int64_t>(records[i].item) * dim, width);
-    }
+    sum_bucket(parts.begin(part.bucket), parts.size(part.bucket), count, part, base);
+    if (!whole) return;
+    stream_bytes(reinterpret_cast<char*>(target), reinterpret_cast<const char*>(base),
+                 static_cast<std::size_t>(count * dim) * sizeof(T));
+    end_stream();
   });
   return -1;
+}
+
+template <class T>
+template <class Record>
+void Scatter<T>::sum_bucket(const Record* records, std::int64_t size, std::int64_t count,
+                            const ColumnWork& part, T* base) const {
+  const std::int64_t width = part.last - part.first;
+  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(T);
+  base += part.first;
+  const T* from = grad + part.first;
+  for (std::int64_t r = 0; r < count; ++r) std::memset(base + r * dim, 0, bytes);
+  const std::int64_t ahead = rows_ahead(bytes);
+  for (std::int64_t i = 0; i < size; ++i) {
+    if (i + ahead < size) {
+      prefetch_row(from + static_cast<std::int64_t>(records[i + ahead].item) * dim, bytes);
+    }
+    add_row(base + static_cast<std::int64_t>(records[i].place) * dim,
+            from + static_cast<std::int64_t>(records[i].item) * dim, width);
+  }
 }
 
 }  // namespace
