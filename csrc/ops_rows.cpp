@@ -253,8 +253,10 @@ std::int64_t Scatter<T>::by_buckets() const {
   const std::vector<ColumnWork> work = column_work(parts, buckets, n, dim, threads);
   // A large output is summed in a small buffer that stays in cache, and written past the cache.
   const std::size_t out_bytes = static_cast<std::size_t>(rows * dim) * sizeof(T);
-  const bool stream = streams(out, 16, out_bytes) && ((dim * sizeof(T)) << shift) % 16 == 0;
   const std::int64_t bucket_elements = (inside + 1) * dim;
+  const std::size_t bucket_bytes = static_cast<std::size_t>(bucket_elements) * sizeof(T);
+  const bool stream =
+      streams(out, 16, out_bytes) && bucket_bytes % 16 == 0 && bucket_bytes <= (512 << 10);
   const Scratch<T> sums(stream ? bucket_elements * threads : 0);
   const auto items = static_cast<std::int64_t>(work.size());
   Pool::instance().run(items, threads, [&](std::int64_t w, int lane) {
