@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from shoal.ops.flat import (
+    aligned_flat_concat,
+    aligned_flat_split,
+    fill_with_offset_map,
+    finalize_shared_tensor,
+    fused_gather_embeddings_by_input,
+    fused_gather_embeddings_by_input_gradient,
+)
 from shoal.ops.fused_segments import (
     fused_reduce_and_split_gpu,
     fused_reduce_sum_and_split,
@@ -19,6 +27,16 @@ from shoal.ops.layout_index import LayoutIndex
 from shoal.ops.layout_specs import FeatureConfig, FeatureConfigs, OutConfig, SliceConfig
 from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import Dedup, Layout, dedup, pooled_layout
+from shoal.ops.rows import (
+    GatheredRows,
+    gather_embeddings_by_ids_gradient_back_prop,
+    gather_embeddings_by_input,
+    gather_rows,
+    map_id_to_embedding,
+    map_id_to_embedding_gradient_back_prop,
+    match_rows,
+    scatter_rows,
+)
 from shoal.ops.segments import (
     row_ids,
     segment_first_n,
@@ -33,24 +51,38 @@ __all__ = [
     "Dedup",
     "FeatureConfig",
     "FeatureConfigs",
+    "GatheredRows",
     "Layout",
     "LayoutIndex",
     "MonolithOffsets",
     "OutConfig",
     "ShardedFids",
     "SliceConfig",
+    "aligned_flat_concat",
+    "aligned_flat_split",
     "dedup",
+    "fill_with_offset_map",
+    "finalize_shared_tensor",
     "fused_embedding_to_layout",
     "fused_embedding_to_layout_grad",
+    "fused_gather_embeddings_by_input",
+    "fused_gather_embeddings_by_input_gradient",
     "fused_reduce_and_split_gpu",
     "fused_reduce_sum_and_split",
     "fused_sorted_segment_sum",
+    "gather_embeddings_by_ids_gradient_back_prop",
+    "gather_embeddings_by_input",
+    "gather_rows",
+    "map_id_to_embedding",
+    "map_id_to_embedding_gradient_back_prop",
+    "match_rows",
     "pooled_layout",
     "reduce_mean",
     "reduce_mean_sqrtn",
     "reduce_sqrtn",
     "reduce_sum",
     "row_ids",
+    "scatter_rows",
     "segment_first_n",
     "segment_l2",
     "segment_mean",

@@ -1,0 +1,250 @@
+#include "ops_flat.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "ops_copy.h"
+#include "ops_partition.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kAhead = 32;  // rows asked for before their turn
+
+// visit(list, first row, last row, first item) for each list's part of items [begin, end).
+template <class Lists, class Visit>
+std::int64_t each_list(const Lists& lists, std::int64_t begin, std::int64_t end,
+                       const Visit& visit) {
+  const auto& splits = lists.splits;
+  auto k = static_cast<std::size_t>(std::upper_bound(splits.begin(), splits.end(), begin) -
+                                    splits.begin() - 1);
+  for (std::int64_t at = begin; at < end; ++k) {
+    const std::int64_t stop = std::min(end, splits[k + 1]);
+    if (stop <= at) continue;
+    const std::int64_t bad = visit(k, at - splits[k], stop - splits[k], splits[k]);
+    if (bad >= 0) return bad;
+    at = stop;
+  }
+  return -1;
+}
+
+template <class Lists>
+std::int64_t widest(const Lists& lists) {
+  return lists.dims.empty() ? 1 : *std::max_element(lists.dims.begin(), lists.dims.end());
+}
+
+// Part of a row that lies in one bucket of the flat buffer.
+template <class T>
+struct Piece {
+  const T* from;
+  std::int32_t place;
+  std::int32_t width;
+};
+
+constexpr int kBucketShift = 16;
+constexpr std::int64_t kBucketElements = std::int64_t{1} << kBucketShift;  // 256 KiB of floats
+
+template <class T>
+void sum_bucket(const Buckets<Piece<T>>& parts, std::int64_t bucket, std::int64_t count, T scale,
+                T* out) {
+  std::memset(out, 0, static_cast<std::size_t>(count) * sizeof(T));
+  const Piece<T>* pieces = parts.begin(bucket);
+  const std::int64_t size = parts.size(bucket);
+  for (std::int64_t i = 0; i < size; ++i) {
+    if (i + kAhead < size) {
+      prefetch_row(pieces[i + kAhead].from,
+                   static_cast<std::size_t>(pieces[i + kAhead].width) * sizeof(T));
+    }
+    add_row(out + pieces[i].place, pieces[i].from, pieces[i].width);
+  }
+  if (scale == T(1)) return;
+  for (std::int64_t i = 0; i < count; ++i) out[i] *= scale;
+}
+
+// visit(row, position, first element, width) for positions [begin, end) of a map.
+template <class Visit>
+void each_position(const OffsetMap& map, std::int64_t begin, std::int64_t end,
+                   const Visit& visit) {
+  const auto groups = static_cast<std::int64_t>(map.dims.size());
+  std::int64_t k = 0, element = 0;
+  for (; k < groups && map.splits[k + 1] <= begin; ++k) {
+    element += (map.splits[k + 1] - map.splits[k]) * map.dims[static_cast<std::size_t>(k)];
+  }
+  if (k < groups) element += (begin - map.splits[k]) * map.dims[static_cast<std::size_t>(k)];
+  for (std::int64_t row = begin; row < end; ++row) {
+    while (map.splits[k + 1] <= row) ++k;
+    const std::int64_t width = map.dims[static_cast<std::size_t>(k)];
+    visit(row, map.positions[row], element, width);
+    element += width;
+  }
+}
+
+// Shares of positions: about 64 KiB of values each.
+Shares position_shares(const OffsetMap& map) {
+  const auto n = map.splits[map.dims.size()];
+  return shares_of(n, (64 << 10) / (16 * std::max<std::int64_t>(1, widest(map))));
+}
+
+MapCheck check_splits(const OffsetMap& map, std::int64_t n, std::int64_t length) {
+  const auto groups = static_cast<std::int64_t>(map.dims.size());
+  std::int64_t elements = 0;
+  if (map.splits[0] != 0) return {MapFault::splits, 0};
+  for (std::int64_t k = 0; k < groups; ++k) {
+    if (map.splits[k + 1] < map.splits[k]) return {MapFault::splits, k + 1};
+    elements += (map.splits[k + 1] - map.splits[k]) * map.dims[static_cast<std::size_t>(k)];
+  }
+  if (map.splits[groups] != n) return {MapFault::splits, groups};
+  if (elements != length) return {MapFault::length, elements};
+  if (map.offset_splits[0] != 0) return {MapFault::offset_splits, 0};
+  for (std::int64_t u = 0; u < map.keys; ++u) {
+    if (map.offset_splits[u + 1] < map.offset_splits[u]) return {MapFault::offset_splits, u + 1};
+  }
+  if (map.offset_splits[map.keys] != map.n_offsets) return {MapFault::offset_splits, map.keys};
+  return {};
+}
+
+}  // namespace
+
+std::int64_t gather_flat(const char* flat, std::int64_t size, std::size_t element_bytes,
+                         const FlatLists<char>& lists, int threads) {
+  const std::int64_t items = lists.splits.back();
+  const std::int64_t width = std::max<std::int64_t>(4, widest(lists));
+  const Shares shares = shares_of(items, (64 << 10) / width);
+  const auto copy_list = [&](std::size_t k, std::int64_t first, std::int64_t last,
+                             std::int64_t start) -> std::int64_t {
+    const std::int64_t* offsets = lists.offsets[k];
+    const std::int64_t limit = size - lists.dims[k];
+    const std::size_t bytes = static_cast<std::size_t>(lists.dims[k]) * element_bytes;
+    const auto rows_of_list = static_cast<std::size_t>(lists.splits[k + 1] - start);
+    const bool stream = streams(lists.rows[k], bytes, bytes * rows_of_list);
+    for (std::int64_t i = first; i < last; ++i) {
+      if (offsets[i] < 0 || offsets[i] > limit) return start + i;
+      if (i + kAhead < last) {
+        prefetch_row(flat + offsets[i + kAhead] * static_cast<std::int64_t>(element_bytes), bytes);
+      }
+      const char* from = flat + static_cast<std::size_t>(offsets[i]) * element_bytes;
+      char* to = lists.rows[k] + static_cast<std::size_t>(i) * bytes;
+      stream ? stream_bytes(to, from, bytes) : copy_bytes(to, from, bytes);
+    }
+    if (stream) end_stream();
+    return -1;
+  };
+  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
+    return each_list(lists, begin, end, copy_list);
+  });
+}
+
+template <class T>
+std::int64_t scatter_flat(const FlatLists<const T>& lists, std::int64_t size, T scale, T* flat,
+                          int threads) {
+  const std::int64_t buckets = ((size - 1) >> kBucketShift) + 1;
+  const auto route = [&](std::int64_t begin, std::int64_t end, auto put) {
+    return each_list(lists, begin, end, [&](std::size_t k, std::int64_t first, std::int64_t last,
+                                            std::int64_t start) -> std::int64_t {
+      const std::int64_t dim = lists.dims[k], limit = size - dim;
+      for (std::int64_t i = first; i < last; ++i) {
+        const std::int64_t offset = lists.offsets[k][i];
+        if (offset < 0 || offset > limit) return start + i;
+        const T* from = lists.rows[k] + i * dim;
+        for (std::int64_t done = 0; done < dim;) {
+          const std::int64_t at = offset + done, bucket = at >> kBucketShift;
+          const std::int64_t place = at - (bucket << kBucketShift);
+          const std::int64_t width = std::min(dim - done, kBucketElements - place);
+          put(bucket, Piece<T>{from + done, static_cast<std::int32_t>(place),
+                               static_cast<std::int32_t>(width)});
+          done += width;
+        }
+      }
+      return -1;
+    });
+  };
+  const std::int64_t items = lists.splits.back();
+  const int helpers = items < 2048 ? 1 : threads;
+  const Buckets<Piece<T>> parts = partition<Piece<T>>(items, std::max<std::int64_t>(buckets, 1),
+                                                      helpers, route);
+  if (parts.bad >= 0) return parts.bad;
+  // A large buffer is summed in a small one that stays in cache, and written past the cache.
+  const bool stream = streams(flat, 16, static_cast<std::size_t>(size) * sizeof(T));
+  const Scratch<T> sums(stream ? kBucketElements * helpers : 0);
+  Pool::instance().run(size == 0 ? 0 : buckets, helpers, [&](std::int64_t b, int lane) {
+    const std::int64_t start = b << kBucketShift, count = std::min(kBucketElements, size - start);
+    T* to = stream ? sums.data() + kBucketElements * lane : flat + start;
+    sum_bucket(parts, b, count, scale, to);
+    if (!stream) return;
+    stream_bytes(reinterpret_cast<char*>(flat + start), reinterpret_cast<const char*>(to),
+                 static_cast<std::size_t>(count) * sizeof(T));
+    end_stream();
+  });
+  return -1;
+}
+
+MapCheck check_map(const OffsetMap& map, std::int64_t n, std::int64_t length, std::int64_t size,
+                   int threads) {
+  const MapCheck splits = check_splits(map, n, length);
+  if (splits.fault != MapFault::none) return splits;
+  std::atomic<bool> position_fault{false};
+  const std::int64_t bad = first_bad(
+      position_shares(map), threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
+        std::int64_t first = -1;
+        each_position(map, begin, end,
+                      [&](std::int64_t row, std::int64_t key, std::int64_t, std::int64_t width) {
+                        if (first >= 0) return;
+                        if (key < 0 || key >= map.keys) {
+                          first = row;
+                          return;
+                        }
+                        for (auto o = map.offset_splits[key]; o < map.offset_splits[key + 1]; ++o) {
+                          if (map.offsets[o] < 0 || map.offsets[o] > size - width) first = row;
+                        }
+                      });
+        return first;
+      });
+  if (bad < 0) return {};
+  const std::int64_t key = map.positions[bad];
+  if (key < 0 || key >= map.keys) return {MapFault::position, bad};
+  std::int64_t width = 0;
+  each_position(map, bad, bad + 1, [&](std::int64_t, std::int64_t, std::int64_t,
+                                       std::int64_t found) { width = found; });
+  std::int64_t at = map.offset_splits[key];
+  while (map.offsets[at] >= 0 && map.offsets[at] <= size - width) ++at;
+  return {MapFault::offset, at};
+}
+
+void fill_offsets(const OffsetMap& map, const char* value, std::size_t element_bytes, char* buffer,
+                  int threads) {
+  const Shares shares = position_shares(map);
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    each_position(map, shares.begin(share), shares.end(share),
+                  [&](std::int64_t, std::int64_t key, std::int64_t element, std::int64_t width) {
+                    const std::size_t bytes = static_cast<std::size_t>(width) * element_bytes;
+                    const char* from = value + static_cast<std::size_t>(element) * element_bytes;
+                    for (auto o = map.offset_splits[key]; o < map.offset_splits[key + 1]; ++o) {
+                      copy_bytes(buffer + static_cast<std::size_t>(map.offsets[o]) * element_bytes,
+                                 from, bytes);
+                    }
+                  });
+  });
+}
+
+template <class T>
+void sum_offsets(const OffsetMap& map, const T* buffer, T* value, int threads) {
+  const Shares shares = position_shares(map);
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    each_position(map, shares.begin(share), shares.end(share),
+                  [&](std::int64_t, std::int64_t key, std::int64_t element, std::int64_t width) {
+                    T* to = value + element;
+                    std::memset(to, 0, static_cast<std::size_t>(width) * sizeof(T));
+                    for (auto o = map.offset_splits[key]; o < map.offset_splits[key + 1]; ++o) {
+                      add_row(to, buffer + map.offsets[o], width);
+                    }
+                  });
+  });
+}
+
+template std::int64_t scatter_flat(const FlatLists<const float>&, std::int64_t, float, float*, int);
+template std::int64_t scatter_flat(const FlatLists<const double>&, std::int64_t, double, double*,
+                                   int);
+template void sum_offsets(const OffsetMap&, const float*, float*, int);
+template void sum_offsets(const OffsetMap&, const double*, double*, int);
+
+}  // namespace shoal

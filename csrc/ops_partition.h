@@ -1,0 +1,121 @@
+#pragma once
+// A stable partition of items into buckets by several threads. The order inside a bucket is that of
+// the items, so sums over a bucket do not depend on the number of threads.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "buffers.h"
+#include "pool.h"
+
+namespace shoal {
+
+// Working memory of one call; its pages stay warm for the next.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(std::int64_t n)
+      : block_(Buffers::instance().take(static_cast<std::size_t>(std::max<std::int64_t>(n, 1)) *
+                                        sizeof(T))) {}
+  ~Scratch() { Buffers::instance().give_back(std::move(block_)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  T* data() const { return reinterpret_cast<T*>(block_.data()); }
+
+ private:
+  Block block_;
+};
+
+// Equal shares of [0, items), in order.
+struct Shares {
+  std::int64_t items;
+  std::int64_t count;
+
+  std::int64_t begin(std::int64_t share) const {
+    return items / count * share + std::min(share, items % count);
+  }
+  std::int64_t end(std::int64_t share) const { return begin(share + 1); }
+};
+
+// Shares of about `size` items each, at least one.
+inline Shares shares_of(std::int64_t items, std::int64_t size) {
+  return Shares{items, std::max<std::int64_t>(1, items / std::max<std::int64_t>(1, size))};
+}
+
+// body(begin, end) on every share; returns the smallest non-negative value it returned, or -1.
+// A body reports its first bad item that way and may stop there.
+template <class Body>
+std::int64_t first_bad(const Shares& shares, int threads, const Body& body) {
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(shares.count), -1);
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    bad[static_cast<std::size_t>(share)] = body(shares.begin(share), shares.end(share));
+  });
+  for (const std::int64_t item : bad) {
+    if (item >= 0) return item;
+  }
+  return -1;
+}
+
+template <class Record>
+struct Buckets {
+  std::vector<std::int64_t> starts;           // [buckets + 1]
+  std::unique_ptr<Scratch<Record>> records;
+  std::int64_t bad = -1;  // the first bad item; there are no records then
+
+  const Record* begin(std::int64_t bucket) const {
+    return records->data() + starts[static_cast<std::size_t>(bucket)];
+  }
+  std::int64_t size(std::int64_t bucket) const {
+    return starts[static_cast<std::size_t>(bucket) + 1] - starts[static_cast<std::size_t>(bucket)];
+  }
+};
+
+// route(begin, end, put) calls put(bucket, record) for the items of a share, in order, and returns
+// the first bad one, or -1. It runs twice: to count, and to place.
+template <class Record, class Route>
+Buckets<Record> partition(std::int64_t items, std::int64_t buckets, int threads,
+                          const Route& route) {
+  const Shares shares{items, threads > 1 ? 4 * threads : 1};
+  std::vector<std::int64_t> next(static_cast<std::size_t>(shares.count * buckets), 0);
+  Buckets<Record> result;
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(shares.count), -1);
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    std::int64_t* counts = next.data() + share * buckets;
+    bad[static_cast<std::size_t>(share)] =
+        route(shares.begin(share), shares.end(share),
+              [counts](std::int64_t bucket, const Record&) { ++counts[bucket]; });
+  });
+  for (const std::int64_t item : bad) {
+    if (item >= 0) {
+      result.bad = item;
+      return result;
+    }
+  }
+  std::int64_t total = 0;
+  result.starts.reserve(static_cast<std::size_t>(buckets) + 1);
+  for (std::int64_t bucket = 0; bucket < buckets; ++bucket) {
+    result.starts.push_back(total);
+    for (std::int64_t share = 0; share < shares.count; ++share) {
+      std::int64_t& place = next[static_cast<std::size_t>(share * buckets + bucket)];
+      const std::int64_t count = place;
+      place = total;
+      total += count;
+    }
+  }
+  result.starts.push_back(total);
+  result.records = std::make_unique<Scratch<Record>>(total);
+  Record* records = result.records->data();
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    std::int64_t* places = next.data() + share * buckets;
+    route(shares.begin(share), shares.end(share),
+          [places, records](std::int64_t bucket, const Record& record) {
+            records[places[bucket]++] = record;
+          });
+  });
+  return result;
+}
+
+}  // namespace shoal

@@ -1,0 +1,359 @@
+#include "ops_rows.h"
+
+#include <cstring>
+#include <limits>
+
+#include "hash.h"
+#include "ops_copy.h"
+#include "ops_partition.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kWindow = 64;  // reads under way at once, at most
+constexpr std::int64_t kAheadBytes = 16 << 10;
+
+// Rows to ask for before their turn.
+std::int64_t rows_ahead(std::size_t row_bytes) {
+  return std::clamp<std::int64_t>(kAheadBytes / static_cast<std::int64_t>(row_bytes + 1), 8,
+                                  kWindow);
+}
+
+struct Entry {
+  std::int64_t id;
+  std::int64_t row;  // -1: free
+};
+
+// Open addressing in regions, one a bucket of the hash: each is built by one thread, in cache.
+class MatchTable {
+ public:
+  MatchTable(const std::int64_t* ids, std::int64_t rows, int threads);
+
+  struct Place {
+    const Entry* begin;
+    const Entry* end;
+    const Entry* home;
+  };
+
+  Place place(std::int64_t id) const {
+    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id));
+    const Region& region = regions_[bucket(hash)];
+    const Entry* begin = entries_->data() + region.begin;
+    return Place{begin, begin + region.size, begin + slot(hash, region.size)};
+  }
+
+  static std::int64_t find(const Place& place, std::int64_t id) {
+    const Entry* entry = place.home;
+    while (entry->row >= 0) {
+      if (entry->id == id) return entry->row;
+      if (++entry == place.end) entry = place.begin;
+    }
+    return -1;
+  }
+
+ private:
+  struct Region {
+    std::int64_t begin;
+    std::int64_t size;
+  };
+
+  std::size_t bucket(std::uint64_t hash) const { return bits_ == 0 ? 0 : hash >> (64 - bits_); }
+  static std::int64_t slot(std::uint64_t hash, std::int64_t size) {
+    return static_cast<std::int64_t>((hash & 0xffffffffU) * static_cast<std::uint64_t>(size) >> 32);
+  }
+  void build(const Region& region, const Entry* from, std::int64_t count);
+
+  int bits_ = 0;
+  std::vector<Region> regions_;
+  std::unique_ptr<Scratch<Entry>> entries_;
+};
+
+MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads) {
+  while (bits_ < 10 && rows >> (12 + bits_) > 0) ++bits_;
+  const std::int64_t buckets = std::int64_t{1} << bits_;
+  const auto route = [&](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
+    for (std::int64_t i = begin; i < end; ++i) {
+      put(static_cast<std::int64_t>(bucket(mix64(static_cast<std::uint64_t>(ids[i])))),
+          Entry{ids[i], i});
+    }
+    return -1;
+  };
+  const Buckets<Entry> parts = partition<Entry>(rows, buckets, threads, route);
+  std::int64_t total = 0;
+  for (std::int64_t b = 0; b < buckets; ++b) {
+    const std::int64_t size = parts.size(b) + parts.size(b) / 2 + 1;  // one entry stays free
+    regions_.push_back(Region{total, size});
+    total += size;
+  }
+  entries_ = std::make_unique<Scratch<Entry>>(total);
+  Pool::instance().run(buckets, threads, [&](std::int64_t b, int) {
+    build(regions_[static_cast<std::size_t>(b)], parts.begin(b), parts.size(b));
+  });
+}
+
+void MatchTable::build(const Region& region, const Entry* from, std::int64_t count) {
+  Entry* entries = entries_->data() + region.begin;
+  std::memset(static_cast<void*>(entries), 0xff,
+              static_cast<std::size_t>(region.size) * sizeof(Entry));
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::int64_t at = slot(mix64(static_cast<std::uint64_t>(from[i].id)), region.size);
+    while (entries[at].row >= 0 && entries[at].id != from[i].id) {
+      if (++at == region.size) at = 0;
+    }
+    if (entries[at].row < 0) entries[at] = from[i];
+  }
+}
+
+// The array that holds a row: a coarse map of row numbers, then a step or two.
+class ArrayFinder {
+ public:
+  explicit ArrayFinder(const RowArrays& arrays) : arrays_(arrays) {
+    while (arrays.rows() >> shift_ >= kCells) ++shift_;
+    std::size_t array = 0;
+    for (std::int64_t cell = 0; cell < kCells; ++cell) {
+      while (array + 1 < arrays.data.size() && arrays.splits[array + 1] <= cell << shift_) ++array;
+      first_[cell] = array;
+    }
+  }
+
+  const char* row(std::int64_t row) const {
+    std::size_t array = first_[row >> shift_];
+    while (arrays_.splits[array + 1] <= row) ++array;
+    return arrays_.data[array] +
+           static_cast<std::size_t>(row - arrays_.splits[array]) * arrays_.row_bytes;
+  }
+
+ private:
+  static constexpr std::int64_t kCells = 256;
+  const RowArrays& arrays_;
+  int shift_ = 0;
+  std::size_t first_[kCells];
+};
+
+// copy(to, from) for every item of [begin, end), each source asked for some rows ahead of its turn.
+template <class Source, class Copy>
+std::int64_t copy_rows(const std::int64_t* index, std::int64_t begin, std::int64_t end,
+                       std::int64_t rows, std::size_t bytes, char* out, const Source& source,
+                       const Copy& copy) {
+  const char* sources[kWindow];
+  const std::int64_t ahead = rows_ahead(bytes);
+  for (std::int64_t i = begin; i < end + ahead; ++i) {
+    const std::int64_t done = i - ahead;
+    if (done >= begin) {
+      copy(out + static_cast<std::size_t>(done) * bytes, sources[done & (kWindow - 1)], bytes);
+    }
+    if (i < end) {
+      const std::int64_t row = index[i];
+      if (row < 0 || row >= rows) return i;
+      const char* from = source(row);
+      sources[i & (kWindow - 1)] = from;
+      prefetch_row(from, bytes);
+    }
+  }
+  return -1;
+}
+
+struct Narrow {
+  std::uint32_t item;
+  std::uint32_t place;
+};
+struct Wide {
+  std::int64_t item;
+  std::int64_t place;
+};
+
+// One thread's part of a scatter: columns [first, last) of a bucket's rows.
+struct ColumnWork {
+  std::int64_t bucket;
+  std::int64_t first;
+  std::int64_t last;
+  std::int64_t cost;
+};
+
+// Heaviest first. A bucket that outweighs a thread's share (a hot row) is cut by columns, which
+// leaves the order of every sum alone.
+template <class Record>
+std::vector<ColumnWork> column_work(const Buckets<Record>& parts, std::int64_t buckets,
+                                    std::int64_t n, std::int64_t dim, int threads) {
+  std::vector<ColumnWork> work;
+  for (std::int64_t b = 0; b < buckets; ++b) {
+    const std::int64_t size = parts.size(b);
+    std::int64_t cuts = std::min<std::int64_t>(size * threads * 2 / std::max<std::int64_t>(n, 1),
+                                               std::min<std::int64_t>(dim / 16, threads));
+    cuts = std::max<std::int64_t>(cuts, 1);
+    for (std::int64_t c = 0; c < cuts; ++c) {
+      work.push_back(ColumnWork{b, dim * c / cuts, dim * (c + 1) / cuts, size / cuts});
+    }
+  }
+  std::stable_sort(work.begin(), work.end(),
+                   [](const ColumnWork& a, const ColumnWork& b) { return a.cost > b.cost; });
+  return work;
+}
+
+template <class T>
+struct Scatter {
+  const T* grad;
+  const std::int64_t* index;
+  std::int64_t n;
+  std::int64_t rows;
+  std::int64_t dim;
+  T* out;
+  int threads;
+
+  std::int64_t direct() const;
+  template <class Record>
+  std::int64_t by_buckets() const;
+  template <class Record>
+  void sum_bucket(const Record* records, std::int64_t size, std::int64_t count,
+                  const ColumnWork& part, T* base) const;
+
+  bool small() const {
+    return rows * dim < (std::int64_t{1} << 20) && (threads == 1 || n * dim < (1 << 15));
+  }
+  // Rows of a bucket, as a shift: a bucket stays in the second-level cache, there are enough for
+  // the threads to share, and not so many that placing the records thrashes.
+  int bucket_shift() const {
+    const std::int64_t row_bytes = dim * static_cast<std::int64_t>(sizeof(T));
+    const std::int64_t most = std::max<std::int64_t>((256 << 10) / row_bytes, 1);
+    const std::int64_t shared = rows / (8 * threads);
+    const std::int64_t wanted = std::max(std::min(most, shared), rows / 1024);
+    int shift = 0;
+    while (std::int64_t{2} << shift <= wanted) ++shift;
+    return shift;
+  }
+};
+
+template <class T>
+std::int64_t Scatter<T>::direct() const {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (index[i] < 0 || index[i] >= rows) return i;
+  }
+  if (rows * dim > 0) std::memset(out, 0, static_cast<std::size_t>(rows * dim) * sizeof(T));
+  for (std::int64_t i = 0; i < n; ++i) add_row(out + index[i] * dim, grad + i * dim, dim);
+  return -1;
+}
+
+template <class T>
+template <class Record>
+std::int64_t Scatter<T>::by_buckets() const {
+  const int shift = bucket_shift();
+  const std::int64_t buckets = ((rows - 1) >> shift) + 1;
+  const std::int64_t inside = (std::int64_t{1} << shift) - 1;
+  using Number = decltype(Record::item);
+  const auto route = [&](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t row = index[i];
+      if (row < 0 || row >= rows) return i;
+      put(row >> shift, Record{static_cast<Number>(i), static_cast<Number>(row & inside)});
+    }
+    return -1;
+  };
+  const Buckets<Record> parts = partition<Record>(n, buckets, threads, route);
+  if (parts.bad >= 0) return parts.bad;
+  const std::vector<ColumnWork> work = column_work(parts, buckets, n, dim, threads);
+  // A large output is summed in a small buffer that stays in cache, and written past the cache.
+  const std::size_t out_bytes = static_cast<std::size_t>(rows * dim) * sizeof(T);
+  const std::int64_t bucket_elements = (inside + 1) * dim;
+  const std::size_t bucket_bytes = static_cast<std::size_t>(bucket_elements) * sizeof(T);
+  const bool stream =
+      streams(out, 16, out_bytes) && bucket_bytes % 16 == 0 && bucket_bytes <= (512 << 10);
+  const Scratch<T> sums(stream ? bucket_elements * threads : 0);
+  const auto items = static_cast<std::int64_t>(work.size());
+  Pool::instance().run(items, threads, [&](std::int64_t w, int lane) {
+    const ColumnWork& part = work[static_cast<std::size_t>(w)];
+    const std::int64_t first_row = part.bucket << shift;
+    T* target = out + first_row * dim;
+    const bool whole = stream && part.last - part.first == dim;
+    T* base = whole ? sums.data() + bucket_elements * lane : target;
+    const std::int64_t count = std::min(inside + 1, rows - first_row);
+    sum_bucket(parts.begin(part.bucket), parts.size(part.bucket), count, part, base);
+    if (!whole) return;
+    stream_bytes(reinterpret_cast<char*>(target), reinterpret_cast<const char*>(base),
+                 static_cast<std::size_t>(count * dim) * sizeof(T));
+    end_stream();
+  });
+  return -1;
+}
+
+template <class T>
+template <class Record>
+void Scatter<T>::sum_bucket(const Record* records, std::int64_t size, std::int64_t count,
+                            const ColumnWork& part, T* base) const {
+  const std::int64_t width = part.last - part.first;
+  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(T);
+  base += part.first;
+  const T* from = grad + part.first;
+  for (std::int64_t r = 0; r < count; ++r) std::memset(base + r * dim, 0, bytes);
+  const std::int64_t ahead = rows_ahead(bytes);
+  for (std::int64_t i = 0; i < size; ++i) {
+    if (i + ahead < size) {
+      prefetch_row(from + static_cast<std::int64_t>(records[i + ahead].item) * dim, bytes);
+    }
+    add_row(base + static_cast<std::int64_t>(records[i].place) * dim,
+            from + static_cast<std::int64_t>(records[i].item) * dim, width);
+  }
+}
+
+}  // namespace
+
+std::int64_t match_rows(const std::int64_t* ids, std::int64_t rows, const std::int64_t* query,
+                        std::int64_t n, std::int64_t* index, int threads) {
+  const MatchTable table(ids, rows, rows < 4096 ? 1 : threads);
+  return first_bad(shares_of(n, 4096), threads, [&](std::int64_t begin, std::int64_t end) {
+    MatchTable::Place places[kWindow];
+    std::int64_t missing = -1;
+    for (std::int64_t i = begin; i < end + kWindow; ++i) {
+      const std::int64_t at = i & (kWindow - 1);
+      const std::int64_t done = i - kWindow;
+      if (done >= begin) {
+        index[done] = MatchTable::find(places[at], query[done]);
+        if (index[done] < 0 && missing < 0) missing = done;
+      }
+      if (i < end) {
+        places[at] = table.place(query[i]);
+        __builtin_prefetch(places[at].home);
+      }
+    }
+    return missing;
+  });
+}
+
+std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std::int64_t n,
+                         char* out, int threads) {
+  const std::size_t bytes = arrays.row_bytes;
+  const std::int64_t rows = arrays.rows();
+  const ArrayFinder finder(arrays);
+  const bool stream = streams(out, bytes, static_cast<std::size_t>(n) * bytes);
+  const char* base = arrays.data.empty() ? nullptr : arrays.data[0];
+  const auto one = [base, bytes](std::int64_t row) {
+    return base + static_cast<std::size_t>(row) * bytes;
+  };
+  const auto many = [&finder](std::int64_t row) { return finder.row(row); };
+  const Shares shares =
+      shares_of(n, (256 << 10) / static_cast<std::int64_t>(std::max<std::size_t>(bytes, 16)));
+  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
+    const auto run = [&](const auto& source) {
+      return stream ? copy_rows(index, begin, end, rows, bytes, out, source, stream_bytes)
+                    : copy_rows(index, begin, end, rows, bytes, out, source, copy_bytes);
+    };
+    const std::int64_t bad = arrays.data.size() == 1 ? run(one) : run(many);
+    if (stream) end_stream();
+    return bad;
+  });
+}
+
+template <class T>
+std::int64_t scatter_rows(const T* grad, const std::int64_t* index, std::int64_t n,
+                          std::int64_t rows, std::int64_t dim, T* out, int threads) {
+  const Scatter<T> scatter{grad, index, n, rows, dim, out, threads};
+  if (scatter.small() || rows == 0 || dim == 0) return scatter.direct();
+  if (n <= std::numeric_limits<std::uint32_t>::max()) return scatter.template by_buckets<Narrow>();
+  return scatter.template by_buckets<Wide>();
+}
+
+template std::int64_t scatter_rows(const float*, const std::int64_t*, std::int64_t, std::int64_t,
+                                   std::int64_t, float*, int);
+template std::int64_t scatter_rows(const double*, const std::int64_t*, std::int64_t, std::int64_t,
+                                   std::int64_t, double*, int);
+
+}  // namespace shoal

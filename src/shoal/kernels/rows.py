@@ -1,0 +1,328 @@
+"""Rows by id and by index on CUDA: a hash table of row numbers, a tiled gather, sums over runs.
+
+Sums use no float atomics: items are sorted by destination (stable), each destination's run is added
+in order, and a long run is cut into pieces whose sums are added in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+__all__ = ["gather_rows", "match_rows", "scatter_rows", "sum_runs"]
+
+_PIECE = 128  # items of a run that one program adds in turn
+_SCRATCH = 1 << 14  # where idle lanes of an insert swap: spread, so that they do not queue
+
+
+@triton.jit
+def _slot_of(id, slots):  # type: ignore[no-untyped-def]
+    h = id.to(tl.uint64, bitcast=True)
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EB
+    h = h ^ (h >> 31)
+    return (h & (slots - 1).to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _insert(ids, table, m, slots, scratch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    seeking = row < m
+    id = tl.load(ids + row, mask=seeking, other=0)
+    slot = _slot_of(id, slots)
+    idle = slots + (row & (scratch - 1))
+    free = tl.full([BLOCK], -1, tl.int64)
+    never = tl.full([BLOCK], -3, tl.int64)
+    while tl.max(seeking.to(tl.int32), 0) > 0:
+        # A slot that holds a row keeps its id for good; only a smaller row of that id replaces it.
+        held = tl.atomic_cas(
+            table + tl.where(seeking, slot, idle), tl.where(seeking, free, never), row
+        )
+        taken = seeking & (held >= 0)
+        same = taken & (tl.load(ids + held, mask=taken, other=0) == id)
+        tl.atomic_min(table + slot, row, mask=same)
+        seeking = taken & (same == 0)
+        slot = (slot + 1) & (slots - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _probe(  # type: ignore[no-untyped-def]
+    ids,
+    table,
+    query,
+    index,
+    n,
+    slots,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    wanted = tl.load(query + i, mask=inside, other=0)
+    slot = _slot_of(wanted, slots)
+    found = tl.full([BLOCK], -1, tl.int64)
+    seeking = inside
+    while tl.max(seeking.to(tl.int32), 0) > 0:
+        row = tl.load(table + slot, mask=seeking, other=-1)
+        taken = seeking & (row >= 0)
+        same = taken & (tl.load(ids + row, mask=taken, other=0) == wanted)
+        found = tl.where(same, row, found)
+        seeking = taken & (same == 0)
+        slot = (slot + 1) & (slots - 1)
+    tl.store(index + i, found, mask=inside)
+
+
+def match_rows(
+    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+) -> Tensor:
+    """First row of each id, -1 where there is none."""
+    m, n = ids_M.numel(), query_N.numel()
+    index_N = torch.empty_like(query_N)
+    if n == 0:
+        return index_N
+    if m == 0:
+        return index_N.fill_(-1)
+    ids_M, query_N = ids_M.contiguous(), query_N.contiguous()
+    slots = triton.next_power_of_2(2 * m)
+    scratch = min(_SCRATCH, triton.next_power_of_2(m))
+    table = torch.full((slots + scratch,), -1, dtype=torch.int64, device=ids_M.device)
+    block = 256
+    with torch.cuda.device_of(ids_M):  # type: ignore[no-untyped-call]
+        _insert[(triton.cdiv(m, block),)](ids_M, table, m, slots, scratch, BLOCK=block)
+        _probe[(triton.cdiv(n, block),)](ids_M, table, query_N, index_N, n, slots, BLOCK=block)
+    return index_N
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather(  # type: ignore[no-untyped-def]
+    rows,
+    index,
+    out,
+    n,
+    m,
+    d,
+    FLOATS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.load(index + i, mask=i < n, other=-1)
+    there = (row >= 0) & (row < m)
+    source = rows + row[:, None] * d + c[None, :]
+    mask = there[:, None] & (c < d)[None, :]
+    if FLOATS:
+        value = tl.load(source, mask=mask, other=float("nan"))
+    else:
+        value = tl.load(source, mask=mask, other=0)
+    tl.store(out + i[:, None] * d + c[None, :], value, mask=(i < n)[:, None] & (c < d)[None, :])
+
+
+def gather_rows(
+    shards: Sequence[Tensor], index_N: Tensor, multi_threads: bool, what: str
+) -> Tensor:
+    """Rows by index; an index outside reads as NaN, or 0 for integers."""
+    rows_MD = shards[0] if len(shards) == 1 else torch.cat(list(shards))
+    if rows_MD.is_complex():
+        pairs = gather_rows(
+            [torch.view_as_real(rows_MD).flatten(1)], index_N, multi_threads, what
+        ).view(index_N.numel(), rows_MD.shape[1], 2)
+        return torch.view_as_complex(pairs)
+    if rows_MD.dtype is torch.bool:
+        return gather_rows([rows_MD.view(torch.uint8)], index_N, multi_threads, what).view(
+            torch.bool
+        )
+    rows_MD, index_N = rows_MD.contiguous(), index_N.contiguous()
+    (m, d), n = rows_MD.shape, index_N.numel()
+    out_ND = rows_MD.new_empty(n, d)
+    if out_ND.numel() == 0:
+        return out_ND
+    block_d = min(triton.next_power_of_2(d), 256)
+    block_n = max(1, 2048 * 4 // rows_MD.element_size() // block_d)
+    grid = (triton.cdiv(n, block_n), triton.cdiv(d, block_d))
+    with torch.cuda.device_of(rows_MD):  # type: ignore[no-untyped-call]
+        _gather[grid](
+            rows_MD,
+            index_N,
+            out_ND,
+            n,
+            m,
+            d,
+            FLOATS=rows_MD.is_floating_point(),
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+        )
+    return out_ND
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_runs(  # type: ignore[no-untyped-def]
+    source,
+    place,
+    stride,
+    begins,
+    ends,
+    target,
+    width,
+    out,
+    runs,
+    d,
+    longest,
+    PLACED: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out of run r = sum of the source rows at place[begins[r]:ends[r]], in order.
+
+    Runs longer than `longest` are left alone. With PLACED, run r has width[r] columns, goes to
+    target[r], and goes nowhere when it is empty; else it is row r of out.
+    """
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    here = r < runs
+    begin = tl.load(begins + r, mask=here, other=0)
+    count = tl.load(ends + r, mask=here, other=0) - begin
+    here = here & (count <= longest)
+    count = tl.where(here, count, 0)
+    if PLACED:
+        here = here & (count > 0)
+        to = tl.load(target + r, mask=here, other=0)
+        columns = tl.load(width + r, mask=here, other=0)
+    else:
+        to = r * d
+        columns = tl.where(here, d, 0).to(tl.int64)
+    inside = c[None, :] < columns[:, None]
+    total = tl.zeros([BLOCK_R, BLOCK_D], dtype=SUM)
+    for j in range(tl.max(count, 0)):
+        going = j < count
+        at = tl.load(place + begin + j, mask=going, other=0) * stride
+        row = tl.load(source + at[:, None] + c[None, :], mask=going[:, None] & inside, other=0.0)
+        total += row.to(SUM)
+    tl.store(
+        out + to[:, None] + c[None, :],
+        total.to(out.dtype.element_ty),
+        mask=here[:, None] & inside,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_pieces(  # type: ignore[no-untyped-def]
+    partial,
+    lengths,
+    runs,
+    target,
+    width,
+    out,
+    d,
+    PLACED: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A long run's sum: rows q .. q + lengths[q] - 1 of partial, where q is its first piece."""
+    q = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    length = tl.load(lengths + q)
+    if length > 0:
+        run = tl.load(runs + q)
+        to = run * d
+        columns = c * 0 + d
+        if PLACED:
+            to = tl.load(target + run)
+            columns = c * 0 + tl.load(width + run)
+        total = tl.zeros([BLOCK_R, BLOCK_D], dtype=SUM)
+        r = tl.arange(0, BLOCK_R).to(tl.int64)
+        for j in range(0, length, BLOCK_R):
+            total += tl.load(
+                partial + (q + j + r)[:, None] * d + c[None, :],
+                mask=((j + r) < length)[:, None] & (c < columns)[None, :],
+                other=0.0,
+            )
+        tl.store(out + to + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < columns)
+
+
+def sum_runs(
+    source: Tensor,
+    place_N: Tensor,
+    stride: int,
+    begins_R: Tensor,
+    ends_R: Tensor,
+    out: Tensor,
+    width: int,
+    *,
+    placed: tuple[Tensor, Tensor] | None = None,
+    cut: bool = True,
+) -> None:
+    """Write to `out` the sum of each run of rows; every sum in a fixed order.
+
+    Row j of the runs lies `place_N[j] * stride` elements after the start of `source`. Run r is rows
+    begins_R[r] to ends_R[r]. It has `width` columns and is row r of `out`; or, with placed =
+    (target_R, width_R), it has width_R[r] <= width columns, starts at element target_R[r], and an
+    empty run is not written. `cut`: the runs do not overlap, so long ones may be cut into pieces.
+    """
+    runs, n = begins_R.numel(), place_N.numel()
+    if runs == 0 or width == 0:
+        return
+    target_R, width_R = placed if placed is not None else (begins_R, begins_R)
+    total = torch.float64 if source.dtype is torch.float64 else torch.float32
+    sum_type = tl.float64 if total is torch.float64 else tl.float32
+    block_d = min(triton.next_power_of_2(width), 128)
+    block_r = max(1, 1024 // block_d)
+    tiles = triton.cdiv(width, block_d)
+    kinds = {"SUM": sum_type, "BLOCK_R": block_r, "BLOCK_D": block_d}
+    pieces = 2 * n // _PIECE if cut else 0
+    longest = _PIECE if pieces > 0 else n + 1
+    with torch.cuda.device_of(source):  # type: ignore[no-untyped-call]
+        _add_runs[(triton.cdiv(runs, block_r), tiles)](
+            source, place_N, stride, begins_R, ends_R, target_R, width_R, out, runs, width,
+            longest, PLACED=placed is not None, **kinds,
+        )  # fmt: skip
+        if pieces == 0:
+            return
+        run_Q, begin_Q, end_Q, length_Q = _pieces(begins_R, ends_R, pieces)
+        partial_QD = torch.empty(pieces, width, dtype=total, device=out.device)
+        _add_runs[(triton.cdiv(pieces, block_r), tiles)](
+            source, place_N, stride, begin_Q, end_Q, target_R, width_R, partial_QD, pieces, width,
+            longest, PLACED=False, **kinds,
+        )  # fmt: skip
+        kinds["BLOCK_R"] = 16
+        _add_pieces[(pieces, tiles)](
+            partial_QD, length_Q, run_Q, target_R, width_R, out, width,
+            PLACED=placed is not None, **kinds,
+        )  # fmt: skip
+
+
+def _pieces(begins_R: Tensor, ends_R: Tensor, pieces: int) -> tuple[Tensor, ...]:
+    """Cuts of the long runs: run, begin and end of each piece, and pieces of a run at its first."""
+    counts_R = ends_R - begins_R
+    cuts_R = ((counts_R + _PIECE - 1) // _PIECE).masked_fill(counts_R <= _PIECE, 0)
+    stops_R = cuts_R.cumsum(0)
+    piece_Q = torch.arange(pieces, device=begins_R.device)
+    run_Q = torch.searchsorted(stops_R, piece_Q, right=True)
+    used_Q = run_Q < counts_R.numel()
+    run_Q = run_Q.clamp(max=counts_R.numel() - 1)
+    within_Q = piece_Q - (stops_R - cuts_R)[run_Q]
+    begin_Q = begins_R[run_Q] + within_Q * _PIECE
+    end_Q = torch.minimum(begin_Q + _PIECE, ends_R[run_Q])
+    begin_Q, end_Q = begin_Q.where(used_Q, 0), end_Q.where(used_Q, 0)
+    length_Q = cuts_R[run_Q].where(used_Q & (within_Q == 0), 0)
+    return run_Q, begin_Q, end_Q, length_Q
+
+
+def scatter_rows(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
+    """Sum of the gradients of each row."""
+    d = grad_ND.shape[1]
+    out_MD = grad_ND.new_empty(rows, d)
+    if out_MD.numel() == 0:
+        return out_MD
+    if index_N.numel() == 0:
+        return out_MD.zero_()
+    sorted_N, order_N = torch.sort(index_N, stable=True)
+    edges = torch.arange(rows + 1, device=index_N.device)
+    bounds = torch.searchsorted(sorted_N, edges)
+    sum_runs(grad_ND.contiguous(), order_N, d, bounds[:-1], bounds[1:], out_MD, d)
+    return out_MD

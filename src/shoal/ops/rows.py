@@ -1,0 +1,397 @@
+"""Rows by id and by index: Monolith's map and gather functions, and the operators under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.ops.dispatch import operator
+from shoal.ops.reference import rows as reference
+from shoal.ops.reference.rows import GatheredRows
+from shoal.ops.rows_checks import (
+    bad_index,
+    check_devices,
+    check_ids,
+    check_index_values,
+    check_lists,
+    check_match_values,
+    check_rows,
+    check_same_dtype,
+    floating,
+    missing_id,
+    refuse,
+)
+
+__all__ = [
+    "GatheredRows",
+    "gather_embeddings_by_ids_gradient_back_prop",
+    "gather_embeddings_by_input",
+    "gather_rows",
+    "map_id_to_embedding",
+    "map_id_to_embedding_gradient_back_prop",
+    "match_rows",
+    "scatter_rows",
+]
+
+# From here on an output's memory is reused: fresh pages cost more than the rows they receive.
+_POOLED_BYTES = 1 << 19
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor; a large float32 or float64 one reuses memory."""
+    size = 1
+    for length in shape:
+        size *= length
+    if size * dtype.itemsize < _POOLED_BYTES or dtype not in (torch.float32, torch.float64):
+        return torch.empty(tuple(shape), dtype=dtype)
+    make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
+    tensor: Tensor = make(1, size)
+    return tensor.resize_(tuple(shape))
+
+
+def threads(many: bool = True) -> int:
+    """Threads a core call may use."""
+    return torch.get_num_threads() if many else 1
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype the core sums in."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _core_match(
+    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+) -> Tensor:
+    ids_M, query_N = ids_M.contiguous(), query_N.contiguous()
+    index_N = torch.empty_like(query_N)
+    sizes = ids_M.numel(), query_N.numel()
+    missing = _core.match_rows(
+        ids_M.data_ptr(),
+        sizes[0],
+        query_N.data_ptr(),
+        sizes[1],
+        index_N.data_ptr(),
+        threads(multi_threads),
+    )
+    if missing >= 0 and not missing_ok:
+        raise missing_id(what, missing, int(query_N[missing]))
+    return index_N
+
+
+def _core_gather(
+    shards: Sequence[Tensor], index_N: Tensor, multi_threads: bool, what: str
+) -> Tensor:
+    shards, index_N = [rows.contiguous() for rows in shards], index_N.contiguous()
+    dtype, width = shards[0].dtype, shards[0].shape[1]
+    out_ND = fresh((index_N.numel(), width), dtype)
+    counts = [rows.shape[0] for rows in shards]
+    bad = _core.gather_rows(
+        [rows.data_ptr() for rows in shards],
+        counts,
+        width * dtype.itemsize,
+        index_N.data_ptr(),
+        index_N.numel(),
+        out_ND.data_ptr(),
+        threads(multi_threads),
+    )
+    if bad >= 0:
+        raise bad_index(what, bad, int(index_N[bad]), sum(counts))
+    return out_ND
+
+
+def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
+    index_N, dtype = index_N.contiguous(), widened(grad_ND.dtype)
+    wide_ND = grad_ND.to(dtype).contiguous()
+    out_MD = fresh((rows, grad_ND.shape[1]), dtype)
+    bad = _core.scatter_rows(
+        wide_ND.data_ptr(),
+        index_N.data_ptr(),
+        index_N.numel(),
+        rows,
+        grad_ND.shape[1],
+        dtype is torch.float64,
+        out_MD.data_ptr(),
+        threads(),
+    )
+    if bad >= 0:
+        raise bad_index(what, bad, int(index_N[bad]), rows)
+    return out_MD.to(grad_ND.dtype)
+
+
+def _check_match(
+    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+) -> None:
+    if not missing_ok:
+        check_match_values(what, ids_M, query_N)
+
+
+def _check_gather(
+    shards: Sequence[Tensor], index_N: Tensor, multi_threads: bool, what: str
+) -> None:
+    check_index_values(what, index_N, sum(rows.shape[0] for rows in shards))
+
+
+def _check_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> None:
+    check_index_values(what, index_N, rows)
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shards, index_N, _, ctx.what = inputs
+    ctx.save_for_backward(index_N)
+    ctx.counts = [rows.shape[0] for rows in shards]
+
+
+def _gather_backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
+    (index_N,) = ctx.saved_tensors
+    sums_MD = _scatter_rows(grad_ND, index_N, sum(ctx.counts), ctx.what)
+    return list(torch.split(sums_MD, ctx.counts)), None, None, None
+
+
+def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, index_N, _, ctx.what = inputs
+    ctx.save_for_backward(index_N)
+
+
+def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
+    (index_N,) = ctx.saved_tensors
+    return _gather_rows([grad_MD], index_N, True, ctx.what), None, None, None
+
+
+_match_rows = operator(
+    "match_rows(Tensor ids_M, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
+    " -> Tensor",
+    reference=lambda ids_M, query_N, *_: reference.match_rows(ids_M, query_N, missing_ok=True),
+    core=_core_match,
+    triton="rows:match_rows",
+    fake=lambda ids_M, query_N, *_: torch.empty_like(query_N),
+    check=_check_match,
+)
+_gather_rows = operator(
+    "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
+    reference=lambda shards, index_N, *_: reference.gather_rows(shards, index_N),
+    core=_core_gather,
+    triton="rows:gather_rows",
+    fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
+    check=_check_gather,
+    backward=_gather_backward,
+    setup=_setup_gather,
+)
+_scatter_rows = operator(
+    "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
+    reference=lambda grad_ND, index_N, rows, _: reference.scatter_rows(grad_ND, index_N, rows),
+    core=_core_scatter,
+    triton="rows:scatter_rows",
+    fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
+    check=_check_scatter,
+    backward=_scatter_backward,
+    setup=_setup_scatter,
+)
+
+
+def match_rows(
+    ids_M: Tensor, query: Tensor, *, missing_ok: bool = False, multi_threads: bool = True
+) -> Tensor:
+    """First row of each id.
+
+    ids_M int64 [M], query int64 of any shape; gives int64 shaped as `query`: the least i with
+    `ids_M[i] == query`, or -1 for a missing id if `missing_ok`. No gradient. On CUDA a missing id
+    gives -1 unless bounds checks are on.
+
+    Raises:
+        DTypeError, ShapeError: ids not int64 [M], or query not int64.
+        InputError: a missing id; names it and its place in the flattened query. Several devices.
+    """
+    check_ids("match_rows", "ids_M", ids_M)
+    check_ids("match_rows", "query", query, ndim=None)
+    check_devices("match_rows", ids_M=ids_M, query=query)
+    return _matched(ids_M, query, "match_rows: query", missing_ok, multi_threads)
+
+
+def gather_rows(rows: Tensor | Sequence[Tensor], index: Tensor) -> Tensor:
+    """Rows by index.
+
+    rows [M, D] of any dtype, or several [M_s, D] that are numbered through; index int64 of any
+    shape; gives [*index.shape, D]. Gradient: `scatter_rows`. On CUDA without bounds checks, an
+    index outside reads as NaN (integers: 0), and several arrays are joined first.
+
+    Raises:
+        DTypeError, ShapeError: index not int64, rows not two-dimensional, several dtypes or widths.
+        InputError: an index outside 0 to M-1; names it. No rows, or several devices.
+    """
+    op = "gather_rows"
+    shards = [rows] if isinstance(rows, Tensor) else list(rows)
+    check_lists(op, rows=shards)
+    _check_shards(op, "rows", shards)
+    check_ids(op, "index", index, ndim=None)
+    check_devices(op, rows=shards, index=index)
+    return _gathered(shards, index, "gather_rows: index", True)
+
+
+def scatter_rows(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Sum of the gradients of each row: what `gather_rows` does backwards.
+
+    grad [*index.shape, D] floating, index int64 of any shape; gives [rows, D]: row r is the sum of
+    all grad[i] with index[i] == r, added in order (float16 and bfloat16 in float32), so the result
+    depends neither on the number of threads nor on chance. Gradient: `gather_rows`.
+
+    Raises:
+        DTypeError, ShapeError: index not int64, grad not floating or not [*index.shape, D].
+        InputError: an index outside 0 to rows-1; names it. Several devices.
+    """
+    op = "scatter_rows"
+    check_ids(op, "index", index, ndim=None)
+    _check_grad(op, grad, index)
+    check_devices(op, grad=grad, index=index)
+    return _scattered(grad, index, rows, "scatter_rows: index")
+
+
+def map_id_to_embedding(
+    ids: Sequence[Tensor],
+    embeddings: Sequence[Tensor],
+    input: Tensor,
+    use_multi_threads: bool = True,
+) -> Tensor:
+    """Embedding of each id of the input, looked up in several id lists.
+
+    ids int64 [M_s] each, embeddings [M_s, D] each, input int64 of any shape; gives
+    [*input.shape, D]. An id that occurs twice is read where it occurs first. Gradient: sum per row,
+    in order. On CUDA without bounds checks a missing id reads as NaN.
+
+    Raises:
+        DTypeError, ShapeError: ids or input not int64, or an entry of embeddings not [M_s, D].
+        InputError: a missing id; names it. Lists of different lengths, or several devices.
+
+    Monolith: `map_id_to_embedding`.
+    """
+    op = "map_id_to_embedding"
+    check_lists(op, ids=ids, embeddings=embeddings)
+    _check_id_lists(op, ids, input)
+    shards = list(embeddings)
+    _check_shards(op, "embeddings", shards)
+    for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
+        if ids_M.shape[0] != rows_MD.shape[0]:
+            got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids[{s}]"
+            raise refuse(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
+    check_devices(op, ids=ids, embeddings=shards, input=input)
+    index = _matched(_joined(ids), input, f"{op}: input", False, use_multi_threads)
+    return _gathered(shards, index, f"{op}: input", use_multi_threads)
+
+
+def map_id_to_embedding_gradient_back_prop(
+    ids: Sequence[Tensor], input: Tensor, grads: Tensor
+) -> list[Tensor]:
+    """Gradients of the embeddings that `map_id_to_embedding` read.
+
+    ids int64 [M_s] each, input int64 of any shape, grads [*input.shape, D]; gives one [M_s, D] per
+    entry of `ids` (views of one buffer): the sum of the gradients of each row, in order. A row
+    whose id occurs earlier gets zeros. Gradient: that of `scatter_rows`.
+
+    Raises:
+        DTypeError, ShapeError: ids or input not int64, grads not floating [*input.shape, D].
+        InputError: a missing id; names it. No ids, or several devices.
+
+    Monolith: `map_id_to_embedding_gradient_back_prop`.
+    """
+    op = "map_id_to_embedding_gradient_back_prop"
+    check_lists(op, ids=ids)
+    _check_id_lists(op, ids, input)
+    _check_grad(op, grads, input)
+    check_devices(op, ids=ids, input=input, grads=grads)
+    index = _matched(_joined(ids), input, f"{op}: input", False, True)
+    sizes = [part.shape[0] for part in ids]
+    return list(torch.split(_scattered(grads, index, sum(sizes), f"{op}: input"), sizes))
+
+
+def gather_embeddings_by_input(
+    ids: Tensor, embeddings: Tensor, input: Tensor, use_multi_threads: bool = True
+) -> GatheredRows:
+    """Embedding of each id of the input, and which row it is.
+
+    ids int64 [M], embeddings [M, D], input int64 of any shape; gives embeddings [*input.shape, D]
+    and index_mapping int64 shaped as the input. First match wins. Gradient: sum per row, in order
+    (none through index_mapping). On CUDA without bounds checks a missing id reads as NaN, row -1.
+
+    Raises:
+        DTypeError, ShapeError: ids or input not int64, or embeddings not [M, D].
+        InputError: a missing id; names it. Several devices.
+
+    Monolith: `gather_embeddings_by_input` (its index_mapping is int32).
+    """
+    op = "gather_embeddings_by_input"
+    _check_id_lists(op, [ids], input)
+    _check_shards(op, "embeddings", [embeddings])
+    if ids.shape[0] != embeddings.shape[0]:
+        got, allowed = embeddings.shape[0], f"{ids.shape[0]}, as many as ids"
+        raise refuse(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
+    check_devices(op, ids=ids, embeddings=embeddings, input=input)
+    index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
+    rows = _gathered([embeddings], index, f"{op}: input", use_multi_threads)
+    return GatheredRows(rows, index)
+
+
+def gather_embeddings_by_ids_gradient_back_prop(
+    ids: Tensor, grads: Tensor, index_mapping: Tensor
+) -> Tensor:
+    """Gradient of the embeddings that `gather_embeddings_by_input` read.
+
+    ids int64 [M] (only M counts), grads [*index_mapping.shape, D], index_mapping int64; gives
+    [M, D]: the sum of the gradients of each row, in order. Gradient: that of `scatter_rows`.
+
+    Raises:
+        DTypeError, ShapeError: ids or index_mapping not int64, grads not floating or misshapen.
+        InputError: an index outside 0 to M-1; names it. Several devices.
+
+    Monolith: `gather_embeddings_by_ids_gradient_back_prop`.
+    """
+    op = "gather_embeddings_by_ids_gradient_back_prop"
+    check_ids(op, "ids", ids)
+    check_ids(op, "index_mapping", index_mapping, ndim=None)
+    _check_grad(op, grads, index_mapping)
+    check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
+    return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
+
+
+def _joined(ids: Sequence[Tensor]) -> Tensor:
+    return ids[0] if len(ids) == 1 else torch.cat(list(ids))
+
+
+def _matched(ids_M: Tensor, query: Tensor, what: str, missing_ok: bool, many: bool) -> Tensor:
+    index_N: Tensor = _match_rows(ids_M, query.flatten(), missing_ok, many, what)
+    return index_N.view(query.shape)
+
+
+def _gathered(shards: list[Tensor], index: Tensor, what: str, many: bool) -> Tensor:
+    rows_ND: Tensor = _gather_rows(shards, index.flatten(), many, what)
+    return rows_ND.view(*index.shape, shards[0].shape[1])
+
+
+def _scattered(grad: Tensor, index: Tensor, rows: int, what: str) -> Tensor:
+    flat_ND = grad.reshape(index.numel(), grad.shape[-1])
+    sums_MD: Tensor = _scatter_rows(flat_ND, index.flatten(), rows, what)
+    return sums_MD
+
+
+def _check_id_lists(op: str, ids: Sequence[Tensor], input: Tensor) -> None:
+    for s, ids_M in enumerate(ids):
+        check_ids(op, f"ids[{s}]" if len(ids) > 1 else "ids", ids_M)
+    check_ids(op, "input", input, ndim=None)
+
+
+def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
+    for s, rows_MD in enumerate(shards):
+        check_rows(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
+    check_same_dtype(op, name, shards)
+    widths = {rows_MD.shape[1] for rows_MD in shards}
+    if len(widths) > 1:
+        raise refuse(f"{op}: widths of {name}", sorted(widths), "one width D", "Group them by D.")
+
+
+def _check_grad(op: str, grad: Tensor, index: Tensor) -> None:
+    floating(op, "grads", grad)
+    if grad.ndim != index.ndim + 1 or grad.shape[:-1] != index.shape:
+        allowed = f"[*{tuple(index.shape)}, D]"
+        raise refuse(f"{op}: grads", tuple(grad.shape), allowed, "Give one gradient row per index.")
