@@ -10,6 +10,87 @@
 namespace shoal {
 namespace {
 
+constexpr std::int64_t kAhead = 16;
+constexpr std::int64_t kSingleDedup = std::int64_t{1} << 21;
+constexpr std::size_t kPartition = 4096;  // ids, about
+
+inline std::size_t home(std::int64_t id, int shift) {
+  return static_cast<std::size_t>(spread(id) >> shift);
+}
+
+// Place of an id in a table of entries into `found`, 0 where it belongs but is not.
+inline std::size_t slot_of(const std::uint32_t* slots, std::size_t mask, std::size_t at,
+                           const Distinct* found, std::int64_t id) {
+  while (slots[at] != 0 && found[slots[at]].id != id) at = (at + 1) & mask;
+  return at;
+}
+
+// kFar: the table is larger than the cache, so lines are asked for two steps ahead: first the
+// slot, then what it points at.
+template <bool kFar>
+std::int64_t dedup_span_as(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
+                           Distinct* found, std::int64_t* inverse) {
+  const std::size_t n_slots = span_slots(n);
+  const int shift = 64 - std::countr_zero(n_slots);
+  std::memset(slots, 0, n_slots * sizeof(std::uint32_t));
+  std::uint32_t last = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if constexpr (kFar) {
+      if (i + 2 * kAhead < n) {
+        __builtin_prefetch(&slots[home(ids[i + 2 * kAhead], shift)], 1);
+        __builtin_prefetch(&found[slots[home(ids[i + kAhead], shift)]], 1);
+      }
+    }
+    const std::int64_t id = ids[i];
+    const std::size_t at = slot_of(slots, n_slots - 1, home(id, shift), found, id);
+    std::uint32_t rank = slots[at];
+    if (rank == 0) {
+      slots[at] = rank = ++last;
+      found[rank] = Distinct{id, 1};
+    } else {
+      ++found[rank].count;
+    }
+    inverse[i] = rank - 1;
+  }
+  return last;
+}
+
+}  // namespace
+
+std::size_t span_slots(std::int64_t n) {
+  return std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(n, 8)) * 3);
+}
+
+std::int64_t dedup_span(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
+                        Distinct* found, std::int64_t* inverse) {
+  return n <= kSmallDedup ? dedup_span_as<false>(ids, n, slots, found, inverse)
+                          : dedup_span_as<true>(ids, n, slots, found, inverse);
+}
+
+namespace {
+
+// One thread, one table.
+class Single final : public Dedup {
+ public:
+  Single(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse)
+      : found_(static_cast<std::size_t>(n) + 1) {
+    const Scratch<std::uint32_t> slots(span_slots(n));
+    size_ = dedup_span(ids, n, slots.data(), found_.data(), inverse);
+  }
+  std::int64_t unique() const override { return size_; }
+  void write(std::int64_t* ids, std::int64_t* counts) override {
+    const Distinct* const found = found_.data() + 1;
+    for (std::int64_t r = 0; r < size_; ++r) {
+      ids[r] = found[r].id;
+      counts[r] = found[r].count;
+    }
+  }
+
+ private:
+  Scratch<Distinct> found_;
+  std::int64_t size_ = 0;
+};
+
 // All ones when set. Selecting by masks keeps "new or seen before?", which no predictor knows, out
 // of the branches.
 template <class Word>
@@ -17,87 +98,34 @@ Word mask_of(bool set) {
   return static_cast<Word>(-static_cast<Word>(set));
 }
 
-}  // namespace
-
-std::size_t small_slots(std::int64_t n) {
-  return std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(n, 8)) * 2);
-}
-
-std::int64_t dedup_small(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
-                         std::int64_t* unique, std::int64_t* counts, std::int64_t* inverse) {
-  const std::size_t n_slots = small_slots(n);
-  const int shift = 64 - std::countr_zero(n_slots);
-  std::memset(slots, 0, n_slots * sizeof(std::uint32_t));
-  std::uint32_t found = 0;
-  unique[0] = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::int64_t id = ids[i];
-    std::size_t at = spread(id) >> shift;
-    std::uint32_t seen = slots[at];
-    while (((unique[seen] ^ id) & mask_of<std::int64_t>(seen != 0)) != 0) {
-      at = (at + 1) & (n_slots - 1);
-      seen = slots[at];
-    }
-    const bool is_new = seen == 0;
-    found += is_new;
-    const std::uint32_t rank = seen | (found & mask_of<std::uint32_t>(is_new));
-    slots[at] = rank;
-    unique[rank] = id;
-    counts[rank] = (counts[rank] & mask_of<std::int64_t>(!is_new)) + 1;
-    inverse[i] = rank - 1;
-  }
-  return found;
-}
-
-namespace {
-
-class Small final : public Dedup {
- public:
-  Small(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse)
-      : unique_(static_cast<std::size_t>(n) + 1), counts_(static_cast<std::size_t>(n) + 1) {
-    const Scratch<std::uint32_t> slots(small_slots(n));
-    found_ = dedup_small(ids, n, slots.data(), unique_.data(), counts_.data(), inverse);
-  }
-  std::int64_t unique() const override { return found_; }
-  void write(std::int64_t* ids, std::int64_t* counts) override {
-    std::copy_n(unique_.data() + 1, found_, ids);
-    std::copy_n(counts_.data() + 1, found_, counts);
-  }
-
- private:
-  Scratch<std::int64_t> unique_;
-  Scratch<std::int64_t> counts_;
-  std::int64_t found_ = 0;
-};
-
 struct Slot {
   std::uint64_t hash;
-  std::uint32_t owner;  // partition + 1; what another partition left behind is free
-  std::uint32_t rank;
+  std::uint64_t number;  // of the id, over all partitions; free when the partition starts later
 };
 
-// A lane's hash table, used for one partition after another without clearing.
+// A lane's hash table, used for one partition after another without clearing: numbers only grow.
 class Table {
  public:
   explicit Table(int partition_bits) : skipped_(partition_bits) {}
 
-  // Room for `more` ids of a partition that holds `found`, at a load of a half at most.
-  void reserve(std::size_t found, std::size_t more, std::uint32_t owner) {
-    if (2 * (found + more) <= slots_.size()) return;
-    std::vector<Slot> old(std::bit_ceil(std::max<std::size_t>(2 * (found + more), 64)));
+  // Room for `more` ids beside those numbered in [first, next), at a load of a half at most.
+  void reserve(std::uint64_t first, std::uint64_t next, std::size_t more) {
+    const std::size_t slots = 2 * (next - first + more);
+    if (slots <= slots_.size()) return;
+    std::vector<Slot> old(std::bit_ceil(std::max<std::size_t>(slots, 64)));
     old.swap(slots_);
     shift_ = 64 - std::countr_zero(slots_.size());
     for (const Slot& slot : old) {
-      if (slot.owner == owner) entry(slot.hash, owner) = slot;
+      if (slot.number >= first) this->slot(slot.hash, first) = slot;
     }
   }
 
   // The slot of a hash, or the free one where it belongs.
-  Slot& entry(std::uint64_t hash, std::uint32_t owner) {
+  Slot& slot(std::uint64_t hash, std::uint64_t first) {
     std::size_t at = (hash << skipped_) >> shift_;
     for (;;) {
       Slot& slot = slots_[at];
-      if (((slot.hash ^ hash) & mask_of<std::uint64_t>(slot.owner == owner)) == 0) return slot;
+      if (((slot.hash ^ hash) & mask_of<std::uint64_t>(slot.number >= first)) == 0) return slot;
       at = (at + 1) & (slots_.size() - 1);
     }
   }
@@ -111,28 +139,27 @@ class Table {
 // Ids are grouped by the top bits of their hash; each group is numbered with a table that fits the
 // second cache level; passes in input order turn those numbers into ranks of first appearance.
 // Nothing of the result depends on the groups or the threads.
-template <class Index>
+template <class Index, class Part>
 class Partitioned final : public Dedup {
  public:
-  Partitioned(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse, int threads)
+  Partitioned(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse, int bits, int threads)
       : ids_(ids),
         n_(static_cast<std::size_t>(n)),
         inverse_(inverse),
-        chunks_(std::max(threads, 1)),
-        bits_(std::clamp(static_cast<int>(std::bit_width(n_ / kPartition)), 1, kMostBits)),
-        parts_(std::size_t{1} << bits_),
-        starts_(parts_ * chunks_ + 1),
+        chunks_(static_cast<std::size_t>(threads)),
+        bits_(bits),
+        n_parts_(std::size_t{1} << bits_),
+        starts_(n_parts_ * chunks_ + 1),
         first_(chunks_ + 1),
         lanes_(chunks_, Lane{Table(bits_), {}, {}}),
+        parts_(n_),
         local_(n_) {
     const Scratch<std::uint64_t> hashes(n_);
     group(hashes.data());
-    std::vector<std::size_t> fresh(parts_ * chunks_);
-    Pool::instance().run(static_cast<std::int64_t>(parts_), chunks_,
-                         [&](std::int64_t part, int lane) {
-                           number(hashes.data(), static_cast<std::size_t>(part), lanes_[lane],
-                                  &fresh[static_cast<std::size_t>(part) * chunks_]);
-                         });
+    std::vector<std::size_t> fresh(n_parts_ * chunks_);
+    over_parts([&](std::size_t part, Lane& lane) {
+      number(hashes.data(), part, lane, &fresh[part * chunks_]);
+    });
     for (std::size_t k = 0; k < fresh.size(); ++k) first_[k % chunks_ + 1] += fresh[k];
     for (std::size_t c = 0; c < chunks_; ++c) first_[c + 1] += first_[c];
   }
@@ -140,122 +167,123 @@ class Partitioned final : public Dedup {
   std::int64_t unique() const override { return static_cast<std::int64_t>(first_[chunks_]); }
 
   void write(std::int64_t* ids, std::int64_t* counts) override {
-    const int threads = static_cast<int>(chunks_);
-    Pool::instance().run(threads, threads, [&](std::int64_t chunk, int) {
-      rank_new(static_cast<std::size_t>(chunk), ids, counts);
-    });
-    Pool::instance().run(static_cast<std::int64_t>(parts_), threads,
-                         [&](std::int64_t part, int lane) {
-                           rank_all(static_cast<std::size_t>(part), lanes_[lane].ranks);
-                         });
-    Pool::instance().run(threads, threads, [&](std::int64_t chunk, int) {
-      std::vector<Index*> next = cursors(static_cast<std::size_t>(chunk));
-      const std::size_t stop = edge(static_cast<std::size_t>(chunk) + 1);
-      for (std::size_t i = edge(static_cast<std::size_t>(chunk)); i < stop; ++i) {
-        inverse_[i] = *next[part_of(spread(ids_[i]))]++;
-      }
+    over_chunks([&](std::size_t chunk) { rank_new(chunk, ids, counts); });
+    over_parts([&](std::size_t part, Lane& lane) { rank_all(part, lane.ranks); });
+    over_chunks([&](std::size_t chunk) {
+      std::vector<Index*> next = cursors(local_.data(), chunk);
+      const std::size_t stop = edge(chunk + 1);
+      for (std::size_t i = edge(chunk); i < stop; ++i) inverse_[i] = *next[parts_[i]]++;
     });
   }
 
  private:
-  static constexpr std::size_t kPartition = 4096;
-  static constexpr int kMostBits = 11;
   static constexpr std::size_t kBlock = 4096;
   static constexpr Index kNew = Index{1} << (sizeof(Index) * 8 - 1);
 
   struct Lane {
     Table table;
-    std::vector<Index> ranks;        // counts while numbering
-    std::vector<std::size_t> where;  // of each distinct id, its first place
+    std::vector<Index> ranks;  // counts while numbering
+    std::vector<Index> where;  // of each distinct id, its first place
   };
 
   std::size_t edge(std::size_t chunk) const {
     return n_ / chunks_ * chunk + std::min(chunk, n_ % chunks_);
   }
-  std::size_t part_of(std::uint64_t hash) const { return hash >> (64 - bits_); }
-  std::vector<Index*> cursors(std::size_t chunk) const {
-    std::vector<Index*> next(parts_);
-    for (std::size_t p = 0; p < parts_; ++p) next[p] = &local_[starts_[p * chunks_ + chunk]];
+  template <class T>
+  std::vector<T*> cursors(T* grouped, std::size_t chunk) const {
+    std::vector<T*> next(n_parts_);
+    for (std::size_t p = 0; p < n_parts_; ++p) next[p] = grouped + starts_[p * chunks_ + chunk];
     return next;
+  }
+  template <class Body>
+  void over_chunks(const Body& body) {
+    const auto chunks = static_cast<int>(chunks_);
+    Pool::instance().run(chunks, chunks,
+                         [&](std::int64_t chunk, int) { body(static_cast<std::size_t>(chunk)); });
+  }
+  // A lane takes parts in rising order, as its table needs.
+  template <class Body>
+  void over_parts(const Body& body) {
+    Pool::instance().run(static_cast<std::int64_t>(n_parts_), static_cast<int>(chunks_),
+                         [&](std::int64_t part, int lane) {
+                           body(static_cast<std::size_t>(part), lanes_[lane]);
+                         });
   }
 
   // Fills hashes, partition by partition, in input order inside each.
   void group(std::uint64_t* hashes) {
-    const int threads = static_cast<int>(chunks_);
-    Pool::instance().run(threads, threads, [&](std::int64_t item, int) {
-      const auto chunk = static_cast<std::size_t>(item);
-      std::vector<std::size_t> sizes(parts_, 0);
-      const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) ++sizes[part_of(spread(ids_[i]))];
-      for (std::size_t p = 0; p < parts_; ++p) starts_[p * chunks_ + chunk + 1] = sizes[p];
-    });
-    for (std::size_t k = 1; k < starts_.size(); ++k) starts_[k] += starts_[k - 1];
-    Pool::instance().run(threads, threads, [&](std::int64_t item, int) {
-      const auto chunk = static_cast<std::size_t>(item);
-      std::vector<std::uint64_t*> next(parts_);
-      for (std::size_t p = 0; p < parts_; ++p) next[p] = hashes + starts_[p * chunks_ + chunk];
+    over_chunks([&](std::size_t chunk) {
+      std::vector<std::size_t> sizes(n_parts_, 0);
       const std::size_t stop = edge(chunk + 1);
       for (std::size_t i = edge(chunk); i < stop; ++i) {
-        const std::uint64_t hash = spread(ids_[i]);
-        std::uint64_t*& to = next[part_of(hash)];
-        __builtin_prefetch(to + 16, 1);
-        *to++ = hash;
+        const auto part = static_cast<Part>(spread(ids_[i]) >> (64 - bits_));
+        parts_[i] = part;
+        ++sizes[part];
       }
+      for (std::size_t p = 0; p < n_parts_; ++p) starts_[p * chunks_ + chunk + 1] = sizes[p];
+    });
+    for (std::size_t k = 1; k < starts_.size(); ++k) starts_[k] += starts_[k - 1];
+    over_chunks([&](std::size_t chunk) {
+      std::vector<std::uint64_t*> next = cursors(hashes, chunk);
+      const std::size_t stop = edge(chunk + 1);
+      for (std::size_t i = edge(chunk); i < stop; ++i) *next[parts_[i]]++ = spread(ids_[i]);
     });
   }
 
-  // Numbers the distinct ids of one partition 0, 1, ... as they appear. Leaves in local_ the
-  // number of an id seen before, and the count of a new one, marked as such. fresh [chunks].
+  // Numbers the distinct ids of one partition as they appear. Leaves in local_ the number of an
+  // id seen before, and the count of a new one, marked as such. fresh [chunks].
   void number(const std::uint64_t* hashes, std::size_t part, Lane& lane, std::size_t* fresh) {
-    const auto owner = static_cast<std::uint32_t>(part + 1);
-    std::size_t found = 0;
+    const std::size_t start = starts_[part * chunks_];
+    std::uint64_t next = start + 1;  // 0 is what an unused slot holds
     for (std::size_t c = 0; c < chunks_; ++c) {
-      const std::size_t before = found;
+      const std::uint64_t before = next;
       const std::size_t stop = starts_[part * chunks_ + c + 1];
       for (std::size_t k = starts_[part * chunks_ + c]; k < stop; k += kBlock) {
-        found = number_block(hashes, k, std::min(k + kBlock, stop), owner, found, lane);
+        next = number_block(hashes, k, std::min(k + kBlock, stop), start + 1, next, lane);
       }
-      fresh[c] = found - before;
+      fresh[c] = next - before;
     }
-    for (std::size_t r = 0; r < found; ++r) local_[lane.where[r]] = lane.ranks[r] | kNew;
+    for (std::size_t r = 0; r < next - start - 1; ++r) {
+      local_[lane.where[r]] = lane.ranks[r] | kNew;
+    }
   }
 
-  std::size_t number_block(const std::uint64_t* hashes, std::size_t start, std::size_t stop,
-                           std::uint32_t owner, std::size_t found, Lane& lane) {
-    const std::size_t room = found + (stop - start);
-    lane.table.reserve(found, 2 * (stop - start), owner);
+  std::uint64_t number_block(const std::uint64_t* hashes, std::size_t start, std::size_t stop,
+                             std::uint64_t first, std::uint64_t next, Lane& lane) {
+    lane.table.reserve(first, next, 2 * (stop - start));
+    const std::size_t room = next - first + (stop - start);
     if (lane.ranks.size() <= room) {
       lane.ranks.resize(2 * room + 1);
       lane.where.resize(2 * room + 1);
     }
     Index* const counts = lane.ranks.data();
-    std::size_t* const where = lane.where.data();
+    Index* const where = lane.where.data();
     for (std::size_t k = start; k < stop; ++k) {
-      Slot& slot = lane.table.entry(hashes[k], owner);
-      const bool is_new = slot.owner != owner;
-      const auto rank = static_cast<std::uint32_t>(
-          (slot.rank & mask_of<std::uint32_t>(!is_new)) |
-          (static_cast<std::uint32_t>(found) & mask_of<std::uint32_t>(is_new)));
-      slot = Slot{hashes[k], owner, rank};
-      counts[rank] = (counts[rank] & mask_of<Index>(!is_new)) + 1;
-      where[found] = k;
-      found += is_new;
-      local_[k] = rank;
+      const std::uint64_t hash = hashes[k];
+      Slot& slot = lane.table.slot(hash, first);
+      const std::uint64_t seen = mask_of<std::uint64_t>(slot.number >= first);
+      const std::uint64_t number = (slot.number & seen) | (next & ~seen);
+      slot = Slot{hash, number};
+      Index& count = counts[number - first];
+      count = (count & static_cast<Index>(seen)) + 1;
+      where[next - first] = static_cast<Index>(k);
+      next -= ~seen;
+      local_[k] = static_cast<Index>(number - first);
     }
-    return found;
+    return next;
   }
 
   // In input order: ranks what is new, into the outputs and into local_.
   void rank_new(std::size_t chunk, std::int64_t* ids, std::int64_t* counts) {
-    std::vector<Index*> next = cursors(chunk);
+    std::vector<Index*> next = cursors(local_.data(), chunk);
     std::size_t rank = first_[chunk];
     const std::size_t last = first_[chunk + 1];
     for (std::size_t i = edge(chunk); rank < last; ++i) {
-      const std::int64_t id = ids_[i];
-      Index*& at = next[part_of(spread(id))];
+      Index*& at = next[parts_[i]];
+      __builtin_prefetch(at + 32, 1);
       const Index entry = *at;
       const Index is_new = mask_of<Index>((entry & kNew) != 0);
-      ids[rank] = id;
+      ids[rank] = ids_[i];
       counts[rank] = entry & ~kNew;
       *at++ = (entry & ~is_new) | ((static_cast<Index>(rank) | kNew) & is_new);
       rank += is_new & 1;
@@ -284,22 +312,34 @@ class Partitioned final : public Dedup {
   std::int64_t* inverse_;
   std::size_t chunks_;
   int bits_;
-  std::size_t parts_;
-  std::vector<std::size_t> starts_;  // [parts, chunks], then the end
+  std::size_t n_parts_;
+  std::vector<std::size_t> starts_;  // [n_parts, chunks], then the end
   std::vector<std::size_t> first_;   // [chunks + 1]: rank of the chunk's first new id
   std::vector<Lane> lanes_;
-  Scratch<Index> local_;
+  Scratch<Part> parts_;   // [n]: partition of each id
+  Scratch<Index> local_;  // [n], grouped as the hashes
 };
 
 }  // namespace
 
 std::unique_ptr<Dedup> Dedup::of(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse,
                                  int threads) {
-  if (n <= kSmallDedup) return std::make_unique<Small>(ids, n, inverse);
-  if (n < std::int64_t{1} << 31) {
-    return std::make_unique<Partitioned<std::uint32_t>>(ids, n, inverse, threads);
+  if (n <= kSmallDedup || (threads <= 1 && n <= kSingleDedup)) {
+    return std::make_unique<Single>(ids, n, inverse);
   }
-  return std::make_unique<Partitioned<std::uint64_t>>(ids, n, inverse, threads);
+  const std::size_t parts = static_cast<std::size_t>(n) / kPartition;
+  const int bits = std::clamp(static_cast<int>(std::bit_width(parts)), 1, 11);
+  threads = std::max(threads, 1);
+  if (bits <= 8) {
+    return std::make_unique<Partitioned<std::uint32_t, std::uint8_t>>(ids, n, inverse, bits,
+                                                                      threads);
+  }
+  if (n < std::int64_t{1} << 31) {
+    return std::make_unique<Partitioned<std::uint32_t, std::uint16_t>>(ids, n, inverse, bits,
+                                                                       threads);
+  }
+  return std::make_unique<Partitioned<std::uint64_t, std::uint16_t>>(ids, n, inverse, bits,
+                                                                     threads);
 }
 
 std::int64_t value_rowids(const std::int64_t* offsets, std::int64_t rows, std::int64_t n,

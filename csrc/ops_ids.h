@@ -44,16 +44,21 @@ inline std::uint64_t spread(std::int64_t id) {
   return x * 0x9E3779B97F4A7C15ULL;
 }
 
-// Ids up to this many are deduplicated in one pass over one small table.
+struct Distinct {
+  std::int64_t id;
+  std::int64_t count;
+};
+
+// Ids up to this many are deduplicated by one thread with a table in its own cache.
 constexpr std::int64_t kSmallDedup = std::int64_t{1} << 15;
 
-// Slots dedup_small needs for n ids; a power of two.
-std::size_t small_slots(std::int64_t n);
+// Slots dedup_span needs for n ids; a power of two.
+std::size_t span_slots(std::int64_t n);
 
-// The one-pass dedup: returns the number of distinct ids; inverse[i] is the rank of ids[i]. slots
-// has small_slots(n) entries; unique and counts have n + 1, of which [1, found] are the answer.
-std::int64_t dedup_small(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
-                         std::int64_t* unique, std::int64_t* counts, std::int64_t* inverse);
+// Dedup in one pass over one table: returns the number of distinct ids; inverse[i] is the rank of
+// ids[i]. slots has span_slots(n) entries; found has n + 1, of which [1, number] are the answer.
+std::int64_t dedup_span(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
+                        Distinct* found, std::int64_t* inverse);
 
 constexpr std::int64_t kGood = -1;  // what checked operations return when nothing is wrong
 

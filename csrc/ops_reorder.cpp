@@ -64,9 +64,11 @@ std::int64_t move_rows(const char* rows, const std::int64_t* order, std::size_t 
       // An address beyond the rows is never read, only fetched in vain.
       const std::size_t ahead = static_cast<std::size_t>(order[i + kRowsAhead]) * bytes;
       if constexpr (kTake) {
-        __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(rows) + ahead));
+        __builtin_prefetch(
+            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(rows) + ahead));
       } else {
-        __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(out) + ahead), 1);
+        __builtin_prefetch(
+            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(out) + ahead), 1);
       }
     }
     const auto row = static_cast<std::size_t>(order[i]);
@@ -136,10 +138,11 @@ std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, st
     for (std::size_t c = 0; c < static_cast<std::size_t>(chunks); ++c) {
       at += std::exchange(next[c * width + s], at);
     }
-    if (s + 1 < width) sizes[s] = at - before;
-    if (s + 1 == width && at != before) {
-      return std::find_if(shards, shards + n,
-                          [&](Shard shard) { return bucket(shard) + 1 == width; }) - shards;
+    if (s + 1 < width) {
+      sizes[s] = at - before;
+    } else if (at != before) {
+      return std::find_if(shards, shards + n, [&](Shard shard) { return bucket(shard) == s; }) -
+             shards;
     }
   }
   Pool::instance().run(chunks, static_cast<int>(chunks), [&](std::int64_t c, int) {
@@ -183,7 +186,6 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
       bad_lists_(lists_.ids.size(), kGood),
       distinct_(static_cast<std::size_t>(std::accumulate(
           lists_.lengths.begin(), lists_.lengths.end(), std::int64_t{0})) + lists_.ids.size()),
-      counts_(distinct_.size()),
       owners_(distinct_.size()) {
   const std::size_t k_lists = lists_.ids.size();
   std::partial_sum(lists_.lengths.begin(), lists_.lengths.end(), starts_.begin() + 1);
@@ -195,7 +197,7 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
       dedup_list(k, nullptr);  // uses all threads itself
     }
   }
-  const std::size_t slots = small_slots(longest);
+  const std::size_t slots = span_slots(longest);
   const Scratch<std::uint32_t> tables(slots * static_cast<std::size_t>(threads_));
   Pool::instance().run(static_cast<std::int64_t>(k_lists), threads_, [&](std::int64_t k, int lane) {
     const auto list = static_cast<std::size_t>(k);
@@ -219,21 +221,25 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
 
 void FusedReorder::dedup_list(std::size_t list, std::uint32_t* slots) {
   const std::int64_t n = lists_.lengths[list];
-  std::int64_t* const distinct = distinct_.data() + starts_[list] + list;
-  std::int64_t* const counts = counts_.data() + starts_[list] + list;
+  Distinct* const distinct = distinct_.data() + starts_[list] + list;
   std::int64_t* const inverse = offsets_ + starts_[list];
   if (slots != nullptr) {
-    found_[list] = dedup_small(lists_.ids[list], n, slots, distinct, counts, inverse);
+    found_[list] = dedup_span(lists_.ids[list], n, slots, distinct, inverse);
     return;
   }
   const auto dedup = Dedup::of(lists_.ids[list], n, inverse, threads_);
   found_[list] = dedup->unique();
-  dedup->write(distinct + 1, counts + 1);
+  const Scratch<std::int64_t> ids(static_cast<std::size_t>(found_[list]));
+  const Scratch<std::int64_t> counts(static_cast<std::size_t>(found_[list]));
+  dedup->write(ids.data(), counts.data());
+  for (std::size_t u = 0; u < static_cast<std::size_t>(found_[list]); ++u) {
+    distinct[u + 1] = Distinct{ids[u], counts[u]};
+  }
 }
 
 // Shard of each distinct id: by rule, or what was given where it first appears.
 void FusedReorder::shard_list(std::size_t list) {
-  const std::int64_t* const distinct = distinct_.data() + starts_[list] + list + 1;
+  const Distinct* const distinct = distinct_.data() + starts_[list] + list + 1;
   std::uint32_t* const owners = owners_.data() + starts_[list] + list + 1;
   std::int64_t* const sizes = &sizes_[list * static_cast<std::size_t>(num_shards_)];
   if (rule_ == ShardRule::given) {
@@ -253,9 +259,10 @@ void FusedReorder::shard_list(std::size_t list) {
   }
   const Modulo modulo(num_shards_);
   for (std::int64_t u = 0; u < found_[list]; ++u) {
+    const std::int64_t id = distinct[u].id;
     const std::uint64_t shard = rule_ == ShardRule::floormod
-                                    ? modulo.of_signed(distinct[u])
-                                    : modulo.of_unsigned(static_cast<std::uint64_t>(distinct[u]));
+                                    ? modulo.of_signed(id)
+                                    : modulo.of_unsigned(static_cast<std::uint64_t>(id));
     owners[u] = static_cast<std::uint32_t>(shard);
     ++sizes[shard];
   }
@@ -263,8 +270,7 @@ void FusedReorder::shard_list(std::size_t list) {
 
 // Puts the distinct ids of one list at their rows; leaves in distinct_ where each row starts.
 void FusedReorder::place(std::size_t list, std::int64_t* ids, std::int64_t* counts) {
-  std::int64_t* const distinct = distinct_.data() + starts_[list] + list + 1;
-  const std::int64_t* const count = counts_.data() + starts_[list] + list + 1;
+  Distinct* const distinct = distinct_.data() + starts_[list] + list + 1;
   const std::uint32_t* const owners = owners_.data() + starts_[list] + list + 1;
   std::int64_t* const rows = &rows_[list * static_cast<std::size_t>(num_shards_)];
   std::int64_t* const floats = &floats_[list * static_cast<std::size_t>(num_shards_)];
@@ -272,9 +278,9 @@ void FusedReorder::place(std::size_t list, std::int64_t* ids, std::int64_t* coun
   for (std::int64_t u = 0; u < found_[list]; ++u) {
     const std::uint32_t shard = owners[u];
     const std::int64_t row = rows[shard]++;
-    ids[row] = distinct[u];
-    counts[row] = count[u];
-    distinct[u] = floats[shard];
+    ids[row] = distinct[u].id;
+    counts[row] = distinct[u].count;
+    distinct[u].id = floats[shard];
     floats[shard] += dim;
   }
 }
@@ -287,8 +293,8 @@ void FusedReorder::write(std::int64_t* ids, std::int64_t* counts, std::int64_t* 
     }
   }
   const auto map = [this](std::size_t list, std::int64_t start, std::int64_t stop) {
-    const std::int64_t* const at = distinct_.data() + starts_[list] + list + 1;
-    for (std::int64_t i = start; i < stop; ++i) offsets_[i] = at[offsets_[i]];
+    const Distinct* const at = distinct_.data() + starts_[list] + list + 1;
+    for (std::int64_t i = start; i < stop; ++i) offsets_[i] = at[offsets_[i]].id;
   };
   Pool::instance().run(static_cast<std::int64_t>(k_lists), threads_, [&](std::int64_t k, int) {
     const auto list = static_cast<std::size_t>(k);

@@ -59,8 +59,7 @@ class FusedReorder {
   std::vector<std::int64_t> rows_;       // [K, num_shards]: first row of each group
   std::vector<std::int64_t> floats_;     // [K, num_shards]: where that row starts in the buffer
   std::vector<std::int64_t> bad_lists_;  // [K]
-  Scratch<std::int64_t> distinct_;       // list k from starts_[k] + k: entry 0 is spare
-  Scratch<std::int64_t> counts_;
+  Scratch<Distinct> distinct_;           // list k from starts_[k] + k: entry 0 is spare
   Scratch<std::uint32_t> owners_;
   std::int64_t unique_ = 0;
   std::int64_t bad_ = kGood;

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shoal.ops as ops
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.hashing import to_signed
 from shoal.ops import reference
 from shoal.ops.dispatch import bounds_checks, forced
 from shoal.placement import floormod, unsigned_mod
@@ -388,13 +389,19 @@ def many_ids(kind: str) -> Tensor:
         return torch.randint(0, 2**62, (n,), generator=generator).bitwise_right_shift(
             torch.randint(0, 62, (n,), generator=generator)
         )
+    if kind == "one-group":  # the core groups ids by the top bits of a hash: all in one group
+        hashes = torch.randint(0, 2**55, (n,), generator=generator)
+        folded = hashes * to_signed(pow(0x9E3779B97F4A7C15, -1, 2**64))
+        return folded ^ ((folded >> 32) & 0xFFFFFFFF)
     if kind == "multiples":
         return torch.randint(0, n, (n,), generator=generator) << 44
     span = {"few": 50, "half": n // 2, "sparse": 2**62}[kind]
     return torch.randint(-span, span, (n,), generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["one", "few", "half", "skewed", "multiples", "sparse"])
+@pytest.mark.parametrize(
+    "kind", ["one", "few", "half", "skewed", "multiples", "one-group", "sparse"]
+)
 def test_large_dedup_is_the_same_on_any_number_of_threads(kind: str) -> None:
     ids_N = many_ids(kind)
     want = reference.dedup(ids_N)

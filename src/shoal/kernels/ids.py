@@ -35,7 +35,7 @@ def _rowids(offsets_ptr, out_ptr, n, rows, STEPS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join(splits_ptr, sizes_ptr, out_ptr, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join(splits_ptr, sizes_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     # One program a part: the ends of the parts before it are few and in the cache.
     part = tl.program_id(0).to(tl.int64)
     start = part * 0
@@ -171,7 +171,7 @@ def normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     parts = sizes_P.numel()
     out = torch.empty(splits_T.numel() + 1 - parts, dtype=torch.int64, device=splits_T.device)
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _join[(parts,)](splits_T.contiguous(), sizes_P.contiguous(), out, parts, BLOCK=_BLOCK)
+        _join[(parts,)](splits_T.contiguous(), sizes_P.contiguous(), out, BLOCK=_BLOCK)
     return out
 
 

@@ -63,12 +63,11 @@ def _scatter(  # type: ignore[no-untyped-def]
     at = block * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     place, digit = _digits(shards_ptr, order_ptr, at, live, shift, DIGITS, HAS_ORDER)
-    all_digits = tl.arange(0, DIGITS)
-    cell = all_digits * tl.num_programs(0).to(tl.int64) + block
-    start = tl.load(ends_ptr + cell) - tl.load(counts_ptr + cell)
-    hits = (digit[:, None] == all_digits[None, :]).to(tl.int32)
-    before = tl.cumsum(hits, axis=0) - hits
-    to = tl.sum(hits * (before + start[None, :]), axis=1)
+    hits = (digit[:, None] == tl.arange(0, DIGITS)[None, :]).to(tl.int32)
+    before = tl.sum(hits * tl.cumsum(hits, axis=0), axis=1) - 1
+    cell = digit * tl.num_programs(0).to(tl.int64) + block
+    end = tl.load(ends_ptr + cell, mask=live, other=0)
+    to = end - tl.load(counts_ptr + cell, mask=live, other=0) + before
     tl.store(out_ptr + to, place, mask=live)
 
 
