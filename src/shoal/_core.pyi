@@ -351,3 +351,33 @@ def sum_offsets(
     length: int,
     threads: int,
 ) -> tuple[int, int]: ...
+
+class Dedup:
+    unique: int
+    def __init__(self, ids: int, n: int, inverse: int, threads: int) -> None: ...
+    def write(self, ids: int, counts: int) -> None: ...
+
+class FusedReorder:
+    unique: int
+    bad: int
+    def __init__(
+        self,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        dims: Sequence[int],
+        shards: int,
+        rule: int,
+        given: int,
+        offsets: int,
+        threads: int,
+    ) -> None: ...
+    def write(self, ids: int, counts: int, sizes: int) -> None: ...
+
+def partition(
+    shards: int, wide: bool, n: int, num: int, order: int, sizes: int, threads: int
+) -> int: ...
+def move_rows(
+    take: bool, rows: int, order: int, n: int, bytes: int, out: int, threads: int
+) -> int: ...
+def value_rowids(offsets: int, rows: int, n: int, out: int, threads: int) -> int: ...
+def normalize_merged_split(splits: int, total: int, sizes: int, parts: int, out: int) -> int: ...

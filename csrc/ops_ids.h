@@ -1,0 +1,76 @@
+#pragma once
+// Operations on ids alone: distinct ids in order of first appearance, row numbers, joined offsets.
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "buffers.h"
+
+namespace shoal {
+
+// Memory for the length of one call, from the pool of large buffers. Contents are undefined.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(std::size_t n)
+      : size_(n), block_(Buffers::instance().take(n * sizeof(T) + 64)) {}
+  ~Scratch() { Buffers::instance().give_back(std::move(block_)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  T* data() const { return reinterpret_cast<T*>(block_.data()); }
+  T& operator[](std::size_t i) const { return data()[i]; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::size_t size_;
+  Block block_;
+};
+
+// One dedup under way: the number of distinct ids is known once it exists, so that the caller can
+// make room for them; `ids` and `inverse` stay the caller's until write() returns.
+class Dedup {
+ public:
+  static std::unique_ptr<Dedup> of(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse,
+                                   int threads);
+  virtual ~Dedup() = default;
+  virtual std::int64_t unique() const = 0;
+  virtual void write(std::int64_t* ids, std::int64_t* counts) = 0;
+};
+
+// Bijective; the high bits are the well mixed ones.
+inline std::uint64_t spread(std::int64_t id) {
+  std::uint64_t x = static_cast<std::uint64_t>(id);
+  x ^= x >> 32;
+  return x * 0x9E3779B97F4A7C15ULL;
+}
+
+struct Distinct {
+  std::int64_t id;
+  std::int64_t count;
+};
+
+// Ids up to this many are deduplicated by one thread with a table in its own cache.
+constexpr std::int64_t kSmallDedup = std::int64_t{1} << 15;
+
+// Slots dedup_span needs for n ids; a power of two.
+std::size_t span_slots(std::int64_t n);
+
+// Dedup in one pass over one table: returns the number of distinct ids; inverse[i] is the rank of
+// ids[i]. slots has span_slots(n) entries; found has n + 1, of which [1, number] are the answer.
+std::int64_t dedup_span(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
+                        Distinct* found, std::int64_t* inverse);
+
+constexpr std::int64_t kGood = -1;  // what checked operations return when nothing is wrong
+
+// Row of each value: row r holds values [offsets[r], offsets[r + 1]). Returns kGood, or the first
+// offset that does not start at 0, falls, or does not end at n.
+std::int64_t value_rowids(const std::int64_t* offsets, std::int64_t rows, std::int64_t n,
+                          std::int64_t* out, int threads);
+
+// Joins row splits that each start at 0 into one; sizes [parts] are their lengths. Returns kGood,
+// the first bad split (below `total`), or total + the first bad size.
+std::int64_t normalize_merged_split(const std::int64_t* splits, std::int64_t total,
+                                    const std::int64_t* sizes, std::int64_t parts,
+                                    std::int64_t* out);
+
+}  // namespace shoal

@@ -1,0 +1,315 @@
+#include "ops_reorder.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "pool.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kWorthThreads = std::int64_t{1} << 15;
+constexpr std::int64_t kRowsAhead = 16;
+
+std::size_t edge(std::int64_t n, std::int64_t chunks, std::int64_t chunk) {
+  return static_cast<std::size_t>(n / chunks * chunk + std::min(chunk, n % chunks));
+}
+
+// x modulo a divisor below 2^31, by multiplication: q is the quotient or one less.
+class Modulo {
+ public:
+  explicit Modulo(std::int64_t divisor)
+      : divisor_(static_cast<std::uint64_t>(divisor)),
+        inverse_(~std::uint64_t{0} / divisor_),
+        wrap_((~std::uint64_t{0} % divisor_ + 1) % divisor_) {}
+
+  std::uint64_t of_unsigned(std::uint64_t x) const {
+    __extension__ using Wide = unsigned __int128;
+    const auto q = static_cast<std::uint64_t>((static_cast<Wide>(x) * inverse_) >> 64);
+    const std::uint64_t r = x - q * divisor_;
+    return r >= divisor_ ? r - divisor_ : r;
+  }
+
+  // As Python's %: a negative id read as unsigned is 2^64 too large.
+  std::uint64_t of_signed(std::int64_t x) const {
+    const std::uint64_t r = of_unsigned(static_cast<std::uint64_t>(x));
+    if (x >= 0) return r;
+    return r >= wrap_ ? r - wrap_ : r + divisor_ - wrap_;
+  }
+
+ private:
+  std::uint64_t divisor_;
+  std::uint64_t inverse_;
+  std::uint64_t wrap_;  // 2^64 modulo the divisor
+};
+
+template <std::size_t kBytes>
+struct Fixed {
+  static void copy(char* to, const char* from, std::size_t) { __builtin_memcpy(to, from, kBytes); }
+};
+
+struct Any {
+  static void copy(char* to, const char* from, std::size_t bytes) {
+    __builtin_memcpy(to, from, bytes);
+  }
+};
+
+// Moves rows [start, stop); returns the first bad position or kGood.
+template <class Copy, bool kTake>
+std::int64_t move_rows(const char* rows, const std::int64_t* order, std::size_t start,
+                       std::size_t stop, std::size_t n, std::size_t bytes, char* out) {
+  for (std::size_t i = start; i < stop; ++i) {
+    if (i + kRowsAhead < stop) {
+      // An address beyond the rows is never read, only fetched in vain.
+      const std::size_t ahead = static_cast<std::size_t>(order[i + kRowsAhead]) * bytes;
+      if constexpr (kTake) {
+        __builtin_prefetch(
+            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(rows) + ahead));
+      } else {
+        __builtin_prefetch(
+            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(out) + ahead), 1);
+      }
+    }
+    const auto row = static_cast<std::size_t>(order[i]);
+    if (row >= n) return static_cast<std::int64_t>(i);
+    if constexpr (kTake) {
+      Copy::copy(out + i * bytes, rows + row * bytes, bytes);
+    } else {
+      Copy::copy(out + row * bytes, rows + i * bytes, bytes);
+    }
+  }
+  return kGood;
+}
+
+using Move = std::int64_t (*)(const char*, const std::int64_t*, std::size_t, std::size_t,
+                              std::size_t, std::size_t, char*);
+
+template <bool kTake>
+Move mover(std::size_t bytes) {
+  switch (bytes) {
+    case 2: return move_rows<Fixed<2>, kTake>;
+    case 4: return move_rows<Fixed<4>, kTake>;
+    case 8: return move_rows<Fixed<8>, kTake>;
+    case 16: return move_rows<Fixed<16>, kTake>;
+    case 32: return move_rows<Fixed<32>, kTake>;
+    case 64: return move_rows<Fixed<64>, kTake>;
+    case 128: return move_rows<Fixed<128>, kTake>;
+    case 256: return move_rows<Fixed<256>, kTake>;
+    default: return move_rows<Any, kTake>;
+  }
+}
+
+std::int64_t move_all(Move move, const char* rows, const std::int64_t* order, std::int64_t n,
+                      std::size_t bytes, char* out, int threads) {
+  const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
+  const std::int64_t chunks = parallel ? std::min<std::int64_t>(n, threads * 4) : 1;
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(chunks), kGood);
+  Pool::instance().run(chunks, threads, [&](std::int64_t c, int) {
+    bad[c] = move(rows, order, edge(n, chunks, c), edge(n, chunks, c + 1),
+                  static_cast<std::size_t>(n), bytes, out);
+  });
+  const auto first = std::find_if(bad.begin(), bad.end(), [](auto b) { return b != kGood; });
+  return first == bad.end() ? kGood : *first;
+}
+
+}  // namespace
+
+template <class Shard>
+std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, std::int64_t* order,
+                       std::int64_t* sizes, int threads) {
+  // A counter for each chunk and shard, which must stay few against the ids.
+  const std::int64_t most = n < kWorthThreads ? 1 : std::max<std::int64_t>(1, n / (4 * num));
+  const std::int64_t chunks = std::clamp<std::int64_t>(threads, 1, most);
+  const auto width = static_cast<std::size_t>(num) + 1;  // the last counts what is out of range
+  std::vector<std::int64_t> next(width * static_cast<std::size_t>(chunks), 0);
+  const auto bucket = [num](Shard shard) {
+    const auto value = static_cast<std::uint64_t>(static_cast<std::int64_t>(shard));
+    return static_cast<std::size_t>(std::min(value, static_cast<std::uint64_t>(num)));
+  };
+  Pool::instance().run(chunks, static_cast<int>(chunks), [&](std::int64_t c, int) {
+    std::int64_t* const count = &next[static_cast<std::size_t>(c) * width];
+    const std::size_t stop = edge(n, chunks, c + 1);
+    for (std::size_t i = edge(n, chunks, c); i < stop; ++i) ++count[bucket(shards[i])];
+  });
+  std::int64_t at = 0;
+  for (std::size_t s = 0; s < width; ++s) {
+    const std::int64_t before = at;
+    for (std::size_t c = 0; c < static_cast<std::size_t>(chunks); ++c) {
+      at += std::exchange(next[c * width + s], at);
+    }
+    if (s + 1 < width) {
+      sizes[s] = at - before;
+    } else if (at != before) {
+      return std::find_if(shards, shards + n, [&](Shard shard) { return bucket(shard) == s; }) -
+             shards;
+    }
+  }
+  Pool::instance().run(chunks, static_cast<int>(chunks), [&](std::int64_t c, int) {
+    std::int64_t* const to = &next[static_cast<std::size_t>(c) * width];
+    const std::size_t stop = edge(n, chunks, c + 1);
+    for (std::size_t i = edge(n, chunks, c); i < stop; ++i) {
+      order[to[static_cast<std::size_t>(shards[i])]++] = static_cast<std::int64_t>(i);
+    }
+  });
+  return kGood;
+}
+
+template std::int64_t partition(const std::int32_t*, std::int64_t, std::int64_t, std::int64_t*,
+                                std::int64_t*, int);
+template std::int64_t partition(const std::int64_t*, std::int64_t, std::int64_t, std::int64_t*,
+                                std::int64_t*, int);
+
+std::int64_t take_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                       std::size_t bytes, char* out, int threads) {
+  return move_all(mover<true>(bytes), rows, order, n, bytes, out, threads);
+}
+
+std::int64_t put_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                      std::size_t bytes, char* out, int threads) {
+  return move_all(mover<false>(bytes), rows, order, n, bytes, out, threads);
+}
+
+FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule,
+                           const std::int64_t* shards, std::int64_t* offsets, int threads)
+    : lists_(std::move(lists)),
+      num_shards_(num_shards),
+      rule_(rule),
+      shards_(shards),
+      offsets_(offsets),
+      threads_(std::max(threads, 1)),
+      starts_(lists_.ids.size() + 1, 0),
+      found_(lists_.ids.size()),
+      sizes_(lists_.ids.size() * static_cast<std::size_t>(num_shards), 0),
+      rows_(sizes_.size()),
+      floats_(sizes_.size()),
+      bad_lists_(lists_.ids.size(), kGood),
+      distinct_(static_cast<std::size_t>(std::accumulate(
+          lists_.lengths.begin(), lists_.lengths.end(), std::int64_t{0})) + lists_.ids.size()),
+      owners_(distinct_.size()) {
+  const std::size_t k_lists = lists_.ids.size();
+  std::partial_sum(lists_.lengths.begin(), lists_.lengths.end(), starts_.begin() + 1);
+  std::int64_t longest = 0;
+  for (std::size_t k = 0; k < k_lists; ++k) {
+    if (small(k)) {
+      longest = std::max(longest, lists_.lengths[k]);
+    } else {
+      dedup_list(k, nullptr);  // uses all threads itself
+    }
+  }
+  const std::size_t slots = span_slots(longest);
+  const Scratch<std::uint32_t> tables(slots * static_cast<std::size_t>(threads_));
+  Pool::instance().run(static_cast<std::int64_t>(k_lists), threads_, [&](std::int64_t k, int lane) {
+    const auto list = static_cast<std::size_t>(k);
+    if (small(list)) dedup_list(list, &tables[slots * static_cast<std::size_t>(lane)]);
+    shard_list(list);
+  });
+  for (const std::int64_t bad : bad_lists_) {
+    if (bad_ == kGood) bad_ = bad;
+  }
+  std::int64_t float_at = 0;
+  for (std::size_t s = 0; s < static_cast<std::size_t>(num_shards_); ++s) {
+    for (std::size_t k = 0; k < k_lists; ++k) {
+      const std::size_t group = k * static_cast<std::size_t>(num_shards_) + s;
+      rows_[group] = unique_;
+      floats_[group] = float_at;
+      unique_ += sizes_[group];
+      float_at += sizes_[group] * lists_.dims[k];
+    }
+  }
+}
+
+void FusedReorder::dedup_list(std::size_t list, std::uint32_t* slots) {
+  const std::int64_t n = lists_.lengths[list];
+  Distinct* const distinct = distinct_.data() + starts_[list] + list;
+  std::int64_t* const inverse = offsets_ + starts_[list];
+  if (slots != nullptr) {
+    found_[list] = dedup_span(lists_.ids[list], n, slots, distinct, inverse);
+    return;
+  }
+  const auto dedup = Dedup::of(lists_.ids[list], n, inverse, threads_);
+  found_[list] = dedup->unique();
+  const Scratch<std::int64_t> ids(static_cast<std::size_t>(found_[list]));
+  const Scratch<std::int64_t> counts(static_cast<std::size_t>(found_[list]));
+  dedup->write(ids.data(), counts.data());
+  for (std::size_t u = 0; u < static_cast<std::size_t>(found_[list]); ++u) {
+    distinct[u + 1] = Distinct{ids[u], counts[u]};
+  }
+}
+
+// Shard of each distinct id: by rule, or what was given where it first appears.
+void FusedReorder::shard_list(std::size_t list) {
+  const Distinct* const distinct = distinct_.data() + starts_[list] + list + 1;
+  std::uint32_t* const owners = owners_.data() + starts_[list] + list + 1;
+  std::int64_t* const sizes = &sizes_[list * static_cast<std::size_t>(num_shards_)];
+  if (rule_ == ShardRule::given) {
+    std::int64_t found = 0;
+    for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
+      const auto shard = static_cast<std::uint64_t>(shards_[i]);
+      if (shard >= static_cast<std::uint64_t>(num_shards_)) {
+        bad_lists_[list] = i;
+        return;
+      }
+      if (offsets_[i] == found) {
+        owners[found++] = static_cast<std::uint32_t>(shard);
+        ++sizes[shard];
+      }
+    }
+    return;
+  }
+  const Modulo modulo(num_shards_);
+  for (std::int64_t u = 0; u < found_[list]; ++u) {
+    const std::int64_t id = distinct[u].id;
+    const std::uint64_t shard = rule_ == ShardRule::floormod
+                                    ? modulo.of_signed(id)
+                                    : modulo.of_unsigned(static_cast<std::uint64_t>(id));
+    owners[u] = static_cast<std::uint32_t>(shard);
+    ++sizes[shard];
+  }
+}
+
+// Puts the distinct ids of one list at their rows; leaves in distinct_ where each row starts.
+void FusedReorder::place(std::size_t list, std::int64_t* ids, std::int64_t* counts) {
+  Distinct* const distinct = distinct_.data() + starts_[list] + list + 1;
+  const std::uint32_t* const owners = owners_.data() + starts_[list] + list + 1;
+  std::int64_t* const rows = &rows_[list * static_cast<std::size_t>(num_shards_)];
+  std::int64_t* const floats = &floats_[list * static_cast<std::size_t>(num_shards_)];
+  const std::int64_t dim = lists_.dims[list];
+  for (std::int64_t u = 0; u < found_[list]; ++u) {
+    const std::uint32_t shard = owners[u];
+    const std::int64_t row = rows[shard]++;
+    ids[row] = distinct[u].id;
+    counts[row] = distinct[u].count;
+    distinct[u].id = floats[shard];
+    floats[shard] += dim;
+  }
+}
+
+void FusedReorder::write(std::int64_t* ids, std::int64_t* counts, std::int64_t* sizes) {
+  const std::size_t k_lists = lists_.ids.size();
+  for (std::size_t k = 0; k < k_lists; ++k) {
+    for (std::size_t s = 0; s < static_cast<std::size_t>(num_shards_); ++s) {
+      sizes[s * k_lists + k] = sizes_[k * static_cast<std::size_t>(num_shards_) + s];
+    }
+  }
+  const auto map = [this](std::size_t list, std::int64_t start, std::int64_t stop) {
+    const Distinct* const at = distinct_.data() + starts_[list] + list + 1;
+    for (std::int64_t i = start; i < stop; ++i) offsets_[i] = at[offsets_[i]].id;
+  };
+  Pool::instance().run(static_cast<std::int64_t>(k_lists), threads_, [&](std::int64_t k, int) {
+    const auto list = static_cast<std::size_t>(k);
+    place(list, ids, counts);
+    if (small(list)) map(list, starts_[list], starts_[list + 1]);
+  });
+  for (std::size_t list = 0; list < k_lists; ++list) {
+    if (small(list)) continue;
+    Pool::instance().run(threads_, threads_, [&](std::int64_t c, int) {
+      const std::int64_t start = starts_[list];
+      const std::int64_t n = lists_.lengths[list];
+      map(list, start + static_cast<std::int64_t>(edge(n, threads_, c)),
+          start + static_cast<std::int64_t>(edge(n, threads_, c + 1)));
+    });
+  }
+}
+
+}  // namespace shoal

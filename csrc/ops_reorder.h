@@ -1,0 +1,68 @@
+#pragma once
+// Operations that group ids and rows by shard: stable partition, moves of rows, fused reorder.
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ops_ids.h"
+
+namespace shoal {
+
+// The stable permutation that groups positions by shard, and the size of each group. Returns
+// kGood, or the first position whose shard is not in [0, num).
+template <class Shard>
+std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, std::int64_t* order,
+                       std::int64_t* sizes, int threads);
+
+// out[i] = rows[order[i]] (take) or out[order[i]] = rows[i] (put), rows of `bytes`. Returns kGood,
+// or the first position whose order is not in [0, n); then `out` is partly written.
+std::int64_t take_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                       std::size_t bytes, char* out, int threads);
+std::int64_t put_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                      std::size_t bytes, char* out, int threads);
+
+enum class ShardRule : int { given = 0, floormod = 1, unsigned_mod = 2 };
+
+struct IdLists {
+  std::vector<const std::int64_t*> ids;  // [K]
+  std::vector<std::int64_t> lengths;     // [K]
+  std::vector<std::int64_t> dims;        // [K]: width of a row of each list's table
+};
+
+// Distinct ids of each of K lists, grouped by shard, then by list, in order of first appearance.
+// Known once it exists: unique(), and bad(): kGood, or the first position (over all lists) whose
+// given shard is not in [0, num_shards). offsets [N] is the caller's, and written by write().
+class FusedReorder {
+ public:
+  FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule, const std::int64_t* shards,
+               std::int64_t* offsets, int threads);
+  std::int64_t unique() const { return unique_; }
+  std::int64_t bad() const { return bad_; }
+  // ids, counts [unique()]; sizes [num_shards, K].
+  void write(std::int64_t* ids, std::int64_t* counts, std::int64_t* sizes);
+
+ private:
+  void dedup_list(std::size_t list, std::uint32_t* slots);
+  void shard_list(std::size_t list);
+  void place(std::size_t list, std::int64_t* ids, std::int64_t* counts);
+  bool small(std::size_t list) const { return lists_.lengths[list] <= kSmallDedup; }
+
+  IdLists lists_;
+  std::int64_t num_shards_;
+  ShardRule rule_;
+  const std::int64_t* shards_;
+  std::int64_t* offsets_;
+  int threads_;
+  std::vector<std::int64_t> starts_;     // [K + 1] over all lists
+  std::vector<std::int64_t> found_;      // [K] distinct ids
+  std::vector<std::int64_t> sizes_;      // [K, num_shards]
+  std::vector<std::int64_t> rows_;       // [K, num_shards]: first row of each group
+  std::vector<std::int64_t> floats_;     // [K, num_shards]: where that row starts in the buffer
+  std::vector<std::int64_t> bad_lists_;  // [K]
+  Scratch<Distinct> distinct_;           // list k from starts_[k] + k: entry 0 is spare
+  Scratch<std::uint32_t> owners_;
+  std::int64_t unique_ = 0;
+  std::int64_t bad_ = kGood;
+};
+
+}  // namespace shoal

@@ -1,0 +1,283 @@
+"""Rows and jagged values grouped by shard: partition, and the splits made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import DTypeError, InputError, describe
+from shoal.ops import reference
+from shoal.ops.dispatch import one_device, operator
+from shoal.ops.ids import check_ids, fused_value_rowids, shape_error, value_error
+from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
+from shoal.ragged import Ragged
+
+__all__ = [
+    "partition",
+    "permute_rows",
+    "ragged_partition",
+    "ragged_split_by_indices",
+    "split_by_indices",
+    "unpermute_rows",
+]
+
+_GOOD = -1  # what the core returns when it found nothing wrong
+_MOST_SHARDS = (1 << 31) - 1
+
+
+def partition(shards_N: Tensor, num_shards: int) -> Partition:
+    """Group positions by shard; inside a shard they keep their order.
+
+    shards_N int32 or int64 [N], values in [0, num_shards) -> `Partition(order_N, sizes_W)`, int64
+    [N] and [num_shards]. Nothing waits for the device. No gradient.
+
+    Raises:
+        DTypeError, ShapeError: not int32 or int64 [N].
+        InputError: num_shards not in 1..2^31-1; a shard out of range (see `set_bounds_checks`).
+    """
+    check_shards("partition", "shards_N", shards_N, num_shards)
+    return Partition(*_partition(shards_N, num_shards))
+
+
+def permute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
+    """Rows in another order: row i of the result is `rows_N[order_N[i]]`.
+
+    rows_N [N, ...] of any dtype, order_N int64 [N], a permutation -> [N, ...].
+    Gradient: `unpermute_rows`.
+
+    Raises:
+        DTypeError, ShapeError: order not int64 [N], or not as long as the rows.
+        InputError: on two devices; an order out of range (see `set_bounds_checks`).
+    """
+    _check_order("permute_rows", rows_N, order_N)
+    return _permute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+
+
+def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
+    """The inverse of `permute_rows`: row `order_N[i]` of the result is `rows_N[i]`.
+
+    Shapes and errors as there. Gradient: `permute_rows`. Unless order_N is a permutation, rows
+    that it leaves out are undefined.
+    """
+    _check_order("unpermute_rows", rows_N, order_N)
+    return _unpermute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+
+
+def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> list[Tensor]:
+    """Cut rows into splits by an index per row; inside a split rows keep their order.
+
+    indices_N int32 or int64 [N] in [0, num_splits), tensor_N [N, ...] of any dtype -> num_splits
+    tensors [n_s, ...], views of one.
+
+    On CUDA it waits for the device, because sizes depend on the indices; `partition` and
+    `permute_rows` give the same rows in one tensor without waiting. Gradient: each row's, put
+    back where it came from. Monolith: `split_by_indices`.
+
+    Raises:
+        DTypeError, ShapeError: indices not int32 or int64 [N], or not one per row.
+        InputError: on two devices, num_splits below 1, an index out of range.
+    """
+    check_shards("split_by_indices", "indices_N", indices_N, num_splits)
+    check_lengths("split_by_indices", "indices_N", indices_N, "tensor_N", tensor_N)
+    order_N, sizes_W = _partition(indices_N, num_splits)
+    return list(torch.split(_permute_rows(tensor_N, order_N), sizes_W.tolist()))
+
+
+def ragged_partition(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedPartition:
+    """Group a ragged's values by an index per value; the parts stay in one tensor.
+
+    indices_N int32 or int64 [N] in [0, num_splits), a ragged of N values in B rows ->
+    `RaggedPartition(values_N, positions_N, sizes_W, offsets_WB1)`. Nothing waits for the device.
+    No gradient.
+
+    Raises:
+        as `ragged_split_by_indices`.
+    """
+    op, batch = "ragged_partition", ragged.batch_size
+    check_shards(op, "indices_N", indices_N, num_splits)
+    check_lengths(op, "indices_N", indices_N, "ragged.values", ragged.values)
+    rows_N = fused_value_rowids(ragged)
+    order_N, sizes_W = _partition(indices_N, num_splits)
+    lengths_WB = rows_N.new_zeros(num_splits * batch)
+    lengths_WB.index_add_(0, indices_N * batch + rows_N, torch.ones_like(rows_N))
+    lengths_WB = lengths_WB.view(num_splits, batch)
+    offsets_WB1 = torch.nn.functional.pad(lengths_WB.cumsum(1), (1, 0))
+    return RaggedPartition(_permute_rows(ragged.values, order_N), order_N, sizes_W, offsets_WB1)
+
+
+def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedSplit:
+    """Cut a ragged into splits by an index per value.
+
+    indices_N int32 or int64 [N] in [0, num_splits), a ragged of N values in B rows ->
+    `RaggedSplit(values, positions)`: num_splits ragged each, of B rows; positions number the
+    values as they stood in the input.
+
+    On CUDA it waits for the device, because sizes depend on the indices; `ragged_partition` does
+    not. No gradient. Monolith: `ragged_split_by_indices`.
+
+    Raises:
+        DTypeError, ShapeError: indices not int32 or int64 [N], or not one per value; offsets that
+            do not start at 0, fall, or do not end at N.
+        InputError: on two devices, num_splits below 1, an index out of range.
+    """
+    found = ragged_partition(indices_N, ragged, num_splits)
+    sizes = found.sizes_W.tolist()
+    parts = [torch.split(found.values_N, sizes), torch.split(found.positions_N, sizes)]
+    values, positions = (
+        [
+            Ragged(part, offsets_B1)
+            for part, offsets_B1 in zip(split, found.offsets_WB1, strict=True)
+        ]
+        for split in parts
+    )
+    return RaggedSplit(values, positions)
+
+
+def check_num(op: str, name: str, num: int) -> None:
+    """Raise unless a number of shards is one that ids can be split over."""
+    if not 1 <= num <= _MOST_SHARDS:
+        raise value_error(op, name, num, f"1..{_MOST_SHARDS}")
+
+
+def check_shards(op: str, name: str, shards_N: Tensor, num: int) -> None:
+    """Raise unless a tensor is int32 or int64 [N], and num a number of shards."""
+    if shards_N.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(
+            describe(
+                f"{op}: dtype of {name}",
+                got=shards_N.dtype,
+                allowed="int32 or int64",
+                remedy="Call .long().",
+            )
+        )
+    if shards_N.ndim != 1:
+        raise shape_error(op, f"shape of {name}", tuple(shards_N.shape), "1 dimension")
+    check_num(op, "number of shards", num)
+
+
+def check_lengths(op: str, one: str, one_N: Tensor, other: str, other_N: Tensor) -> None:
+    """Raise unless two tensors are of one device and one length."""
+    one_device(op, **{one.replace(".", "_"): one_N, other.replace(".", "_"): other_N})
+    if other_N.ndim < 1 or other_N.shape[0] != one_N.shape[0]:
+        got = f"{tuple(one_N.shape)} and {tuple(other_N.shape)}"
+        raise shape_error(op, f"lengths of {one} and {other}", got, "one length")
+
+
+def shard_error(op: str, shards_N: Tensor, num: int, at: int) -> InputError:
+    """The error of a shard that is out of range."""
+    return value_error(op, f"shard at {at}", shards_N[at].item(), f"0..{num - 1}")
+
+
+def raise_bad_shards(op: str, shards_N: Tensor, num: int) -> None:
+    """Raise for the first shard that is out of range; reads the tensor."""
+    places = ((shards_N < 0) | (shards_N >= num)).nonzero()
+    if places.numel():
+        raise shard_error(op, shards_N, num, int(places[0]))
+
+
+def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
+    check_ids(op, "order_N", order_N)
+    check_lengths(op, "order_N", order_N, "rows_N", rows_N)
+
+
+def _core_partition(shards_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    shards_N = shards_N.contiguous()
+    order_N = torch.empty(shards_N.numel(), dtype=torch.int64)
+    sizes_W = torch.empty(num, dtype=torch.int64)
+    bad = _core.partition(
+        shards_N.data_ptr(),
+        shards_N.dtype == torch.int64,
+        shards_N.numel(),
+        num,
+        order_N.data_ptr(),
+        sizes_W.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if bad != _GOOD:
+        raise shard_error("partition", shards_N, num, bad)
+    return order_N, sizes_W
+
+
+def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
+    rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
+    out_N = torch.empty_like(rows_N)
+    if out_N.numel() == 0:
+        return out_N
+    n = order_N.numel()
+    bad = _core.move_rows(
+        take,
+        rows_N.data_ptr(),
+        order_N.data_ptr(),
+        n,
+        rows_N.numel() // n * rows_N.element_size(),
+        out_N.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if bad != _GOOD:
+        raise _order_error(order_N, bad)
+    return out_N
+
+
+def _order_error(order_N: Tensor, at: int) -> InputError:
+    allowed = f"0..{order_N.numel() - 1}, each once"
+    return value_error("permute_rows", f"order_N[{at}]", order_N[at].item(), allowed)
+
+
+def _check_order_values(rows_N: Tensor, order_N: Tensor) -> None:
+    places = ((order_N < 0) | (order_N >= order_N.numel())).nonzero()
+    if places.numel():
+        raise _order_error(order_N, int(places[0]))
+
+
+def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _permute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+    return unpermute_rows(grad_N, *ctx.saved_tensors), None
+
+
+def _unpermute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+    return permute_rows(grad_N, *ctx.saved_tensors), None
+
+
+def _fake_moved(rows_N: Tensor, order_N: Tensor) -> Tensor:
+    return torch.empty_like(rows_N, memory_format=torch.contiguous_format)
+
+
+_partition = operator(
+    "partition(Tensor shards_N, int num) -> (Tensor, Tensor)",
+    reference=reference.partition,
+    core=_core_partition,
+    triton="partition:partition",
+    fake=lambda shards_N, num: (
+        shards_N.new_empty(shards_N.numel(), dtype=torch.int64),
+        shards_N.new_empty(num, dtype=torch.int64),
+    ),
+    check=lambda shards_N, num: raise_bad_shards("partition", shards_N, num),
+)
+
+_permute_rows = operator(
+    "permute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
+    reference=reference.permute_rows,
+    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=True),
+    triton="partition:permute_rows",
+    fake=_fake_moved,
+    check=_check_order_values,
+    backward=_permute_rows_backward,
+    setup=_keep_order,
+)
+
+_unpermute_rows = operator(
+    "unpermute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
+    reference=reference.unpermute_rows,
+    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=False),
+    triton="partition:unpermute_rows",
+    fake=_fake_moved,
+    check=_check_order_values,
+    backward=_unpermute_rows_backward,
+    setup=_keep_order,
+)
