@@ -278,6 +278,8 @@ def fused_segment_sum_backward(
     widths: Sequence[int],
     parts: Sequence[int],
     is_double: bool,
+    threads: int,
+) -> tuple[int, int]: ...
 def match_rows(ids: int, rows: int, query: int, n: int, index: int, threads: int) -> int: ...
 def gather_rows(
     arrays: Sequence[int],
