@@ -40,9 +40,9 @@ check: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
 
-# On a GPU machine with its own torch and Triton; needs nothing else.
+# On a GPU machine with its own torch and Triton; needs nothing else, pytest's timeouts neither.
 test-gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests
+	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests
 
 # The core's own tests under the thread sanitizer.
 tsan:
@@ -61,6 +61,7 @@ tsan:
 
 bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/table_cpu.py --json out-table-cpu.json
+	.venv-peers/bin/python bench/ops.py --json out-ops.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 
 format: setup

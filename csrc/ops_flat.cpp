@@ -1,6 +1,5 @@
 #include "ops_flat.h"
 
-#include <atomic>
 #include <cstring>
 
 #include "ops_copy.h"
@@ -182,7 +181,6 @@ MapCheck check_map(const OffsetMap& map, std::int64_t n, std::int64_t length, st
                    int threads) {
   const MapCheck splits = check_splits(map, n, length);
   if (splits.fault != MapFault::none) return splits;
-  std::atomic<bool> position_fault{false};
   const std::int64_t bad = first_bad(
       position_shares(map), threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
         std::int64_t first = -1;

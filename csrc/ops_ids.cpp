@@ -10,9 +10,8 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kAhead = 16;
+constexpr std::int64_t kAhead = 24;
 constexpr std::int64_t kSingleDedup = std::int64_t{1} << 21;
-constexpr std::size_t kPartition = 4096;  // ids, about
 
 inline std::size_t home(std::int64_t id, int shift) {
   return static_cast<std::size_t>(spread(id) >> shift);
@@ -58,7 +57,7 @@ std::int64_t dedup_span_as(const std::int64_t* ids, std::int64_t n, std::uint32_
 }  // namespace
 
 std::size_t span_slots(std::int64_t n) {
-  return std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(n, 8)) * 3);
+  return std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(n, 8)) * 2);
 }
 
 std::int64_t dedup_span(const std::int64_t* ids, std::int64_t n, std::uint32_t* slots,
@@ -98,34 +97,39 @@ Word mask_of(bool set) {
   return static_cast<Word>(-static_cast<Word>(set));
 }
 
+template <class Word>
+Word choose(Word mask, Word yes, Word no) {
+  return (yes & mask) | (no & ~mask);
+}
+
 struct Slot {
   std::uint64_t hash;
-  std::uint64_t number;  // of the id, over all partitions; free when the partition starts later
+  std::uint64_t place;  // where the id first stands among the grouped ids, plus 1
 };
 
-// A lane's hash table, used for one partition after another without clearing: numbers only grow.
+// A lane's hash table, used for one group after another without clearing: places only grow, so
+// what an earlier group left behind is free.
 class Table {
  public:
-  explicit Table(int partition_bits) : skipped_(partition_bits) {}
+  explicit Table(int group_bits) : skipped_(group_bits) {}
 
-  // Room for `more` ids beside those numbered in [first, next), at a load of a half at most.
-  void reserve(std::uint64_t first, std::uint64_t next, std::size_t more) {
-    const std::size_t slots = 2 * (next - first + more);
-    if (slots <= slots_.size()) return;
-    std::vector<Slot> old(std::bit_ceil(std::max<std::size_t>(slots, 64)));
+  // Room for `ids` ids of the group that starts at `start`, at a load of a half at most.
+  void reserve(std::size_t ids, std::size_t start) {
+    if (2 * ids <= slots_.size()) return;
+    std::vector<Slot> old(std::bit_ceil(std::max<std::size_t>(2 * ids, 64)));
     old.swap(slots_);
     shift_ = 64 - std::countr_zero(slots_.size());
     for (const Slot& slot : old) {
-      if (slot.number >= first) this->slot(slot.hash, first) = slot;
+      if (slot.place > start) this->slot(slot.hash, start) = slot;
     }
   }
 
   // The slot of a hash, or the free one where it belongs.
-  Slot& slot(std::uint64_t hash, std::uint64_t first) {
+  Slot& slot(std::uint64_t hash, std::size_t start) {
     std::size_t at = (hash << skipped_) >> shift_;
     for (;;) {
       Slot& slot = slots_[at];
-      if (((slot.hash ^ hash) & mask_of<std::uint64_t>(slot.number >= first)) == 0) return slot;
+      if (((slot.hash ^ hash) & mask_of<std::uint64_t>(slot.place > start)) == 0) return slot;
       at = (at + 1) & (slots_.size() - 1);
     }
   }
@@ -136,29 +140,33 @@ class Table {
   int shift_ = 0;
 };
 
-// Ids are grouped by the top bits of their hash; each group is numbered with a table that fits the
-// second cache level; passes in input order turn those numbers into ranks of first appearance.
-// Nothing of the result depends on the groups or the threads.
-template <class Index, class Part>
-class Partitioned final : public Dedup {
+// Ids are grouped by the top bits of their hash; each group is searched with a table that fits the
+// second cache level; passes in input order rank what they see for the first time. Nothing of the
+// result depends on the groups or the threads.
+//
+// entries_, in the order of the groups, holds for an id seen before the place of its first
+// occurrence. For a first occurrence it holds, marked as such, the count, and later the rank.
+template <class Index>
+class Grouped final : public Dedup {
  public:
-  Partitioned(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse, int bits, int threads)
+  Grouped(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse, int threads)
       : ids_(ids),
         n_(static_cast<std::size_t>(n)),
         inverse_(inverse),
-        chunks_(static_cast<std::size_t>(threads)),
-        bits_(bits),
-        n_parts_(std::size_t{1} << bits_),
-        starts_(n_parts_ * chunks_ + 1),
+        chunks_(static_cast<std::size_t>(std::max(threads, 1))),
+        bits_(std::clamp(static_cast<int>(std::bit_width(n_ / kGroup)), 1, kMostBits)),
+        groups_(std::size_t{1} << bits_),
+        starts_(groups_ * chunks_ + 1),
         first_(chunks_ + 1),
-        lanes_(chunks_, Lane{Table(bits_), {}, {}}),
-        parts_(n_),
-        local_(n_) {
+        places_(n_ + kAhead),
+        entries_(n_) {
     const Scratch<std::uint64_t> hashes(n_);
     group(hashes.data());
-    std::vector<std::size_t> fresh(n_parts_ * chunks_);
-    over_parts([&](std::size_t part, Lane& lane) {
-      number(hashes.data(), part, lane, &fresh[part * chunks_]);
+    std::vector<Table> tables(chunks_, Table(bits_));
+    std::vector<std::size_t> fresh(groups_ * chunks_);
+    // A lane takes groups in rising order, as its table needs.
+    over_groups([&](std::size_t g, int lane) {
+      search(hashes.data(), g, tables[lane], &fresh[g * chunks_]);
     });
     for (std::size_t k = 0; k < fresh.size(); ++k) first_[k % chunks_ + 1] += fresh[k];
     for (std::size_t c = 0; c < chunks_; ++c) first_[c + 1] += first_[c];
@@ -167,33 +175,31 @@ class Partitioned final : public Dedup {
   std::int64_t unique() const override { return static_cast<std::int64_t>(first_[chunks_]); }
 
   void write(std::int64_t* ids, std::int64_t* counts) override {
-    over_chunks([&](std::size_t chunk) { rank_new(chunk, ids, counts); });
-    over_parts([&](std::size_t part, Lane& lane) { rank_all(part, lane.ranks); });
+    over_chunks([&](std::size_t chunk) { rank(chunk, ids, counts); });
+    over_groups([&](std::size_t g, int) {
+      const std::size_t stop = starts_[(g + 1) * chunks_];
+      for (std::size_t k = starts_[g * chunks_]; k < stop; ++k) {
+        const Index entry = entries_[k];
+        const Index place = choose(mask_of<Index>(entry >= kFirst), static_cast<Index>(k), entry);
+        entries_[k] = entries_[place] | kFirst;
+      }
+    });
     over_chunks([&](std::size_t chunk) {
-      std::vector<Index*> next = cursors(local_.data(), chunk);
       const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) inverse_[i] = *next[parts_[i]]++;
+      for (std::size_t i = edge(chunk); i < stop; ++i) {
+        inverse_[i] = static_cast<std::int64_t>(entries_[places_[i]] & ~kFirst);
+      }
     });
   }
 
  private:
+  static constexpr std::size_t kGroup = 4096;  // ids, about
+  static constexpr int kMostBits = 11;
   static constexpr std::size_t kBlock = 4096;
-  static constexpr Index kNew = Index{1} << (sizeof(Index) * 8 - 1);
-
-  struct Lane {
-    Table table;
-    std::vector<Index> ranks;  // counts while numbering
-    std::vector<Index> where;  // of each distinct id, its first place
-  };
+  static constexpr Index kFirst = Index{1} << (sizeof(Index) * 8 - 1);
 
   std::size_t edge(std::size_t chunk) const {
     return n_ / chunks_ * chunk + std::min(chunk, n_ % chunks_);
-  }
-  template <class T>
-  std::vector<T*> cursors(T* grouped, std::size_t chunk) const {
-    std::vector<T*> next(n_parts_);
-    for (std::size_t p = 0; p < n_parts_; ++p) next[p] = grouped + starts_[p * chunks_ + chunk];
-    return next;
   }
   template <class Body>
   void over_chunks(const Body& body) {
@@ -201,109 +207,75 @@ class Partitioned final : public Dedup {
     Pool::instance().run(chunks, chunks,
                          [&](std::int64_t chunk, int) { body(static_cast<std::size_t>(chunk)); });
   }
-  // A lane takes parts in rising order, as its table needs.
   template <class Body>
-  void over_parts(const Body& body) {
-    Pool::instance().run(static_cast<std::int64_t>(n_parts_), static_cast<int>(chunks_),
-                         [&](std::int64_t part, int lane) {
-                           body(static_cast<std::size_t>(part), lanes_[lane]);
-                         });
+  void over_groups(const Body& body) {
+    Pool::instance().run(
+        static_cast<std::int64_t>(groups_), static_cast<int>(chunks_),
+        [&](std::int64_t g, int lane) { body(static_cast<std::size_t>(g), lane); });
   }
 
-  // Fills hashes, partition by partition, in input order inside each.
+  // Fills hashes, group by group, in input order inside each, and places_.
   void group(std::uint64_t* hashes) {
+    const int shift = 64 - bits_;
     over_chunks([&](std::size_t chunk) {
-      std::vector<std::size_t> sizes(n_parts_, 0);
+      std::vector<std::size_t> sizes(groups_, 0);
       const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) {
-        const auto part = static_cast<Part>(spread(ids_[i]) >> (64 - bits_));
-        parts_[i] = part;
-        ++sizes[part];
-      }
-      for (std::size_t p = 0; p < n_parts_; ++p) starts_[p * chunks_ + chunk + 1] = sizes[p];
+      for (std::size_t i = edge(chunk); i < stop; ++i) ++sizes[spread(ids_[i]) >> shift];
+      for (std::size_t g = 0; g < groups_; ++g) starts_[g * chunks_ + chunk + 1] = sizes[g];
     });
     for (std::size_t k = 1; k < starts_.size(); ++k) starts_[k] += starts_[k - 1];
     over_chunks([&](std::size_t chunk) {
-      std::vector<std::uint64_t*> next = cursors(hashes, chunk);
-      const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) *next[parts_[i]]++ = spread(ids_[i]);
-    });
-  }
-
-  // Numbers the distinct ids of one partition as they appear. Leaves in local_ the number of an
-  // id seen before, and the count of a new one, marked as such. fresh [chunks].
-  void number(const std::uint64_t* hashes, std::size_t part, Lane& lane, std::size_t* fresh) {
-    const std::size_t start = starts_[part * chunks_];
-    std::uint64_t next = start + 1;  // 0 is what an unused slot holds
-    for (std::size_t c = 0; c < chunks_; ++c) {
-      const std::uint64_t before = next;
-      const std::size_t stop = starts_[part * chunks_ + c + 1];
-      for (std::size_t k = starts_[part * chunks_ + c]; k < stop; k += kBlock) {
-        next = number_block(hashes, k, std::min(k + kBlock, stop), start + 1, next, lane);
+      std::vector<Index> next(groups_);
+      for (std::size_t g = 0; g < groups_; ++g) {
+        next[g] = static_cast<Index>(starts_[g * chunks_ + chunk]);
       }
-      fresh[c] = next - before;
-    }
-    for (std::size_t r = 0; r < next - start - 1; ++r) {
-      local_[lane.where[r]] = lane.ranks[r] | kNew;
+      const std::size_t stop = edge(chunk + 1);
+      for (std::size_t i = edge(chunk); i < stop; ++i) {
+        const std::uint64_t hash = spread(ids_[i]);
+        const Index place = next[hash >> shift]++;
+        hashes[place] = hash;
+        places_[i] = place;
+      }
+    });
+    std::fill_n(&places_[n_], kAhead, Index{0});
+  }
+
+  // Finds the first occurrences of one group, and counts. fresh [chunks]: how many there are.
+  void search(const std::uint64_t* hashes, std::size_t g, Table& table, std::size_t* fresh) {
+    const std::size_t start = starts_[g * chunks_];
+    std::size_t found = 0;
+    for (std::size_t c = 0; c < chunks_; ++c) {
+      const std::size_t before = found;
+      const std::size_t end = starts_[g * chunks_ + c + 1];
+      for (std::size_t at = starts_[g * chunks_ + c]; at < end; at += kBlock) {
+        const std::size_t stop = std::min(at + kBlock, end);
+        table.reserve(found + 2 * (stop - at), start);
+        for (std::size_t k = at; k < stop; ++k) {
+          Slot& slot = table.slot(hashes[k], start);
+          const auto seen = mask_of<std::uint64_t>(slot.place > start);
+          slot = Slot{hashes[k], choose<std::uint64_t>(seen, slot.place, k + 1)};
+          const auto place = static_cast<Index>(slot.place - 1);
+          entries_[k] = choose(static_cast<Index>(seen), place, kFirst);
+          ++entries_[place];
+          found += 1 + seen;
+        }
+      }
+      fresh[c] = found - before;
     }
   }
 
-  std::uint64_t number_block(const std::uint64_t* hashes, std::size_t start, std::size_t stop,
-                             std::uint64_t first, std::uint64_t next, Lane& lane) {
-    lane.table.reserve(first, next, 2 * (stop - start));
-    const std::size_t room = next - first + (stop - start);
-    if (lane.ranks.size() <= room) {
-      lane.ranks.resize(2 * room + 1);
-      lane.where.resize(2 * room + 1);
-    }
-    Index* const counts = lane.ranks.data();
-    Index* const where = lane.where.data();
-    for (std::size_t k = start; k < stop; ++k) {
-      const std::uint64_t hash = hashes[k];
-      Slot& slot = lane.table.slot(hash, first);
-      const std::uint64_t seen = mask_of<std::uint64_t>(slot.number >= first);
-      const std::uint64_t number = (slot.number & seen) | (next & ~seen);
-      slot = Slot{hash, number};
-      Index& count = counts[number - first];
-      count = (count & static_cast<Index>(seen)) + 1;
-      where[next - first] = static_cast<Index>(k);
-      next -= ~seen;
-      local_[k] = static_cast<Index>(number - first);
-    }
-    return next;
-  }
-
-  // In input order: ranks what is new, into the outputs and into local_.
-  void rank_new(std::size_t chunk, std::int64_t* ids, std::int64_t* counts) {
-    std::vector<Index*> next = cursors(local_.data(), chunk);
+  // In input order: first occurrences get their rank, and the outputs their id and count.
+  void rank(std::size_t chunk, std::int64_t* ids, std::int64_t* counts) {
     std::size_t rank = first_[chunk];
     const std::size_t last = first_[chunk + 1];
     for (std::size_t i = edge(chunk); rank < last; ++i) {
-      Index*& at = next[parts_[i]];
-      __builtin_prefetch(at + 32, 1);
-      const Index entry = *at;
-      const Index is_new = mask_of<Index>((entry & kNew) != 0);
+      __builtin_prefetch(&entries_[places_[i + kAhead]], 1);
+      Index& entry = entries_[places_[i]];
+      const Index first = mask_of<Index>(entry >= kFirst);
       ids[rank] = ids_[i];
-      counts[rank] = entry & ~kNew;
-      *at++ = (entry & ~is_new) | ((static_cast<Index>(rank) | kNew) & is_new);
-      rank += is_new & 1;
-    }
-  }
-
-  // Partition by partition: numbers become ranks.
-  void rank_all(std::size_t part, std::vector<Index>& ranks) {
-    const std::size_t start = starts_[part * chunks_];
-    const std::size_t stop = starts_[(part + 1) * chunks_];
-    if (ranks.size() <= stop - start) ranks.resize(stop - start + 1);
-    Index* const table = ranks.data();
-    std::size_t found = 0;
-    for (std::size_t k = start; k < stop; ++k) {
-      const Index entry = local_[k];
-      const Index is_new = mask_of<Index>((entry & kNew) != 0);
-      table[found] = entry & ~kNew;
-      found += is_new & 1;
-      const Index old = table[entry & ~is_new];
-      local_[k] = (entry & ~kNew & is_new) | (old & ~is_new);
+      counts[rank] = static_cast<std::int64_t>(entry & ~kFirst);
+      entry = choose(first, static_cast<Index>(rank) | kFirst, entry);
+      rank += first & 1;
     }
   }
 
@@ -312,12 +284,11 @@ class Partitioned final : public Dedup {
   std::int64_t* inverse_;
   std::size_t chunks_;
   int bits_;
-  std::size_t n_parts_;
-  std::vector<std::size_t> starts_;  // [n_parts, chunks], then the end
+  std::size_t groups_;
+  std::vector<std::size_t> starts_;  // [groups, chunks], then the end
   std::vector<std::size_t> first_;   // [chunks + 1]: rank of the chunk's first new id
-  std::vector<Lane> lanes_;
-  Scratch<Part> parts_;   // [n]: partition of each id
-  Scratch<Index> local_;  // [n], grouped as the hashes
+  Scratch<Index> places_;            // [n] of each id among the grouped, then some to look ahead
+  Scratch<Index> entries_;           // [n]
 };
 
 }  // namespace
@@ -327,19 +298,10 @@ std::unique_ptr<Dedup> Dedup::of(const std::int64_t* ids, std::int64_t n, std::i
   if (n <= kSmallDedup || (threads <= 1 && n <= kSingleDedup)) {
     return std::make_unique<Single>(ids, n, inverse);
   }
-  const std::size_t parts = static_cast<std::size_t>(n) / kPartition;
-  const int bits = std::clamp(static_cast<int>(std::bit_width(parts)), 1, 11);
-  threads = std::max(threads, 1);
-  if (bits <= 8) {
-    return std::make_unique<Partitioned<std::uint32_t, std::uint8_t>>(ids, n, inverse, bits,
-                                                                      threads);
-  }
   if (n < std::int64_t{1} << 31) {
-    return std::make_unique<Partitioned<std::uint32_t, std::uint16_t>>(ids, n, inverse, bits,
-                                                                       threads);
+    return std::make_unique<Grouped<std::uint32_t>>(ids, n, inverse, threads);
   }
-  return std::make_unique<Partitioned<std::uint64_t, std::uint16_t>>(ids, n, inverse, bits,
-                                                                     threads);
+  return std::make_unique<Grouped<std::uint64_t>>(ids, n, inverse, threads);
 }
 
 std::int64_t value_rowids(const std::int64_t* offsets, std::int64_t rows, std::int64_t n,

@@ -8,24 +8,6 @@
 
 namespace shoal {
 
-// Memory for the length of one call, from the pool of large buffers. Contents are undefined.
-template <class T>
-class Scratch {
- public:
-  explicit Scratch(std::size_t n)
-      : size_(n), block_(Buffers::instance().take(n * sizeof(T) + 64)) {}
-  ~Scratch() { Buffers::instance().give_back(std::move(block_)); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  T* data() const { return reinterpret_cast<T*>(block_.data()); }
-  T& operator[](std::size_t i) const { return data()[i]; }
-  std::size_t size() const { return size_; }
-
- private:
-  std::size_t size_;
-  Block block_;
-};
-
 // One dedup under way: the number of distinct ids is known once it exists, so that the caller can
 // make room for them; `ids` and `inverse` stay the caller's until write() returns.
 class Dedup {

@@ -28,6 +28,7 @@ struct AddressSpace {
     const auto above = std::upper_bound(begins.begin(), begins.end(), start);
     for (std::size_t m = static_cast<std::size_t>(above - begins.begin()) - 1; start < stop; ++m) {
       const std::int64_t part = std::min(stop, begins[m + 1]) - start;
+      if (part == 0) continue;  // there may be no address
       std::memset(static_cast<T*>(data[m]) + (start - begins[m]), 0,
                   static_cast<std::size_t>(part) * sizeof(T));
       start += part;

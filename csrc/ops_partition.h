@@ -12,23 +12,6 @@
 
 namespace shoal {
 
-// Working memory of one call; its pages stay warm for the next.
-template <class T>
-class Scratch {
- public:
-  explicit Scratch(std::int64_t n)
-      : block_(Buffers::instance().take(static_cast<std::size_t>(std::max<std::int64_t>(n, 1)) *
-                                        sizeof(T))) {}
-  ~Scratch() { Buffers::instance().give_back(std::move(block_)); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  T* data() const { return reinterpret_cast<T*>(block_.data()); }
-
- private:
-  Block block_;
-};
-
 // Equal shares of [0, items), in order.
 struct Shares {
   std::int64_t items;

@@ -183,12 +183,13 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
       sizes_(lists_.ids.size() * static_cast<std::size_t>(num_shards), 0),
       rows_(sizes_.size()),
       floats_(sizes_.size()),
-      bad_lists_(lists_.ids.size(), kGood),
       distinct_(static_cast<std::size_t>(std::accumulate(
           lists_.lengths.begin(), lists_.lengths.end(), std::int64_t{0})) + lists_.ids.size()),
       owners_(distinct_.size()) {
   const std::size_t k_lists = lists_.ids.size();
   std::partial_sum(lists_.lengths.begin(), lists_.lengths.end(), starts_.begin() + 1);
+  if (rule_ == ShardRule::given) bad_ = first_bad_shard();
+  if (bad_ != kGood) return;
   std::int64_t longest = 0;
   for (std::size_t k = 0; k < k_lists; ++k) {
     if (small(k)) {
@@ -204,9 +205,6 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
     if (small(list)) dedup_list(list, &tables[slots * static_cast<std::size_t>(lane)]);
     shard_list(list);
   });
-  for (const std::int64_t bad : bad_lists_) {
-    if (bad_ == kGood) bad_ = bad;
-  }
   std::int64_t float_at = 0;
   for (std::size_t s = 0; s < static_cast<std::size_t>(num_shards_); ++s) {
     for (std::size_t k = 0; k < k_lists; ++k) {
@@ -217,6 +215,23 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
       float_at += sizes_[group] * lists_.dims[k];
     }
   }
+}
+
+// Looked for before anything is written, so that a bad one leaves the caller's offsets as they were.
+std::int64_t FusedReorder::first_bad_shard() const {
+  const auto k_lists = static_cast<std::int64_t>(lists_.ids.size());
+  std::vector<std::int64_t> bad(lists_.ids.size(), kGood);
+  Pool::instance().run(k_lists, threads_, [&](std::int64_t k, int) {
+    const auto list = static_cast<std::size_t>(k);
+    for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
+      if (static_cast<std::uint64_t>(shards_[i]) >= static_cast<std::uint64_t>(num_shards_)) {
+        bad[list] = i;
+        return;
+      }
+    }
+  });
+  const auto first = std::find_if(bad.begin(), bad.end(), [](auto b) { return b != kGood; });
+  return first == bad.end() ? kGood : *first;
 }
 
 void FusedReorder::dedup_list(std::size_t list, std::uint32_t* slots) {
@@ -245,14 +260,9 @@ void FusedReorder::shard_list(std::size_t list) {
   if (rule_ == ShardRule::given) {
     std::int64_t found = 0;
     for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
-      const auto shard = static_cast<std::uint64_t>(shards_[i]);
-      if (shard >= static_cast<std::uint64_t>(num_shards_)) {
-        bad_lists_[list] = i;
-        return;
-      }
       if (offsets_[i] == found) {
-        owners[found++] = static_cast<std::uint32_t>(shard);
-        ++sizes[shard];
+        owners[found++] = static_cast<std::uint32_t>(shards_[i]);
+        ++sizes[shards_[i]];
       }
     }
     return;

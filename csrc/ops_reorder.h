@@ -31,7 +31,7 @@ struct IdLists {
 
 // Distinct ids of each of K lists, grouped by shard, then by list, in order of first appearance.
 // Known once it exists: unique(), and bad(): kGood, or the first position (over all lists) whose
-// given shard is not in [0, num_shards). offsets [N] is the caller's, and written by write().
+// given shard is not in [0, num_shards); nothing is written then. offsets [N] is the caller's.
 class FusedReorder {
  public:
   FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule, const std::int64_t* shards,
@@ -42,6 +42,7 @@ class FusedReorder {
   void write(std::int64_t* ids, std::int64_t* counts, std::int64_t* sizes);
 
  private:
+  std::int64_t first_bad_shard() const;
   void dedup_list(std::size_t list, std::uint32_t* slots);
   void shard_list(std::size_t list);
   void place(std::size_t list, std::int64_t* ids, std::int64_t* counts);
@@ -58,7 +59,6 @@ class FusedReorder {
   std::vector<std::int64_t> sizes_;      // [K, num_shards]
   std::vector<std::int64_t> rows_;       // [K, num_shards]: first row of each group
   std::vector<std::int64_t> floats_;     // [K, num_shards]: where that row starts in the buffer
-  std::vector<std::int64_t> bad_lists_;  // [K]
   Scratch<Distinct> distinct_;           // list k from starts_[k] + k: entry 0 is spare
   Scratch<std::uint32_t> owners_;
   std::int64_t unique_ = 0;

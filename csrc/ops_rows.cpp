@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::int64_t kWindow = 64;  // reads under way at once, at most
 constexpr std::int64_t kAheadBytes = 16 << 10;
+constexpr std::int64_t kAsked = 16;  // ids looked for at once
 
 // Rows to ask for before their turn.
 std::int64_t rows_ahead(std::size_t row_bytes) {
@@ -24,83 +25,78 @@ struct Entry {
   std::int64_t row;  // -1: free
 };
 
-// Open addressing in regions, one a bucket of the hash: each is built by one thread, in cache.
+__extension__ typedef unsigned __int128 Product;
+
+// Open addressing, in order of the hash: each bucket of the hash owns a range of slots, which one
+// thread fills, in cache. What does not fit its range is added in turn afterwards.
 class MatchTable {
  public:
   MatchTable(const std::int64_t* ids, std::int64_t rows, int threads);
 
-  struct Place {
-    const Entry* begin;
-    const Entry* end;
-    const Entry* home;
-  };
-
-  Place place(std::int64_t id) const {
-    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id));
-    const Region& region = regions_[bucket(hash)];
-    const Entry* begin = entries_->data() + region.begin;
-    return Place{begin, begin + region.size, begin + slot(hash, region.size)};
-  }
-
-  static std::int64_t find(const Place& place, std::int64_t id) {
-    const Entry* entry = place.home;
-    while (entry->row >= 0) {
-      if (entry->id == id) return entry->row;
-      if (++entry == place.end) entry = place.begin;
+  const Entry* home(std::int64_t id) const { return entries_->data() + slot(hash_of(id)); }
+  std::int64_t find(const Entry* entry, std::int64_t id) const {
+    while (entry->id != id && entry->row >= 0) {
+      if (++entry == entries_->data() + slots_) entry = entries_->data();
     }
-    return -1;
+    return entry->row;
   }
 
  private:
-  struct Region {
-    std::int64_t begin;
-    std::int64_t size;
-  };
-
-  std::size_t bucket(std::uint64_t hash) const { return bits_ == 0 ? 0 : hash >> (64 - bits_); }
-  static std::int64_t slot(std::uint64_t hash, std::int64_t size) {
-    return static_cast<std::int64_t>((hash & 0xffffffffU) * static_cast<std::uint64_t>(size) >> 32);
+  static std::uint64_t hash_of(std::int64_t id) { return mix64(static_cast<std::uint64_t>(id)); }
+  std::int64_t slot(std::uint64_t hash) const {
+    return static_cast<std::int64_t>((Product{hash} * static_cast<std::uint64_t>(slots_)) >> 64);
   }
-  void build(const Region& region, const Entry* from, std::int64_t count);
+  // The first slot of a bucket.
+  std::int64_t edge(std::int64_t bucket) const {
+    if (bucket >> bits_ > 0) return slots_;
+    return slot(static_cast<std::uint64_t>(bucket) << (63 - bits_) << 1);
+  }
+  void fill(std::int64_t bucket, const Entry* from, std::int64_t count, std::vector<Entry>& rest);
 
   int bits_ = 0;
-  std::vector<Region> regions_;
+  std::int64_t slots_;
   std::unique_ptr<Scratch<Entry>> entries_;
 };
 
-MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads) {
+MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads)
+    : slots_(2 * rows + 1), entries_(std::make_unique<Scratch<Entry>>(slots_)) {
   while (bits_ < 10 && rows >> (12 + bits_) > 0) ++bits_;
-  const std::int64_t buckets = std::int64_t{1} << bits_;
+  const int shift = 63 - bits_;
   const auto route = [&](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
     for (std::int64_t i = begin; i < end; ++i) {
-      put(static_cast<std::int64_t>(bucket(mix64(static_cast<std::uint64_t>(ids[i])))),
-          Entry{ids[i], i});
+      put(static_cast<std::int64_t>(hash_of(ids[i]) >> shift >> 1), Entry{ids[i], i});
     }
     return -1;
   };
+  const std::int64_t buckets = std::int64_t{1} << bits_;
   const Buckets<Entry> parts = partition<Entry>(rows, buckets, threads, route);
-  std::int64_t total = 0;
-  for (std::int64_t b = 0; b < buckets; ++b) {
-    const std::int64_t size = parts.size(b) + parts.size(b) / 2 + 1;  // one entry stays free
-    regions_.push_back(Region{total, size});
-    total += size;
-  }
-  entries_ = std::make_unique<Scratch<Entry>>(total);
+  std::vector<std::vector<Entry>> rest(static_cast<std::size_t>(buckets));
   Pool::instance().run(buckets, threads, [&](std::int64_t b, int) {
-    build(regions_[static_cast<std::size_t>(b)], parts.begin(b), parts.size(b));
+    fill(b, parts.begin(b), parts.size(b), rest[static_cast<std::size_t>(b)]);
   });
+  for (const std::vector<Entry>& entries : rest) {
+    for (const Entry& entry : entries) {
+      std::int64_t at = slot(hash_of(entry.id));
+      Entry* table = entries_->data();
+      while (table[at].row >= 0 && table[at].id != entry.id) at = at + 1 == slots_ ? 0 : at + 1;
+      if (table[at].row < 0) table[at] = entry;
+    }
+  }
 }
 
-void MatchTable::build(const Region& region, const Entry* from, std::int64_t count) {
-  Entry* entries = entries_->data() + region.begin;
-  std::memset(static_cast<void*>(entries), 0xff,
-              static_cast<std::size_t>(region.size) * sizeof(Entry));
+void MatchTable::fill(std::int64_t bucket, const Entry* from, std::int64_t count,
+                      std::vector<Entry>& rest) {
+  const std::int64_t first = edge(bucket), last = edge(bucket + 1);
+  Entry* table = entries_->data();
+  for (std::int64_t at = first; at < last; ++at) table[at] = Entry{0, -1};
   for (std::int64_t i = 0; i < count; ++i) {
-    std::int64_t at = slot(mix64(static_cast<std::uint64_t>(from[i].id)), region.size);
-    while (entries[at].row >= 0 && entries[at].id != from[i].id) {
-      if (++at == region.size) at = 0;
+    std::int64_t at = slot(hash_of(from[i].id));
+    while (at < last && table[at].row >= 0 && table[at].id != from[i].id) ++at;
+    if (at >= last) {
+      rest.push_back(from[i]);
+    } else if (table[at].row < 0) {
+      table[at] = from[i];
     }
-    if (entries[at].row < 0) entries[at] = from[i];
   }
 }
 
@@ -300,20 +296,23 @@ std::int64_t match_rows(const std::int64_t* ids, std::int64_t rows, const std::i
                         std::int64_t n, std::int64_t* index, int threads) {
   const MatchTable table(ids, rows, rows < 4096 ? 1 : threads);
   return first_bad(shares_of(n, 4096), threads, [&](std::int64_t begin, std::int64_t end) {
-    MatchTable::Place places[kWindow];
+    const Entry* homes[kWindow];
     std::int64_t missing = -1;
-    for (std::int64_t i = begin; i < end + kWindow; ++i) {
-      const std::int64_t at = i & (kWindow - 1);
-      const std::int64_t done = i - kWindow;
-      if (done >= begin) {
-        index[done] = MatchTable::find(places[at], query[done]);
-        if (index[done] < 0 && missing < 0) missing = done;
-      }
-      if (i < end) {
-        places[at] = table.place(query[i]);
-        __builtin_prefetch(places[at].home);
-      }
+    const auto ask = [&](std::int64_t i) {
+      homes[i & (kWindow - 1)] = table.home(query[i]);
+      __builtin_prefetch(homes[i & (kWindow - 1)]);
+    };
+    const auto answer = [&](std::int64_t i) {
+      index[i] = table.find(homes[i & (kWindow - 1)], query[i]);
+      if (index[i] < 0 && missing < 0) missing = i;
+    };
+    const std::int64_t ahead = std::min<std::int64_t>(kAsked, end - begin);
+    for (std::int64_t i = begin; i < begin + ahead; ++i) ask(i);
+    for (std::int64_t i = begin; i + ahead < end; ++i) {
+      answer(i);
+      ask(i + ahead);
     }
+    for (std::int64_t i = end - ahead; i < end; ++i) answer(i);
     return missing;
   });
 }

@@ -54,8 +54,10 @@ std::int64_t first_bad(const SegmentIndex& in, std::int64_t from) {
   return from;
 }
 
+// The count when there is none: the span before may have ended in an index so far outside that its
+// difference overflowed.
 std::int64_t first_fall(const SegmentIndex& in, std::int64_t from) {
-  while (from == 0 || in.index[from] >= in.index[from - 1]) ++from;
+  while (from < in.count && (from == 0 || in.index[from] >= in.index[from - 1])) ++from;
   return from;
 }
 

@@ -45,12 +45,12 @@ std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, s
 }
 
 // What a later segment reads: where segments read less than lies between them, the hardware does
-// not foresee it. Its offsets are not checked yet, but nothing follows from what is fetched.
+// not foresee it.
 void prefetch_segment(const FirstN& job, std::int64_t segment, const char* from) {
-  if (segment >= job.segments) return;
+  if (segment >= job.segments || !inside(job.offsets, segment, job.rows)) return;
   constexpr std::int64_t kMost = 2048;
   const std::int64_t count = job.offsets[segment + 1] - job.offsets[segment];
-  const std::int64_t kept = std::min(std::clamp<std::int64_t>(count, 0, kMost), job.length);
+  const std::int64_t kept = std::min({count, kMost, job.length});
   const std::int64_t bytes = std::min(kept * job.row_bytes, kMost);
   for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
@@ -67,7 +67,9 @@ std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int th
   return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
                        [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
                          const std::int64_t next = std::min(b + kSegmentsAhead, job.segments);
-                         prefetch_segment(job, next, rows + job.offsets[next] * job.row_bytes);
+                         // Not checked yet.
+                         const auto at = std::clamp<std::int64_t>(job.offsets[next], 0, job.rows);
+                         prefetch_segment(job, next, rows + at * job.row_bytes);
                          const std::int64_t filled = std::min((stop - start) * job.row_bytes, all);
                          char* to = out + b * all;
                          copy_bytes(to, rows + start * job.row_bytes, filled, stream);

@@ -55,7 +55,7 @@ inline void copy_bytes(char* to, const char* from, std::int64_t bytes, bool stre
   }
 #endif
   (void)stream;
-  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  if (bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));  // else no address, maybe
 }
 
 inline void zero_bytes(char* to, std::int64_t bytes, bool stream) {

@@ -1,10 +1,84 @@
-"""Triton decides at import whether it interprets; without a GPU it must, so this comes first."""
+"""Before any test is imported: how kernels run, which asserts explain themselves, what is here.
+
+`make test-gpu` runs on a machine with its own torch and little else; test files whose imports it
+lacks are left out there, and the end of the run says which.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
+# Triton decides at import whether it interprets; without a GPU it must, so this comes first.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.register_assert_rewrite("parity.distribution_ops", "property.ops", "support")
+
+TESTS = Path(__file__).parent
+# Packages that tests, or what they test, may do without on a GPU machine.
+OPTIONAL = ("fsspec", "hydra", "hypothesis", "omegaconf", "pyarrow", "pydantic", "rich", "typer")
+LACKING = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    """Modules that a file imports as it is loaded."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "", *(f"{node.module}.{a.name}" for a in node.names))
+
+
+def missing(module: str) -> str:
+    """The lacking package for want of which a module cannot be imported, or nothing."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        return package if package in LACKING else ""
+    return ""
+
+
+def left_out() -> dict[str, str]:
+    """Test files that cannot be loaded here, and what they want."""
+    if not LACKING:
+        return {}
+    wants = {
+        str(path.relative_to(TESTS)): next(filter(None, map(missing, imported_by(path))), "")
+        for path in sorted(TESTS.rglob("test_*.py"))
+    }
+    return {path: want for path, want in wants.items() if want}
+
+
+LEFT_OUT = left_out()
+collect_ignore = list(LEFT_OUT)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "of pytest-timeout, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in ("timeout(seconds): of pytest-timeout", "xdist_group(name): of pytest-xdist"):
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for path, want in LEFT_OUT.items():
+        terminalreporter.write_line(f"not collected: {path} needs {want}")

@@ -77,7 +77,7 @@ def read_offsets(offsets: Tensor, count: int) -> None:
     cuts = offsets.cpu()
     if int(cuts[0]) != 0:
         raise bad(ShapeError, "first offset", int(cuts[0]), 0)
-    falls = (cuts.diff() < 0).nonzero()
+    falls = (cuts[1:] < cuts[:-1]).nonzero()
     if falls.numel():
         at = int(falls[0]) + 1
         raise bad(ShapeError, f"offset {at}", int(cuts[at]), f"at least {int(cuts[at - 1])}")

@@ -18,7 +18,7 @@ import shoal.ops
 from shoal.ops import reference
 from shoal.ops.dispatch import forced
 
-__all__ = ["BACKENDS", "Implementation"]
+__all__ = ["BACKENDS", "COMPILED", "Implementation"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Implementation:
 
         return call
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels are interpreted: milliseconds a block, so inputs must be small."""
+        return self.name == "triton" and self.device == "cpu"
+
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
         """Operators called inside, backward passes too, run this implementation."""
@@ -46,11 +51,14 @@ class Implementation:
             yield
 
 
+_CORE = pytest.param(Implementation("core", "cpu"), id="core")
 _GPU = pytest.param(Implementation("triton", "cuda"), marks=pytest.mark.gpu, id="triton-cuda")
 BACKENDS = [
     pytest.param(Implementation("reference", "cpu"), id="reference"),
-    pytest.param(Implementation("core", "cpu"), id="core"),
+    _CORE,
     _GPU
     if torch.cuda.is_available()
     else pytest.param(Implementation("triton", "cpu"), id="triton-interpreted"),
 ]
+COMPILED = [_CORE, _GPU]
+"""Fast enough for large inputs."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.ops import FeatureConfig, FeatureConfigs, MonolithOffsets, OutConfig, SliceConfig
 from shoal.ragged import KeyedRagged
 
-__all__ = ["Case", "as_batch", "make_case", "make_configs", "make_grad_case"]
+__all__ = ["Case", "as_batch", "assert_layouts", "make_case", "make_configs", "make_grad_case"]
 
 SHARED = 1 << 31
 
@@ -175,6 +175,14 @@ class Case:
         return (configs.tables.index(table) * self.ps_num + ps) << 32 | low
 
 
+def assert_layouts(got: list[Tensor], case: Case) -> None:
+    """The outputs are what plain Python makes of the case."""
+    want = case.expected()
+    assert len(got) == len(want)
+    for name, one, other in zip(case.configs.outputs, got, want, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=0, msg=lambda m, n=name: n + m)
+
+
 def as_batch(case: Case) -> KeyedRagged:
     more = [[]] * (case.batch_size - 1)
     return KeyedRagged.from_lists(
@@ -241,10 +249,12 @@ def _fids(rng: random.Random, slot: int) -> list[int]:
     return [slot * 1000 + i * 100 + rng.randint(1, 99) for i in range(rng.randint(1, 6))]
 
 
-def make_grad_case(batch_size: int = 4, *, ps_num: int = 3, seed: int = 2) -> Case:
+def make_grad_case(
+    batch_size: int = 4, *, ps_num: int = 3, seed: int = 2, one_width: bool = False
+) -> Case:
     """Monolith's gradient test: 29 slots, every column read once, few fids a slot, none shared."""
     rng = random.Random(seed)
-    configs = make_configs((9, 10, 10), last_start=0)
+    configs = make_configs((9, 10, 10), one_width=one_width, last_start=0)
     ids = {}
     for slot in range(1, 30):
         known = [slot * 1000 + rng.randint(1, 999) for _ in range(rng.randint(2, 10))]

@@ -24,7 +24,7 @@ LANES = {"gpu": "test-gpu", "slow": "test-slow", "multiproc": "test"}
 
 def used_markers() -> dict[str, list[str]]:
     used: dict[str, list[str]] = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Attribute)

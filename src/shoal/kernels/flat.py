@@ -76,6 +76,10 @@ def _gather_flat(  # type: ignore[no-untyped-def]
 def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
     """Rows of each list; one that leaves the buffer reads as NaN, or 0 for integers."""
     flat_E = flat_E.contiguous()
+    if flat_E.is_complex():
+        twice = [2 * part for part in offsets]
+        pairs = gather_flat(torch.view_as_real(flat_E).flatten(), twice, [2 * dim for dim in dims])
+        return [torch.view_as_complex(part.view(*part.shape[:1], -1, 2)) for part in pairs]
     rows = [flat_E.new_empty(part.numel(), dim) for part, dim in zip(offsets, dims, strict=True)]
     if not any(part.numel() for part in rows):
         return rows
@@ -168,7 +172,7 @@ def _copy_to_offsets(  # type: ignore[no-untyped-def]
     for first in range(0, widest, BLOCK_D):
         c = first + tl.arange(0, BLOCK_D)
         mask = here[:, None] & (c[None, :] < width[:, None])
-        copied = tl.load(value + start[:, None] + c[None, :], mask=mask, other=0)
+        copied = tl.load(value + start[:, None] + c[None, :], mask=mask)
         tl.store(buffer + offset[:, None] + c[None, :], copied, mask=mask)
 
 
@@ -186,6 +190,9 @@ def fill_offsets(
     if n == 0 or v == 0 or keys == 0:
         return
     device, value = buffer_E.device, value.contiguous()
+    if value.is_complex():
+        buffer_E, value = (torch.view_as_real(part).view(-1) for part in (buffer_E, value))
+        offsets_V, dims = 2 * offsets_V, [2 * dim for dim in dims]
     start_N, width_N = _value_rows(splits_K1, dims, n)
     row_of_key_U = torch.full((keys,), -1, dtype=torch.int64, device=device)
     row_of_key_U.scatter_(0, positions_N, torch.arange(n, device=device))

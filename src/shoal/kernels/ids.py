@@ -57,7 +57,6 @@ def _join(splits_ptr, sizes_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[
 def _assign(  # type: ignore[no-untyped-def]
     ids_ptr,
     first_ptr,
-    tables_ptr,
     given_ptr,
     size_ptr,
     shard_ptr,
@@ -154,7 +153,7 @@ def _map(inverse_ptr, row_start_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: 
     tl.store(out_ptr + at, tl.load(row_start_ptr + u, mask=at < n, other=0), mask=at < n)
 
 
-def value_rowids(offsets_B1: Tensor, n: int) -> Tensor:
+def value_rowids(offsets_B1: Tensor, n: int, op: str = "") -> Tensor:
     """Row of each of n values, int64 [n]."""
     out = torch.empty(n, dtype=torch.int64, device=offsets_B1.device)
     rows = offsets_B1.numel() - 1
@@ -182,6 +181,7 @@ def fused_reorder(
     num: int,
     rule: str,
     shards_N: Tensor | None,
+    what: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, counts, sizes [num*K], offsets; waits for the device to learn how many ids there are."""
     n, device = sum(part.numel() for part in ids), ids[0].device
@@ -209,9 +209,10 @@ def fused_reorder_into(
     sizes_out_WK: Tensor,
     offsets_out_N: Tensor,
     size_out_1: Tensor,
+    what: str = "",
 ) -> None:
     """Fill the heads of the outputs; nothing waits for the device."""
-    tables, cells = len(dims), num * len(dims)
+    tables = len(dims)
     ids_N = ids[0].contiguous() if len(ids) == 1 else torch.cat(list(ids))
     n = ids_N.numel()
     if n == 0:
@@ -225,40 +226,14 @@ def fused_reorder_into(
     with torch.cuda.device_of(ids_N):  # type: ignore[no-untyped-call]
         tables_N = value_rowids(offsets_K1, n)
         found_ids, found_counts, first_N, inverse_N, size_1 = dedup_first(ids_N, tables_N)
-        shard_N = torch.empty_like(ids_N)
-        grid = (triton.cdiv(n, _BLOCK),)
-        given = ids_N if shards_N is None else shards_N.contiguous()
-        _assign[grid](
-            found_ids,
-            first_N,
-            tables_N,
-            given,
-            size_1,
-            shard_N,
-            n,
-            num,
-            (1 << 32) % num,
-            RULE=_RULES[rule],
-            BLOCK=_BLOCK,
-        )
-        order_N, _ = partition(shard_N, num + 1)
-        starts = torch.empty(cells + 1, dtype=torch.int64, device=ids_N.device)
-        _cells[(triton.cdiv(cells + 1, 128),)](
-            order_N,
-            shard_N,
-            first_N,
-            tables_N,
-            size_1,
-            starts,
-            cells,
-            tables,
-            STEPS=n.bit_length(),
-            BLOCK=128,
-        )
+        given_N = ids_N if shards_N is None else shards_N.contiguous()
+        distinct = (first_N, tables_N, size_1)
+        shard_N, order_N, starts = _grouped(found_ids, distinct, given_N, tables, num, rule)
         torch.diff(starts, out=sizes_out_WK)
         widths_WK = (sizes_out_WK.view(num, tables) * dims_K).flatten()
         floats_WK = widths_WK.cumsum(0) - widths_WK
         row_start_N = torch.empty_like(ids_N)
+        grid = (triton.cdiv(n, _BLOCK),)
         _place[grid](
             order_N,
             shard_N,
@@ -278,6 +253,46 @@ def fused_reorder_into(
         )
         _map[grid](inverse_N, row_start_N, offsets_out_N, n, BLOCK=_BLOCK)
     size_out_1.copy_(size_1)
+
+
+def _grouped(
+    ids_N: Tensor,
+    distinct: tuple[Tensor, Tensor, Tensor],
+    given_N: Tensor,
+    tables: int,
+    num: int,
+    rule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shard of each distinct id, their order, and where each (shard, table) starts in it."""
+    n, cells, shard_N = ids_N.numel(), num * tables, torch.empty_like(ids_N)
+    first_N, tables_N, size_1 = distinct
+    _assign[(triton.cdiv(n, _BLOCK),)](
+        ids_N,
+        first_N,
+        given_N,
+        size_1,
+        shard_N,
+        n,
+        num,
+        (1 << 32) % num,
+        RULE=_RULES[rule],
+        BLOCK=_BLOCK,
+    )
+    order_N, _ = partition(shard_N, num + 1)
+    starts = torch.empty(cells + 1, dtype=torch.int64, device=ids_N.device)
+    _cells[(triton.cdiv(cells + 1, 128),)](
+        order_N,
+        shard_N,
+        first_N,
+        tables_N,
+        size_1,
+        starts,
+        cells,
+        tables,
+        STEPS=n.bit_length(),
+        BLOCK=128,
+    )
+    return shard_N, order_N, starts
 
 
 def _sent(small: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ no output is added to by two programs. The int64 tables are described in `ops.la
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Sequence
 
 import torch
@@ -31,13 +30,13 @@ ELEMENTS = {
 
 @triton.jit  # type: ignore[untyped-decorator]
 def row_pointers(
-    addresses: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    ids: typing.Any,
-    valid: typing.Any,
+    addresses: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    ids: tl.tensor,
+    valid: tl.tensor,
     ELEMENT: tl.constexpr,
-) -> typing.Any:
+) -> tl.tensor:
     buffers = tl.load(buffer_N + ids, mask=valid, other=0)
     bases = tl.load(addresses + buffers, mask=valid, other=0)
     rows = tl.load(rows_N + ids, mask=valid, other=0)
@@ -46,15 +45,15 @@ def row_pointers(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_slices(
-    tile: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    outputs: typing.Any,
-    feature: typing.Any,
-    examples: typing.Any,
-    inside: typing.Any,
-    columns: typing.Any,
-    step: typing.Any,
+    tile: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    outputs: tl.tensor,
+    feature: tl.tensor,
+    examples: tl.tensor,
+    inside: tl.tensor,
+    columns: tl.tensor,
+    step: tl.tensor,
     ELEMENT: tl.constexpr,
 ) -> None:
     first = tl.load(features + feature * 6)
@@ -75,19 +74,19 @@ def _store_slices(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lay_feature(
-    program: typing.Any,
-    addresses: typing.Any,
-    outputs: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    requests: typing.Any,
-    n_examples: typing.Any,
-    n_features: typing.Any,
-    n_blocks: typing.Any,
+    program: tl.tensor,
+    addresses: tl.tensor,
+    outputs: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    requests: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    n_blocks: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     EXAMPLES: tl.constexpr,
@@ -141,20 +140,20 @@ def _lay_feature(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lay_sum(
-    program: typing.Any,
-    addresses: typing.Any,
-    outputs: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    sums: typing.Any,
-    requests: typing.Any,
-    n_examples: typing.Any,
-    n_features: typing.Any,
-    most: typing.Any,
+    program: tl.tensor,
+    addresses: tl.tensor,
+    outputs: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    sums: tl.tensor,
+    requests: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    most: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     SLICES: tl.constexpr,
@@ -202,20 +201,20 @@ def _lay_sum(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lay(
-    addresses: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    sums: typing.Any,
-    requests: typing.Any,
-    n_buffers: typing.Any,
-    n_examples: typing.Any,
-    n_features: typing.Any,
-    n_blocks: typing.Any,
-    most: typing.Any,
+    addresses: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    sums: tl.tensor,
+    requests: tl.tensor,
+    n_buffers: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    n_blocks: tl.tensor,
+    most: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     EXAMPLES: tl.constexpr,

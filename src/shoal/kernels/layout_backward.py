@@ -9,7 +9,6 @@ two programs and sums have one order.
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +26,12 @@ TILE = 32
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_shared(
-    grads: typing.Any,
-    sums: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    n_examples: typing.Any,
+    grads: tl.tensor,
+    sums: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     EXAMPLES: tl.constexpr,
@@ -64,16 +63,16 @@ def _sum_shared(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _file_ids(
-    keys: typing.Any,
-    entries: typing.Any,
-    begins: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    n_examples: typing.Any,
-    n_blocks: typing.Any,
+    keys: tl.tensor,
+    entries: tl.tensor,
+    begins: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    n_examples: tl.tensor,
+    n_blocks: tl.tensor,
     EXAMPLES: tl.constexpr,
 ) -> None:
     """For each id that passes a gradient on: its row's address, and its (feature, example)."""
@@ -100,20 +99,20 @@ def _file_ids(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _share(
-    id_: typing.Any,
-    entry: typing.Any,
-    grads: typing.Any,
-    shared_sums: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    n_examples: typing.Any,
-    columns: typing.Any,
+    id_: tl.tensor,
+    entry: tl.tensor,
+    grads: tl.tensor,
+    shared_sums: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
+    columns: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> typing.Any:
+) -> tl.tensor:
     """One id's part of its cell's gradient, for some columns of its row."""
     feature = entry // n_examples
     example = entry % n_examples
@@ -144,14 +143,14 @@ def _share(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_row(
-    total: typing.Any,
-    id_: typing.Any,
-    reach: typing.Any,
-    targets: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    scale: typing.Any,
-    columns: typing.Any,
+    total: tl.tensor,
+    id_: tl.tensor,
+    reach: tl.tensor,
+    targets: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    scale: tl.tensor,
+    columns: tl.tensor,
     ELEMENT: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
@@ -163,24 +162,24 @@ def _store_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_tiles(
-    order: typing.Any,
-    keys: typing.Any,
-    entries: typing.Any,
-    grads: typing.Any,
-    targets: typing.Any,
-    shared_sums: typing.Any,
-    parts: typing.Any,
-    reaches: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    splits: typing.Any,
-    cells: typing.Any,
-    features: typing.Any,
-    slices: typing.Any,
-    scale: typing.Any,
-    n_ids: typing.Any,
-    n_examples: typing.Any,
-    n_columns: typing.Any,
+    order: tl.tensor,
+    keys: tl.tensor,
+    entries: tl.tensor,
+    grads: tl.tensor,
+    targets: tl.tensor,
+    shared_sums: tl.tensor,
+    parts: tl.tensor,
+    reaches: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    scale: tl.tensor,
+    n_ids: tl.tensor,
+    n_examples: tl.tensor,
+    n_columns: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
     IDS: tl.constexpr,
@@ -246,16 +245,16 @@ def _sum_tiles(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join_tiles(
-    order: typing.Any,
-    keys: typing.Any,
-    targets: typing.Any,
-    parts: typing.Any,
-    reaches: typing.Any,
-    rows_N: typing.Any,
-    buffer_N: typing.Any,
-    scale: typing.Any,
-    n_ids: typing.Any,
-    n_columns: typing.Any,
+    order: tl.tensor,
+    keys: tl.tensor,
+    targets: tl.tensor,
+    parts: tl.tensor,
+    reaches: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    scale: tl.tensor,
+    n_ids: tl.tensor,
+    n_columns: tl.tensor,
     ELEMENT: tl.constexpr,
     IDS: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -14,6 +14,7 @@ __all__ = ["partition", "permute_rows", "unpermute_rows"]
 _BLOCK = 512
 _DIGIT_BITS = 4
 _TILE = 2048
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -109,7 +110,7 @@ def _move(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + far, tl.load(rows_ptr + near, mask=mask), mask=mask)
 
 
-def partition(shards_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+def partition(shards_N: Tensor, num: int, what: str = "") -> tuple[Tensor, Tensor]:
     """Stable order int64 [N] and sizes int64 [num]."""
     n, device = shards_N.numel(), shards_N.device
     if n == 0:
@@ -160,15 +161,18 @@ def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
 
 def _moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
     rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
-    out = torch.empty_like(rows_N)
+    out_N = torch.empty_like(rows_N)
     if rows_N.numel() == 0:
-        return out
+        return out_N
     n = rows_N.shape[0]
-    width = rows_N.numel() // n
+    # Bits are moved, whatever they mean: Triton knows no complex numbers.
+    word = _WORDS[min(rows_N.element_size(), 8)]
+    rows_NC, out = (part.view(n, -1).view(word) for part in (rows_N, out_N))
+    width = rows_NC.shape[1]
     columns = min(triton.next_power_of_2(width), 256)
     rows = _TILE // columns
     with torch.cuda.device_of(rows_N):  # type: ignore[no-untyped-call]
         _move[(triton.cdiv(n, rows), triton.cdiv(width, columns))](
-            rows_N, order_N, out, n, width, TAKE=take, ROWS=rows, COLS=columns
+            rows_NC, order_N, out, n, width, TAKE=take, ROWS=rows, COLS=columns
         )
-    return out
+    return out_N

@@ -76,9 +76,10 @@ def _probe(  # type: ignore[no-untyped-def]
 
 
 def match_rows(
-    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+    ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
 ) -> Tensor:
     """First row of each id, -1 where there is none."""
+    ids_M = ids[0] if len(ids) == 1 else torch.cat(list(ids))
     m, n = ids_M.numel(), query_N.numel()
     index_N = torch.empty_like(query_N)
     if n == 0:
@@ -285,9 +286,12 @@ def sum_runs(
             return
         run_Q, begin_Q, end_Q, length_Q = _pieces(begins_R, ends_R, pieces)
         partial_QD = torch.empty(pieces, width, dtype=total, device=out.device)
+        target_Q, width_Q = begin_Q, end_Q
+        if placed is not None:  # a piece is as wide as its run: no reads behind a narrow row
+            target_Q, width_Q = torch.arange(pieces, device=out.device) * width, width_R[run_Q]
         _add_runs[(triton.cdiv(pieces, block_r), tiles)](
-            source, place_N, stride, begin_Q, end_Q, target_R, width_R, partial_QD, pieces, width,
-            longest, PLACED=False, **kinds,
+            source, place_N, stride, begin_Q, end_Q, target_Q, width_Q, partial_QD, pieces, width,
+            longest, PLACED=placed is not None, **kinds,
         )  # fmt: skip
         kinds["BLOCK_R"] = 16
         _add_pieces[(pieces, tiles)](

@@ -115,9 +115,12 @@ def operator(
         return table[backend](*args)
 
     def on_cuda(*args: Any) -> Any:
+        backend = _FORCED.get() or "triton"
+        if backend == "core":
+            raise _core_on_cuda(name)
         if check is not None and _bounds_checks:
             check(*args)
-        return table[_FORCED.get() or "triton"](*args)
+        return table[backend](*args)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
@@ -127,6 +130,17 @@ def operator(
             f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
         )
     return getattr(torch.ops.shoal, name).default  # type: ignore[no-any-return]
+
+
+def _core_on_cuda(name: str) -> DeviceUnavailable:
+    return DeviceUnavailable(
+        describe(
+            f"{name}: backend 'core'",
+            got="CUDA tensors",
+            allowed="CPU tensors",
+            remedy="Move them with .cpu(), or do not force this backend.",
+        )
+    )
 
 
 def _lazy(target: str) -> Implementation:

@@ -51,8 +51,8 @@ def fused_gather_embeddings_by_input(
     fused_embeddings [E] of any dtype, fused_embedding_offsets int64 [N_k] per table: the element at
     which each row starts, embedding_dims: its width; gives one [N_k, D_k] per table, row i being
     `fused_embeddings[offset[i] : offset[i] + D_k]`. No tables give no tensors. Gradient:
-    `fused_gather_embeddings_by_input_gradient`. On CUDA without bounds checks a row that leaves the
-    buffer reads as NaN (integers: 0).
+    `fused_gather_embeddings_by_input_gradient`, with its rule for rows that meet. On CUDA
+    without bounds checks a row that leaves the buffer reads as NaN (integers: 0).
 
     Raises:
         DTypeError, ShapeError: offsets not int64 [N_k], buffer not [E], a width below 1.
@@ -197,7 +197,7 @@ def finalize_shared_tensor(
     if free > 1 or not fits:
         sizes, allowed = tuple(shape), f"a shape of {buffer_E.numel()} elements, one -1 allowed"
         raise refuse(f"{op}: shape", sizes, allowed, "Give the length of the buffer.")
-    return buffer_E.view(*shape)
+    return buffer_E.view(tuple(shape))
 
 
 def aligned_flat_concat(

@@ -62,6 +62,8 @@ def check_gradients(
 def bad_flat_offset(what: str, k: int, at: int, got: int, dim: int, size: int) -> InputError:
     """A row that leaves the flat buffer."""
     allowed = f"0 to {size - dim}, so that {dim} of {size} elements follow"
+    if dim > size:
+        allowed = f"none: the {size} elements hold no row of {dim}"
     return InputError(describe(f"{what}[{k}][{at}]", got=got, allowed=allowed, remedy=_REMEDY))
 
 
@@ -132,14 +134,13 @@ def check_map_values(
     bad = _broken_splits(offset_splits_U1, offsets_V.numel())
     if bad is not None:
         raise fail(4, bad)
-    row = 0
+    offsets, offset_splits, row = offsets_V.tolist(), offset_splits_U1.tolist(), 0
     for count, dim in zip(counts, dims, strict=True):
         for key in positions_N[row : row + count].tolist():
             if not 0 <= key < keys:
                 raise fail(3, row)
-            first, last = int(offset_splits_U1[key]), int(offset_splits_U1[key + 1])
-            for at in range(first, last):
-                if not 0 <= int(offsets_V[at]) <= size - dim:
+            for at in range(offset_splits[key], offset_splits[key + 1]):
+                if not 0 <= offsets[at] <= size - dim:
                     raise fail(5, at)
             row += 1
 

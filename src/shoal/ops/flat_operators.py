@@ -17,8 +17,9 @@ from shoal.ops.flat_checks import (
     check_map_values,
     map_error,
 )
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import flat as reference
-from shoal.ops.rows import fresh, threads, widened
+from shoal.ops.rows import threads, widened
 
 __all__ = ["fill_offsets", "gather_flat", "scatter_flat"]
 
@@ -39,7 +40,7 @@ def _bad_item(
 def _core_gather(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
     flat_E, offsets = flat_E.contiguous(), [part.contiguous() for part in offsets]
     counts = [part.numel() for part in offsets]
-    rows = [fresh((n, dim), flat_E.dtype) for n, dim in zip(counts, dims, strict=True)]
+    rows = [fresh(n, dim, dtype=flat_E.dtype) for n, dim in zip(counts, dims, strict=True)]
     bad = _core.gather_flat(
         flat_E.data_ptr(),
         flat_E.numel(),
@@ -62,7 +63,7 @@ def _core_scatter(
     wide = [grad.to(dtype).contiguous() for grad in grads]
     offsets = [part.contiguous() for part in offsets]
     dims = [grad.shape[1] for grad in grads]
-    flat_E = fresh((size,), dtype)
+    flat_E = fresh(size, dtype=dtype)
     bad = _core.scatter_flat(
         [part.data_ptr() for part in wide],
         [part.data_ptr() for part in offsets],
@@ -116,7 +117,7 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     *tensors, dims, length = offset_map
     tensors, dtype = [tensor.contiguous() for tensor in tensors], widened(buffer_E.dtype)
     wide_E = buffer_E.to(dtype).contiguous()
-    value = fresh((length,), dtype)
+    value = fresh(length, dtype=dtype)
     fault, at = _core.sum_offsets(
         **_core_map(tensors, dims),
         buffer=wide_E.data_ptr(),
@@ -162,7 +163,12 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     offsets = list(ctx.saved_tensors)
-    flat_E = scatter_flat(list(grads), offsets, ctx.size, 1.0)
+    if grads[0].is_complex():
+        pairs = [torch.view_as_real(grad).flatten(1) for grad in grads]
+        twice = [2 * part for part in offsets]
+        flat_E = torch.view_as_complex(scatter_flat(pairs, twice, 2 * ctx.size, 1.0).view(-1, 2))
+    else:
+        flat_E = scatter_flat(list(grads), offsets, ctx.size, 1.0)
     return flat_E, [None] * len(offsets), None
 
 
@@ -241,6 +247,16 @@ sum_offsets = operator(
 )
 
 
+def _sum_of_any(buffer_E: Tensor, *offset_map: Any) -> Tensor:
+    """`sum_offsets`, of complex numbers too."""
+    if not buffer_E.is_complex():
+        return sum_offsets(buffer_E, *offset_map)  # type: ignore[no-any-return]
+    positions_N, splits_K1, offsets_V, offset_splits_U1, dims, length = offset_map
+    pairs_E, twice = torch.view_as_real(buffer_E).flatten(), [2 * dim for dim in dims]
+    map_of_pairs = positions_N, splits_K1, 2 * offsets_V, offset_splits_U1, twice
+    return torch.view_as_complex(sum_offsets(pairs_E, *map_of_pairs, 2 * length).view(-1, 2))
+
+
 class _Fill(torch.autograd.Function):
     """Gradient of the in-place fill; `register_autograd` takes functional operators only."""
 
@@ -264,7 +280,7 @@ class _Fill(torch.autograd.Function):
             fill_offsets(before_E, grad_E.new_zeros(ctx.length), *offset_map)
         value = None
         if ctx.needs_input_grad[1]:
-            value = sum_offsets(grad_E, *offset_map, ctx.length)
+            value = _sum_of_any(grad_E, *offset_map, ctx.length)
         return before_E, value, None, None, None, None, None
 
 

@@ -188,9 +188,8 @@ def _reference_sum(
     outs, first = [], 0
     for rows_ND, offsets_B1, count in zip(values, offsets, parts, strict=True):
         sums_BD = reference.segment_sum(rows_ND, offsets_B1)
-        outs += [
-            part.contiguous() for part in torch.split(sums_BD, widths[first : first + count], dim=1)
-        ]
+        parts_BD = torch.split(sums_BD, widths[first : first + count], dim=1)
+        outs += [part_BD.clone() for part_BD in parts_BD]
         first += count
     return outs
 

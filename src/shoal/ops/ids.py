@@ -12,12 +12,14 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import Dedup
 from shoal.ragged import Ragged
 
 __all__ = ["dedup", "dedup_into", "fused_value_rowids", "normalize_merged_split"]
 
 _GOOD = -1  # what the core returns when it found nothing wrong
+_ROWIDS = "fused_value_rowids"
 
 
 def dedup(ids_N: Tensor) -> Dedup:
@@ -82,7 +84,12 @@ def fused_value_rowids(ragged: Ragged) -> Tensor:
     Raises:
         ShapeError: offsets that do not start at 0, fall, or do not end at N.
     """
-    return _rowids_cache.of(ragged.offsets_B1, ragged.values.numel())
+    return value_rowids(_ROWIDS, ragged)
+
+
+def value_rowids(op: str, ragged: Ragged) -> Tensor:
+    """`fused_value_rowids` for an operation whose errors name it."""
+    return _rowids_cache.of(op, ragged.offsets_B1, ragged.values.numel())
 
 
 def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
@@ -131,16 +138,14 @@ def check_out(op: str, name: str, out: Tensor, length: int) -> None:
 
 def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
     """A `ShapeError` of an operator's argument."""
-    return ShapeError(
-        describe(f"{op}: {what}", got=got, allowed=allowed, remedy="Nothing was changed.")
-    )
+    remedy = "Give tensors of lengths and offsets that fit together."
+    return ShapeError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
 
 
 def value_error(op: str, what: str, got: object, allowed: object) -> InputError:
     """An `InputError` of a value in an operator's argument."""
-    return InputError(
-        describe(f"{op}: {what}", got=got, allowed=allowed, remedy="Nothing was changed.")
-    )
+    remedy = "Check what made it."
+    return InputError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
 
 
 class _RowidsCache:
@@ -149,17 +154,18 @@ class _RowidsCache:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
 
-    def of(self, offsets_B1: Tensor, n: int) -> Tensor:
+    def of(self, op: str, offsets_B1: Tensor, n: int) -> Tensor:
         if not _may_keep(offsets_B1):
-            return _value_rowids(offsets_B1, n)  # type: ignore[no-any-return]
+            return _value_rowids(offsets_B1, n, op)  # type: ignore[no-any-return]
         key, stream = id(offsets_B1), _stream_of(offsets_B1)
         kept = self._kept.get(key)
         if kept is not None:
             ref, version, kept_stream, kept_N = kept
             unwritten = version == offsets_B1._version and kept_N._version == 0
-            if ref() is offsets_B1 and unwritten and kept_stream == stream:
+            same = ref() is offsets_B1 and kept_stream == stream and kept_N.numel() == n
+            if same and unwritten:
                 return kept_N
-        rowids_N: Tensor = _value_rowids(offsets_B1, n)
+        rowids_N: Tensor = _value_rowids(offsets_B1, n, op)
         gone = weakref.ref(offsets_B1, lambda _: self._kept.pop(key, None))
         self._kept[key] = (gone, offsets_B1._version, stream, rowids_N)
         return rowids_N
@@ -181,11 +187,11 @@ def _stream_of(tensor: Tensor) -> int:
 
 def _core_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ids_N = ids_N.contiguous()
-    inverse_N = torch.empty_like(ids_N)
+    inverse_N = fresh(ids_N.numel(), dtype=torch.int64)
     found = _core.Dedup(
         ids_N.data_ptr(), ids_N.numel(), inverse_N.data_ptr(), torch.get_num_threads()
     )
-    ids_U, counts_U = torch.empty(found.unique, dtype=torch.int64), ids_N.new_empty(found.unique)
+    ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
     found.write(ids_U.data_ptr(), counts_U.data_ptr())
     return ids_U, counts_U, inverse_N
 
@@ -236,46 +242,46 @@ _dedup_into = operator(
 )
 
 
-def _offsets_error(offsets_B1: Tensor, n: int, at: int) -> ShapeError:
-    previous = offsets_B1[at - 1].item() if at else None
-    if at == 0:
+def _offsets_error(op: str, offsets_B1: Tensor, n: int, at: int) -> ShapeError:
+    got, before = int(offsets_B1[at]), int(offsets_B1[max(at - 1, 0)])
+    if at == 0 and got != 0:
         allowed = "0"
-    elif at == offsets_B1.numel() - 1 and offsets_B1[at] >= offsets_B1[at - 1]:
-        allowed = f"{n}, the number of values"
+    elif got < before:
+        allowed = f"{before} (the offset before it) or more"
     else:
-        allowed = f"{previous} (the offset before it) or more"
-    return shape_error("value_rowids", f"offsets_B1[{at}]", offsets_B1[at].item(), allowed)
+        allowed = f"{n}, the number of values"
+    return shape_error(op, f"offsets_B1[{at}]", got, allowed)
 
 
-def check_offsets_values(offsets_B1: Tensor, n: int) -> None:
+def check_offsets_values(op: str, offsets_B1: Tensor, n: int) -> None:
     """Raise unless offsets start at 0, never fall and end at n; reads them."""
     bad_B1 = offsets_B1.diff(prepend=offsets_B1.new_zeros(1)) < 0
     bad_B1[0] = offsets_B1[0] != 0
     places = bad_B1.nonzero()
     if places.numel():
-        raise _offsets_error(offsets_B1, n, int(places[0]))
+        raise _offsets_error(op, offsets_B1, n, int(places[0]))
     if int(offsets_B1[-1]) != n:
-        raise _offsets_error(offsets_B1, n, offsets_B1.numel() - 1)
+        raise _offsets_error(op, offsets_B1, n, offsets_B1.numel() - 1)
 
 
-def _core_value_rowids(offsets_B1: Tensor, n: int) -> Tensor:
-    offsets_B1, out_N = offsets_B1.contiguous(), torch.empty(n, dtype=torch.int64)
+def _core_value_rowids(offsets_B1: Tensor, n: int, op: str = _ROWIDS) -> Tensor:
+    offsets_B1, out_N = offsets_B1.contiguous(), fresh(n, dtype=torch.int64)
     rows = offsets_B1.numel() - 1
     bad = _core.value_rowids(
         offsets_B1.data_ptr(), rows, n, out_N.data_ptr(), torch.get_num_threads()
     )
     if bad != _GOOD:
-        raise _offsets_error(offsets_B1, n, bad)
+        raise _offsets_error(op, offsets_B1, n, bad)
     return out_N
 
 
 _value_rowids = operator(
-    "value_rowids(Tensor offsets_B1, SymInt n) -> Tensor",
-    reference=lambda offsets_B1, n: reference.row_ids(offsets_B1),
+    f"value_rowids(Tensor offsets_B1, SymInt n, str op='{_ROWIDS}') -> Tensor",
+    reference=lambda offsets_B1, n, op=_ROWIDS: reference.row_ids(offsets_B1),
     core=_core_value_rowids,
     triton="ids:value_rowids",
-    fake=lambda offsets_B1, n: offsets_B1.new_empty(n),
-    check=check_offsets_values,
+    fake=lambda offsets_B1, n, op=_ROWIDS: offsets_B1.new_empty(n),
+    check=lambda offsets_B1, n, op=_ROWIDS: check_offsets_values(op, offsets_B1, n),
 )
 
 

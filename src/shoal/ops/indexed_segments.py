@@ -279,7 +279,7 @@ def _reference_sum_split(
     values_MD: Tensor, index_M: Tensor, length: int, widths: list[int], in_order: bool
 ) -> list[Tensor]:
     sums_BD = _reference_reduce(values_MD, index_M, length, "sum", in_order)
-    return [part.contiguous() for part in torch.split(sums_BD, widths, dim=1)]
+    return [part.clone() for part in torch.split(sums_BD, widths, dim=1)]
 
 
 def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

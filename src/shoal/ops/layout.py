@@ -234,7 +234,8 @@ def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if len(ctx.rest[0]) != 1:
-        what, remedy = "requests", "Several requests in one call are for serving."
+        what = "fused_embedding_to_layout: requests"
+        remedy = "Several requests in one call are for serving."
         message = describe(what, got=len(ctx.rest[0]), allowed="one for gradients", remedy=remedy)
         raise InputError(message)
     like = next(grad for grad in grads if grad is not None)

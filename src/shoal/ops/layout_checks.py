@@ -45,7 +45,7 @@ def _check_splits(splits: Tensor, count: int) -> None:
     what = f"{_OP}: cell_splits_C1"
     if int(splits[0]) != 0:
         raise _bad(ShapeError, f"{what}[0]", int(splits[0]), 0)
-    falls = (splits.diff() < 0).nonzero()
+    falls = (splits[1:] < splits[:-1]).nonzero()
     if falls.numel():
         at = int(falls[0]) + 1
         allowed = f"at least {int(splits[at - 1])}, the one before"
@@ -59,7 +59,7 @@ def _check_cells(cells: Tensor, total: int, batch_sizes: Sequence[int] | None) -
     sizes = [None] * cells.shape[0] if batch_sizes is None else batch_sizes
     for request, size in zip(range(cells.shape[0]), sizes, strict=True):
         first, count, shared = cells[request].unbind(1)
-        wrong = (first < 0) | (count < 0) | (first + count > total)
+        wrong = (first < 0) | (count < 0) | (first > total - count)
         if size is not None:
             wrong |= (count != 0) & (count != torch.where(shared != 0, 1, size))
         if bool(wrong.any()):

@@ -63,7 +63,7 @@ class LayoutIndex:
             raise _bad(ShapeError, "length of buffer_N", got, "one per row", "Name every buffer.")
         if self.cell_splits_C1.shape[0] < 1:
             raise _bad(ShapeError, "length of cell_splits_C1", 0, "C + 1", "Start with a 0.")
-        if min(self.batch_sizes, default=-1) < 0:
+        if not self.batch_sizes or any(size < 0 for size in self.batch_sizes):
             allowed = "one or more sizes, each at least 0"
             raise _bad(ShapeError, "batch_sizes", self.batch_sizes, allowed, "Count examples.")
         shape = tuple(self.cells_RF.shape)
@@ -165,8 +165,14 @@ def check_shared(batch: KeyedRagged, shared: Collection[str]) -> None:
 
 def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A small int64 tensor, sent without waiting for the device."""
-    made = torch.tensor(rows, dtype=torch.int64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a device; from the host to CUDA without waiting for it."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _check_keyed(
@@ -196,4 +202,4 @@ def _check_keyed(
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return kind(describe(f"LayoutIndex: {what}", got=got, allowed=allowed, remedy=remedy))

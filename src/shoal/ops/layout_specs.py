@@ -148,16 +148,20 @@ class LayoutPlan:
         """The plan on a device; copied there once."""
         if device == self.features_F.device:
             return self
-        if device not in self._elsewhere:
-            self._elsewhere[device] = LayoutPlan(
-                self.features_F.to(device),
-                self.slices_S.to(device),
-                self.sums_AM.to(device),
-                self.shapes,
-                self.widest,
-                self.floats,
-            )
-        return self._elsewhere[device]
+        if device in self._elsewhere:
+            return self._elsewhere[device]
+        moved = LayoutPlan(
+            self.features_F.to(device),
+            self.slices_S.to(device),
+            self.sums_AM.to(device),
+            self.shapes,
+            self.widest,
+            self.floats,
+        )
+        # A tracer's stand-ins must not outlive the trace.
+        if type(moved.features_F) is Tensor and not torch.compiler.is_exporting():
+            self._elsewhere[device] = moved
+        return moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)

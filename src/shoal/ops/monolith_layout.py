@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
-from shoal.ops.layout_index import LayoutIndex, on_device
+from shoal.ops.layout_index import LayoutIndex, on_device, sent
 from shoal.ops.layout_specs import FeatureConfigs
 
 __all__ = ["MonolithOffsets", "Version", "decode_monolith"]
@@ -238,13 +238,13 @@ def _looked_up(
         facts = [[m, 0, buffer.shape[1]] for m, buffer in enumerate(embeddings_list)]
         facts_X3 = on_device(facts, device).view(-1, 3)
     elif offsets.version == 2:
-        facts_X3 = _segments(offsets, configs).to(device)
+        facts_X3 = sent(_segments(offsets, configs), device)
     elif offsets.version == 4:
-        facts_X3 = _parts(offsets, len(configs.tables)).to(device)
+        facts_X3 = sent(_parts(offsets, len(configs.tables)), device)
     else:
         facts_X3, high_N = _request_parts(offsets, len(embeddings_list), high_N)
     # One more entry, for halves out of range: a buffer that does not exist.
-    nowhere = facts_X3.new_tensor([[len(embeddings_list), 0, 0]])
+    nowhere = facts_X3.new_full((1, 3), len(embeddings_list))
     facts_N3 = torch.cat([facts_X3, nowhere])[high_N.clamp(max=facts_X3.shape[0])]
     return facts_N3[:, 1] + low_N * facts_N3[:, 2], facts_N3[:, 0].to(torch.int32)
 
@@ -259,7 +259,7 @@ def _segments(offsets: MonolithOffsets, configs: FeatureConfigs) -> Tensor:
             allowed = f"({len(names) + 1},): {len(names)} features and the end"
             what = f"shape of fid_list_row_split[{m}]"
             raise _bad(ShapeError, what, tuple(split.shape), allowed, "One entry per feature.")
-        widths = split.new_tensor([configs.feature_configs[name].width for name in names])
+        (widths,) = on_device([[configs.feature_configs[n].width for n in names]], split.device)
         floats = (widths * split.diff()).cumsum(0)
         first = torch.cat([floats.new_zeros(1), floats[:-1]])
         facts.append(torch.stack([torch.full_like(first, m), first, widths], dim=1))
@@ -318,4 +318,4 @@ def _check_buffers(
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return kind(describe(f"MonolithOffsets: {what}", got=got, allowed=allowed, remedy=remedy))

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal import _core
-from shoal.ops import reference
-from shoal.ops.dispatch import one_device, operator
+from shoal.ops.dispatch import one_device
 from shoal.ops.ids import (
     check_ids,
-    check_offsets_values,
     check_out,
     dedup,
-    fused_value_rowids,
     shape_error,
     value_error,
+    value_rowids,
 )
 from shoal.ops.reference import FusedReorder, Reorder, ShardBy, UniqueKeys, ValueOffset
-from shoal.ops.splits import (
-    check_lengths,
-    check_num,
-    check_shards,
-    partition,
-    raise_bad_shards,
-    shard_error,
-)
+from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
+from shoal.ops.splits import check_lengths, check_num, check_shards, partition
 from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
 
@@ -38,9 +28,6 @@ __all__ = [
     "reorder_by_indices",
     "unique_key_with_value_and_offset",
 ]
-
-_GOOD = -1  # what the core returns when it found nothing wrong
-_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2}
 
 Tables = tuple[list[Tensor], Tensor | None, list[int]]
 
@@ -63,7 +50,8 @@ def reorder_by_indices(ids_N: Tensor, shards_N: Tensor, num_of_shards: int) -> R
     check_shards(op, "shards_N", shards_N, num_of_shards)
     check_lengths(op, "shards_N", shards_N, "ids_N", ids_N)
     keys_N = ids_N if ids_N.ndim == 1 else _row_keys(ids_N)
-    found = _fused_reorder([keys_N], None, [1], num_of_shards, "given", shards_N.long())
+    shards_N = shards_N.long()
+    found = fused_reorder([keys_N], None, [1], num_of_shards, "given", shards_N, f"{op}: shards_N")
     keys_U, _, sizes_W, _ = found
     size = keys_U.numel()
     # Place p of a shard that spans [start, end) goes to start + end - 1 - p.
@@ -104,7 +92,7 @@ def fused_reorder_by_indices(
     parts, offsets_K1, dims = _tables(op, ids, dim_sizes)
     check_num(op, "num_of_shards", num_of_shards)
     rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
-    ids_U, counts_U, sizes_WK, offsets_N = _fused_reorder(
+    ids_U, counts_U, sizes_WK, offsets_N = fused_reorder(
         parts, offsets_K1, dims, num_of_shards, rule, shards_N
     )
     return _reordered(ids, dims, ids_U, counts_U, sizes_WK, offsets_N)
@@ -143,7 +131,7 @@ def fused_reorder_by_indices_into(
     outs |= {"slot_sizes_out_WK": slot_sizes_out_WK, "size_out_1": size_out_1}
     one_device(op, ids=parts[0], **outs)
     rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
-    _fused_reorder_into(
+    fused_reorder_into(
         parts,
         offsets_K1,
         dims,
@@ -155,6 +143,7 @@ def fused_reorder_by_indices_into(
         slot_sizes_out_WK,
         offsets_out_N,
         size_out_1,
+        f"{op}: shard_by's result",
     )
 
 
@@ -178,12 +167,13 @@ def unique_key_with_value_and_offset(
     """
     op = "unique_key_with_value_and_offset"
     parts, _, widths = _tables(op, key, dims)
-    rows_N = fused_value_rowids(key)
+    rows_N = value_rowids(op, key)
     device = rows_N.device
-    keys_U, counts_U, sizes_K, inverse_N = _fused_reorder(
+    keys_U, counts_U, sizes_K, inverse_N = fused_reorder(
         parts, key.offsets_B1, [1] * len(widths), 1, "floormod", None
     )
-    order_N, _ = partition(inverse_N, max(keys_U.numel(), 1))
+    # N, not U, bounds the numbers: it is known when the graph is compiled.
+    order_N, _ = partition(inverse_N, max(rows_N.numel(), 1))
     dims_K = torch.tensor(widths, device=device)
     floats_K = key.lengths * dims_K
     # Occurrence i of slot k starts at (floats before the slot) + d_k * (i - first of the slot).
@@ -193,7 +183,9 @@ def unique_key_with_value_and_offset(
     unique_key = Ragged.from_lengths(keys_U, sizes_K)
     splits_U1 = torch.nn.functional.pad(counts_U.cumsum(0), (1, 0))
     value_offset = ValueOffset(starts_N[order_N], splits_U1, unique_key.offsets_B1)
-    buffer = torch.empty(int(floats_K.sum()), device=device) if generate_buffer else None
+    buffer = None
+    if generate_buffer:
+        buffer = torch.empty(int(floats_K.sum()), dtype=torch.float32, device=device)
     return UniqueKeys(unique_key, value_offset, buffer)
 
 
@@ -256,140 +248,3 @@ def _row_keys(rows_NC: Tensor) -> Tensor:
     for column_N in rows_NC.unbind(1)[1:]:
         keys_N = dedup(keys_N * n + dedup(column_N).inverse_N).inverse_N
     return keys_N
-
-
-def _spans(ids: Sequence[Tensor], offsets_K1: Tensor | None) -> list[Tensor]:
-    """Ids of each table, contiguous."""
-    if offsets_K1 is None:
-        return [part.contiguous() for part in ids]
-    check_offsets_values(offsets_K1, ids[0].numel())
-    return list(torch.split(ids[0].contiguous(), offsets_K1.diff().tolist()))
-
-
-def _core_started(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-    offsets_N: Tensor,
-) -> tuple[_core.FusedReorder, list[Tensor]]:
-    spans = _spans(ids, offsets_K1)
-    if shards_N is not None:
-        shards_N = shards_N.contiguous()
-    found = _core.FusedReorder(
-        [span.data_ptr() for span in spans],
-        [span.numel() for span in spans],
-        list(dims),
-        num,
-        _RULE_NUMBERS[rule],
-        0 if shards_N is None else shards_N.data_ptr(),
-        offsets_N.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if found.bad != _GOOD and shards_N is not None:
-        raise shard_error("fused_reorder", shards_N, num, found.bad)
-    return found, spans
-
-
-def _core_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n = sum(part.numel() for part in ids)
-    offsets_N = torch.empty(n, dtype=torch.int64)
-    found, _spans_alive = _core_started(ids, offsets_K1, dims, num, rule, shards_N, offsets_N)
-    ids_U = torch.empty(found.unique, dtype=torch.int64)
-    counts_U = torch.empty(found.unique, dtype=torch.int64)
-    sizes_WK = torch.empty(num * len(dims), dtype=torch.int64)
-    found.write(ids_U.data_ptr(), counts_U.data_ptr(), sizes_WK.data_ptr())
-    return ids_U, counts_U, sizes_WK, offsets_N
-
-
-def _core_fused_reorder_into(*arguments: Any) -> None:
-    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = arguments[6:]
-    ids, offsets_K1, dims, num, rule, shards_N = arguments[:6]
-    found, _spans_alive = _core_started(ids, offsets_K1, dims, num, rule, shards_N, offsets_out_N)
-    found.write(ids_out_N.data_ptr(), counts_out_N.data_ptr(), sizes_out_WK.data_ptr())
-    size_out_1.fill_(found.unique)
-
-
-def _reference_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spans = _spans(ids, offsets_K1)
-    if shards_N is None:
-        shard_by = floormod if rule == "floormod" else unsigned_mod
-        found = reference.fused_reorder_by_indices(spans, num, dims, shard_by=shard_by)
-    else:
-        lengths = [span.numel() for span in spans]
-        found = reference.fused_reorder_given(spans, num, dims, torch.split(shards_N, lengths))
-    return found.ids_U, found.counts_U, found.slot_sizes_WK, found.offsets_N
-
-
-def _reference_fused_reorder_into(*arguments: Any) -> None:
-    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = arguments[6:]
-    ids_U, counts_U, sizes_WK, offsets_N = _reference_fused_reorder(*arguments[:6])
-    ids_out_N[: ids_U.numel()] = ids_U
-    counts_out_N[: ids_U.numel()] = counts_U
-    sizes_out_WK.copy_(sizes_WK)
-    offsets_out_N.copy_(offsets_N)
-    size_out_1.fill_(ids_U.numel())
-
-
-def _fake_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size, like = torch.library.get_ctx().new_dynamic_size(), ids[0]
-    n = sum(part.numel() for part in ids)
-    return (
-        like.new_empty(size),
-        like.new_empty(size),
-        like.new_empty(num * len(dims)),
-        like.new_empty(n),
-    )
-
-
-def _check_fused_reorder(*arguments: Any) -> None:
-    ids, offsets_K1, _, num, _, shards_N = arguments[:6]
-    if shards_N is not None:
-        raise_bad_shards("fused_reorder", shards_N, num)
-    if offsets_K1 is not None:
-        check_offsets_values(offsets_K1, ids[0].numel())
-
-
-_ARGUMENTS = "Tensor[] ids, Tensor? offsets_K1, int[] dims_K, int num, str rule, Tensor? shards_N"
-
-_fused_reorder = operator(
-    f"fused_reorder({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=_reference_fused_reorder,
-    core=_core_fused_reorder,
-    triton="ids:fused_reorder",
-    fake=_fake_fused_reorder,
-    check=_check_fused_reorder,
-)
-
-_fused_reorder_into = operator(
-    f"fused_reorder_into({_ARGUMENTS}, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
-    "Tensor(c!) sizes_out_WK, Tensor(d!) offsets_out_N, Tensor(e!) size_out_1) -> ()",
-    reference=_reference_fused_reorder_into,
-    core=_core_fused_reorder_into,
-    triton="ids:fused_reorder_into",
-    fake=lambda *_: None,
-    check=_check_fused_reorder,
-)

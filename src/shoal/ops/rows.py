@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.ops.dispatch import operator
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import rows as reference
 from shoal.ops.reference.rows import GatheredRows
 from shoal.ops.rows_checks import (
@@ -37,21 +38,6 @@ __all__ = [
     "scatter_rows",
 ]
 
-# From here on an output's memory is reused: fresh pages cost more than the rows they receive.
-_POOLED_BYTES = 1 << 19
-
-
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor; a large float32 or float64 one reuses memory."""
-    size = 1
-    for length in shape:
-        size *= length
-    if size * dtype.itemsize < _POOLED_BYTES or dtype not in (torch.float32, torch.float64):
-        return torch.empty(tuple(shape), dtype=dtype)
-    make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
-    tensor: Tensor = make(1, size)
-    return tensor.resize_(tuple(shape))
-
 
 def threads(many: bool = True) -> int:
     """Threads a core call may use."""
@@ -64,16 +50,20 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def _core_match(
-    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+    ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
 ) -> Tensor:
-    ids_M, query_N = ids_M.contiguous(), query_N.contiguous()
-    index_N = torch.empty_like(query_N)
-    sizes = ids_M.numel(), query_N.numel()
+    if len(ids) == 1:
+        ids_M = ids[0].contiguous()
+    else:
+        ids_M = fresh(sum(part.numel() for part in ids), dtype=torch.int64)
+        torch.cat(list(ids), out=ids_M)
+    query_N = query_N.contiguous()
+    index_N = fresh(query_N.numel(), dtype=torch.int64)
     missing = _core.match_rows(
         ids_M.data_ptr(),
-        sizes[0],
+        ids_M.numel(),
         query_N.data_ptr(),
-        sizes[1],
+        query_N.numel(),
         index_N.data_ptr(),
         threads(multi_threads),
     )
@@ -87,7 +77,7 @@ def _core_gather(
 ) -> Tensor:
     shards, index_N = [rows.contiguous() for rows in shards], index_N.contiguous()
     dtype, width = shards[0].dtype, shards[0].shape[1]
-    out_ND = fresh((index_N.numel(), width), dtype)
+    out_ND = fresh(index_N.numel(), width, dtype=dtype)
     counts = [rows.shape[0] for rows in shards]
     bad = _core.gather_rows(
         [rows.data_ptr() for rows in shards],
@@ -106,7 +96,7 @@ def _core_gather(
 def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
     index_N, dtype = index_N.contiguous(), widened(grad_ND.dtype)
     wide_ND = grad_ND.to(dtype).contiguous()
-    out_MD = fresh((rows, grad_ND.shape[1]), dtype)
+    out_MD = fresh(rows, grad_ND.shape[1], dtype=dtype)
     bad = _core.scatter_rows(
         wide_ND.data_ptr(),
         index_N.data_ptr(),
@@ -123,10 +113,10 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
 
 
 def _check_match(
-    ids_M: Tensor, query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
+    ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
 ) -> None:
     if not missing_ok:
-        check_match_values(what, ids_M, query_N)
+        check_match_values(what, torch.cat(list(ids)), query_N)
 
 
 def _check_gather(
@@ -147,7 +137,13 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
     (index_N,) = ctx.saved_tensors
-    sums_MD = _scatter_rows(grad_ND, index_N, sum(ctx.counts), ctx.what)
+    rows = sum(ctx.counts)
+    if grad_ND.is_complex():
+        pairs_ND = torch.view_as_real(grad_ND).flatten(1)
+        sums_MD = _scatter_rows(pairs_ND, index_N, rows, ctx.what).view(rows, -1, 2)
+        sums_MD = torch.view_as_complex(sums_MD)
+    else:
+        sums_MD = _scatter_rows(grad_ND, index_N, rows, ctx.what)
     return list(torch.split(sums_MD, ctx.counts)), None, None, None
 
 
@@ -162,12 +158,14 @@ def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
 
 
 _match_rows = operator(
-    "match_rows(Tensor ids_M, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
+    "match_rows(Tensor[] ids, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
     " -> Tensor",
-    reference=lambda ids_M, query_N, *_: reference.match_rows(ids_M, query_N, missing_ok=True),
+    reference=lambda ids, query_N, *_: reference.match_rows(
+        torch.cat(list(ids)), query_N, missing_ok=True
+    ),
     core=_core_match,
     triton="rows:match_rows",
-    fake=lambda ids_M, query_N, *_: torch.empty_like(query_N),
+    fake=lambda ids, query_N, *_: torch.empty_like(query_N),
     check=_check_match,
 )
 _gather_rows = operator(
@@ -208,7 +206,7 @@ def match_rows(
     check_ids("match_rows", "ids_M", ids_M)
     check_ids("match_rows", "query", query, ndim=None)
     check_devices("match_rows", ids_M=ids_M, query=query)
-    return _matched(ids_M, query, "match_rows: query", missing_ok, multi_threads)
+    return _matched([ids_M], query, "match_rows: query", missing_ok, multi_threads)
 
 
 def gather_rows(rows: Tensor | Sequence[Tensor], index: Tensor) -> Tensor:
@@ -246,6 +244,8 @@ def scatter_rows(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     check_ids(op, "index", index, ndim=None)
     _check_grad(op, grad, index)
     check_devices(op, grad=grad, index=index)
+    if rows < 0:
+        raise refuse(f"{op}: rows", rows, "0 or more", "Give the number of rows of the result.")
     return _scattered(grad, index, rows, "scatter_rows: index")
 
 
@@ -277,7 +277,7 @@ def map_id_to_embedding(
             got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids[{s}]"
             raise refuse(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
     check_devices(op, ids=ids, embeddings=shards, input=input)
-    index = _matched(_joined(ids), input, f"{op}: input", False, use_multi_threads)
+    index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
     return _gathered(shards, index, f"{op}: input", use_multi_threads)
 
 
@@ -301,7 +301,7 @@ def map_id_to_embedding_gradient_back_prop(
     _check_id_lists(op, ids, input)
     _check_grad(op, grads, input)
     check_devices(op, ids=ids, input=input, grads=grads)
-    index = _matched(_joined(ids), input, f"{op}: input", False, True)
+    index = _matched(ids, input, f"{op}: input", False, True)
     sizes = [part.shape[0] for part in ids]
     return list(torch.split(_scattered(grads, index, sum(sizes), f"{op}: input"), sizes))
 
@@ -328,7 +328,7 @@ def gather_embeddings_by_input(
         got, allowed = embeddings.shape[0], f"{ids.shape[0]}, as many as ids"
         raise refuse(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
     check_devices(op, ids=ids, embeddings=embeddings, input=input)
-    index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
+    index = _matched([ids], input, f"{op}: input", False, use_multi_threads)
     rows = _gathered([embeddings], index, f"{op}: input", use_multi_threads)
     return GatheredRows(rows, index)
 
@@ -355,12 +355,10 @@ def gather_embeddings_by_ids_gradient_back_prop(
     return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
 
 
-def _joined(ids: Sequence[Tensor]) -> Tensor:
-    return ids[0] if len(ids) == 1 else torch.cat(list(ids))
-
-
-def _matched(ids_M: Tensor, query: Tensor, what: str, missing_ok: bool, many: bool) -> Tensor:
-    index_N: Tensor = _match_rows(ids_M, query.flatten(), missing_ok, many, what)
+def _matched(
+    ids: Sequence[Tensor], query: Tensor, what: str, missing_ok: bool, many: bool
+) -> Tensor:
+    index_N: Tensor = _match_rows(list(ids), query.flatten(), missing_ok, many, what)
     return index_N.view(query.shape)
 
 

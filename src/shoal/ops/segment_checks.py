@@ -130,7 +130,7 @@ def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
         ShapeError: they do not.
     """
     cuts = offsets_B1.detach().cpu()
-    wrong = (cuts.diff() < 0) | (cuts[1:] > rows)
+    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > rows)
     if int(cuts[0]) != 0:
         raise bad_offset(op, cuts, rows, 0)
     if int(cuts[-1]) != rows:

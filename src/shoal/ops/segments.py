@@ -1,8 +1,9 @@
 """Segments of rows given by offsets: sums, means, norms, first rows.
 
 Segment b is rows `offsets_B1[b]:offsets_B1[b+1]`. Rows are added in order, so results depend
-neither on threads nor on the batch around a segment. float32 and float64 on any device; float16
-and bfloat16 are added in float32. Values of offsets are checked on the CPU, and on CUDA under
+neither on threads nor on the batch around a segment; but on CUDA a whole chunk of 1,024 rows,
+counted from the batch's first, that one segment holds is summed by itself. float16 and bfloat16
+are added in float32. Values of offsets are checked on the CPU, and on CUDA under
 `set_bounds_checks`.
 """
 
@@ -376,7 +377,7 @@ _first_n_backward = operator(
 
 def _core_row_ids(offsets_B1: Tensor, rows: int) -> Tensor:
     offsets_B1 = offsets_B1.contiguous()
-    ids_N = fresh(rows, dtype=torch.int64)
+    ids_N = fresh(max(rows, 0), dtype=torch.int64)
     bad = _core.segment_row_ids(
         offsets_B1.data_ptr(),
         ids_N.data_ptr(),

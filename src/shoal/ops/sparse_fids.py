@@ -18,13 +18,16 @@ from shoal.errors import DTypeError, InputError, describe, unknown_name
 from shoal.ops.layout_index import LayoutIndex, cells_of, check_shared
 from shoal.ops.layout_specs import FeatureConfigs
 from shoal.ops.monolith_layout import MonolithOffsets, Version
+from shoal.ops.segment_checks import read_offsets
 from shoal.ragged import KeyedRagged
 
 __all__ = ["ShardRule", "ShardedFids", "sharding_sparse_fids"]
 
 ShardRule = Literal["unsigned_mod", "floormod"]
 
+_OP = "sharding_sparse_fids"
 _SHARED = 1 << 31
+_INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,17 +86,21 @@ class ShardedFids:
     @property
     def fid_list_table_row_length(self) -> Tensor:
         """int32 [P*T]: ids of each list, shard-major (Monolith's version 4)."""
-        return self.fid_sizes_TP.t().reshape(-1).to(torch.int32)
+        return _int32("number of ids of a list", self.fid_sizes_TP.t().reshape(-1))
 
     @property
     def fid_list_shard_row_lenth(self) -> Tensor:
         """int32 [P]: ids of each shard (Monolith's version 4, its spelling)."""
-        return self.fid_sizes_TP.sum(0).to(torch.int32)
+        return _int32("number of ids of a shard", self.fid_sizes_TP.sum(0))
 
     @property
     def fid_list_emb_row_lenth(self) -> Tensor:
-        """int32 [P*T]: floats of each buffer, shard-major (Monolith's version 4, its spelling)."""
-        return self.emb_sizes_TP.t().reshape(-1).to(torch.int32)
+        """int32 [P*T]: floats of each buffer, shard-major (Monolith's version 4, its spelling).
+
+        Raises:
+            InputError: more than int32 holds.
+        """
+        return _int32("number of floats of a buffer", self.emb_sizes_TP.t().reshape(-1))
 
     def monolith(self, version: Version = 5) -> MonolithOffsets:
         """The offsets as Monolith packs them; 5 is its default, 4 its choice with GPU tables.
@@ -101,26 +108,28 @@ class ShardedFids:
         A feature the batch lacks becomes SHARED with no ids.
 
         Raises:
-            InputError: an offset needs more than Monolith's 32 bits, or a table of version 1
-                has features of different widths.
+            InputError: an offset or a size needs more bits than Monolith has, or a table of
+                version 1 has features of different widths.
         """
         feature_offset, nfl_offset = self._cells()
-        sizes = {
-            "nfl_size": torch.tensor([nfl_offset.shape[0]], dtype=torch.int32),
-            "feature_size": torch.tensor([feature_offset.shape[0]], dtype=torch.int32),
-            "fid_size": torch.tensor([self.index.rows_N.shape[0]], dtype=torch.int32),
-            "emb_size": self.emb_sizes_TP.reshape(-1).to(torch.int32),
-        }
+        sizes: dict[str, Tensor] = {}
+        if version == 5:
+            vectors = {"nfl": nfl_offset, "feature": feature_offset, "fid": self.index.rows_N}
+            sizes = {
+                f"{name}_size": _int32(f"{name}_size", torch.tensor([vector.shape[0]]))
+                for name, vector in vectors.items()
+            }
+            sizes["emb_size"] = _int32("emb_size", self.emb_sizes_TP.reshape(-1))
         return MonolithOffsets(
             self._packed(version).view(torch.uint64),
-            feature_offset.to(torch.int32),
+            _int32("feature_offset", feature_offset),
             nfl_offset.to(torch.int32).view(torch.uint32),
             self.index.batch_size,
             self.ps_num,
             version,
             list(self.row_splits.values()) if version == 2 else None,
             self.fid_list_emb_row_lenth if version == 4 else None,
-            **(sizes if version == 5 else {}),
+            **sizes,
         )
 
     def _cells(self) -> tuple[Tensor, Tensor]:
@@ -227,8 +236,7 @@ def sharding_sparse_fids(
         len(tables),
     )
     addresses, threads = (rows_N.data_ptr(), buffer_N.data_ptr()), torch.get_num_threads()
-    if not _core.count_fids(*common, unique, *addresses, threads):
-        batch.validate()
+    _core.count_fids(*common, unique, *addresses, threads)
     fid_list = torch.empty(int(sizes_TP[0].sum()), dtype=torch.int64)
     _core.fill_fids(*common, *addresses, fid_list.data_ptr(), threads)
     index = LayoutIndex(rows_N, buffer_N, batch.offsets_FB1, cells, (batch.batch_size,))
@@ -256,6 +264,7 @@ def completed(
     for name in shared:
         if name not in feature_cfgs.feature_configs:
             raise unknown_name("shared feature", name, feature_cfgs.feature_configs)
+    read_offsets(_OP, batch.offsets_FB1, batch.values_N.shape[0])
     check_shared(batch, shared)
     features, size = feature_cfgs.features, batch.batch_size
     present = [f for f, name in enumerate(features) if name in batch.keys]
@@ -273,7 +282,20 @@ def completed(
     return whole, cells
 
 
+def _int32(what: str, values: Tensor) -> Tensor:
+    """As Monolith packs them.
+
+    Raises:
+        InputError: one does not fit.
+    """
+    most = int(values.max()) if values.numel() else 0
+    if most > _INT32_MAX:
+        remedy = "Use the LayoutIndex: its offsets are 64-bit."
+        raise _bad(InputError, f"largest {what}", most, "below 2**31", remedy)
+    return values.to(torch.int32)
+
+
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(f"sharding_sparse_fids: {what}", got=got, allowed=allowed, remedy=remedy))
+    return kind(describe(f"{_OP}: {what}", got=got, allowed=allowed, remedy=remedy))

@@ -11,7 +11,8 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
-from shoal.ops.ids import check_ids, fused_value_rowids, shape_error, value_error
+from shoal.ops.ids import check_ids, shape_error, value_error, value_rowids
+from shoal.ops.outputs import fresh
 from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
 from shoal.ragged import Ragged
 
@@ -26,6 +27,7 @@ __all__ = [
 
 _GOOD = -1  # what the core returns when it found nothing wrong
 _MOST_SHARDS = (1 << 31) - 1
+_SHARDS = "partition: shards_N"
 
 
 def partition(shards_N: Tensor, num_shards: int) -> Partition:
@@ -46,7 +48,8 @@ def permute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
     """Rows in another order: row i of the result is `rows_N[order_N[i]]`.
 
     rows_N [N, ...] of any dtype, order_N int64 [N], a permutation -> [N, ...].
-    Gradient: `unpermute_rows`.
+    Gradient: `unpermute_rows`, so it is undefined where order_N names a row twice; that is not
+    checked. `gather_rows` takes any index.
 
     Raises:
         DTypeError, ShapeError: order not int64 [N], or not as long as the rows.
@@ -82,7 +85,7 @@ def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> li
     """
     check_shards("split_by_indices", "indices_N", indices_N, num_splits)
     check_lengths("split_by_indices", "indices_N", indices_N, "tensor_N", tensor_N)
-    order_N, sizes_W = _partition(indices_N, num_splits)
+    order_N, sizes_W = _partition(indices_N, num_splits, "split_by_indices: indices_N")
     return list(torch.split(_permute_rows(tensor_N, order_N), sizes_W.tolist()))
 
 
@@ -96,16 +99,7 @@ def ragged_partition(indices_N: Tensor, ragged: Ragged, num_splits: int) -> Ragg
     Raises:
         as `ragged_split_by_indices`.
     """
-    op, batch = "ragged_partition", ragged.batch_size
-    check_shards(op, "indices_N", indices_N, num_splits)
-    check_lengths(op, "indices_N", indices_N, "ragged.values", ragged.values)
-    rows_N = fused_value_rowids(ragged)
-    order_N, sizes_W = _partition(indices_N, num_splits)
-    lengths_WB = rows_N.new_zeros(num_splits * batch)
-    lengths_WB.index_add_(0, indices_N * batch + rows_N, torch.ones_like(rows_N))
-    lengths_WB = lengths_WB.view(num_splits, batch)
-    offsets_WB1 = torch.nn.functional.pad(lengths_WB.cumsum(1), (1, 0))
-    return RaggedPartition(_permute_rows(ragged.values, order_N), order_N, sizes_W, offsets_WB1)
+    return _ragged_partition("ragged_partition", indices_N, ragged, num_splits)
 
 
 def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedSplit:
@@ -123,7 +117,7 @@ def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) 
             do not start at 0, fall, or do not end at N.
         InputError: on two devices, num_splits below 1, an index out of range.
     """
-    found = ragged_partition(indices_N, ragged, num_splits)
+    found = _ragged_partition("ragged_split_by_indices", indices_N, ragged, num_splits)
     sizes = found.sizes_W.tolist()
     parts = [torch.split(found.values_N, sizes), torch.split(found.positions_N, sizes)]
     values, positions = (
@@ -134,6 +128,20 @@ def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) 
         for split in parts
     )
     return RaggedSplit(values, positions)
+
+
+def _ragged_partition(
+    op: str, indices_N: Tensor, ragged: Ragged, num_splits: int
+) -> RaggedPartition:
+    check_shards(op, "indices_N", indices_N, num_splits)
+    check_lengths(op, "indices_N", indices_N, "ragged.values", ragged.values)
+    rows_N, batch = value_rowids(op, ragged), ragged.batch_size
+    order_N, sizes_W = _partition(indices_N, num_splits, f"{op}: indices_N")
+    lengths_WB = rows_N.new_zeros(num_splits * batch)
+    lengths_WB.index_add_(0, indices_N.long() * batch + rows_N, torch.ones_like(rows_N))
+    lengths_WB = lengths_WB.view(num_splits, batch)
+    offsets_WB1 = torch.nn.functional.pad(lengths_WB.cumsum(1), (1, 0))
+    return RaggedPartition(_permute_rows(ragged.values, order_N), order_N, sizes_W, offsets_WB1)
 
 
 def check_num(op: str, name: str, num: int) -> None:
@@ -166,16 +174,17 @@ def check_lengths(op: str, one: str, one_N: Tensor, other: str, other_N: Tensor)
         raise shape_error(op, f"lengths of {one} and {other}", got, "one length")
 
 
-def shard_error(op: str, shards_N: Tensor, num: int, at: int) -> InputError:
-    """The error of a shard that is out of range."""
-    return value_error(op, f"shard at {at}", shards_N[at].item(), f"0..{num - 1}")
+def shard_error(what: str, shards_N: Tensor, num: int, at: int) -> InputError:
+    """The error of a shard that is out of range; `what` is "operation: argument"."""
+    op, name = what.split(": ", 1)
+    return value_error(op, f"{name} at {at}", shards_N[at].item(), f"0..{num - 1}")
 
 
-def raise_bad_shards(op: str, shards_N: Tensor, num: int) -> None:
+def raise_bad_shards(what: str, shards_N: Tensor, num: int) -> None:
     """Raise for the first shard that is out of range; reads the tensor."""
     places = ((shards_N < 0) | (shards_N >= num)).nonzero()
     if places.numel():
-        raise shard_error(op, shards_N, num, int(places[0]))
+        raise shard_error(what, shards_N, num, int(places[0]))
 
 
 def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
@@ -183,10 +192,10 @@ def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
     check_lengths(op, "order_N", order_N, "rows_N", rows_N)
 
 
-def _core_partition(shards_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
     shards_N = shards_N.contiguous()
-    order_N = torch.empty(shards_N.numel(), dtype=torch.int64)
-    sizes_W = torch.empty(num, dtype=torch.int64)
+    order_N = fresh(shards_N.numel(), dtype=torch.int64)
+    sizes_W = fresh(num, dtype=torch.int64)
     bad = _core.partition(
         shards_N.data_ptr(),
         shards_N.dtype == torch.int64,
@@ -197,13 +206,13 @@ def _core_partition(shards_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
         torch.get_num_threads(),
     )
     if bad != _GOOD:
-        raise shard_error("partition", shards_N, num, bad)
+        raise shard_error(what, shards_N, num, bad)
     return order_N, sizes_W
 
 
 def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
     rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
-    out_N = torch.empty_like(rows_N)
+    out_N = fresh(*rows_N.shape, dtype=rows_N.dtype)
     if out_N.numel() == 0:
         return out_N
     n = order_N.numel()
@@ -217,19 +226,19 @@ def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
         torch.get_num_threads(),
     )
     if bad != _GOOD:
-        raise _order_error(order_N, bad)
+        raise _order_error("permute_rows" if take else "unpermute_rows", order_N, bad)
     return out_N
 
 
-def _order_error(order_N: Tensor, at: int) -> InputError:
+def _order_error(op: str, order_N: Tensor, at: int) -> InputError:
     allowed = f"0..{order_N.numel() - 1}, each once"
-    return value_error("permute_rows", f"order_N[{at}]", order_N[at].item(), allowed)
+    return value_error(op, f"order_N[{at}]", order_N[at].item(), allowed)
 
 
-def _check_order_values(rows_N: Tensor, order_N: Tensor) -> None:
+def _check_order_values(op: str, order_N: Tensor) -> None:
     places = ((order_N < 0) | (order_N >= order_N.numel())).nonzero()
     if places.numel():
-        raise _order_error(order_N, int(places[0]))
+        raise _order_error(op, order_N, int(places[0]))
 
 
 def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -249,15 +258,15 @@ def _fake_moved(rows_N: Tensor, order_N: Tensor) -> Tensor:
 
 
 _partition = operator(
-    "partition(Tensor shards_N, int num) -> (Tensor, Tensor)",
-    reference=reference.partition,
+    f"partition(Tensor shards_N, int num, str what='{_SHARDS}') -> (Tensor, Tensor)",
+    reference=lambda shards_N, num, what=_SHARDS: reference.partition(shards_N, num),
     core=_core_partition,
     triton="partition:partition",
-    fake=lambda shards_N, num: (
+    fake=lambda shards_N, num, what=_SHARDS: (
         shards_N.new_empty(shards_N.numel(), dtype=torch.int64),
         shards_N.new_empty(num, dtype=torch.int64),
     ),
-    check=lambda shards_N, num: raise_bad_shards("partition", shards_N, num),
+    check=lambda shards_N, num, what=_SHARDS: raise_bad_shards(what, shards_N, num),
 )
 
 _permute_rows = operator(
@@ -266,7 +275,7 @@ _permute_rows = operator(
     core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=True),
     triton="partition:permute_rows",
     fake=_fake_moved,
-    check=_check_order_values,
+    check=lambda rows_N, order_N: _check_order_values("permute_rows", order_N),
     backward=_permute_rows_backward,
     setup=_keep_order,
 )
@@ -277,7 +286,7 @@ _unpermute_rows = operator(
     core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=False),
     triton="partition:unpermute_rows",
     fake=_fake_moved,
-    check=_check_order_values,
+    check=lambda rows_N, order_N: _check_order_values("unpermute_rows", order_N),
     backward=_unpermute_rows_backward,
     setup=_keep_order,
 )

@@ -13,18 +13,15 @@ from shoal import _core
 from shoal.errors import ConfigError, describe
 from shoal.table import checks, pooled, refusals, rows
 from shoal.table.cpu_ticket import CpuTicket
+from shoal.table.cpu_upkeep import CpuUpkeep
 from shoal.table.native import RateList, pool_dicts, table_dict
 from shoal.table.shard import (
-    AdmissionState,
-    Entry,
     Found,
     GradRecord,
     IdGroups,
     PoolPlan,
-    RowChunk,
     StepContext,
     SummedGrads,
-    TableStats,
 )
 from shoal.table.spec import TableSpec
 
@@ -47,7 +44,7 @@ class _KeptPlan:
     dtypes: tuple[torch.dtype, ...]
 
 
-class CpuShard:
+class CpuShard(CpuUpkeep):
     """Tables in this process's memory; see `shoal.table.shard.Shard` for every verb.
 
     Args:
@@ -72,19 +69,13 @@ class CpuShard:
                     remedy="Leave it out to follow torch.get_num_threads().",
                 )
             )
-        self._specs = tuple(specs)
+        super().__init__(specs, _core.Shard([table_dict(spec, seed) for spec in specs]))
         self._seed = seed
         self._threads = threads
-        self._core = _core.Shard([table_dict(spec, seed) for spec in self._specs])
         self._dims = tuple(spec.dim for spec in self._specs)
         self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
         self._rate_list = RateList(self._specs)
         self._plans: dict[tuple[int, int], _KeptPlan] = {}
-
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The tables, in the order their indices name them."""
-        return self._specs
 
     @property
     def seed(self) -> int:
@@ -383,71 +374,3 @@ class CpuShard:
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
         """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
         return self._write(groups, _REINITIALIZE, (), ctx)
-
-    def evict(self, now_s: int) -> int:
-        """Drop expired rows; returns how many."""
-        return int(self._core.evict(now_s))
-
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one."""
-        return int(self._core.cut())
-
-    def export(self, table: int) -> RowChunk:
-        """All rows of a table, ordered by hash."""
-        checks.table_index(table, len(self._specs))
-        return rows.chunk_of(self._specs[table], self._core.export(table))
-
-    def load(self, table: int, chunk: RowChunk) -> None:
-        """Upsert rows with their state and metadata."""
-        checks.table_index(table, len(self._specs))
-        native = rows.native_of(self._specs[table], chunk)
-        refusals.worded(lambda: self._core.load(table, native))
-
-    def entry(self, table: int, id: int) -> Entry | None:
-        """One row in full, or None."""
-        checks.table_index(table, len(self._specs))
-        return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
-
-    def size(self, table: int) -> int:
-        """Rows of a table."""
-        checks.table_index(table, len(self._specs))
-        return int(self._core.size(table))
-
-    def clear(self, table: int) -> None:
-        """Drop all rows of a table.
-
-        Raises:
-            TicketError: a live ticket holds rows.
-        """
-        checks.table_index(table, len(self._specs))
-        refusals.cleared(lambda: self._core.clear(table), self._specs[table].name)
-
-    def admission_state(self, table: int) -> AdmissionState:
-        """Sights of ids without a row; survives a restart through `load_admission_state`."""
-        checks.table_index(table, len(self._specs))
-        return rows.admission_of(self._core, table)
-
-    def load_admission_state(self, table: int, state: AdmissionState) -> None:
-        """Restore what `admission_state` returned.
-
-        Raises:
-            ShapeError: the sketch has another size than the spec's.
-        """
-        checks.table_index(table, len(self._specs))
-        rows.load_admission(self._core, table, self._specs[table], state)
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update: what reads without a step use (OneBit's scale)."""
-        return int(self._core.last_step)
-
-    @last_step.setter
-    def last_step(self, step: int) -> None:
-        self._core.last_step = step
-
-    def stats(self) -> tuple[TableStats, ...]:
-        """Counters of every table."""
-        return tuple(
-            rows.stats_of(spec.name, self._core.stats(table))
-            for table, spec in enumerate(self._specs)
-        )

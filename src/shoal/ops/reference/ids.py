@@ -93,8 +93,9 @@ class FusedReorder(NamedTuple):
     counts_U int64 [U]: occurrences of each id in its table.
     shard_sizes_W int64 [W]: ids of each shard. slot_sizes_WK int64 [W*K], shard-major: ids of each
     table in each shard.
-    offset_sizes_K int64 [K], on the CPU: ids of each table as given. offsets_N int64 [N]: for
-    every id as given, where its row starts in a flat buffer of the rows of ids_U.
+    offset_sizes_K int64 [K]: ids of each table as given; on the CPU, unless they came as a ragged.
+    offsets_N int64 [N]: for every id as given, where its row starts in a flat buffer of the rows of
+    ids_U.
     """
 
     ids_U: Tensor
@@ -277,7 +278,9 @@ def unique_key_with_value_and_offset(
         keys.offsets_B1,
     )
     return UniqueKeys(
-        keys, value_offset, torch.empty(at, device=device) if generate_buffer else None
+        keys,
+        value_offset,
+        torch.empty(at, dtype=torch.float32, device=device) if generate_buffer else None,
     )
 
 

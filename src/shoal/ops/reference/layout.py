@@ -111,7 +111,8 @@ def layout_forward(
     begin_N = _begins(buffers)[buffer_N.long()] + rows_N
     size = sum(batch_sizes)
     shapes_O = [[n for n in shapes[i : i + 3] if n] for i in range(0, len(shapes), 3)]
-    outputs = [flat.new_zeros(size, *shape).flatten(1) for shape in shapes_O]
+    outputs = [flat.new_zeros(size, *shape) for shape in shapes_O]
+    filled = [out.flatten(1) for out in outputs]
     for feature in _features(cell_splits, cells, features, slices, batch_sizes):
         columns = torch.arange(feature.low, feature.high, device=flat.device)
         rows = flat[begin_N[feature.ids].unsqueeze(1) + columns]
@@ -123,8 +124,8 @@ def layout_forward(
             for j, part in enumerate(pooled.unbind(1)):
                 at = slice(place + j * step, place + j * step + width)
                 taken = part[:, start - feature.low : start - feature.low + width]
-                outputs[output][feature.batch, at].add_(taken)
-    return [out.view(size, *shape) for out, shape in zip(outputs, shapes_O, strict=True)]
+                filled[output][feature.batch, at].add_(taken)
+    return outputs
 
 
 def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def layout_backward(
             columns = torch.arange(start, start + width, device=flat.device)
             at = begin_N[feature.ids][kept].unsqueeze(1) + columns
             flat.index_put_((at,), share, accumulate=True)
-    return list(torch.split(flat, list(sizes)))
+    return [part.clone() for part in torch.split(flat, list(sizes))]
 
 
 def _slice_grad(grad: Tensor, feature: _Feature, place: int, step: int, width: int) -> Tensor:

@@ -26,7 +26,6 @@ def sharding_sparse_fids(
 ) -> ShardedFids:
     """`shoal.ops.sharding_sparse_fids` in plain Python."""
     batch, cells = completed(batch, ps_num, feature_cfgs, shared, rule)
-    batch.validate()
     tables = feature_cfgs.tables
     lists: list[list[int]] = [[] for _ in range(len(tables) * ps_num)]
     floats = [0] * len(lists)

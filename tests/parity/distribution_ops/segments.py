@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from shoal.ops import reference
 from support.backends import BACKENDS, Implementation
-from support.poison import poisoned
 from support.segments import (
     LENGTHS,
     REDUCES,
@@ -23,13 +21,8 @@ from support.segments import (
     rows_of,
 )
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 on_all = pytest.mark.parametrize("impl", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_shows() -> Iterator[None]:
-    with poisoned():
-        yield
 
 
 # ---- Monolith's pairs -------------------------------------------------------------------------
@@ -37,14 +30,14 @@ def unwritten_memory_shows() -> Iterator[None]:
 
 @on_all
 @pytest.mark.parametrize("flat", [False, True], ids=["M1", "M"])
-def test_reduce_mean(impl: Implementation, flat: bool) -> None:
+def test_reduce_mean_pair(impl: Implementation, flat: bool) -> None:
     index, values = ints([[0], [0], [1]], impl), rows_of([[4, 4], [2, 2], [1, 1]], impl)
     out = impl.reduce_mean(index.flatten() if flat else index, values, [2])
     assert out.tolist() == [[3, 3], [1, 1]]
 
 
 @on_all
-def test_reduce_mean_gradient(impl: Implementation) -> None:
+def test_reduce_mean_gradient_pair(impl: Implementation) -> None:
     values = rows_of([[4, 4], [2, 2]], impl)
     out = impl.reduce_mean(ints([[0], [0]], impl), values, [1])
     with impl.chosen():
@@ -53,7 +46,7 @@ def test_reduce_mean_gradient(impl: Implementation) -> None:
 
 
 @on_all
-def test_reduce_sum(impl: Implementation) -> None:
+def test_reduce_sum_pair(impl: Implementation) -> None:
     values = rows_of([[1, 1], [2, 2], [4, 4]], impl)
     out = impl.reduce_sum(ints([[0], [0], [1]], impl), values, [2])
     assert out.tolist() == [[3, 3], [4, 4]]
@@ -63,14 +56,14 @@ def test_reduce_sum(impl: Implementation) -> None:
 
 
 @on_all
-def test_reduce_sqrtn_is_an_l2_norm(impl: Implementation) -> None:
+def test_reduce_sqrtn_pair_is_an_l2_norm(impl: Implementation) -> None:
     values = rows_of([[3, 3], [4, 4], [4, 4]], impl)
     out = impl.reduce_sqrtn(ints([[0], [0], [1]], impl), values, [2])
     assert out.tolist() == [[5, 5], [4, 4]]
 
 
 @on_all
-def test_reduce_sqrtn_gradient(impl: Implementation) -> None:
+def test_reduce_sqrtn_gradient_pair(impl: Implementation) -> None:
     values = rows_of([[3, 4], [4, 3]], impl)
     out = impl.reduce_sqrtn(ints([[0], [0]], impl), values, [1])
     with impl.chosen():
@@ -80,7 +73,7 @@ def test_reduce_sqrtn_gradient(impl: Implementation) -> None:
 
 
 @on_all
-def test_reduce_sqrtn_gradient_of_zeros_is_zero(impl: Implementation) -> None:
+def test_reduce_sqrtn_gradient_of_zeros_pair(impl: Implementation) -> None:
     values = rows_of([[0, 0], [0, 0]], impl)
     out = impl.reduce_sqrtn(ints([[0], [0]], impl), values, [1])
     with impl.chosen():
@@ -103,7 +96,7 @@ SORTED_SUMS = [
 
 @on_all
 @pytest.mark.parametrize(("index", "values", "shape", "want"), SORTED_SUMS)
-def test_fused_sorted_segment_sum(
+def test_fused_sorted_segment_sum_pair(
     impl: Implementation,
     index: list[int],
     values: list[list[float]],
@@ -121,7 +114,7 @@ def test_fused_sorted_segment_sum(
 
 
 @on_all
-def test_fused_sorted_segment_sum_of_all_at_once(impl: Implementation) -> None:
+def test_fused_sorted_segment_sum_pair_of_all_at_once(impl: Implementation) -> None:
     cases = [case.values for case in SORTED_SUMS]
     rows = [
         torch.tensor(values, dtype=torch.float32, device=impl.device).reshape(-1, shape[1])
@@ -148,7 +141,7 @@ def test_fused_sorted_segment_sum_of_all_at_once(impl: Implementation) -> None:
         ),
     ],
 )
-def test_fused_reduce_sum_and_split(
+def test_fused_reduce_sum_and_split_pair(
     impl: Implementation, index: list[int], length: int, split_dims: list[int], want: list[Any]
 ) -> None:
     values = rows_of([[1, 1, 1], [2, 2, 1], [4, 4, 2]], impl)
@@ -171,9 +164,8 @@ def monolith_slices(width: int) -> list[int]:
 @pytest.mark.parametrize(
     "batch", [16, pytest.param(256, marks=pytest.mark.slow, id="256-as-there")]
 )
-def test_fused_reduce_and_split_gpu(impl: Implementation, batch: int) -> None:
-    interpreted = impl.name == "triton" and impl.device == "cpu"
-    tables, batch = (9, 12) if interpreted else (102, batch)
+def test_fused_reduce_and_split_gpu_pair(impl: Implementation, batch: int) -> None:
+    tables, batch = (9, 12) if impl.interpreted else (102, batch)
     generator = torch.Generator().manual_seed(7)
     splits, embeddings, slices = [], [], []
     for k in range(1, tables + 1):

@@ -21,7 +21,7 @@ from shoal.ops import (
     sharding_sparse_fids,
 )
 from shoal.ragged import KeyedRagged
-from support.backends import Implementation
+from support.backends import BACKENDS, Implementation
 
 WIDTHS = {"s": 5, "t": 9}
 ROWS = 4
@@ -88,11 +88,9 @@ def laid(
         return outputs, torch.autograd.grad(loss + zero, own)
 
 
-@pytest.mark.parametrize(
-    ("name", "examples"), [("core", 150), ("triton", 12)], ids=["core", "triton"]
-)
-def test_implementations_agree(name: str, examples: int) -> None:
-    device = "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
+@pytest.mark.parametrize("impl", BACKENDS[1:])
+def test_layouts_agree(impl: Implementation) -> None:
+    examples = 12 if impl.interpreted else 150
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases())
@@ -101,7 +99,7 @@ def test_implementations_agree(name: str, examples: int) -> None:
         generator = torch.Generator().manual_seed(0)
         rows = [torch.randn(ROWS, WIDTHS[table], generator=generator) for table in made.tables]
         index = LayoutIndex.from_keyed(batch, batch.values_N, WIDTHS, made, shared=shared)
-        outputs, grads = laid(Implementation(name, device), rows, index, made)
+        outputs, grads = laid(impl, rows, index, made)
         want, want_grads = laid(Implementation("reference", "cpu"), rows, index, made)
         for one, other in zip([*outputs, *grads], [*want, *want_grads], strict=True):
             torch.testing.assert_close(one.cpu(), other)

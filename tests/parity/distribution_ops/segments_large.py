@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from shoal import ops
-from support.backends import BACKENDS, Implementation
-from support.poison import poisoned
+from support.backends import BACKENDS, COMPILED, Implementation
 from support.segments import SEGMENTS, compare, ints, offsets_of, random_rows
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 on_all = pytest.mark.parametrize("impl", BACKENDS)
 
 
-@pytest.fixture(autouse=True)
-def unwritten_memory_shows() -> Iterator[None]:
-    with poisoned():
-        yield
-
-
+@pytest.mark.parametrize("impl", BACKENDS[-1:])
 @pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn", "l2"])
 @pytest.mark.parametrize("dim", [5, 40])
-def test_chunks_of_long_segments(monkeypatch: pytest.MonkeyPatch, mode: str, dim: int) -> None:
+def test_chunks_of_long_segments(
+    impl: Implementation, monkeypatch: pytest.MonkeyPatch, mode: str, dim: int
+) -> None:
     kernels = pytest.importorskip("shoal.kernels.segments")
-    impl = BACKENDS[-1].values[0]
     monkeypatch.setattr(kernels, "CHUNK", 16)
     lengths = [15, 16, 0, 33, 1, 70, 3, 16, 40]
     values, offsets = random_rows(sum(lengths), dim, impl), offsets_of(lengths, impl)
@@ -37,23 +33,24 @@ def test_chunks_of_long_segments(monkeypatch: pytest.MonkeyPatch, mode: str, dim
     compare(impl, "reduce_sum", values, lambda fn: fn(index.to(impl.device), values, 4))
 
 
+@pytest.mark.parametrize("impl", COMPILED)
 @pytest.mark.parametrize("dim", [3, 16, 50, 64, 200])
 @pytest.mark.parametrize("op", SEGMENTS)
-def test_results_beyond_the_caches(op: str, dim: int) -> None:
+def test_segments_beyond_the_caches(impl: Implementation, op: str, dim: int) -> None:
     rows = (6 << 20) // (4 * dim)
     generator = torch.Generator().manual_seed(dim)
     offsets = torch.randint(0, rows + 1, (rows - 1,), generator=generator).sort().values
-    offsets = torch.cat([torch.tensor([0]), offsets, torch.tensor([rows])])
-    values = torch.rand(rows * dim + 1, generator=generator)[1:].view(rows, dim).requires_grad_()
-    core = BACKENDS[1].values[0]
-    compare(core, op, values, lambda fn: fn(values, offsets))
-    index = torch.randint(0, rows // 3, (rows,), generator=generator)
+    offsets = torch.cat([torch.tensor([0]), offsets, torch.tensor([rows])]).to(impl.device)
+    memory = torch.rand(rows * dim + 1, generator=generator).to(impl.device)
+    values = memory[1:].view(rows, dim).requires_grad_()
+    compare(impl, op, values, lambda fn: fn(values, offsets))
+    index = torch.randint(0, rows // 3, (rows,), generator=generator).to(impl.device)
     reduced = op.replace("segment_l2", "reduce_sqrtn").replace("segment_sqrtn", "reduce_mean_sqrtn")
     reduced = reduced.replace("segment_", "reduce_")
-    compare(core, reduced, values, lambda fn: fn(index, values, rows // 3))
+    compare(impl, reduced, values, lambda fn: fn(index, values, rows // 3))
 
 
-def test_results_beyond_the_caches_may_be_changed() -> None:
+def test_segments_beyond_the_caches_may_be_changed() -> None:
     values = torch.rand(200_000, 16).requires_grad_()
     out = ops.segment_sum(values, torch.arange(0, 200_001, 4))
     assert out.is_contiguous()
@@ -75,7 +72,7 @@ THREAD_CASES: dict[str, Callable[[Tensor], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("case", THREAD_CASES)
-def test_threads_do_not_change_a_bit(case: str) -> None:
+def test_threads_do_not_change_a_bit_of_segments(case: str) -> None:
     values = torch.rand(20_000, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     seen, before = [], torch.get_num_threads()
     try:
@@ -92,7 +89,7 @@ def test_threads_do_not_change_a_bit(case: str) -> None:
 
 
 @on_all
-def test_sums_are_added_in_order(impl: Implementation) -> None:
+def test_segments_are_added_in_order(impl: Implementation) -> None:
     values = torch.tensor([[1e8], [1.0], [-1e8], [1.0]], device=impl.device)
     assert impl.segment_sum(values, ints([0, 4], impl)).tolist() == [[1.0]]
     mixed = ints([1, 0, 1, 1, 0, 1], impl)
@@ -102,7 +99,7 @@ def test_sums_are_added_in_order(impl: Implementation) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device() -> None:
+def test_no_segment_operation_waits_for_the_device() -> None:
     offsets, index = torch.arange(0, 4001, 5).cuda(), (torch.arange(4000) * 7 % 50).cuda()
     values, rising = torch.rand(4000, 64, device="cuda").requires_grad_(), index.sort().values
     torch.cuda.synchronize()

@@ -72,7 +72,7 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_opcheck(name: str) -> None:
+def test_opcheck_of_segments(name: str) -> None:
     operator, arguments = OPERATORS[name]
     torch.library.opcheck(operator.default, arguments)
 
@@ -100,7 +100,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_match_finite_differences(name: str) -> None:
+def test_gradients_of_segments_match_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(FUNCTIONS[name], rows())
     assert torch.autograd.gradgradcheck(FUNCTIONS[name], rows())
 
@@ -127,7 +127,7 @@ def everything(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, 
     )
 
 
-def test_compiles_whole() -> None:
+def test_segments_compile_whole() -> None:
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=True)
     for count in (7, 9):
         values, index = rows(count), torch.arange(count) * 3 % 4
@@ -141,7 +141,7 @@ def test_compiles_whole() -> None:
         )
 
 
-def test_exports() -> None:
+def test_segments_export() -> None:
     class Pool(torch.nn.Module):
         def forward(self, values: Tensor, offsets: Tensor, index: Tensor) -> Any:
             return everything(values, offsets, index)
@@ -159,7 +159,7 @@ def test_exports() -> None:
     )
 
 
-def test_meta_tensors_have_shapes() -> None:
+def test_meta_segments_have_shapes() -> None:
     values, offsets, index = (t.to("meta") for t in (rows(grad=False), OFFSETS, INDEX))
     assert ops.segment_mean(values, offsets).shape == (4, 3)
     assert ops.segment_first_n(values, offsets, 5).shape == (4, 5, 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,16 +9,10 @@ from shoal import ops
 from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.ops.dispatch import bounds_checks
 from support.backends import BACKENDS, Implementation
-from support.poison import poisoned
 from support.segments import REDUCES, SEGMENTS, ints
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 on_all = pytest.mark.parametrize("impl", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_shows() -> Iterator[None]:
-    with poisoned():
-        yield
 
 
 BAD_OFFSETS = [
@@ -118,7 +110,7 @@ def test_bad_reduce_arguments(impl: Implementation, op: str) -> None:
         fn(index.to("meta"), rows, 3)
 
 
-def test_bad_fused_arguments() -> None:
+def test_bad_arguments_of_fused_segments() -> None:
     rows, index, offsets = torch.ones(3, 2), torch.tensor([0, 0, 1]), torch.tensor([0, 3])
     with pytest.raises(ShapeError, match=r"lengths: got \{'indices': 1, 'values': 2"):
         ops.fused_sorted_segment_sum([index], [rows, rows], [(2, 2), (2, 2)])

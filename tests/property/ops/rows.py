@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,9 +15,7 @@ from shoal.ragged import Ragged
 from support.backends import BACKENDS, Implementation
 
 FAST = BACKENDS[1:]
-few = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=25, deadline=None)
 implementations = pytest.mark.parametrize("impl", FAST)
 seeds = st.integers(0, 2**31)
 # Whole numbers: their sums are exact in any order, so implementations agree bit for bit.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.ops import reference
@@ -20,9 +20,7 @@ IDS = st.one_of(
 )
 LISTS = st.lists(IDS, max_size=40)
 ROWS = st.lists(st.lists(IDS, max_size=6), min_size=1, max_size=6)
-BRIEF = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+BRIEF = settings(max_examples=25, deadline=None)
 
 
 def int64(values: list[int]) -> torch.Tensor:

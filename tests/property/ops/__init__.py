@@ -1,0 +1,1 @@
+"""Random inputs of the operations by family; `test_ops.py` collects them."""
