@@ -1,6 +1,7 @@
 #include "ops_ids.h"
 
 #include <algorithm>
+#include <random>
 #include <bit>
 #include <cstring>
 #include <vector>
@@ -8,6 +9,12 @@
 #include "pool.h"
 
 namespace shoal {
+
+const std::uint64_t kSpreadFactor = [] {
+  std::random_device source;
+  const std::uint64_t high = source(), low = source();
+  return (high << 32 | low) | 1;
+}();
 namespace {
 
 constexpr std::int64_t kAhead = 24;

@@ -19,11 +19,14 @@ class Dedup {
   virtual void write(std::int64_t* ids, std::int64_t* counts) = 0;
 };
 
-// Bijective; the high bits are the well mixed ones.
+// Odd, drawn once a process: ids chosen to collide under one factor do not under another.
+extern const std::uint64_t kSpreadFactor;
+
+// Bijective; the high bits are the well mixed ones. What comes out of dedup does not depend on it.
 inline std::uint64_t spread(std::int64_t id) {
   std::uint64_t x = static_cast<std::uint64_t>(id);
   x ^= x >> 32;
-  return x * 0x9E3779B97F4A7C15ULL;
+  return x * kSpreadFactor;
 }
 
 struct Distinct {

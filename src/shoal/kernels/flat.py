@@ -10,14 +10,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.rows import sum_runs
+from shoal.kernels.transfer import sent
 
 __all__ = ["fill_offsets", "gather_flat", "scatter_flat", "sum_offsets"]
-
-
-def _on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 values on the device, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _steps(tensors: Sequence[Tensor]) -> list[int]:
@@ -87,7 +82,7 @@ def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) 
     blocks = _splits([triton.cdiv(part.numel(), block) for part in rows])
     items = _splits([part.numel() for part in offsets])
     lists = len(dims)
-    table = _on_device([*blocks, *items, *dims, *_steps(rows)], device)
+    table = sent([*blocks, *items, *dims, *_steps(rows)], device)
     with torch.cuda.device_of(flat_E):  # type: ignore[no-untyped-call]
         _gather_flat[(blocks[-1],)](
             flat_E,
@@ -117,7 +112,7 @@ def scatter_flat(
     if n == 0:
         return flat_E
     dims = [grad.shape[1] for grad in grads]
-    table = _on_device([*counts, *_splits(counts)[:-1], *dims, *_steps(grads)], device)
+    table = sent([*counts, *_splits(counts)[:-1], *dims, *_steps(grads)], device)
     counts_K, start_K, dims_K, step_K = table.view(4, lists)
     owner_N = torch.repeat_interleave(counts_K, output_size=n)
     place_N = torch.arange(n, device=device) - start_K[owner_N]
@@ -138,7 +133,7 @@ def scatter_flat(
 
 def _value_rows(splits_K1: Tensor, dims: Sequence[int], n: int) -> tuple[Tensor, Tensor]:
     """First element and width of each of n value rows, int64 [n]."""
-    dims_K = _on_device(dims, splits_K1.device)
+    dims_K = sent(dims, splits_K1.device)
     sizes_K = splits_K1.diff() * dims_K
     row_N = torch.arange(n, device=splits_K1.device)
     k_N = torch.searchsorted(splits_K1[1:].contiguous(), row_N, right=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.kernels.indexed_segments import in_order, index_reduce_backward, offsets_of
 from shoal.kernels.row_tiles import columns_per_program, rows_of_tile, step_of, wide_of
 from shoal.kernels.segments import UNROLL, add_span, write_span
+from shoal.kernels.transfer import sent
 
 __all__ = [
     "index_sum_split",
@@ -179,7 +180,7 @@ def segment_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) 
     ]
     rounds = max(index_M.shape[0] for index_M in index).bit_length()
     grid = (max(lengths) // block + 1, len(outs))
-    _lower_bounds[grid](_sent(fields, index[0].device), 4, rounds, block)
+    _lower_bounds[grid](sent(fields, index[0].device), 4, rounds, block)
     return outs
 
 
@@ -212,12 +213,12 @@ def _launch(
             for column in range(width):
                 columns += [part.data_ptr() + column * size, width]
     device, dtype = rows[0].device, rows[0].dtype
-    sent = _sent(tables + columns, device)
+    facts = sent(tables + columns, device)
     block_d, block_s = columns_per_program(dim), rows_of_tile(dim)
     grid = (triton.cdiv(segments, block_s), len(rows), triton.cdiv(dim, block_d))
     _fused[grid](
-        sent,
-        sent[len(tables) :],
+        facts,
+        facts[len(tables) :],
         FIELDS,
         ELEMENTS[dtype],
         rows[0].element_size(),
@@ -229,10 +230,3 @@ def _launch(
         block_d,
         UNROLL,
     )
-
-
-def _sent(values: Sequence[int], device: torch.device) -> Tensor:
-    numbers = torch.tensor(values, dtype=torch.int64)
-    if device.type != "cuda":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)

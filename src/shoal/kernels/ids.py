@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.kernels.dedup import dedup_first
 from shoal.kernels.partition import partition
+from shoal.kernels.transfer import sent
 
 __all__ = ["fused_reorder", "fused_reorder_into", "normalize_merged_split", "value_rowids"]
 
@@ -221,8 +222,8 @@ def fused_reorder_into(
         return
     if offsets_K1 is None:
         ends = torch.tensor([0, *(part.numel() for part in ids)]).cumsum(0)
-        offsets_K1 = _sent(ends, ids_N.device)
-    dims_K = _sent(torch.tensor(list(dims)), ids_N.device)
+        offsets_K1 = sent(ends, ids_N.device)
+    dims_K = sent(torch.tensor(list(dims)), ids_N.device)
     with torch.cuda.device_of(ids_N):  # type: ignore[no-untyped-call]
         tables_N = value_rowids(offsets_K1, n)
         found_ids, found_counts, first_N, inverse_N, size_1 = dedup_first(ids_N, tables_N)
@@ -293,10 +294,3 @@ def _grouped(
         BLOCK=128,
     )
     return shard_N, order_N, starts
-
-
-def _sent(small: Tensor, device: torch.device) -> Tensor:
-    """A few numbers to a device; from page-locked memory, so that the host does not wait."""
-    if device.type != "cuda":
-        return small
-    return small.pin_memory().to(device, non_blocking=True)

@@ -15,6 +15,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.transfer import sent
+
 __all__ = ["addresses_of", "layout_forward", "tile_of"]
 
 FIRSTN = tl.constexpr(3)
@@ -328,13 +330,10 @@ def tile_of(size: int, widest: int) -> tuple[int, int]:
 def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
     """int64, where each tensor begins (0: it is empty), sent without waiting for the device."""
     places = [tensor.data_ptr() if tensor.numel() else 0 for tensor in tensors]
-    found = torch.tensor(places, dtype=torch.int64)
-    device = tensors[0].device
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+    return sent(places, tensors[0].device)
 
 
 def _requests(batch_sizes: Sequence[int], device: torch.device) -> Tensor:
     """int64 [B, 2]: each example's request, and its number there."""
     pairs = [(r, b) for r, size in enumerate(batch_sizes) for b in range(size)]
-    made = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent(torch.tensor(pairs, dtype=torch.int64).view(-1, 2), device)

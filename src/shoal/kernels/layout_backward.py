@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
+from shoal.kernels.transfer import sent
 
 __all__ = ["layout_backward"]
 
@@ -350,5 +351,4 @@ def layout_backward(
 
 def _begins(sizes: Sequence[int], device: torch.device) -> Tensor:
     """int64: where each buffer begins when they follow each other."""
-    made = torch.tensor(list(itertools.accumulate(sizes, initial=0)), dtype=torch.int64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent(list(itertools.accumulate(sizes, initial=0)), device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -85,6 +85,7 @@ def operator(
     check: Implementation | None = None,
     backward: Implementation | None = None,
     setup: Implementation | None = None,
+    from_host: bool = False,
 ) -> Callable[..., Any]:
     """Define `shoal::<schema>` and return the callable overload.
 
@@ -98,9 +99,11 @@ def operator(
             on). The core checks values itself, in its own pass, and raises the same errors.
         backward, setup: as `torch.library.register_autograd` takes them; neither for operators on
             ids alone.
+        from_host: its launcher sends addresses or sizes from the host, so that a captured CUDA
+            graph must not contain it; `torch.compile` then splits its graphs there.
     """
     name = schema.split("(", 1)[0].strip()
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if from_host else ())
     kernel = _lazy(triton)
     table: dict[Backend, Implementation] = {
         "reference": reference,
@@ -118,9 +121,11 @@ def operator(
         backend = _FORCED.get() or "triton"
         if backend == "core":
             raise _core_on_cuda(name)
-        if check is not None and _bounds_checks:
-            check(*args)
-        return table[backend](*args)
+        # Triton launches on the current device, whatever device its arguments lie on.
+        with torch.cuda.device(_cuda_device(args)):
+            if check is not None and _bounds_checks:
+                check(*args)
+            return table[backend](*args)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
@@ -130,6 +135,16 @@ def operator(
             f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
         )
     return getattr(torch.ops.shoal, name).default  # type: ignore[no-any-return]
+
+
+def _cuda_device(args: Iterable[Any]) -> torch.device | None:
+    """Device of the first CUDA tensor among the arguments and their lists."""
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.is_cuda:
+            return arg.device
+        if isinstance(arg, (list, tuple)) and (found := _cuda_device(arg)) is not None:
+            return found
+    return None
 
 
 def _core_on_cuda(name: str) -> DeviceUnavailable:

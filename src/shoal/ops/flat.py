@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops.flat_checks import check_dims, check_flat, check_gradients
 from shoal.ops.flat_operators import fill_offsets, gather_flat, scatter_flat
+from shoal.ops.reference.ids import ValueOffset
 from shoal.ops.rows_checks import (
     check_devices,
     check_ids,
@@ -114,14 +115,15 @@ def fused_gather_embeddings_by_input_gradient(
 def fill_with_offset_map(
     pos: Ragged,
     value: Tensor,
-    value_offset: tuple[Tensor, Tensor],
+    value_offset: tuple[Tensor, Tensor] | ValueOffset,
     value_buffer: Tensor,
     dims: Sequence[int],
 ) -> Tensor:
     """Write each row of the value to all places of its key in the buffer, in place.
 
     pos: `Ragged` of K tables, value [sum of rows_k D_k] of the buffer's dtype, value_offset: (int64
-    [V], int64 [U+1]) as the module's text explains, value_buffer [E] contiguous, dims: D_k; gives
+    [V], int64 [U+1]) as the module's text explains, or the `ValueOffset` that
+    `unique_key_with_value_and_offset` returns, value_buffer [E] contiguous, dims: D_k; gives
     `value_buffer` itself. Elements under no offset stay as they were. Gradient: of the value, the
     sum over a key's offsets, in order; of the buffer, zero where it was written. `pos` names a key
     once at most, and rows of the buffer do not overlap; neither is checked.
@@ -138,7 +140,7 @@ def fill_with_offset_map(
     Monolith: `fill_with_offset_map`.
     """
     op = "fill_with_offset_map"
-    offsets_V, splits_U1 = value_offset
+    offsets_V, splits_U1 = value_offset[:2]
     dims = list(dims)
     check_ids(op, "value_offset values", offsets_V)
     check_ids(op, "value_offset splits", splits_U1)

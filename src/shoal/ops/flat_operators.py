@@ -198,6 +198,7 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 gather_flat = operator(
     "gather_flat(Tensor flat_E, Tensor[] offsets, SymInt[] dims) -> Tensor[]",
+    from_host=True,
     reference=reference.fused_gather_embeddings_by_input,
     core=_core_gather,
     triton="flat:gather_flat",
@@ -212,6 +213,7 @@ gather_flat = operator(
 )
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
+    from_host=True,
     reference=lambda grads, offsets, size, scale: (
         reference.fused_gather_embeddings_by_input_gradient(
             size, grads, offsets, [grad.shape[1] for grad in grads], scale
@@ -229,6 +231,7 @@ scatter_flat = operator(
 _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_splits_U1, int[] dims"
 fill_offsets = operator(
     f"fill_offsets_(Tensor(a!) buffer_E, Tensor value, {_MAP}) -> ()",
+    from_host=True,
     reference=_reference_fill,
     core=_core_fill,
     triton="flat:fill_offsets",
@@ -237,6 +240,7 @@ fill_offsets = operator(
 )
 sum_offsets = operator(
     f"sum_offsets(Tensor buffer_E, {_MAP}, SymInt length) -> Tensor",
+    from_host=True,
     reference=_reference_sum,
     core=_core_sum,
     triton="flat:sum_offsets",

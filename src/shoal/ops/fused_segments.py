@@ -260,6 +260,7 @@ def _second_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 fused_segment_sum = operator(
     "fused_segment_sum(Tensor[] values, Tensor[] offsets, SymInt[] widths, int[] parts, str op) "
     "-> Tensor[]",
+    from_host=True,
     reference=_reference_sum,
     core=_core_sum,
     triton="fused_segments:segment_sum",
@@ -272,6 +273,7 @@ fused_segment_sum = operator(
 _fused_segment_sum_backward = operator(
     "fused_segment_sum_backward(Tensor[] grads, Tensor[] offsets, SymInt[] rows, int[] parts, "
     "str op) -> Tensor[]",
+    from_host=True,
     reference=_reference_sum_backward,
     core=_core_sum_backward,
     triton="fused_segments:segment_sum_backward",

@@ -304,6 +304,7 @@ def _split_second_gradient(ctx: Any, grads_MD: Tensor) -> tuple[Any, ...]:
 index_sum_split = operator(
     "index_sum_split(Tensor values_MD, Tensor index_M, SymInt length, SymInt[] widths, "
     "bool indices_sorted) -> Tensor[]",
+    from_host=True,
     reference=_reference_sum_split,
     core=_core_sum_split,
     triton="fused_segments:index_sum_split",
@@ -358,6 +359,7 @@ def _check_sorted(indices: list[Tensor], lengths: list[int], op: str) -> None:
 
 write_offsets = operator(
     "segment_offsets(Tensor[] indices, SymInt[] lengths, str op) -> Tensor[]",
+    from_host=True,
     reference=lambda indices, lengths, op: [
         reference.segment_offsets(index, length)
         for index, length in zip(indices, lengths, strict=True)

@@ -274,6 +274,7 @@ _INDEX = (
 
 layout_forward = operator(
     f"layout_forward(Tensor[] buffers, {_INDEX}) -> Tensor[]",
+    from_host=True,
     reference=reference.layout_forward,
     core=_core_forward,
     triton="layout:layout_forward",
@@ -285,6 +286,7 @@ layout_forward = operator(
 
 layout_backward = operator(
     f"layout_backward(Tensor[] grads, Tensor? scale, SymInt[] sizes, {_INDEX}) -> Tensor[]",
+    from_host=True,
     reference=reference.layout_backward,
     core=_core_backward,
     triton="layout_backward:layout_backward",

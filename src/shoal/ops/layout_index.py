@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
+from shoal.kernels.transfer import sent
 from shoal.ops.layout_specs import FeatureConfigs
 from shoal.ragged import KeyedRagged
 
@@ -166,13 +167,6 @@ def check_shared(batch: KeyedRagged, shared: Collection[str]) -> None:
 def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A small int64 tensor, sent without waiting for the device."""
     return sent(torch.tensor(rows, dtype=torch.int64), device)
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a device; from the host to CUDA without waiting for it."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _check_keyed(

@@ -50,7 +50,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
-from shoal.ops.layout_index import LayoutIndex, on_device, sent
+from shoal.kernels.transfer import sent
+from shoal.ops.layout_index import LayoutIndex, on_device
 from shoal.ops.layout_specs import FeatureConfigs
 
 __all__ = ["MonolithOffsets", "Version", "decode_monolith"]

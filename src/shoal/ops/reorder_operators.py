@@ -161,6 +161,7 @@ _NAMED = f'str what="{_WHAT}"'
 
 fused_reorder = operator(
     f"fused_reorder({_ARGUMENTS}, {_NAMED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    from_host=True,
     reference=_reference_fused_reorder,
     core=_core_fused_reorder,
     triton="ids:fused_reorder",
@@ -171,6 +172,7 @@ fused_reorder = operator(
 fused_reorder_into = operator(
     f"fused_reorder_into({_ARGUMENTS}, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     f"Tensor(c!) sizes_out_WK, Tensor(d!) offsets_out_N, Tensor(e!) size_out_1, {_NAMED}) -> ()",
+    from_host=True,
     reference=_reference_fused_reorder_into,
     core=_core_fused_reorder_into,
     triton="ids:fused_reorder_into",

@@ -185,7 +185,7 @@ def test_fused_reduce_and_split_gpu_pair(impl: Implementation, batch: int) -> No
         row = torch.repeat_interleave(torch.arange(batch, device=impl.device), offsets.diff())
         sums = rows.new_zeros(batch, rows.shape[1]).index_add(0, row, rows)
         for part in torch.split(sums, widths, dim=1):
-            torch.testing.assert_close(next(given), part)
+            torch.testing.assert_close(next(given), part, rtol=1e-5, atol=1e-3)
         parts = torch.cat([next(flat_weights) for _ in widths], dim=1)
         torch.testing.assert_close(grad, parts[row])
     assert next(given, None) is None
