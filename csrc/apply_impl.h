@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "kernels.h"
+#include "prefetch.h"
 #include "rows_impl.h"
 #include "rules_impl.h"
 
@@ -16,12 +17,6 @@ namespace {
 constexpr std::uint32_t kAhead = 32;  // rows under way; a power of two
 // Gradients of a wide output lie pages apart: more of them would not fit the sets they share.
 constexpr std::uint32_t kGradsAhead = 8;
-
-// Forced inline: a function that only prefetches counts as free of effects, and GCC drops its calls.
-__attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
-  const std::size_t limit = bytes < 512 ? bytes : 512;
-  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 1, 2);
-}
 
 inline std::uint32_t item_at(const Items& items, std::uint32_t k) {
   return items.order == nullptr ? k : items.order[k];
@@ -209,7 +204,7 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
       ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weight_bytes, state_bytes);
     }
     if (u + kGradsAhead < unique) {
-      prefetch_bytes(static_cast<const char*>(s.grads[u + kGradsAhead]), grad_bytes);
+      prefetch_row(static_cast<const char*>(s.grads[u + kGradsAhead]), grad_bytes);
     }
     body(u, place);
   }

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "prefetch.h"
 #include "rows_impl.h"
 
 namespace shoal {
@@ -11,13 +12,6 @@ namespace {
 
 constexpr std::int64_t kWindow = 64;  // ids under way; a power of two
 constexpr std::size_t kWideBytes = 4096;
-
-// Into the second level: many rows are under way at once, and the first level tracks few misses.
-// Forced inline: see apply_impl.h.
-__attribute__((always_inline)) inline void prefetch_bytes(const char* p, std::size_t bytes) {
-  const std::size_t limit = bytes < 512 ? bytes : 512;
-  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 0, 2);
-}
 
 inline std::uint64_t hash_in(const IndexView& v, std::int64_t id) {
   return mix64(static_cast<std::uint64_t>(id) ^ v.salt);
@@ -113,7 +107,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
     const std::int32_t row = row_of(v, lines[i % kWindow], ids[i]);
     const char* source =
         row == kNoRow ? nullptr : weight_row(r, static_cast<std::uint32_t>(row));
-    if (source != nullptr) prefetch_bytes(source, bytes);
+    if (source != nullptr) prefetch_row(source, bytes);
     sources[i % kWindow] = source;
   };
   const auto copy = [&](std::int64_t i) {
@@ -293,7 +287,7 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
   }
   const auto touch = [&](std::int64_t i) {
     const char* source = weight_row(v, static_cast<std::uint32_t>(rows[i])) + skip;
-    prefetch_bytes(source, width);
+    prefetch_row(source, width);
     sources[i % kWindow] = source;
   };
   for (std::int64_t i = 0; i < n && i < kWindow; ++i) touch(i);
@@ -340,7 +334,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
     for (; fetched < ahead; ++fetched) {
       const std::int32_t row = job.rows[fetched];
       if (row >= 0) {
-        prefetch_bytes(weight_row(job.table.rows, static_cast<std::uint32_t>(row)), bytes);
+        prefetch_row(weight_row(job.table.rows, static_cast<std::uint32_t>(row)), bytes);
       }
     }
     if (job.pool.pooling == Pooling::first_n) {

@@ -14,13 +14,6 @@ namespace {
 // reads its line first.
 constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
 
-// Into the second level, which tracks more misses at once than the first: 1.5 times the speed.
-inline void prefetch_row(const void* row, std::size_t bytes) {
-  const char* p = static_cast<const char*>(row);
-  const std::size_t limit = bytes < 1024 ? bytes : 1024;
-  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 0, 2);
-}
-
 template <std::size_t kBytes>
 inline void copy_fixed(char* to, const char* from) {
   __builtin_memcpy(to, from, kBytes);

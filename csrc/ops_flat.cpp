@@ -4,6 +4,7 @@
 
 #include "ops_copy.h"
 #include "ops_partition.h"
+#include "prefetch.h"
 
 namespace shoal {
 namespace {
@@ -51,8 +52,8 @@ void sum_bucket(const Buckets<Piece<T>>& parts, std::int64_t bucket, std::int64_
   const std::int64_t size = parts.size(bucket);
   for (std::int64_t i = 0; i < size; ++i) {
     if (i + kAhead < size) {
-      prefetch_row(pieces[i + kAhead].from,
-                   static_cast<std::size_t>(pieces[i + kAhead].width) * sizeof(T));
+      prefetch_row<1024>(pieces[i + kAhead].from,
+                         static_cast<std::size_t>(pieces[i + kAhead].width) * sizeof(T));
     }
     add_row(out + pieces[i].place, pieces[i].from, pieces[i].width);
   }
@@ -119,7 +120,8 @@ std::int64_t gather_flat(const char* flat, std::int64_t size, std::size_t elemen
     for (std::int64_t i = first; i < last; ++i) {
       if (offsets[i] < 0 || offsets[i] > limit) return start + i;
       if (i + kAhead < last) {
-        prefetch_row(flat + offsets[i + kAhead] * static_cast<std::int64_t>(element_bytes), bytes);
+        prefetch_row<1024>(flat + offsets[i + kAhead] * static_cast<std::int64_t>(element_bytes),
+                           bytes);
       }
       const char* from = flat + static_cast<std::size_t>(offsets[i]) * element_bytes;
       char* to = lists.rows[k] + static_cast<std::size_t>(i) * bytes;

@@ -92,7 +92,7 @@ struct Forward {
     const std::int64_t until = at + kAhead < end ? at + kAhead : end;
     const auto bytes = (feature.high - feature.low) * static_cast<std::int64_t>(sizeof(T));
     for (; next < until; ++next) {
-      prefetch_row(rows[next] + feature.low, bytes);
+      prefetch_lines(rows[next] + feature.low, bytes);
     }
   }
 

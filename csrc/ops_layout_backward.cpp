@@ -192,7 +192,7 @@ class Backward {
       std::int64_t stop = splits[c + 1];
       const T factor = grads.raw ? grads_.factor(feature, stop - splits[c]) : T(1);
       for (; next < std::min(stop + kAhead, end); ++next) {
-        prefetch_row(row_of(next) + feature.low, width * static_cast<std::int64_t>(sizeof(T)));
+        prefetch_lines(row_of(next) + feature.low, width * static_cast<std::int64_t>(sizeof(T)));
       }
       if (first_n) stop = std::min(stop, splits[c] + feature.length);
       const T* part = grads.from;

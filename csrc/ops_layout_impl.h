@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ops_layout.h"
+#include "prefetch.h"
 
 namespace shoal {
 namespace {
@@ -189,11 +190,8 @@ struct RowFinder {
 };
 
 // Every other line: the hardware fetches their neighbours, and rows that follow each other by itself.
-inline void prefetch_row(const void* from, std::int64_t bytes) {
-  const std::int64_t most = bytes < 512 ? bytes : 512;
-  for (std::int64_t at = 0; at < most; at += 128) {
-    __builtin_prefetch(static_cast<const char*>(from) + at);
-  }
+__attribute__((always_inline)) inline void prefetch_lines(const void* from, std::int64_t bytes) {
+  prefetch_row<512, 128>(from, static_cast<std::size_t>(bytes));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "hash.h"
 #include "ops_copy.h"
 #include "ops_partition.h"
+#include "prefetch.h"
 
 namespace shoal {
 namespace {
@@ -143,7 +144,7 @@ std::int64_t copy_rows(const std::int64_t* index, std::int64_t begin, std::int64
       if (row < 0 || row >= rows) return i;
       const char* from = source(row);
       sources[i & (kWindow - 1)] = from;
-      prefetch_row(from, bytes);
+      prefetch_row<1024>(from, bytes);
     }
   }
   return -1;
@@ -283,7 +284,7 @@ void Scatter<T>::sum_bucket(const Record* records, std::int64_t size, std::int64
   const std::int64_t ahead = rows_ahead(bytes);
   for (std::int64_t i = 0; i < size; ++i) {
     if (i + ahead < size) {
-      prefetch_row(from + static_cast<std::int64_t>(records[i + ahead].item) * dim, bytes);
+      prefetch_row<1024>(from + static_cast<std::int64_t>(records[i + ahead].item) * dim, bytes);
     }
     add_row(base + static_cast<std::int64_t>(records[i].place) * dim,
             from + static_cast<std::int64_t>(records[i].item) * dim, width);

@@ -3,6 +3,7 @@
 
 #include "ops_segments.h"
 #include "pool.h"
+#include "prefetch.h"
 #include "segments_impl.h"
 
 namespace shoal {
@@ -147,8 +148,9 @@ struct SpreadIndex {
     return divisor_of<T>(mode, t.offsets[segment + 1] - t.offsets[segment]);
   }
 
-  // Gradient rows lie anywhere: they are asked for long before they are read.
-  void prefetch(std::int64_t i) const {
+  // Gradient rows lie anywhere: they are asked for long before they are read. Forced inline: see
+  // prefetch.h.
+  __attribute__((always_inline)) void prefetch(std::int64_t i) const {
     constexpr std::int64_t kAhead = 32;
     if (i + kAhead >= span.last || !allowed(in.index[i + kAhead])) return;
     const std::int64_t next = in.index[i + kAhead];

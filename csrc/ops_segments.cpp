@@ -1,6 +1,7 @@
 #include "ops_segments.h"
 
 #include "pool.h"
+#include "prefetch.h"
 #include "segments_impl.h"
 
 namespace shoal {

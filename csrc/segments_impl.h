@@ -309,11 +309,6 @@ inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scr
   return scratch;
 }
 
-inline void prefetch_row(const char* row, std::int64_t bytes) {
-  const std::int64_t limit = bytes < 512 ? bytes : 512;
-  for (std::int64_t at = 0; at < limit; at += 64) __builtin_prefetch(row + at, 0, 2);
-}
-
 // Offsets begin at 0 and end at the number of rows; `bad` is the one that does not.
 inline bool good_ends(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
                std::int64_t& bad) {
