@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.kernels.random_bits import quad_words, stream_key
 from shoal.kernels.row_form import RowForm
-from shoal.kernels.row_rounding import storage_of, store_nearest
+from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
 from shoal.kernels.row_segments import device_form, initial_tile, processors
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
@@ -39,8 +39,8 @@ from shoal.kernels.table_layout import (
 
 __all__ = ["initialise", "settle"]
 
-_TILE = 4096  # elements of a program's block
-_MOST_COLUMNS = 128
+_ROWS = 128  # of a program's block: one for every thread, so that none looks a row up twice
+_SECTOR = 32  # bytes of a row that a block writes at a time
 _MOST_TABLES = 1024  # tables that a program looks at together
 _PROGRAMS = 4  # on each multiprocessor
 
@@ -79,13 +79,12 @@ def _write_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_state(address_R, live_R, state_ptr, STATE: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.multiple_of(address_R, 16)[:, None].to(tl.pointer_type(state_ptr.dtype.element_ty))
     for start in range(0, STATE, BLOCK_S):
         column = start + tl.arange(0, BLOCK_S)
         value = tl.load(state_ptr + column, mask=column < STATE, other=0.0)
         inside = live_R[:, None] & (column < STATE)[None, :]
         value = tl.zeros([address_R.shape[0], BLOCK_S], value.dtype) + value[None, :]
-        tl.store(row + column[None, :], value, mask=inside)
+        tl.store(row_pointers(address_R, column, state_ptr.dtype.element_ty), value, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -95,7 +94,10 @@ def _write_rows(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Everything of the fresh rows of one table but their ids, which are there."""
+    """Everything of the fresh rows of one table but their ids, which are there.
+
+    DIM, STATE: columns and the padding behind them, which is written too: stores stay wide.
+    """
     line = tables_ptr + table.to(tl.int64) * _TABLE_WORDS
     key = stream_key(tl.load(line + _SEED), tl.load(line + _SALT))
     ids = row_address(chunks_ptr, columns, handle_R, 8, live_R, _IDS)
@@ -126,7 +128,7 @@ def _initialise(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
     TABLES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS rows, numbered through all tables; a program takes every so manieth."""
+    """Tiles of ROWS rows are numbered through all tables; programs take them in turn."""
     tile = tl.program_id(0).to(tl.int64)
     start = tile * 0
     for first in range(0, tables, TABLES):
@@ -165,7 +167,7 @@ def _settle(counters_ptr, host, words, BLOCK: tl.constexpr):  # type: ignore[no-
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < words
     ready = (at & (_COUNT_WORDS - 1)) == _READY
-    # The readiest word of a line takes its first.
+    # One word of each line changes: it takes what ISSUED holds.
     source = tl.where(ready, at - _READY + _ISSUED, at)
     value = tl.load(counters_ptr + source, mask=live, other=0)
     tl.store(counters_ptr + at, value, mask=live & ready)
@@ -196,18 +198,17 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    block_d = _block(form.dim)
-    rows = _TILE // block_d
-    programs = min(triton.cdiv(bound, rows) + tables, processors(device) * _PROGRAMS)
+    programs = min(triton.cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
     with torch.cuda.device_of(layout.tables_KT):  # type: ignore[no-untyped-call]
         _initialise[(programs,)](
             layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
             tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
             ready.state_S, _int32(epoch), _int32(event_time_s),
-            DIM=form.dim, STATE=form.state_width, STORAGE=storage_of(form.dtype),
-            DRAWN=ready.drawn, TABLES=min(max(triton.next_power_of_2(tables), 16), _MOST_TABLES),
-            ROWS=rows, BLOCK_D=block_d, BLOCK_S=_block(form.state_width),
-            enable_fp_fusion=False,
+            DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
+            STORAGE=storage_of(form.dtype), DRAWN=ready.drawn,
+            TABLES=min(max(triton.next_power_of_2(tables), 16), _MOST_TABLES),
+            ROWS=_ROWS, BLOCK_D=_SECTOR // form.dtype.itemsize,
+            BLOCK_S=_SECTOR // form.real.itemsize, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -225,10 +226,6 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
         _settle[(triton.cdiv(words, block),)](
             layout.counters_KC, host_counters_KC.data_ptr(), words, BLOCK=block
         )
-
-
-def _block(width: int) -> int:
-    return int(min(max(triton.next_power_of_2(max(width, 1)), 4), _MOST_COLUMNS))
 
 
 def _int32(word: int) -> int:

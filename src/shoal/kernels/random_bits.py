@@ -22,13 +22,13 @@ _SECOND_STEP = tl.constexpr(0xBB67AE85)
 _WORD = tl.constexpr(0xFFFFFFFF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def stream_key(seed, salt):  # type: ignore[no-untyped-def]
     """`shoal.rules.philox.stream_key` of the int64 words `TABLE_SEED` and `TABLE_SALT`."""
     return mix64(seed ^ salt)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def philox(key, id, block, domain):  # type: ignore[no-untyped-def]
     """The four words of a block, each uint32.
 
@@ -67,7 +67,7 @@ def quad_words(key, id_R, first_quad, domain, QUADS: tl.constexpr):  # type: ign
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def words_at(key, id, column, domain):  # type: ignore[no-untyped-def]
     """uint32: the word of each (id, column); shapes broadcast."""
     c0, c1, c2, c3 = philox(key, id, column >> 2, domain)

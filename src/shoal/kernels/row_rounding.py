@@ -18,6 +18,7 @@ __all__ = [
     "load_weights",
     "nearest_bits",
     "rounding_domain",
+    "row_pointers",
     "stochastic_bits",
     "storage_of",
     "store_nearest",
@@ -51,20 +52,22 @@ def rounding_domain(global_step: int) -> int:
 def wide_of_bits(bits, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 of int16 patterns."""
     if STORAGE == _FLOAT16:
-        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+        wide = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        wide = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return wide
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def nearest_bits(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """int16 patterns of float32 values, to nearest, ties to even."""
     if STORAGE == _FLOAT16:
-        return value.to(tl.float16).to(tl.int16, bitcast=True)
+        near = value.to(tl.float16).to(tl.int16, bitcast=True)
     else:
         bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(value == value, rounded, (bits >> 16) | 64).to(tl.int16)
+        near = tl.where(value == value, rounded, (bits >> 16) | 64).to(tl.int16)
+    return near
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,12 +92,21 @@ def stochastic_bits(value, word, STORAGE: tl.constexpr):  # type: ignore[no-unty
         kept = (near32 == value) | ((bits & 0x7FFFFFFF) > 0x477FE000)
         part = tl.div_rn(tl.where(kept, 0.0, value - low32), tl.where(kept, 1.0, span))
         unit = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-        return tl.where(kept, near, tl.where(unit < part, high, low))
+        result = tl.where(kept, near, tl.where(unit < part, high, low))
     else:
         # An infinity or a NaN has all exponent bits set.
         finite = (bits & 0x7F800000) != 0x7F800000
         rounded = (bits + (word.to(tl.int64) & 0xFFFF)) >> 16
-        return tl.where(finite, rounded.to(tl.int16), near)
+        result = tl.where(finite, rounded.to(tl.int16), near)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_pointers(address_R, column_C, element: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, C] pointers to columns of rows at int64 byte addresses, multiples of 16."""
+    # What is known of an integer is lost as it becomes a pointer, so the pointer is told.
+    row = tl.multiple_of(address_R.to(tl.pointer_type(element)), 16)
+    return row[:, None] + column_C[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -103,27 +115,24 @@ def load_weights(address_R, column_C, mask_RC, STORAGE: tl.constexpr):  # type: 
 
     address_R: int64 byte addresses of rows, multiples of 16.
     """
-    row = tl.multiple_of(address_R, 16)[:, None]
-    column = column_C[None, :]
     if STORAGE == _FLOAT32:
-        return tl.load(row.to(tl.pointer_type(tl.float32)) + column, mask=mask_RC, other=0.0)
+        weights = tl.load(row_pointers(address_R, column_C, tl.float32), mask=mask_RC, other=0.0)
     elif STORAGE == _FLOAT64:
-        return tl.load(row.to(tl.pointer_type(tl.float64)) + column, mask=mask_RC, other=0.0)
+        weights = tl.load(row_pointers(address_R, column_C, tl.float64), mask=mask_RC, other=0.0)
     else:
-        bits = tl.load(row.to(tl.pointer_type(tl.int16)) + column, mask=mask_RC, other=0)
-        return wide_of_bits(bits, STORAGE)
+        bits = tl.load(row_pointers(address_R, column_C, tl.int16), mask=mask_RC, other=0)
+        weights = wide_of_bits(bits, STORAGE)
+    return weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_nearest(address_R, column_C, value_RC, mask_RC, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store [R, C] float32 values (float64 for float64 rows), to nearest; addresses as above."""
-    row = tl.multiple_of(address_R, 16)[:, None]
-    column = column_C[None, :]
     if STORAGE == _FLOAT32:
-        tl.store(row.to(tl.pointer_type(tl.float32)) + column, value_RC, mask=mask_RC)
+        tl.store(row_pointers(address_R, column_C, tl.float32), value_RC, mask=mask_RC)
     elif STORAGE == _FLOAT64:
         wide = value_RC.to(tl.float64)
-        tl.store(row.to(tl.pointer_type(tl.float64)) + column, wide, mask=mask_RC)
+        tl.store(row_pointers(address_R, column_C, tl.float64), wide, mask=mask_RC)
     else:
         bits = nearest_bits(value_RC, STORAGE)
-        tl.store(row.to(tl.pointer_type(tl.int16)) + column, bits, mask=mask_RC)
+        tl.store(row_pointers(address_R, column_C, tl.int16), bits, mask=mask_RC)

@@ -17,12 +17,25 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.row_rounding import nearest_bits, wide_of_bits
+from shoal.kernels.row_rounding import (
+    STORED_FLOAT32,
+    STORED_FLOAT64,
+    nearest_bits,
+    wide_of_bits,
+)
 from shoal.kernels.transfer import sent
 from shoal.rules.compressors import FixedR8, OneBit
 from shoal.rules.initializers import _quantiles
 
-__all__ = ["DeviceForm", "as_read", "device_form", "initial_tile", "processors", "retrieved", "tanh"]
+__all__ = [
+    "DeviceForm",
+    "as_read",
+    "device_form",
+    "initial_tile",
+    "processors",
+    "retrieved",
+    "tanh",
+]
 
 SEGMENT_WORDS = 12
 COLUMN, STOP, LAW, FIRST, SECOND, RETRIEVER, UNIT = range(7)
@@ -32,6 +45,8 @@ LAWS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
 RETRIEVERS = {"float32": 0, "float16": 0, "fixed_r8": 1, "one_bit": 2}
 QUANTILES = 4096
 
+_FLOAT32 = tl.constexpr(STORED_FLOAT32)
+_FLOAT64 = tl.constexpr(STORED_FLOAT64)
 _WORDS = tl.constexpr(SEGMENT_WORDS)
 _COLUMN = tl.constexpr(COLUMN)
 _STOP = tl.constexpr(STOP)
@@ -58,9 +73,9 @@ _FORMS_KEPT = 256
 class DeviceForm:
     """A form's small tensors on one device.
 
-    segments_PW: int64 [P, SEGMENT_WORDS]; state_S: [S] in the form's real dtype, the state of a
-    fresh row; quantiles_Q: int64, (quantile, step to the next) pairs of both normal laws.
-    drawn: some initial value is random; plain: reads return what is stored.
+    segments_PW: int64 [P, SEGMENT_WORDS]; state_S: the state of a fresh row with its padding, in
+    the form's real dtype; quantiles_Q: int64, pairs (quantile, step to the next) of both normal
+    laws. drawn: some initial value is random; plain: reads return what is stored.
     """
 
     form: RowForm
@@ -81,6 +96,8 @@ def device_form(form: RowForm, device: torch.device) -> DeviceForm:
     if kept is not None:
         return kept
     states = [s.optimizer.init_state(s.dim, dtype=form.real) for s in form.segments]
+    padding = form.state_bytes // form.real.itemsize - form.state_width
+    states.append(torch.zeros(padding, dtype=form.real))
     made = DeviceForm(
         form=form,
         segments_PW=sent([word for s in form.segments for word in _line(s)], device),
@@ -146,17 +163,17 @@ def _bits64(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _real32(pointer):  # type: ignore[no-untyped-def]
     return tl.load(pointer).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _real64(pointer):  # type: ignore[no-untyped-def]
     return tl.load(pointer).to(tl.float64, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _quantile(word_RC, quantiles_ptr):  # type: ignore[no-untyped-def]
     pair = tl.load(quantiles_ptr + (word_RC >> 20).to(tl.int32))
     low = pair.to(tl.int32).to(tl.float32, bitcast=True)
@@ -165,7 +182,7 @@ def _quantile(word_RC, quantiles_ptr):  # type: ignore[no-untyped-def]
     return low + part * step
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def initial_tile(value_RC, word_RC, column_C, segments_ptr, segments, quantiles_ptr):  # type: ignore[no-untyped-def]
     """float32 [R, C]: `value_RC` with the initial values of the columns of all segments.
 
@@ -194,15 +211,16 @@ def initial_tile(value_RC, word_RC, column_C, segments_ptr, segments, quantiles_
 @triton.jit  # type: ignore[untyped-decorator]
 def as_read(value_RC, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values (float64 for float64 rows) as they read once stored."""
-    if STORAGE == 0:
-        return value_RC
-    elif STORAGE == 3:
-        return value_RC.to(tl.float64)
+    if STORAGE == _FLOAT64:
+        read = value_RC.to(tl.float64)
+    elif STORAGE == _FLOAT32:
+        read = value_RC
     else:
-        return wide_of_bits(nearest_bits(value_RC, STORAGE), STORAGE)
+        read = wide_of_bits(nearest_bits(value_RC, STORAGE), STORAGE)
+    return read
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
     """Hyperbolic tangent of float32 or float64, to a few units in the last place.
 
@@ -218,7 +236,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
     return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fixed_r8(value_RC, unit):  # type: ignore[no-untyped-def]
     unit = unit.to(value_RC.dtype)
     if value_RC.dtype == tl.float64:
@@ -233,7 +251,7 @@ def _fixed_r8(value_RC, unit):  # type: ignore[no-untyped-def]
     return tl.minimum(tl.maximum(code, -128.0), 127.0) * unit
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def one_bit_scale(line, step):  # type: ignore[no-untyped-def]
     """float64: steepness of a OneBit segment's tanh at a global step."""
     held = step - step % tl.load(line + _STEP_SIZE)
@@ -241,7 +259,7 @@ def one_bit_scale(line, step):  # type: ignore[no-untyped-def]
     return tl.minimum(scale, _real64(line + _MAX_SCALE))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def retrieved(value_RC, column_C, segments_ptr, segments, step):  # type: ignore[no-untyped-def]
     """[R, C]: what training reads where `value_RC` is stored; float32 or float64, kept."""
     for segment in range(segments):
