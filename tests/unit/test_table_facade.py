@@ -23,7 +23,7 @@ from shoal.rules.initializers import Constant, Ones, Zeros
 from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, Table, TableSpec
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import RAISES_LATE, SHARD_KINDS, ShardFactory, shard_factory
 
 EXTREMES = [-(1 << 63), -1, 0, (1 << 63) - 1]
 
@@ -239,7 +239,6 @@ class TestBadInput:
             (torch.ones(2, 2), DTypeError, r"grads: got torch.float32.*float64"),
             (torch.ones(2, 3).double(), ShapeError, r"shape of grads: got \[2, 3\].*\[2, 2\]"),
             ([[1.0, 2.0]], ShapeError, r"got \[1, 2\]"),
-            ([[1.0, float("nan")], [1.0, 1.0]], NonFiniteGradient, "gradient"),
         ],
     )
     def test_grads(
@@ -249,6 +248,14 @@ class TestBadInput:
         with pytest.raises(error, match=match):
             one.apply([1, 2], grads)  # type: ignore[arg-type]
         assert len(one) == 0
+
+    @pytest.mark.parametrize("kind", SHARD_KINDS)
+    def test_a_gradient_that_is_not_finite(self, kind: str) -> None:
+        one = table(shard_factory(kind))
+        with pytest.raises(NonFiniteGradient, match="gradient"):
+            one.apply([1, 2], [[1.0, float("nan")], [1.0, 1.0]])
+            one.check()
+        assert kind in RAISES_LATE or len(one) == 0
 
     def test_counts(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
