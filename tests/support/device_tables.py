@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import to_signed
+from shoal.hashing import mix64, to_signed
 from shoal.kernels.table_index import new_entries
 from shoal.kernels.table_layout import (
     BUCKET_SLOTS,
@@ -39,7 +40,12 @@ from shoal.kernels.table_layout import (
     ShardLayout,
 )
 
-__all__ = ["Chunk", "DeviceTables", "TableSize", "make_tables"]
+__all__ = ["DEVICES", "Chunk", "DeviceTables", "TableSize", "ids_from", "make_tables"]
+
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu",
+]
+"""Where a test of kernels runs: compiled on a GPU, else interpreted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,3 +215,22 @@ def _chunk_words(chunk: Chunk) -> list[int]:
     words[CHUNK_TABLE] = chunk.table
     words[CHUNK_CAPACITY] = len(chunk.ids)
     return words
+
+
+def _unmix64(word: int) -> int:
+    """The word that `mix64` makes this one of."""
+    whole = 1 << 64
+
+    def unshifted(word: int, bits: int) -> int:
+        return word ^ (word >> bits) ^ (word >> 2 * bits)
+
+    word = unshifted(word, 31) * pow(0x94D049BB133111EB, -1, whole) % whole
+    word = unshifted(word, 27) * pow(0xBF58476D1CE4E5B9, -1, whole) % whole
+    return unshifted(word, 30)
+
+
+def ids_from(slot: int, slots: int, count: int, salt: int = 0) -> list[int]:
+    """Ids whose walk begins in the bucket of `slot` in an index of so many slots."""
+    ids = [to_signed(_unmix64(slot + n * slots) ^ salt) for n in range(1, count + 1)]
+    assert all(mix64(id_ ^ salt) % slots == slot for id_ in ids)
+    return ids
