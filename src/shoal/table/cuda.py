@@ -7,19 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.kernels import initial_values, row_pool, row_read, table_index
-from shoal.kernels.table_layout import CallGroups
-from shoal.table import refusals
-from shoal.table.cuda_step import CudaStep
 from shoal.table.cuda_ticket import CudaTicket
-from shoal.table.device_calls import CallShape, check_bags, check_counts
-from shoal.table.pool_lines import PlanLines
+from shoal.table.cuda_upkeep import CudaUpkeep
+from shoal.table.device_calls import check_counts
 from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
+from shoal.table.spec import TableSpec
 
 __all__ = ["CudaShard", "CudaTicket"]
 
+_MAX_COUNT = (1 << 31) - 1
 
-class CudaShard(CudaStep):
+
+class CudaShard(CudaUpkeep):
     """Tables in a GPU's memory; see `shoal.table.shard.Shard` for every verb.
 
     Args:
@@ -48,15 +47,12 @@ class CudaShard(CudaStep):
         device: str | torch.device = "cuda",
     ) -> None:
         super().__init__(specs, seed=seed, device=device, host_rows=False)
-        self._plans = PlanLines(self._forms, self._form_of, self._device)
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
         with self._turn():
             shape, call = self._call(groups)
-            handles_N, found_N = self._probe(call)
-            weights = self._rows_of(shape, call, handles_N, self._last_step, initial=False)
-            return Found(weights, found_N)
+            return Found(*self._found_rows(shape, call))
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
@@ -83,7 +79,7 @@ class CudaShard(CudaStep):
             self._tell()
             handles_N, found_N = self._inserted(shape, call, counts_N, ctx)
             counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
-            runs = self._side.runs_of(handles_N)
+            runs = self._side.start(lambda: self._runs_of(handles_N, shape.rooms), handles_N)
             ticket = CudaTicket(
                 self, groups, shape, handles_N, found_N, counts, ctx.event_time_s, runs
             )
@@ -95,7 +91,8 @@ class CudaShard(CudaStep):
         with self._turn():
             own = self._own(ticket)
             call = own.shape.groups(own.groups.ids_N)
-            return self._rows_of(own.shape, call, own.handles_N, ctx.global_step, initial=True)
+            initial = self._may_lack_rows(own.shape)
+            return self._rows_of(own.shape, call, own.handles_N, ctx.global_step, initial=initial)
 
     def gather_pooled(
         self,
@@ -118,5 +115,5 @@ class CudaShard(CudaStep):
                 offsets_GB1,
                 weights_N,
                 ctx.global_step,
-                initial=True,
+                initial=self._may_lack_rows(own.shape),
             )

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shoal.kernels.runs import Runs, runs_of
+from shoal.kernels.grad_sources import bags_of
+from shoal.kernels.runs import Runs
 from shoal.table.device_calls import CallShape
 from shoal.table.shard import IdGroups
 
@@ -15,23 +16,26 @@ __all__ = ["CudaTicket", "SideStream"]
 
 
 class SideStream:
-    """A stream beside the shard's, for work that only the step needs; none under the interpreter."""
+    """A stream beside the shard's, for work that only the step needs; none when interpreted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def runs_of(self, handles_N: Tensor) -> Callable[[], Runs]:
-        """Start `runs_of` on the side; the returned call makes the present stream wait for it."""
+    def start(self, work: Callable[[], Runs], handles_N: Tensor) -> Callable[[], Runs]:
+        """Start work on the side that reads `handles_N`.
+
+        The returned call makes the stream that is then current wait for it, and gives the result.
+        """
         side = self._stream
         if side is None:
-            runs = runs_of(handles_N)
-            return lambda: runs
+            done_already = work()
+            return lambda: done_already
         # Side work starts after all that was launched before, so what an earlier step freed is
         # not written while that step still reads it.
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            made = runs_of(handles_N)
+            made = work()
             done = torch.cuda.Event()
             done.record(side)
         handles_N.record_stream(side)
@@ -58,6 +62,7 @@ class CudaTicket:
 
     __slots__ = (
         "__weakref__",
+        "_bags",
         "_found_N",
         "counts_N",
         "event_time_s",
@@ -89,6 +94,13 @@ class CudaTicket:
         self.event_time_s = event_time_s
         self.runs = runs
         self.live = True
+        self._bags: tuple[Tensor, Tensor] | None = None
+
+    def bags_of(self, offsets_GB1: Tensor, bags: int) -> Tensor:
+        """Each position's bag, int32 [N]; found once for the same offsets."""
+        if self._bags is None or self._bags[0] is not offsets_GB1:
+            self._bags = (offsets_GB1, bags_of(offsets_GB1, bags, self.shape.splits[-1]))
+        return self._bags[1]
 
     @property
     def admitted_N(self) -> Tensor:

@@ -20,7 +20,6 @@ from shoal.table.shard import IdGroups
 __all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "check_rows"]
 
 _SHAPES_KEPT = 256
-_ALIGNED = 4  # elements: what rows of a flat output start at a multiple of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,11 @@ class CallShape:
         splits, tables: the groups, on the host.
         splits_G1, tables_G: the same on the device.
         new_K: ids of each table.
+        rooms: ids of each row form of the shard.
         forms: form indices that occur, rising.
-        starts_FG: per form, int64 [G] on the device: where in the form's flat output a group's
-            rows start, in elements; -1 for groups of other forms.
-        totals: per form, elements of its flat output.
-        firsts: per group, (form's place in `forms`, first element).
+        starts_FG: per form that occurs, int64 [G] on the device: the row of the form's output
+            that takes a group's first row; -1 for groups of other forms.
+        firsts: per group, (form's place in `forms`, first row).
     """
 
     splits: tuple[int, ...]
@@ -43,9 +42,9 @@ class CallShape:
     splits_G1: Tensor
     tables_G: Tensor
     new_K: NDArray[np.int64]
+    rooms: tuple[int, ...]
     forms: tuple[int, ...]
     starts_FG: tuple[Tensor, ...]
-    totals: tuple[int, ...]
     firsts: tuple[tuple[int, int], ...]
 
     def groups(self, ids_N: Tensor) -> CallGroups:
@@ -127,23 +126,22 @@ class CallShapes:
         np.add.at(new_K, np.array(tables, dtype=np.int64), sizes_G)
         forms = tuple(sorted({self._form_of[k] for k in tables}))
         starts = {form: [-1] * count for form in forms}
-        totals = dict.fromkeys(forms, 0)
+        rooms = [0] * len(self._forms)
         firsts = []
         for g, k in enumerate(tables):
             form = self._form_of[k]
-            starts[form][g] = totals[form]
-            firsts.append((forms.index(form), totals[form]))
-            size = int(sizes_G[g]) * self._forms[form].dim
-            totals[form] += (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+            starts[form][g] = rooms[form]
+            firsts.append((forms.index(form), rooms[form]))
+            rooms[form] += int(sizes_G[g])
         return CallShape(
             splits=splits,
             tables=tables,
             splits_G1=sent(splits_G1, self._device),
             tables_G=sent(tables_G, self._device),
             new_K=new_K,
+            rooms=tuple(rooms),
             forms=forms,
             starts_FG=tuple(sent(starts[form], self._device) for form in forms),
-            totals=tuple(totals[form] for form in forms),
             firsts=tuple(firsts),
         )
 

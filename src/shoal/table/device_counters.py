@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.row_settle import settle
+from shoal.kernels.initial_values import settle
 from shoal.kernels.table_layout import (
     COUNT_ERASED,
     COUNT_FREE,

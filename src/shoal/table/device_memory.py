@@ -19,6 +19,7 @@ from shoal.hashing import salt, to_signed
 from shoal.kernels import table_erase, table_index
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import (
+    CHUNK_TABLE,
     CHUNK_WORDS,
     COUNT_ERASED,
     COUNT_WORDS,
@@ -127,6 +128,16 @@ class DeviceMemory:
     def slots_K(self) -> Counts:
         """Index slots of each table."""
         return self._slots_K
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all tables."""
+        return self._chunks
+
+    @property
+    def tables_of_chunks(self) -> Counts:
+        """The table of each chunk."""
+        return self._columns_WC[CHUNK_TABLE, : self._chunks]
 
     def entries(self, table: int) -> Tensor:
         """The index of a table."""
