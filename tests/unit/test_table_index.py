@@ -66,16 +66,16 @@ class Index:
         keys = [(table, id_) for table, ids in groups for id_ in ids]
         handles, found = self.probe(groups, insert=True, wanted=wanted)
         assert found == [id_ in self.rows[table] for table, id_ in keys]
-        asked = set(keys) if wanted is None else {k for k, w in zip(keys, wanted, strict=True) if w}
+        asks = [True] * len(keys) if wanted is None else wanted
+        asked = {key for key, asks_too in zip(keys, asks, strict=True) if asks_too}
         got: dict[tuple[int, int], int] = {}
-        for (table, id_), handle in zip(keys, handles, strict=True):
+        for (table, id_), handle, asks_too in zip(keys, handles, asks, strict=True):
             known = self.rows[table].get(id_, -1)
-            if known < 0 and (table, id_) in asked:
-                # All duplicates, wanted or not, are told the same row, unless a lane that does
-                # not want it looked before the row was there.
-                known = got.setdefault((table, id_), handle) if handle >= 0 else -1
+            if known < 0 and asks_too:
+                known = got.setdefault((table, id_), handle)
+                assert known >= 0
             assert handle == known
-        assert set(got) == {key for key in asked if key[1] not in self.rows[key[0]]}
+        assert set(got) == {(table, id_) for table, id_ in asked if id_ not in self.rows[table]}
         for table in range(len(self.rows)):
             mine = {id_: handle for (owner, id_), handle in got.items() if owner == table}
             assert sorted(mine.values()) == sorted(self.issued(table, len(mine)))
@@ -147,6 +147,8 @@ def contents(tables: DeviceTables, table: int) -> dict[int, int]:
     for bucket, keys in enumerate(entries[:, :BUCKET_SLOTS].tolist()):
         for lane, key in enumerate(keys):
             side = bucket == len(entries) - 1
+            if key == EMPTY_KEY:
+                assert handles[bucket][lane] == -1
             if key == EMPTY_KEY or (key == ERASED_KEY and not side):
                 continue
             id_ = MARKERS[lane] if side else key
@@ -265,7 +267,8 @@ def test_erase_reads_as_many_as_the_device_says_and_skips_what_is_not_live(devic
     zero, one = ([rows[id_] for id_ in range(8)] for rows in index.rows)
     index.erase([zero[1], -1, one[2], zero[3], one[4]], size=4)
     index.erase([zero[1], one[2], one[6]])
-    index.insert([(0, [1])])
+    assert index.insert([(0, [1])]) == [zero[3]]
+    index.erase([zero[1]])
     index.erase([one[1]], size=0)
 
 

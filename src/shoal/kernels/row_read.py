@@ -13,13 +13,9 @@ from shoal.kernels.random_bits import stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import load_weights, storage_of
 from shoal.kernels.row_segments import as_read, device_form, initial_tile, retrieved
+from shoal.kernels.table_index import first_bucket, stored_key, walk
 from shoal.kernels.table_layout import (
-    BUCKET_BYTES,
-    BUCKET_SLOTS,
     CHUNK_WEIGHTS,
-    EMPTY_KEY,
-    ERASED_KEY,
-    SIDE_KEY,
     TABLE_ENTRIES,
     TABLE_MASK,
     TABLE_SALT,
@@ -27,7 +23,6 @@ from shoal.kernels.table_layout import (
     CallGroups,
     ShardLayout,
     group_of,
-    mix64,
     row_address,
     search_steps,
     table_word,
@@ -47,48 +42,16 @@ _MASK = tl.constexpr(TABLE_MASK)
 _SALT = tl.constexpr(TABLE_SALT)
 _SEED = tl.constexpr(TABLE_SEED)
 _WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
-_EMPTY = tl.constexpr(EMPTY_KEY)
-_ERASED = tl.constexpr(ERASED_KEY)
-_SIDE = tl.constexpr(SIDE_KEY)
-_BUCKET_BYTES = tl.constexpr(BUCKET_BYTES)
-_HANDLES = tl.constexpr(8 * BUCKET_SLOTS)  # where a bucket's handles start
 
 
-@triton.jit
-def find_handle(tables_ptr, table, id, live):  # type: ignore[no-untyped-def]
-    """int32 handle of each id in its table, -1 where it has none or the lane is dead.
-
-    table: integers [R]; id: int64 [R]. Nobody may write the index meanwhile. Looks at four slots
-    at a time, a sector of keys: an id lies in one slot alone, so a match before the slot where its
-    search starts counts as well.
-    """
-    entries = table_word(tables_ptr, table, live, _ENTRIES)
-    mask = table_word(tables_ptr, table, live, _MASK)
-    # The ids whose values are the markers have one slot each, behind the last bucket.
-    marker = id <= _ERASED
-    home = mix64(id ^ table_word(tables_ptr, table, live, _SALT)) & mask
-    slot = tl.where(marker, mask + 1 + (id & 1), home)
-    wanted = tl.where(marker, _SIDE, id)
-    quad = slot >> 2
-    start = (slot & 3).to(tl.int32)
-    lane = tl.arange(0, 4)
-    handle = tl.full(id.shape, -1, tl.int32)
-    seeking = live
-    while tl.max(seeking.to(tl.int32), axis=0) > 0:
-        bucket = entries + (quad >> 1) * _BUCKET_BYTES
-        sector = tl.multiple_of((bucket + (quad & 1) * 32).to(tl.pointer_type(tl.int64)), 32)
-        keys = tl.load(sector[:, None] + lane[None, :], mask=seeking[:, None], other=_EMPTY)
-        later = lane[None, :] >= start[:, None]
-        same = (keys == wanted[:, None]) & ((lane[None, :] == start[:, None]) | ~marker[:, None])
-        place = tl.max(tl.where(same, lane[None, :], -1), axis=1)
-        vacant = tl.max(((keys == _EMPTY) & later).to(tl.int32), axis=1)
-        hit = seeking & (place >= 0)
-        handles = (bucket + _HANDLES + (quad & 1) * 16).to(tl.pointer_type(tl.int32))
-        handle = tl.where(hit, tl.load(handles + place, mask=hit, other=-1), handle)
-        seeking = seeking & (place < 0) & (vacant == 0) & ~marker
-        quad = (quad + 1) & (mask >> 2)
-        start = start * 0
-    return handle
+@triton.jit  # type: ignore[untyped-decorator]
+def find_handle(tables_ptr, table_R, id_R, live_R):  # type: ignore[no-untyped-def]
+    """int32 handle of each id in its table, -1 where it has none; nobody inserts meanwhile."""
+    entries = table_word(tables_ptr, table_R, live_R, _ENTRIES)
+    mask = table_word(tables_ptr, table_R, live_R, _MASK)
+    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, _SALT), mask)
+    _slot, handle, there = walk(entries, bucket, mask, stored_key(id_R), live_R)
+    return tl.where(there, handle, -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
