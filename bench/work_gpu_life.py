@@ -61,13 +61,13 @@ def churned(*, scale: Scale) -> dict[str, Measured]:
     clock = Clock(scale.device, scale.copy_bytes)
     slots = max(scale.slots // 8, 256)
     rows = slots * 3 // 4 - slots // 256
-    fresh = make_shard(scale, (table(dim, rows),))
+    fresh = make_shard(scale, (table(dim, slots // 2),))
     load(fresh, rows)
     draws = [_among(rows, n, scale) for _ in range(BATCHES)]
     whole = _find_ms(clock, scale, fresh, draws)
     half = [index_N + rows * (index_N & 1) for index_N in draws]
     missing = _find_ms(clock, scale, fresh, half)
-    spec = table(dim, rows, capacity_rows=rows, on_full="lru")
+    spec = table(dim, slots // 2, capacity_rows=rows, on_full="lru")
     worn = make_shard(scale, (spec,))
     load(worn, rows)
     steps = _churn(scale, worn, rows)
