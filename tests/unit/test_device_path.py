@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from shoal.combiners import FirstN, ReduceMean
 from shoal.data import Batch
 from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
-from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.errors import (
+    DTypeError,
+    InputError,
+    OutOfDeviceMemory,
+    ShapeError,
+    out_of_device_memory,
+)
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.optimizers import SGD
@@ -220,3 +226,10 @@ class TestBatches:
         assert moved.ids.values_N.is_meta and (moved.event_time_s, moved.position) == (5, 2)
         plain = Batch(ids=batch.ids, labels=torch.ones(2), event_time_s=7).to("meta")
         assert plain.dense is None and plain.event_times_B.is_meta
+
+
+def test_running_out_of_memory_says_how_much_and_what_to_do() -> None:
+    error = out_of_device_memory("rows of table 'users'", 3 << 30, 1 << 20)
+    assert isinstance(error, OutOfDeviceMemory) and isinstance(error, MemoryError)
+    for part in ("'users'", "3,221,225,472 bytes wanted", "1,048,576 bytes free", "row budget"):
+        assert part in str(error)
