@@ -163,7 +163,9 @@ def index_sum_split(
 
 def index_sum_split_backward(grads: Sequence[Tensor], index_M: Tensor) -> Tensor:
     """Gradient of `index_sum_split` by its values, [M, D]."""
-    return index_reduce_backward(torch.cat(list(grads), dim=1), index_M, None, None, "sum")
+    return index_reduce_backward(
+        torch.cat(list(grads), dim=1), index_M, None, None, "sum", indices_sorted=False
+    )
 
 
 def segment_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) -> list[Tensor]:
