@@ -241,7 +241,7 @@ def _narrow(  # type: ignore[no-untyped-def]
             )
             gone = live & (zone < part)
             kept = live & (zone == part)
-            drop_rows(counters_ptr, chunks_ptr, columns, table, handle, gone, out_ptr, size_ptr)
+            drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
         count = tl.sum(kept.to(tl.int32), axis=0)
         if count > 0:
             first = tl.atomic_add(rest_sizes_ptr + job, count.to(tl.int64), sem="relaxed")
@@ -267,11 +267,11 @@ def lowest_rows(
         most: at least the sum of `drops_E`, known to the host.
 
     Returns:
-        int32 handles, the first `size` of which count, and size, int64 [1]; on the device.
+        int32 handles, the first `size` of which count, and size, int32 [1]; on the device.
     """
     jobs, device = len(scan.jobs_EW), scan.jobs_EW.device
     out_M = torch.empty(min(most, jobs * scan.rows), dtype=torch.int32, device=device)
-    size_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    size_1 = torch.zeros(1, dtype=torch.int32, device=device)
     if out_M.numel() == 0:
         return out_M, size_1
     rounds = _rounds(scan.rows)
