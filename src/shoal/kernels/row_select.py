@@ -85,32 +85,18 @@ def _bracket(  # type: ignore[no-untyped-def]
     drop = tl.load(drops_ptr + job)
     if (drop > 0) & (size > 0):
         mine = tl.program_id(0).to(tl.int64) * MINE + tl.arange(0, MINE)
+        at = mine * size // SAMPLES
         handle, live = rows_at(
-            chunks_ptr,
-            columns,
-            directory,
-            rows,
-            pins_ptr,
-            mine * size // SAMPLES,
-            mine < SAMPLES,
-            LISTED,
-            PINS,
+            chunks_ptr, columns, directory, rows, pins_ptr, at, at < size, LISTED, PINS
         )
         high = key_high(chunks_ptr, columns, words, handle, live)
         low = key_low(tables_ptr, chunks_ptr, columns, table, handle, live)
         rank = tl.zeros([MINE], tl.int32)
         for start in range(0, SAMPLES, OTHERS):
             other = (start + tl.arange(0, OTHERS)).to(tl.int64)
+            place = other * size // SAMPLES
             row, there = rows_at(
-                chunks_ptr,
-                columns,
-                directory,
-                rows,
-                pins_ptr,
-                other * size // SAMPLES,
-                other < SAMPLES,
-                LISTED,
-                PINS,
+                chunks_ptr, columns, directory, rows, pins_ptr, place, place < size, LISTED, PINS
             )
             top = key_high(chunks_ptr, columns, words, row, there)[None, :]
             bottom = key_low(tables_ptr, chunks_ptr, columns, table, row, there)[None, :]
