@@ -68,6 +68,7 @@ __all__ = [
 MOST_COLUMNS = 1024  # of a tile
 _TILE_BYTES = 4096
 _MOST_ROWS = 128
+_WARPS = 4
 # On each multiprocessor: far more than it holds, so that the last ones leave it idle briefly.
 _PROGRAMS = 64
 _INTERPRETED_PROGRAMS = 3
@@ -164,6 +165,7 @@ def segment_constants(form: RowForm, segment: SegmentForm, rule: KernelRule) -> 
         **dict(zip("ABCDEFG", rule.params, strict=True)),
         "ROWS": rows_of_tile(segment.dim, real),
         "BLOCK_D": columns_of_tile(segment.dim),
+        "num_warps": _WARPS,
     }
 
 
