@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness import Case, Measured, as_row, table_lines, write_json
-from shoal.kernels import step_tiles
+from shoal.kernels import step_plan
 from shoal.kernels.grad_sources import Sources, per_position, sources_of
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm, SegmentForm
@@ -278,17 +278,17 @@ def rows_of(
 
 def sweep(name: str, contender: Contender, repeats: int) -> None:
     """Print device times of the step for other tile shapes, best first."""
-    usual = step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS
+    usual = step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS
     found = []
     for shape in itertools.product(TILE_BYTES, WARPS, PROGRAMS):
-        step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS = shape
-        step_tiles._programs_of.cache_clear()
+        step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS = shape
+        step_plan.forget_forms()
         for i in range(BATCHES):
             contender.whole(i)
         spent = by_launch(contender.whole, repeats)
         found.append((spent.get("_step", 0.0), spent.get("_add_pieces", 0.0), shape))
-    step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS = usual
-    step_tiles._programs_of.cache_clear()
+    step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS = usual
+    step_plan.forget_forms()
     for step_ms, pieces_ms, shape in sorted(found):
         print(f"{name} tile bytes, warps, programs {shape}: step {step_ms:.4f}, "
               f"pieces {pieces_ms:.4f} ms")  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.step_plan import Stamp
 from shoal.kernels.table_layout import CHUNK_BITS, COUNT_NONFINITE
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.initializers import Constant
