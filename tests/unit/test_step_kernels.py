@@ -326,7 +326,7 @@ def test_pooled_gradients(weighted: bool, dtype: torch.dtype, device: str) -> No
     weights = torch.rand(n, generator=made) if weighted else None
     record = GradRecord(None, grads, PLAN, offsets, weights)  # type: ignore[arg-type]
     alone = eighths(6, 5, dtype=dtype)
-    groups = [
+    groups = tuple(
         PooledGroup(
             pool.pooling,
             tuple(GradSlice(s.start, s.stop, s.output, s.column) for s in pool.slices),
@@ -334,7 +334,7 @@ def test_pooled_gradients(weighted: bool, dtype: torch.dtype, device: str) -> No
             length=pool.length,
         )
         for pool in PLAN.pools
-    ]
+    )
     # Two records in one call: the second has a gradient for each position.
     runs = runs_of(on(world, handles + handles[:6]))
     first = pooled(
