@@ -13,13 +13,12 @@ from shoal.hashing import mix64
 from shoal.kernels.grad_sources import (
     GradSlice,
     PooledGroup,
-    Sources,
     bags_of,
     per_position,
     pooled,
     sources_of,
 )
-from shoal.kernels.runs import COLD_RUN, Runs, runs_of
+from shoal.kernels.runs import COLD_RUN, runs_of
 from shoal.kernels.step import Stamp, apply
 from shoal.kernels.step_sums import sum_runs
 from shoal.rules.compressors import OneBit
@@ -70,14 +69,14 @@ FUSED = [
     RMSprop(accumulate="sum"),
     SignSGD(weight_decay=0.01),
     MovingAverage(),
-]
-COMPOSED = [
     LAMB(),
     GroupFTRL(l1=0.25, l2=0.1),
-    GroupAdagrad(beta=0.5, l2=0.1),
+    GroupAdagrad(beta=0.5, l2=0.1, weight_decay=0.01),
     DynamicWdAdagrad(weight_decay=0.1),
-    DelayCompensated(inner=Adagrad(), strength=0.5),
+    DynamicWdAdagrad(weight_decay=0.1, decouple=False, flip=False, temperature=0.5),
+    DynamicWdAdagrad(weight_decay=0.1, dynamic=False),
 ]
+DELAYED = [DelayCompensated(inner=Adagrad(), strength=0.5), DelayCompensated(inner=SGD())]
 
 
 def named(value: object) -> str:
@@ -148,15 +147,16 @@ def test_frequency_estimate(device: str) -> None:
     world.check(2e-6)
 
 
-def test_rate_zero_leaves_ftrl_rows(device: str) -> None:
-    world = StepWorld([form_of((4, FTRL()))], [0], 10, device)
+@pytest.mark.parametrize("rule", [FTRL(), GroupFTRL(), GroupAdagrad()], ids=named)
+def test_rate_zero_leaves_rows(rule: Optimizer, device: str) -> None:
+    world = StepWorld([form_of((4, rule))], [0], 10, device)
     world.rates_KR.zero_()
     step(world, world.handles[0], eighths(10, 4), Stamp(2, 9, 0))
     world.check(0)
 
 
-@pytest.mark.parametrize("rule", COMPOSED, ids=named)
-def test_rules_from_sums(rule: Optimizer, device: str) -> None:
+@pytest.mark.parametrize("rule", DELAYED, ids=named)
+def test_stale_gradients(rule: Optimizer, device: str) -> None:
     world = StepWorld([form_of((6, rule))], [0, 0], 12, device)
     mine = world.handles[0][:6] + world.handles[1][:6]
     for number in range(3):
@@ -195,7 +195,7 @@ def test_several_segments_and_forms(device: str) -> None:
     forms = [
         form_of((1, FTRL()), (6, Adagrad())),
         form_of((8, SGD())),
-        form_of((3, LAMB()), (2, Adam()), (4, SGD())),
+        form_of((3, LAMB()), (2, DelayCompensated(inner=Adam())), (4, SGD())),
     ]
     world = StepWorld(forms, [0, 1, 2, 1], 12, device)
     for number in range(2):
@@ -230,7 +230,7 @@ def test_sharpening_reads(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # interpreted sums
 @pytest.mark.parametrize("policy", ["raise", "skip", "clip"])
-@pytest.mark.parametrize("rule", [Adam(), LAMB()], ids=named)
+@pytest.mark.parametrize("rule", [Adam(), DelayCompensated(inner=Adam())], ids=named)
 def test_not_finite(rule: Optimizer, policy: str, device: str) -> None:
     world = StepWorld([form_of((5, rule))], [0, 0], 10, device)
     mine = world.handles[0][:4] + world.handles[1][:4]
@@ -326,7 +326,7 @@ def test_pooled_gradients(weighted: bool, dtype: torch.dtype, device: str) -> No
     weights = torch.rand(n, generator=made) if weighted else None
     record = GradRecord(None, grads, PLAN, offsets, weights)  # type: ignore[arg-type]
     alone = eighths(6, 5, dtype=dtype)
-    groups = [
+    groups = tuple(
         PooledGroup(
             pool.pooling,
             tuple(GradSlice(s.start, s.stop, s.output, s.column) for s in pool.slices),
@@ -334,7 +334,7 @@ def test_pooled_gradients(weighted: bool, dtype: torch.dtype, device: str) -> No
             length=pool.length,
         )
         for pool in PLAN.pools
-    ]
+    )
     # Two records in one call: the second has a gradient for each position.
     runs = runs_of(on(world, handles + handles[:6]))
     first = pooled(
@@ -359,11 +359,6 @@ def test_bags(device: str) -> None:
     assert bags_of(torch.zeros(3, dtype=torch.int64, device=device), 2, 0).tolist() == []
 
 
-def call_of(world: StepWorld, handles: Sequence[int], grads: Tensor) -> tuple[Runs, Sources]:
-    runs = runs_of(on(world, handles))
-    return runs, sources_of(runs, [per_position([grads.to(world.device)])])
-
-
 @pytest.mark.parametrize("dim", [3, 1500])
 def test_sums_in_order_of_first_appearance(dim: int, device: str) -> None:
     world = StepWorld([form_of((dim, SGD()))], [0, 0], 10, device)
@@ -373,7 +368,8 @@ def test_sums_in_order_of_first_appearance(dim: int, device: str) -> None:
     for handle, grad in zip(handles, grads, strict=True):
         if handle >= 0:
             want[handle] = want.get(handle, 0) + grad
-    runs, sources = call_of(world, handles, grads)
+    runs = runs_of(on(world, handles))
+    sources = sources_of(runs, [per_position([grads.to(device)])])
     n = len(handles)
     sums = torch.empty(n, dim, device=device)
     ids, counts = torch.empty(2, n, dtype=torch.int64, device=device)
@@ -390,7 +386,7 @@ def test_sums_in_order_of_first_appearance(dim: int, device: str) -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="too many ids for the interpreter")
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [SGD(), Adam(), FTRL(l1=0.25), LAMB()], ids=named)
+@pytest.mark.parametrize("rule", [SGD(), Adam(), FTRL(l1=0.25), LAMB(), DELAYED[0]], ids=named)
 def test_many_ids(rule: Optimizer, device: str) -> None:
     world = StepWorld([form_of((32, rule))], [0, 0, 0], 3000, device)
     pool = torch.tensor([h for part in world.handles for h in part])

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _BLOCK = 512
+_GROUPS_KEPT = 64
 _WORDS = 12
 _BASE, _STRIDE, _KIND = 0, 1, 2  # address of bag or position 0, bytes to the next, what follows
 _LENGTH, _LANE = 3, 4  # first_n: lanes, bytes from one to the next
@@ -219,7 +220,7 @@ def pooled(
     """Groups whose gradient is that of their pooled outputs.
 
     Args:
-        groups: one per group of the record.
+        groups: one per group of the record; the same tuple at every call saves the host work.
         grads: [B, width] per output, in the row form's `real` dtype.
         offsets_GB1: int64 [G*B+1] on the device, group-major.
         counts: positions of each group, on the host.
@@ -231,31 +232,85 @@ def pooled(
     if bags_N is None:
         bags_N = bags_of(offsets_GB1, batch, sum(counts))
     rows = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-    words = np.zeros((len(groups), _WORDS), dtype=np.int64)
     kept = [bags_N, offsets_GB1, *rows]
-    for line, group in zip(words, groups, strict=True):
-        only = group.slices[0]
-        first_n = group.pooling == "first_n"
-        if len(group.slices) > 1 or only.start > 0 or only.stop < group.dim:
-            source, column, width = flatten_slices(group, rows), 0, group.dim
-            kept.append(source)
-        else:
-            source, column, width = rows[only.output], only.column, only.stop - only.start
-        size = source.element_size()
-        line[_BASE] = source.data_ptr() + column * size
-        line[_STRIDE] = source.stride(0) * size
-        line[_KIND] = _KINDS[group.pooling]
-        line[_LENGTH] = group.length if first_n else 0
-        line[_LANE] = width * size if first_n else 0
+    fixed = _pool_words(groups)
+    words = fixed.words_GW.copy()
+    starts, strides, sizes = (
+        np.array(
+            [(grad.data_ptr(), grad.stride(0), grad.element_size()) for grad in rows],
+            dtype=np.int64,
+        )
+        .reshape(-1, 3)
+        .T
+    )
+    size = sizes[fixed.outputs_G]
+    words[:, _BASE] = starts[fixed.outputs_G] + fixed.columns_G * size
+    words[:, _STRIDE] = strides[fixed.outputs_G] * size
+    words[:, _LANE] *= size
+    for g in fixed.parted:
+        source = flatten_slices(groups[g], rows)
+        words[g, _BASE] = source.data_ptr()
+        words[g, _STRIDE] = source.stride(0) * source.element_size()
+        kept.append(source)
     words[:, _BAGS] = bags_N.data_ptr()
     words[:, _OFFSETS] = offsets_GB1.data_ptr() + 8 * batch * np.arange(len(groups))
     if weights_N is not None:
         words[:, _WEIGHTS] = weights_N.data_ptr()
         kept.append(weights_N)
     words[:, _SCALE] = np.float64(scale).view(np.int64)
-    scaled = scale != 1.0 or weights_N is not None or any(g.pooling == "mean" for g in groups)
-    forms = tuple(group.form for group in groups)
-    return GradGroups(words, tuple(counts), forms, scaled, tuple(kept))
+    scaled = scale != 1.0 or weights_N is not None or fixed.averaged
+    return GradGroups(words, tuple(counts), fixed.forms, scaled, tuple(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolWords:
+    """What is the same at every call of some pooled groups.
+
+    words_GW: KIND, LENGTH and LANE (in columns) are filled; outputs_G, columns_G: where the only
+    slice of a group that is read in place starts; parted: groups that are not.
+    """
+
+    groups: Sequence[PooledGroup]
+    words_GW: Any
+    outputs_G: Any
+    columns_G: Any
+    parted: tuple[int, ...]
+    forms: tuple[int, ...]
+    averaged: bool
+
+
+_pool_words_kept: dict[int, _PoolWords] = {}
+
+
+def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
+    """Made once for each object that lists groups: pass the same tuple at every call."""
+    kept = _pool_words_kept.get(id(groups))
+    if kept is not None:
+        return kept
+    words = np.zeros((len(groups), _WORDS), dtype=np.int64)
+    parted = []
+    for g, group in enumerate(groups):
+        only = group.slices[0]
+        if len(group.slices) > 1 or only.start > 0 or only.stop < group.dim:
+            parted.append(g)
+        first_n = group.pooling == "first_n"
+        words[g, _KIND] = _KINDS[group.pooling]
+        words[g, _LENGTH], words[g, _LANE] = (group.length, group.dim) if first_n else (0, 0)
+    made = _PoolWords(
+        groups,
+        words,
+        np.array([group.slices[0].output for group in groups], dtype=np.int64),
+        np.array([group.slices[0].column for group in groups], dtype=np.int64),
+        tuple(parted),
+        tuple(group.form for group in groups),
+        any(group.pooling == "mean" for group in groups),
+    )
+    if isinstance(groups, tuple):
+        if len(_pool_words_kept) >= _GROUPS_KEPT:
+            _pool_words_kept.clear()
+        # The value holds its groups, so the identity in the key stays taken.
+        _pool_words_kept[id(groups)] = made
+    return made
 
 
 def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
@@ -322,11 +377,17 @@ def _call_words(records: Sequence[GradGroups]) -> tuple[Any, Any]:
 
 
 def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
-    bits = np.bitwise_or.reduce(lines[:, [_BASE, _STRIDE, _LANE]], axis=1)
-    found = [16] * number
-    for form, word in zip(forms, bits.tolist(), strict=True):
-        found[form] = min(found[form], word & -word or 16)
-    return tuple(found)
+    bits = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE]
+    if number == 1:
+        return (_alignment(bits),)
+    own = np.array(forms)
+    return tuple(_alignment(bits[own == form]) for form in range(number))
+
+
+def _alignment(bits: Any) -> int:
+    """The power of two, 16 at most, that all addresses are multiples of."""
+    word = int(np.bitwise_or.reduce(bits)) | 16
+    return word & -word
 
 
 def _forms(forms: Sequence[int] | None, groups: int) -> tuple[int, ...]:

@@ -110,8 +110,9 @@ def _step(  # type: ignore[no-untyped-def]
         g, good = accepted(g, live, LARGEST, CLIP)
         count_nonfinite(counters_ptr, table, live & (good == 0))
         w, s0, s1, s2, p0, p1 = stepped(
-            w, g, s0, s1, s2, p0, p1, rate, global_step, DIM, RULE, A, B, C, D, E, F, G
-        )
+            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
+            A, B, C, D, E, F, G,
+        )  # fmt: skip
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, table, good, column,
             inside & good[:, None], w, s0, s1, s2, p0, p1, domain, 0, 0, DIM,

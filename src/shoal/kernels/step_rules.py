@@ -14,12 +14,12 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from shoal.rules.adagrad import Adadelta, Adagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import Adam, AdamW, Amsgrad
+from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
+from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.gradient_descent import SGD, Momentum, SignSGD
 from shoal.rules.optimizers import Optimizer
 from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL
+from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 
 __all__ = ["KernelRule", "kernel_rule", "stepped"]
 
@@ -37,11 +37,17 @@ _NUMBERS = {
     BatchSoftmax: 10,
     SignSGD: 11,
     MovingAverage: 12,
+    LAMB: 13,
+    GroupFTRL: 14,
+    GroupAdagrad: 15,
+    DynamicWdAdagrad: 16,
 }
 _SGD, _MOMENTUM, _ADAGRAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ROWWISE_ADAGRAD, _ADADELTA, _ADAM = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 _AMSGRAD, _ADAMW, _FTRL = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 _RMSPROP, _BATCH_SOFTMAX, _SIGN_SGD = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
+_MOVING_AVERAGE, _LAMB, _GROUP_FTRL = tl.constexpr(12), tl.constexpr(13), tl.constexpr(14)
+_GROUP_ADAGRAD, _DYNAMIC_WD_ADAGRAD = tl.constexpr(15), tl.constexpr(16)
 # Bits of the low word of BatchSoftmax's last step.
 _STEP_BITS, _STEP_MASK = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 
@@ -82,11 +88,16 @@ def _params(rule: Optimizer, rest: Callable[[float], float]) -> tuple[float, ...
         case Adam() | Amsgrad():
             moments = (rule.beta1, rest(rule.beta1), rule.beta2, rest(rule.beta2))
             return (*moments, rule.eps, rule.weight_decay, float(rule.nesterov))
-        case AdamW():
+        case AdamW() | LAMB():
             moments = (rule.beta1, rest(rule.beta1), rule.beta2, rest(rule.beta2))
             return (*moments, rule.eps, rule.weight_decay)
-        case FTRL():
+        case FTRL() | GroupFTRL():
             return (rule.beta, rule.l1, rule.l2)
+        case GroupAdagrad():
+            return (rule.beta, rule.l2, rule.weight_decay)
+        case DynamicWdAdagrad():
+            switches = (float(rule.decouple), float(rule.dynamic), float(rule.flip))
+            return (rule.weight_decay, rule.temperature, *switches)
         case RMSprop():
             fresh = 1.0 if rule.accumulate == "sum" else rest(rule.momentum)
             return (rule.momentum, fresh, rule.weight_decay)
@@ -232,6 +243,80 @@ def _batch_softmax(w, high, low, lr, global_step):  # type: ignore[no-untyped-de
     return (1.0 - lr) * w + lr * gap[:, None], high, low
 
 
+@triton.jit
+def _norm(a, inside):  # type: ignore[no-untyped-def]
+    a = tl.where(inside, a, 0.0)
+    return _root(tl.sum(a * a, axis=1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lamb(  # type: ignore[no-untyped-def]
+    w, g, m, v, p1, p2, rate, inside,
+    B1: tl.constexpr, REST1: tl.constexpr, B2: tl.constexpr, REST2: tl.constexpr,
+    EPS: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    m = m + (g - m) * REST1
+    v = v + (g * g - v) * REST2
+    under = _root(_ratio(v, (1.0 - p2)[:, None])) + EPS
+    move = _ratio(_ratio(m, (1.0 - p1)[:, None]), under) + DECAY * w
+    w_norm, move_norm = _norm(w, inside), _norm(move, inside)
+    usable = (w_norm > 0) & (move_norm > 0)
+    trust = tl.where(usable, _ratio(w_norm, tl.where(usable, move_norm, 1.0)), 1.0)
+    return w - (rate * trust)[:, None] * move, m, v, p1 * B1, p2 * B2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _group_ftrl(w, g, n, z, lr, inside, BETA: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr):  # type: ignore[no-untyped-def]
+    still = lr == 0
+    lr = tl.where(still, 1.0, lr)
+    grown = n + g * g
+    root = _root(grown)
+    moved = z + (g - _ratio(root - _root(n), lr) * w)
+    norm = _norm(moved, inside)
+    gone = norm <= L1
+    keep = tl.where(gone, 0.0, 1.0 - _ratio(norm * 0.0 + L1, tl.where(gone, 1.0, norm)))
+    kept = _ratio(-moved * keep[:, None], _ratio(root + BETA, lr) + L2)
+    new = tl.where(gone[:, None], 0.0, kept)
+    return tl.where(still, w, new), tl.where(still, n, grown), tl.where(still, z, moved)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _group_adagrad(  # type: ignore[no-untyped-def]
+    w, g, n, rate, inside, BETA: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr
+):  # fmt: skip
+    still = rate == 0
+    g = g + DECAY * w
+    grown = n + tl.max(g * g, axis=1)
+    scale = _ratio(tl.where(still, 1.0, rate), BETA + _root(grown))
+    moved = g - _ratio(w, scale[:, None])
+    norm = _norm(moved, inside)
+    gone = norm <= L2
+    keep = tl.where(gone, 0.0, _ratio(norm - L2, tl.where(gone, 1.0, norm)))
+    new = -(scale * keep)[:, None] * moved
+    return tl.where(still[:, None], w, new), tl.where(still, n, grown)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dynamic_wd_adagrad(  # type: ignore[no-untyped-def]
+    w, g, n, rate, inside,
+    DECAY: tl.constexpr, TEMPERATURE: tl.constexpr,
+    DECOUPLE: tl.constexpr, DYNAMIC: tl.constexpr, FLIP: tl.constexpr,
+):  # fmt: skip
+    decay = rate * 0.0 + DECAY
+    if DYNAMIC != 0:
+        lead = _norm(g, inside) - _norm(w, inside)
+        turned = lead if FLIP != 0 else -lead
+        decay = _ratio(decay, 1.0 + tl.exp(_ratio(turned, decay * 0.0 + TEMPERATURE)))
+    pull = decay[:, None] * w
+    if DECOUPLE == 0:
+        g = g + pull
+    n = n + g * g
+    move = _ratio(rate[:, None] * g, _root(n))
+    if DECOUPLE != 0:
+        move = move + rate[:, None] * pull
+    return w - move, n
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def stepped(  # type: ignore[no-untyped-def]
     w,
@@ -242,6 +327,7 @@ def stepped(  # type: ignore[no-untyped-def]
     p0,
     p1,
     rate,
+    inside,
     global_step,
     DIM: tl.constexpr,
     RULE: tl.constexpr,
@@ -253,7 +339,10 @@ def stepped(  # type: ignore[no-untyped-def]
     F: tl.constexpr,
     G: tl.constexpr,
 ):
-    """The rule's step; A to G are `KernelRule.params`. What a rule does not have stays as it is."""
+    """The rule's step; A to G are `KernelRule.params`. What a rule does not have stays as it is.
+
+    inside: [R, D], true where there is a row and a column.
+    """
     lr = rate[:, None]
     if RULE == _SGD:
         w = w - lr * (g + A * w)
@@ -280,6 +369,14 @@ def stepped(  # type: ignore[no-untyped-def]
     elif RULE == _SIGN_SGD:
         sign = (g > 0).to(w.dtype) - (g < 0).to(w.dtype)
         w = w * (1.0 - lr * A) - lr * sign
-    else:
+    elif RULE == _MOVING_AVERAGE:
         w = A * w + B * g
+    elif RULE == _LAMB:
+        w, s0, s1, p0, p1 = _lamb(w, g, s0, s1, p0, p1, rate, inside, A, B, C, D, E, F)
+    elif RULE == _GROUP_FTRL:
+        w, s0, s1 = _group_ftrl(w, g, s0, s1, lr, inside, A, B, C)
+    elif RULE == _GROUP_ADAGRAD:
+        w, p0 = _group_adagrad(w, g, p0, rate, inside, A, B, C)
+    else:
+        w, s0 = _dynamic_wd_adagrad(w, g, s0, rate, inside, A, B, C, D, E)
     return w, s0, s1, s2, p0, p1

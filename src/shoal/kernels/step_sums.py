@@ -184,8 +184,9 @@ def _step_sums(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
         w, s0, s1, s2, p0, p1 = stepped(
-            w, g, s0, s1, s2, p0, p1, rate, global_step, DIM, RULE, A, B, C, D, E, F, G
-        )
+            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
+            A, B, C, D, E, F, G,
+        )  # fmt: skip
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, table, live, column, inside,
             w, s0, s1, s2, p0, p1, domain, COLUMN, STATE_COLUMN, DIM,
