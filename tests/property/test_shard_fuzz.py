@@ -15,7 +15,6 @@ from shoal.table.cpu import CpuShard
 from shoal.table.cuda import CudaShard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
-from support.fuzz_material import RICH
 from support.placed_shard import PlacedShard
 from support.reference_shard import ReferenceShard
 from support.shard_fuzz import Fuzz
@@ -41,3 +40,39 @@ def on_device(specs: Sequence[TableSpec], seed: int) -> Shard:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_verbs_follow_the_reference(seed: int, dtype: str) -> None:
     Fuzz(seed, dtype, core, reference).run(VERBS_A_RUN)
+
+
+# Interpreted kernels add non-finite numbers up with numpy, which warns.
+interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@interpreted
+@pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
+@pytest.mark.parametrize(("seed", "dtype"), [(2, "mixed")])
+def test_a_gpu_shard_follows_the_reference(seed: int, dtype: str) -> None:
+    Fuzz(seed, dtype, on_device, reference, late=True).run(12)
+
+
+@interpreted
+@pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
+@pytest.mark.parametrize(("seed", "dtype"), [(5, "float32"), (9, "bfloat16")])
+def test_a_gpu_shard_follows_the_core(seed: int, dtype: str) -> None:
+    Fuzz(seed, dtype, on_device, core, late=True, menu=RICH).run(14)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_a_gpu_shard_follows_both_for_longer(seed: int) -> None:
+    Fuzz(seed, DTYPES[seed % 3], on_device, reference, late=True).run(VERBS_A_RUN)
+    Fuzz(seed, DTYPES[seed % 5], on_device, core, late=True, menu=RICH).run(VERBS_A_RUN)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_on_a_gpu(seed: int, dtype: str) -> None:
+    if dtype in ("float32", "float64", "mixed"):
+        Fuzz(seed, dtype, on_device, reference, late=True).run(VERBS_A_RUN)
+    Fuzz(seed, dtype, on_device, core, late=True, menu=RICH).run(2 * VERBS_A_RUN)

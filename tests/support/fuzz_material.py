@@ -15,7 +15,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, Float32
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
 
-__all__ = ["Bags", "Material", "Menu", "PLAIN", "RICH"]
+__all__ = ["PLAIN", "RICH", "Bags", "Material", "Menu"]
 
 NON_FINITE = (float("nan"), float("inf"), float("-inf"))
 SLOT_1 = 1 << 48

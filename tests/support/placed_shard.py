@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.table.shard import (
@@ -109,9 +108,7 @@ class PlacedShard:
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
         summed = self.inner.sum_grads([self.record(record) for record in records])
-        return SummedGrads(
-            summed.tables, back(summed.ids), back(summed.sums), back(summed.counts)
-        )
+        return SummedGrads(summed.tables, back(summed.ids), back(summed.sums), back(summed.counts))
 
     def apply_summed(
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext

@@ -108,7 +108,7 @@ def _step(  # type: ignore[no-untyped-def]
                 sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
                 sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
         g, good = accepted(g, live, LARGEST, CLIP)
-        count_nonfinite(counters_ptr, table, live & (good == 0))
+        count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
         w, s0, s1, s2, p0, p1 = stepped(
             w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
             A, B, C, D, E, F, G,

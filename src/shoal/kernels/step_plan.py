@@ -53,8 +53,10 @@ class Stamp:
 
     @property
     def clip(self) -> float:
-        """`nan_clip`, or -1 where nothing is clipped."""
-        return self.nan_clip if self.nan_policy == "clip" else -1.0
+        """`nan_clip`, or -1 where nothing is clipped, -2 where that is an alarm besides."""
+        if self.nan_policy == "clip":
+            return self.nan_clip
+        return -2.0 if self.nan_policy == "raise" else -1.0
 
     @property
     def domain(self) -> int:

@@ -135,7 +135,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
                 at = first + item
                 sights += item_tallies(counts_ptr, tallies_ptr, at, item < items, hot)
         if SETTLE:
-            count_nonfinite(counters_ptr, table, live & (good == 0))
+            count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
             last, count = load_stamps(chunks_ptr, columns, handle, good)
             store_stamps(
                 chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, work: Callable[[], Runs], handles_N: Tensor) -> Callable[[], Runs]:
-        """Start work on the side that reads `handles_N`.
+    def start(self, work: Callable[[], Runs], read: Sequence[Tensor]) -> Callable[[], Runs]:
+        """Start work on the side that reads these tensors, however soon they are dropped.
 
         The returned call makes the stream that is then current wait for it, and gives the result.
         """
@@ -38,7 +38,8 @@ class SideStream:
             made = work()
             done = torch.cuda.Event()
             done.record(side)
-        handles_N.record_stream(side)
+        for tensor in read:
+            tensor.record_stream(side)
 
         def joined() -> Runs:
             torch.cuda.current_stream(self._device).wait_event(done)
