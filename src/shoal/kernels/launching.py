@@ -27,7 +27,8 @@ _KERNELS: list[Any] = []
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start `kernel[grid](*arguments, **options)` on the present stream of the present device.
+    """Start `kernel[grid](*arguments, **options)` on the present stream of its first argument's
+    device; all tensors are on that device.
 
     Args:
         arguments: the kernel's run-time arguments, which come first in its signature; the last
@@ -37,12 +38,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*arguments, **options)
         return
+    device = arguments[0].get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **options)
+        return
     names, fixed = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
     if len(arguments) < len(names):
         arguments += tuple([options.pop(name) for name in names[len(arguments) :]])
     key = (
         id(kernel),
-        torch.cuda.current_device(),
+        device,
         *map(_kind, arguments, fixed),
         *options.values(),
         *options,

@@ -80,20 +80,19 @@ def count_refused(
         return
     capacity = triton.next_power_of_2(2 * n)
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
-    with torch.cuda.device_of(owner):  # type: ignore[no-untyped-call]
-        launch(
-            _count,
-            (triton.cdiv(n, _BLOCK),),
-            call.ids_N,
-            call.splits_G1,
-            call.tables_G,
-            wanted_N.view(torch.int8),
-            admitted_N.view(torch.int8),
-            owner,
-            layout.counters_KC,
-            n,
-            call.tables_G.numel(),
-            capacity - 1,
-            STEPS=search_steps(call.tables_G.numel()),
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _count,
+        (triton.cdiv(n, _BLOCK),),
+        call.ids_N,
+        call.splits_G1,
+        call.tables_G,
+        wanted_N.view(torch.int8),
+        admitted_N.view(torch.int8),
+        owner,
+        layout.counters_KC,
+        n,
+        call.tables_G.numel(),
+        capacity - 1,
+        STEPS=search_steps(call.tables_G.numel()),
+        BLOCK=_BLOCK,
+    )

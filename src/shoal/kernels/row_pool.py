@@ -318,20 +318,19 @@ def gather_pooled(
         tile = (_TILE if light else _HEAVY_TILE) // wave.block_d
         block = min(max(tile, 8), _MOST_BAGS)
         tiles = triton.cdiv(bags, block)
-        with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-            launch(
-                _pool, (tiles * wave.lines_LW.shape[0],),
-                layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
-                groups.ids_N, groups.tables_G, handles_N, offsets_GB1,
-                unused if weights_N is None else weights_N,
-                wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
-                ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,
-                WEIGHT_BYTES=wave.form.weight_bytes, STORAGE=storage_of(wave.form.dtype),
-                PLAIN=ready.plain, INITIAL=initial, WEIGHTED=weights_N is not None,
-                STEP=wave.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=wave.block_d,
-                num_warps=min(max(block * wave.block_d // (512 if light else 256), 1), 4),
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        launch(
+            _pool, (tiles * wave.lines_LW.shape[0],),
+            layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+            groups.ids_N, groups.tables_G, handles_N, offsets_GB1,
+            unused if weights_N is None else weights_N,
+            wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
+            ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,
+            WEIGHT_BYTES=wave.form.weight_bytes, STORAGE=storage_of(wave.form.dtype),
+            PLAIN=ready.plain, INITIAL=initial, WEIGHTED=weights_N is not None,
+            STEP=wave.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=wave.block_d,
+            num_warps=min(max(block * wave.block_d // (512 if light else 256), 1), 4),
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return outputs
 
 

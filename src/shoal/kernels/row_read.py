@@ -194,21 +194,20 @@ def _launch(
     rows, block_d, warps = _shape(form.dim, find, ready.plain and not initial)
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        launch(
-            _gather, (triton.cdiv(last - first, rows),),
-            layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
-            groups.ids_N, groups.splits_G1, groups.tables_G, count,
-            unused if out_rows_G is None else out_rows_G,
-            unused if handles_N is None else handles_N,
-            unused if found_N is None else found_N.view(torch.uint8),
-            out, first, last,
-            ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
-            DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
-            PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
-            STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _gather, (triton.cdiv(last - first, rows),),
+        layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+        groups.ids_N, groups.splits_G1, groups.tables_G, count,
+        unused if out_rows_G is None else out_rows_G,
+        unused if handles_N is None else handles_N,
+        unused if found_N is None else found_N.view(torch.uint8),
+        out, first, last,
+        ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
+        DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
+        PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
+        STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:

@@ -268,11 +268,10 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
         chunks: chunks present in the shard; handles lie below their end.
     """
     marks = torch.zeros(chunks << CHUNK_BITS, dtype=torch.uint8, device=handles[0].device)
-    with torch.cuda.device_of(marks):  # type: ignore[no-untyped-call]
-        for handles_N in handles:
-            n = handles_N.numel()
-            if n:
-                launch(_pin, (triton.cdiv(n, 1024),), handles_N, marks, n, BLOCK=1024)
+    for handles_N in handles:
+        n = handles_N.numel()
+        if n:
+            launch(_pin, (triton.cdiv(n, 1024),), handles_N, marks, n, BLOCK=1024)
     return marks
 
 
@@ -288,15 +287,14 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
     out_M = torch.empty(jobs * scan.rows, dtype=torch.int32, device=scan.jobs_EW.device)
     size_1 = torch.zeros(1, dtype=torch.int32, device=scan.jobs_EW.device)
     if out_M.numel():
-        with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-            launch(
-                _expire,
-                programs_of(scan, _BLOCK),
-                out_ptr=out_M,
-                size_ptr=size_1,
-                now_s=now_s,
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-                **scan.arguments(layout),
-            )
+        launch(
+            _expire,
+            programs_of(scan, _BLOCK),
+            out_ptr=out_M,
+            size_ptr=size_1,
+            now_s=now_s,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            **scan.arguments(layout),
+        )
     return out_M, size_1

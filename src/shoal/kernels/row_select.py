@@ -262,11 +262,10 @@ def lowest_rows(
     if out_M.numel() == 0:
         return out_M, size_1
     rounds = _rounds(scan.rows)
-    with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-        rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
-        for _ in range(rounds - 1):
-            rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
-        finish_rows(layout, rest, left_E, out_M, size_1)
+    rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
+    for _ in range(rounds - 1):
+        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
+    finish_rows(layout, rest, left_E, out_M, size_1)
     return out_M, size_1
 
 

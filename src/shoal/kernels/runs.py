@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.table_layout import (
     CHUNK_TABLE,
     TABLE_FORM,
@@ -24,7 +26,7 @@ from shoal.kernels.table_layout import (
     chunk_word,
     table_word,
 )
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import staged
 
 __all__ = ["COLD_RUN", "Runs", "piece_room", "runs_of"]
 
@@ -191,22 +193,23 @@ def runs_of(
         return runs
     unused = sorted_N if layout is None else layout.tables_KT
     chunks_WC = sorted_N if layout is None else layout.chunks_WC
-    with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-        _list_runs[(triton.cdiv(n, _BLOCK),)](
-            unused,
-            chunks_WC,
-            chunks_WC.shape[-1],
-            sorted_N,
-            runs.runs_WN,
-            runs.pieces_WP,
-            runs.cursors_FW,
-            n,
-            room,
-            most_pieces,
-            FORMS=len(bounds),
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+    launch(
+        _list_runs,
+        (triton.cdiv(n, _BLOCK),),
+        unused,
+        chunks_WC,
+        chunks_WC.shape[-1],
+        sorted_N,
+        runs.runs_WN,
+        runs.pieces_WP,
+        runs.cursors_FW,
+        n,
+        room,
+        most_pieces,
+        FORMS=len(bounds),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
     return runs
 
 
@@ -215,4 +218,5 @@ def _cursors(rooms: tuple[int, ...], device: torch.device) -> Tensor:
     for count in rooms:
         words += [run, 0, piece, run + count]
         run, piece = run + count, piece + piece_room(count)
-    return sent(torch.tensor(words, dtype=torch.int32), device).view(-1, 4)
+    pairs = np.array(words, dtype=np.int32).view(np.int64)
+    return staged(pairs, device).view(torch.int32).view(-1, 4)

@@ -7,7 +7,6 @@ are zero where nothing was counted, so a claimed slot is ready at once.
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
@@ -122,17 +121,16 @@ def move_sights(
     Keys int64, all empty where new, and cells int32, zeros where new: [slots + SIDE_CELLS].
     """
     slots = len(keys) - SIDE_CELLS
-    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-        launch(
-            _move,
-            (triton.cdiv(slots + 2, _BLOCK),),
-            keys,
-            cells,
-            new_keys,
-            new_cells,
-            tally_1,
-            salt,
-            slots,
-            len(new_keys) - SIDE_CELLS - 1,
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _move,
+        (triton.cdiv(slots + 2, _BLOCK),),
+        keys,
+        cells,
+        new_keys,
+        new_cells,
+        tally_1,
+        salt,
+        slots,
+        len(new_keys) - SIDE_CELLS - 1,
+        BLOCK=_BLOCK,
+    )

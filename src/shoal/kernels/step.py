@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.runs import Runs
@@ -170,35 +170,36 @@ def _apply_fused(
     partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
     tiles = triton.cdiv(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
-    with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
-        _step[(programs_of(tiles, unused.device),)](
-            layout.tables_KT,
-            layout.counters_KC,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            runs.first_piece(number),
-            unused,
-            unused if sources.factors_N is None else sources.factors_N,
-            unused if counts_N is None else counts_N,
-            partials,
-            tallies,
-            rates_KR,
-            rates_KR.shape[1],
-            stamp.epoch,
-            stamp.event_time_s,
-            stamp.global_step,
-            stamp.domain,
-            PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
-            ALIGN=sources.alignments[number],
-            LARGEST=plan.largest,
-            CLIP=stamp.clip,
-            FACTORS=sources.factors_N is not None,
-            COUNTED=counts_N is not None,
-            **constants,
-        )
+    launch(
+        _step,
+        (programs_of(tiles, unused.device),),
+        layout.tables_KT,
+        layout.counters_KC,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.runs_WN,
+        runs.runs_WN.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        runs.last_run(number),
+        runs.first_piece(number),
+        unused,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        partials,
+        tallies,
+        rates_KR,
+        rates_KR.shape[1],
+        stamp.epoch,
+        stamp.event_time_s,
+        stamp.global_step,
+        stamp.domain,
+        PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
+        ALIGN=sources.alignments[number],
+        LARGEST=plan.largest,
+        CLIP=stamp.clip,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        **constants,
+    )

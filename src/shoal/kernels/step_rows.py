@@ -7,6 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import storage_of
 from shoal.kernels.step_plan import Stamp, columns_of_tile, rows_of_tile, step_form
@@ -141,24 +142,25 @@ def _fetched(
     out = torch.empty(size, width, dtype=form.real, device=handles_U.device)
     state = word == CHUNK_STATE
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _read[(triton.cdiv(size, rows), triton.cdiv(width, columns))](
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            handles_U,
-            tables_U if addresses_U is None else addresses_U,
-            out,
-            tables_U,
-            size,
-            WIDTH=width,
-            COLUMN=column,
-            ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-            WORD=word,
-            STORAGE=storage_of(form.real if state else form.dtype),
-            REAL=step_form(form).real,
-            ROWS=rows,
-            BLOCK_D=columns,
-        )
+    launch(
+        _read,
+        (triton.cdiv(size, rows), triton.cdiv(width, columns)),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        handles_U,
+        tables_U if addresses_U is None else addresses_U,
+        out,
+        tables_U,
+        size,
+        WIDTH=width,
+        COLUMN=column,
+        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        WORD=word,
+        STORAGE=storage_of(form.real if state else form.dtype),
+        REAL=step_form(form).real,
+        ROWS=rows,
+        BLOCK_D=columns,
+    )
     return out
 
 
@@ -173,21 +175,22 @@ def _stored(
 ) -> None:
     size, width = values.shape
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
-    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        _write[(triton.cdiv(size, rows), triton.cdiv(width, columns))](
-            layout.tables_KT,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            handles_U,
-            values,
-            size,
-            stamp.domain,
-            WIDTH=width,
-            COLUMN=column,
-            ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-            STATE=state,
-            STORAGE=storage_of(form.dtype),
-            REAL=step_form(form).real,
-            ROWS=rows,
-            BLOCK_D=columns,
-        )
+    launch(
+        _write,
+        (triton.cdiv(size, rows), triton.cdiv(width, columns)),
+        layout.tables_KT,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        handles_U,
+        values,
+        size,
+        stamp.domain,
+        WIDTH=width,
+        COLUMN=column,
+        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        STATE=state,
+        STORAGE=storage_of(form.dtype),
+        REAL=step_form(form).real,
+        ROWS=rows,
+        BLOCK_D=columns,
+    )

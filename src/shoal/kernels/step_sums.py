@@ -15,6 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.runs import Runs
@@ -226,11 +227,11 @@ def sum_runs(
     counts = None if counts_N is None else counts_N[runs.order_N]
     marks_N = torch.zeros(n, dtype=torch.int32, device=device)
     block = 512
-    with torch.cuda.device_of(marks_N):  # type: ignore[no-untyped-call]
-        _mark_firsts[(programs_of(triton.cdiv(room, block), device),)](
-            runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
-            runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
-        )  # fmt: skip
+    launch(
+        _mark_firsts, (programs_of(triton.cdiv(room, block), device),),
+        runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
+        runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
+    )  # fmt: skip
     ranks_N = torch.cumsum(marks_N, 0, dtype=torch.int32)
     partials = add_pieces(number, form, runs, sources, counts)
     outputs = (out_UD, None, None, ids_U, counts_U, tables_U)
@@ -294,27 +295,28 @@ def _step_segment(
 ) -> None:
     number, runs, begin, most = slab
     programs = programs_of(triton.cdiv(most, constants["ROWS"]), sums_UD.device)
-    with torch.cuda.device_of(sums_UD):  # type: ignore[no-untyped-call]
-        _step_sums[(programs,)](
-            layout.tables_KT,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            begin,
-            most,
-            handles_U,
-            sums_UD,
-            rates_KR,
-            rates_KR.shape[1],
-            stamp.global_step,
-            stamp.domain,
-            PITCH=sums_UD.shape[1],
-            COLUMN=segment.column,
-            STATE_COLUMN=segment.state_column,
-            **constants,
-        )
+    launch(
+        _step_sums,
+        (programs,),
+        layout.tables_KT,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        begin,
+        most,
+        handles_U,
+        sums_UD,
+        rates_KR,
+        rates_KR.shape[1],
+        stamp.global_step,
+        stamp.domain,
+        PITCH=sums_UD.shape[1],
+        COLUMN=segment.column,
+        STATE_COLUMN=segment.state_column,
+        **constants,
+    )
 
 
 def _sum(
@@ -335,42 +337,43 @@ def _sum(
     unused: Any = sources.addresses_N
     plan, rows = step_form(form), rows_of_tile(form.dim, form.real)
     sums, *others = (unused if output is None else output for output in outputs)
-    with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
-        _write_sums[(programs_of(triton.cdiv(most, rows), unused.device),)](
-            layout.counters_KC,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.pieces_WP,
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            runs.first_piece(number),
-            begin,
-            most,
-            runs.order_N,
-            unused if ranks_N is None else ranks_N,
-            sources.addresses_N,
-            unused if sources.factors_N is None else sources.factors_N,
-            unused if counts_N is None else counts_N,
-            *partials,
-            sums,
-            *others,
-            0 if stamp is None else stamp.epoch,
-            0 if stamp is None else stamp.event_time_s,
-            DIM=form.dim,
-            PITCH_BYTES=plan.pitch * form.real.itemsize,
-            OUT_PITCH=sums.shape[1],
-            ALIGN=sources.alignments[number],
-            REAL=plan.real,
-            LARGEST=plan.largest,
-            CLIP=-1.0 if stamp is None else stamp.clip,
-            FACTORS=sources.factors_N is not None,
-            COUNTED=counts_N is not None,
-            RANKED=ranks_N is not None,
-            SETTLE=stamp is not None,
-            ROWS=rows,
-            BLOCK_D=columns_of_tile(form.dim),
-        )
+    launch(
+        _write_sums,
+        (programs_of(triton.cdiv(most, rows), unused.device),),
+        layout.counters_KC,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.runs_WN,
+        runs.runs_WN.shape[1],
+        runs.pieces_WP,
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        runs.last_run(number),
+        runs.first_piece(number),
+        begin,
+        most,
+        runs.order_N,
+        unused if ranks_N is None else ranks_N,
+        sources.addresses_N,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        *partials,
+        sums,
+        *others,
+        0 if stamp is None else stamp.epoch,
+        0 if stamp is None else stamp.event_time_s,
+        DIM=form.dim,
+        PITCH_BYTES=plan.pitch * form.real.itemsize,
+        OUT_PITCH=sums.shape[1],
+        ALIGN=sources.alignments[number],
+        REAL=plan.real,
+        LARGEST=plan.largest,
+        CLIP=-1.0 if stamp is None else stamp.clip,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        RANKED=ranks_N is not None,
+        SETTLE=stamp is not None,
+        ROWS=rows,
+        BLOCK_D=columns_of_tile(form.dim),
+    )

@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal.kernels import grad_sources, step
 from shoal.kernels.grad_sources import GradGroups
 from shoal.kernels.runs import Runs, runs_of
-from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_plan import Stamp
+from shoal.kernels.step_sums import sum_runs
 from shoal.table import checks, refusals
 from shoal.table.cuda_read import CudaRead
 from shoal.table.cuda_ticket import CudaTicket
@@ -211,7 +211,7 @@ class CudaStep(CudaRead):
         if not owned:
             return None
         if len(owned) == 1:
-            runs, counts_N = owned[0].runs(), owned[0].counts_N
+            runs, counts_N = owned[0].runs(self._stream), owned[0].counts_N
         else:
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
@@ -231,12 +231,11 @@ class CudaStep(CudaRead):
         widths = [output.width for output in record.plan.outputs]
         shapes = [((bags, w), d) for w, d in zip(widths, compiled.dtypes, strict=True)]
         grads = check_rows(record.grads, shapes, self._device)
-        counts = [b - a for a, b in zip(shape.splits, shape.splits[1:], strict=False)]
         return grad_sources.pooled(
             compiled.groups,
             grads,
             record.offsets_GB1,
-            counts,
+            shape.sizes,
             bags_N=ticket.bags_of(record.offsets_GB1, bags),
             weights_N=record.weights_N,
             scale=record.scale,
@@ -244,11 +243,8 @@ class CudaStep(CudaRead):
 
     def _group_shapes(self, shape: CallShape) -> list[tuple[tuple[int, int], torch.dtype]]:
         return [
-            (
-                (shape.splits[g + 1] - shape.splits[g], self._dims[k]),
-                self._forms[self._form_of[k]].real,
-            )
-            for g, k in enumerate(shape.tables)
+            ((size, self._dims[k]), self._forms[self._form_of[k]].real)
+            for size, k in zip(shape.sizes, shape.tables, strict=True)
         ]
 
 

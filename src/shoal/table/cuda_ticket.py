@@ -19,29 +19,35 @@ class SideStream:
     """A stream beside the shard's, for work that only the step needs; none when interpreted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begin = torch.cuda.Event() if device.type == "cuda" else None
 
-    def start(self, work: Callable[[], Runs], handles_N: Tensor) -> Callable[[], Runs]:
-        """Start work on the side that reads `handles_N`.
+    def start(
+        self, work: Callable[[], Runs], handles_N: Tensor, main: torch.cuda.Stream | None
+    ) -> Callable[[torch.cuda.Stream | None], Runs]:
+        """Start work on the side that reads `handles_N`, after all that `main` has been given.
 
-        The returned call makes the stream that is then current wait for it, and gives the result.
+        The returned call makes the stream it gets wait for the work, and returns the result.
         """
-        side = self._stream
-        if side is None:
-            done_already = work()
-            return lambda: done_already
-        # Side work starts after all that was launched before, so what an earlier step freed is
-        # not written while that step still reads it.
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        side, begin = self._stream, self._begin
+        if side is None or begin is None or main is None:
+            made_already = work()
+            return lambda _: made_already
+        # Waiting for all of `main` also means that what an earlier step freed here is not
+        # written while that step still reads it.
+        begin.record(main)
+        side.wait_event(begin)
+        torch.cuda.set_stream(side)
+        try:
             made = work()
-            done = torch.cuda.Event()
-            done.record(side)
+        finally:
+            torch.cuda.set_stream(main)
+        done = torch.cuda.Event()
+        done.record(side)
         handles_N.record_stream(side)
 
-        def joined() -> Runs:
-            torch.cuda.current_stream(self._device).wait_event(done)
+        def joined(stream: torch.cuda.Stream | None) -> Runs:
+            (main if stream is None else stream).wait_event(done)
             return made
 
         return joined
@@ -57,7 +63,7 @@ class CudaTicket:
         met_N: bool [N] on the device: what `probe` reported while it inserted.
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
-        runs: joins the runs of `handles_N`.
+        runs: gives the runs of `handles_N` to a stream.
     """
 
     __slots__ = (
@@ -83,7 +89,7 @@ class CudaTicket:
         met_N: Tensor,
         counts_N: Tensor | None,
         event_time_s: int,
-        runs: Callable[[], Runs],
+        runs: Callable[[torch.cuda.Stream | None], Runs],
     ) -> None:
         self.shard = shard
         self.groups = groups

@@ -84,8 +84,11 @@ class CounterReader:
         used: Counts = self.rows_K + self.known_KC[:, COUNT_ERASED]
         return used
 
-    def send(self, layout: ShardLayout) -> None:
-        """Mark all rows handed out as ready, and send the counters to the host."""
+    def send(self, layout: ShardLayout, stream: torch.cuda.Stream | None = None) -> None:
+        """Mark all rows handed out as ready, and send the counters to the host.
+
+        stream: the present one, if the caller has it at hand.
+        """
         if not self._spare:
             self._arrive(wait=True)
         copy = self._spare.pop()
@@ -94,7 +97,7 @@ class CounterReader:
         copy.taken = self._sent
         copy.launched_K[:] = self.launched_K
         if copy.event is not None:
-            copy.event.record()
+            copy.event.record(stream)
         self._flying.append(copy)
 
     def poll(self) -> None:
