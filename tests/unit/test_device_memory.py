@@ -98,11 +98,11 @@ def test_a_limit_bounds_what_is_allocated() -> None:
 
 def test_erased_slots_come_back_at_a_rebuild() -> None:
     memory = memory_of(a=None)
-    memory.make_free_lists()
+    memory.make_free_lists([0])
     slots = None
     for step in range(24):
         handles_N = insert(memory, torch.arange(step * 100, step * 100 + 100))
-        memory.make_free_lists()
+        memory.make_free_lists([0])
         table_erase.erase(memory.layout, handles_N, None)
         memory.counters.send(memory.layout)
         memory.counters.wait()
@@ -117,7 +117,7 @@ def test_erased_slots_come_back_at_a_rebuild() -> None:
 def test_counters_that_left_before_a_rebuild_do_not_bring_its_marks_back() -> None:
     memory = memory_of(a=None)
     handles_N = insert(memory, torch.arange(40))
-    memory.make_free_lists()
+    memory.make_free_lists([0])
     table_erase.erase(memory.layout, handles_N, None)
     memory.counters.send(memory.layout)
     insert(memory, torch.arange(100, 400))

@@ -43,7 +43,9 @@ if not ON_GPU:
 
 from shoal.table.cuda import CudaShard  # noqa: E402
 
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
+# Interpreted kernels add infinities up with numpy, which warns.
+INTERPRETED = [pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
+pytestmark = [pytest.mark.gpu] if ON_GPU else INTERPRETED
 
 RULES: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.5),

@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.random_bits import quad_words, stream_key
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
@@ -198,7 +198,7 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    programs = min(triton.cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
+    programs = min(cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
     launch(
         _initialise, (programs,),
         layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
@@ -206,7 +206,7 @@ def initialise(
         ready.state_S, _int32(epoch), _int32(event_time_s),
         DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
         STORAGE=storage_of(form.dtype), DRAWN=ready.drawn,
-        TABLES=min(max(triton.next_power_of_2(tables), 16), _MOST_TABLES),
+        TABLES=min(max(power_of_2(tables), 16), _MOST_TABLES),
         ROWS=_ROWS, BLOCK_D=_SECTOR // form.dtype.itemsize,
         BLOCK_S=_SECTOR // form.real.itemsize, enable_fp_fusion=False,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
     block = 512
     launch(
         _settle,
-        (triton.cdiv(words, block),),
+        (cdiv(words, block),),
         layout.counters_KC,
         host_counters_KC.data_ptr(),
         words,

@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.runs import Runs, piece_room
 from shoal.kernels.step_plan import columns_of_tile, programs_of, rows_of_tile, step_form
@@ -64,7 +64,7 @@ def add_pieces(
     unused = sources.addresses_N
     launch(
         _add_pieces,
-        (programs_of(room, device), triton.cdiv(form.dim, columns)),
+        (programs_of(room, device), cdiv(form.dim, columns)),
         runs.pieces_WP,
         runs.pieces_WP.shape[1],
         runs.cursors_FW,

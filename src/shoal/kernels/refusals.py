@@ -7,7 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.table_layout import (
     COUNT_REFUSED,
     COUNT_WORDS,
@@ -78,11 +78,11 @@ def count_refused(
     n = call.ids_N.numel()
     if n == 0:
         return
-    capacity = triton.next_power_of_2(2 * n)
+    capacity = power_of_2(2 * n)
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
     launch(
         _count,
-        (triton.cdiv(n, _BLOCK),),
+        (cdiv(n, _BLOCK),),
         call.ids_N,
         call.splits_G1,
         call.tables_G,

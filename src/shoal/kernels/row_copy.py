@@ -9,7 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers
 from shoal.kernels.table_layout import (
@@ -142,11 +142,11 @@ def _copy(
     if rows == 0 or width == 0:
         return
     torch_word, element = _WORDS[dense.element_size()]
-    block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    block = min(power_of_2(width), _MOST_COLUMNS)
     tile_rows = max(_TILE // block, 1)
     launch(
         _values,
-        (triton.cdiv(rows, tile_rows), triton.cdiv(width, block)),
+        (cdiv(rows, tile_rows), cdiv(width, block)),
         handles_R,
         dense.view(torch_word),
         layout.chunks_WC,
@@ -187,7 +187,7 @@ def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
     if rows:
         launch(
             _read_metadata,
-            (triton.cdiv(rows, _BLOCK),),
+            (cdiv(rows, _BLOCK),),
             handles_R,
             out_4R,
             layout.chunks_WC,
@@ -206,7 +206,7 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
         return
     launch(
         _write_metadata,
-        (triton.cdiv(rows, _BLOCK),),
+        (cdiv(rows, _BLOCK),),
         handles_R,
         *(unused if part is None else part for part in parts),
         layout.chunks_WC,

@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_read import initial_rows
 from shoal.kernels.row_rounding import load_weights, storage_of
@@ -181,7 +181,7 @@ def _launch_of(
     form: RowForm, lines: Sequence[Sequence[int]], step: int, device: torch.device
 ) -> PoolLaunch:
     widest = max(line[WIDTH] for line in lines)
-    block_d = min(int(triton.next_power_of_2(widest)), _MOST_COLUMNS)
+    block_d = min(power_of_2(widest), _MOST_COLUMNS)
     words: list[int] = []
     for line in lines:
         for done in range(0, line[WIDTH], block_d):
@@ -317,7 +317,7 @@ def gather_pooled(
         light = ready.plain and not initial
         tile = (_TILE if light else _HEAVY_TILE) // wave.block_d
         block = min(max(tile, 8), _MOST_BAGS)
-        tiles = triton.cdiv(bags, block)
+        tiles = cdiv(bags, block)
         launch(
             _pool, (tiles * wave.lines_LW.shape[0],),
             layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],

@@ -9,7 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.random_bits import stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import load_weights, storage_of
@@ -195,7 +195,7 @@ def _launch(
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
     launch(
-        _gather, (triton.cdiv(last - first, rows),),
+        _gather, (cdiv(last - first, rows),),
         layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
         groups.ids_N, groups.splits_G1, groups.tables_G, count,
         unused if out_rows_G is None else out_rows_G,
@@ -212,7 +212,7 @@ def _launch(
 
 def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
     """Rows and columns of a program's block, and its warps."""
-    block_d = min(int(triton.next_power_of_2(dim)), _MOST_COLUMNS)
+    block_d = min(power_of_2(dim), _MOST_COLUMNS)
     if find:
         rows = max(min(_FIND_TILE // block_d, _FIND_ROWS), 8)
         return rows, block_d, 1

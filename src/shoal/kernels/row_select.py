@@ -21,7 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_scan import (
     JOB_SCORE,
     JOB_SECOND,
@@ -288,7 +288,7 @@ def _narrowed(
     if bracketed:
         launch(
             _bracket,
-            (triton.cdiv(_SAMPLES, _MINE), jobs),
+            (cdiv(_SAMPLES, _MINE), jobs),
             drops_ptr=drops_E,
             bounds_ptr=bounds,
             SAMPLES=_SAMPLES,

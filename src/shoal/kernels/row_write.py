@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import (
     STORED_BFLOAT16,
@@ -136,11 +136,11 @@ def write_weights(
     if n == 0:
         return
     sorted_N, order_N = handles_N.sort(stable=True)
-    block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    block = min(power_of_2(width), _MOST_COLUMNS)
     rows = max(_TILE // block, 1)
     launch(
         _write,
-        (triton.cdiv(n, rows), triton.cdiv(width, block)),
+        (cdiv(n, rows), cdiv(width, block)),
         sorted_N,
         order_N,
         values_ND,

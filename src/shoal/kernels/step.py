@@ -19,7 +19,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.runs import Runs
@@ -108,7 +108,7 @@ def _step(  # type: ignore[no-untyped-def]
                 sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
                 sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
         g, good = accepted(g, live, LARGEST, CLIP)
-        count_nonfinite(counters_ptr, table, live & (good == 0))
+        count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
         w, s0, s1, s2, p0, p1 = stepped(
             w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
             A, B, C, D, E, F, G,
@@ -168,7 +168,7 @@ def _apply_fused(
     counts_N: Tensor | None,
 ) -> None:
     partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
-    tiles = triton.cdiv(runs.rooms[number], constants["ROWS"])
+    tiles = cdiv(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
     launch(
         _step,

@@ -53,8 +53,10 @@ class Stamp:
 
     @property
     def clip(self) -> float:
-        """`nan_clip`, or -1 where nothing is clipped."""
-        return self.nan_clip if self.nan_policy == "clip" else -1.0
+        """`nan_clip`, or -1 where nothing is clipped, -2 where that is an alarm besides."""
+        if self.nan_policy == "clip":
+            return self.nan_clip
+        return -2.0 if self.nan_policy == "raise" else -1.0
 
     @property
     def domain(self) -> int:
@@ -112,7 +114,7 @@ def forget_forms() -> None:
 
 def columns_of_tile(dim: int) -> int:
     """Columns of a tile: a whole row of `dim` columns if they are no more than MOST_COLUMNS."""
-    return min(int(triton.next_power_of_2(dim)), MOST_COLUMNS)
+    return min(power_of_2(dim), MOST_COLUMNS)
 
 
 def rows_of_tile(dim: int, real: torch.dtype, most: int = _MOST_ROWS, size: int = 1) -> int:

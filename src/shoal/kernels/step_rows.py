@@ -7,7 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
+from shoal.kernels.launching import cdiv, launch
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import storage_of
 from shoal.kernels.step_plan import Stamp, columns_of_tile, rows_of_tile, step_form
@@ -144,7 +144,7 @@ def _fetched(
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
         _read,
-        (triton.cdiv(size, rows), triton.cdiv(width, columns)),
+        (cdiv(size, rows), cdiv(width, columns)),
         layout.chunks_WC,
         layout.chunks_WC.shape[1],
         handles_U,
@@ -177,7 +177,7 @@ def _stored(
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
         _write,
-        (triton.cdiv(size, rows), triton.cdiv(width, columns)),
+        (cdiv(size, rows), cdiv(width, columns)),
         layout.tables_KT,
         layout.chunks_WC,
         layout.chunks_WC.shape[1],

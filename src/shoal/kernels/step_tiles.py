@@ -21,6 +21,7 @@ from shoal.kernels.table_layout import (
     CHUNK_STATE,
     CHUNK_VERSIONS,
     CHUNK_WEIGHTS,
+    COUNT_ALARMED,
     COUNT_NONFINITE,
     COUNT_WORDS,
     TABLE_SALT,
@@ -51,6 +52,7 @@ _IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
 _SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
 _SALT, _SEED = tl.constexpr(TABLE_SALT), tl.constexpr(TABLE_SEED)
 _COUNT_WORDS, _NONFINITE = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_NONFINITE)
+_ALARMED = tl.constexpr(COUNT_ALARMED)
 _FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
 _FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 _WORD = tl.constexpr(0xFFFFFFFF)
@@ -111,10 +113,12 @@ def accepted(g, live, LARGEST: tl.constexpr, CLIP: tl.constexpr):  # type: ignor
     return g, good
 
 
-@triton.jit
-def count_nonfinite(counters_ptr, table, bad):  # type: ignore[no-untyped-def]
-    at = table.to(tl.int64) * _COUNT_WORDS + _NONFINITE
-    tl.atomic_add(counters_ptr + at, at * 0 + 1, mask=bad, sem="relaxed")
+@triton.jit  # type: ignore[untyped-decorator]
+def count_nonfinite(counters_ptr, table, bad, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = table.to(tl.int64) * _COUNT_WORDS
+    tl.atomic_add(counters_ptr + at + _NONFINITE, at * 0 + 1, mask=bad, sem="relaxed")
+    if CLIP < -1:
+        tl.atomic_add(counters_ptr + at + _ALARMED, at * 0 + 1, mask=bad, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]

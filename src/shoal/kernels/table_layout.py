@@ -75,6 +75,7 @@ COUNT_READY = 3  # ISSUED as it was when rows were last given their initial valu
 COUNT_ERASED = 4  # slots that hold the erased marker
 COUNT_INSERTED = 5  # rows ever inserted, but for ISSUED
 COUNT_REFUSED, COUNT_EVICTED, COUNT_NONFINITE = 6, 7, 8
+COUNT_ALARMED = 9  # of NONFINITE, what was counted under nan_policy="raise"
 
 CHUNK_WORDS = 8
 CHUNK_WEIGHTS, CHUNK_STATE = 0, 1

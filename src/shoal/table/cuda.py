@@ -78,8 +78,10 @@ class CudaShard(CudaUpkeep):
             self._tell()
             handles_N, met_N = self._inserted(shape, call, counts_N, ctx)
             counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
+            # Growth replaces the columns of chunks while the side may still read the old ones.
+            read = (handles_N, self._layout.chunks_WC) if len(self._forms) > 1 else (handles_N,)
             runs = self._side.start(
-                lambda: self._runs_of(handles_N, shape.rooms), handles_N, self._stream
+                lambda: self._runs_of(handles_N, shape.rooms), read, self._stream
             )
             ticket = CudaTicket(
                 self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs

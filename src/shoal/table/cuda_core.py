@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DeviceUnavailable, NonFiniteGradient, describe
-from shoal.kernels.table_layout import COUNT_NONFINITE, CallGroups, ShardLayout
+from shoal.kernels.table_layout import COUNT_ALARMED, CallGroups, ShardLayout
 from shoal.table import checks, refusals
 from shoal.table.cuda_ticket import CudaTicket, SideStream
 from shoal.table.device_calls import CallShape, CallShapes
@@ -42,14 +42,15 @@ class CudaCore:
         self._device = _placed(torch.device(device))
         self._forms, self._form_of = forms_of(self._specs)
         self._dims = tuple(spec.dim for spec in self._specs)
-        self._memory = DeviceMemory(
-            self._specs,
-            self._forms,
-            self._form_of,
-            seed=seed,
-            device=self._device,
-            host_rows=host_rows,
-        )
+        with refusals.enough_memory("indexes of a GPU shard", self._device):
+            self._memory = DeviceMemory(
+                self._specs,
+                self._forms,
+                self._form_of,
+                seed=seed,
+                device=self._device,
+                host_rows=host_rows,
+            )
         self._shapes = CallShapes(self._forms, self._form_of, self._device)
         self._side = SideStream(self._device)
         self._live: weakref.WeakSet[CudaTicket] = weakref.WeakSet()
@@ -59,8 +60,7 @@ class CudaCore:
         self._stream: torch.cuda.Stream | None = None
         self._epoch = 1
         self._last_step = 0
-        self._alarmed = False  # the last steps were under nan_policy="raise"
-        self._nonfinite_told = 0
+        self._alarms_told = 0
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -92,7 +92,11 @@ class CudaCore:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One verb at a time, each after the last one whatever stream that ran on."""
+        """One verb at a time, each after the last one whatever stream that ran on.
+
+        Raises:
+            OutOfDeviceMemory: an allocation of the verb's failed.
+        """
         with self._lock:
             if self._device.type == "cuda":
                 # Asking for the stream's number costs a tenth of asking for the stream.
@@ -102,7 +106,8 @@ class CudaCore:
                     if self._stream is not None:
                         stream.wait_stream(self._stream)
                     self._stream = stream
-            yield
+            with refusals.enough_memory("a verb of a GPU shard", self._device):
+                yield
 
     def check(self) -> None:
         """Wait for the device and raise what its kernels found since the last call.
@@ -119,12 +124,10 @@ class CudaCore:
 
     def _tell(self) -> None:
         """Raise for non-finite gradients that the counters at hand show."""
-        found_K = self._memory.counters.known_KC[:, COUNT_NONFINITE]
+        found_K = self._memory.counters.known_KC[:, COUNT_ALARMED]
         total = int(found_K.sum())
-        if total == self._nonfinite_told:
-            return
-        new, self._nonfinite_told = total - self._nonfinite_told, total
-        if self._alarmed:
+        new, self._alarms_told = total - self._alarms_told, total
+        if new:
             worst = self._specs[int(np.argmax(found_K))].name
             raise NonFiniteGradient(
                 describe(

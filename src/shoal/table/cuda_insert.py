@@ -64,20 +64,27 @@ class CudaInsert(CudaCore):
         ctx: StepContext,
         *,
         admit_all: bool = False,
+        may_drop: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Insert what is missing and admitted: handles int32 [N] and what was found, bool [N].
+
+        Args:
+            admit_all: ask no admission.
+            may_drop: make room in a full table as its spec says; False raises.
 
         Raises:
             TableFull, OutOfDeviceMemory: no room; nothing was inserted.
         """
         sizes = {k: int(n) for k, n in enumerate(shape.new_K) if n}
         counting = self._sights.counts_any(sizes)
+        handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
+        found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
         missing_N = ~self._probe(call)[1] if counting else None
         wanted_N = missing_N
         if missing_N is not None and not admit_all:
             wanted_N = self._sights.add(call, counts_N, missing_N, sizes)
         try:
-            self._memory.reserve(self._with_room(shape, call, wanted_N))
+            self._memory.reserve(self._with_room(shape, call, wanted_N, may_drop=may_drop))
         except Exception:
             if missing_N is not None and not admit_all:
                 self._sights.undo(call, counts_N, missing_N)
@@ -86,8 +93,6 @@ class CudaInsert(CudaCore):
             if not admit_all:
                 count_refused(self._layout, call, missing_N, wanted_N)
             self._sights.forget(call, wanted_N)
-        handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
-        found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
         table_index.probe(self._layout, call, handles_N, found_N, wanted_N, insert=True)
         self._initialise(shape, ctx)
         self._memory.counters.send(self._layout, self._stream)
@@ -104,7 +109,9 @@ class CudaInsert(CudaCore):
                 event_time_s=ctx.event_time_s,
             )
 
-    def _with_room(self, shape: CallShape, call: CallGroups, wanted_N: Tensor | None) -> Counts:
+    def _with_room(
+        self, shape: CallShape, call: CallGroups, wanted_N: Tensor | None, *, may_drop: bool
+    ) -> Counts:
         """Most rows that the call adds to each table, after making room in full ones.
 
         Waits for the device only where a table could pass its `capacity_rows`.
@@ -122,7 +129,7 @@ class CudaInsert(CudaCore):
         fresh_K = self._distinct_K(shape, call, missing_N)
         over_K = np.where(near_K, counters.rows_K + fresh_K - capacity_K, 0)
         if (over_K > 0).any():
-            self._drop_lowest(over_K, fresh_K, handles_N)
+            self._drop_lowest(over_K, fresh_K, handles_N, may_drop=may_drop)
         return np.where(near_K, fresh_K, shape.new_K)
 
     def _distinct_K(self, shape: CallShape, call: CallGroups, missing_N: Tensor) -> Counts:
@@ -144,7 +151,9 @@ class CudaInsert(CudaCore):
         _, _, firsts_M, _, size_1 = dedup_first(ids_M, tables_M)
         return firsts_M, size_1
 
-    def _drop_lowest(self, over_K: Counts, fresh_K: Counts, handles_N: Tensor) -> None:
+    def _drop_lowest(
+        self, over_K: Counts, fresh_K: Counts, handles_N: Tensor, *, may_drop: bool
+    ) -> None:
         """Drop the least used rows of tables that are over their budget.
 
         Rows of the call and of live tickets stay. Large tables drop a little ahead: a scan costs
@@ -159,7 +168,7 @@ class CudaInsert(CudaCore):
         free_K = rows_K - self._marked_K(marks)
         for k in np.flatnonzero(over_K > 0):
             spec = self._specs[k]
-            if spec.on_full == "raise" or over_K[k] > free_K[k]:
+            if not may_drop or spec.on_full == "raise" or over_K[k] > free_K[k]:
                 raise refusals.table_full(
                     spec.name, int(rows_K[k]), int(self._capacity_K[k]), int(fresh_K[k])
                 )
@@ -178,6 +187,8 @@ class CudaInsert(CudaCore):
 
     def _drop(self, tables: Sequence[int], drops: Sequence[int], marks: Tensor | None) -> None:
         """Drop so many rows of each of these tables, those of least score, but no marked ones."""
+        # First, because selected rows are marked as free and must then leave the index.
+        self._memory.make_free_lists(tables)
         jobs_EW = scored_jobs(
             [Scored(k, "lfu" if self._specs[k].on_full == "lfu" else "lru") for k in tables],
             self._device,
@@ -187,6 +198,5 @@ class CudaInsert(CudaCore):
         self._erase(gone_M, size_1)
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
-        """Take dropped rows out of the index."""
-        self._memory.make_free_lists()
+        """Take dropped rows out of the index; their tables' free lists are long enough."""
         table_erase.erase(self._layout, handles_M, size_1.to(torch.int32))

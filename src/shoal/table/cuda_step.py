@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,14 +121,16 @@ class CudaStep(CudaRead):
         with self._turn():
             owned = [self._own(record.ticket) for record in records]
             latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in owned)])
+            checks.rates(ctx, self._specs)
             if summed.tables:
                 groups = checks.summed_groups(summed)
                 shape, call = self._call(groups)
                 counts_N = torch.cat(summed.counts)
                 check_counts(shape, counts_N, self._device)
                 sums = check_rows(summed.sums, self._group_shapes(shape), self._device)
-                # Tickets end only after the step, so every row the sums name is still there.
-                handles_N, _ = self._probe(call)
+                # Tickets end only after the step, so rows that were summed are still there.
+                later = replace(ctx, event_time_s=latest_s)
+                handles_N, _ = self._inserted(shape, call, counts_N, later)
                 self._step_ids(shape, handles_N, sums, counts_N, None, latest_s, ctx)
             for ticket in owned:
                 ticket.end()
@@ -199,7 +201,6 @@ class CudaStep(CudaRead):
 
     def _stepped(self, ctx: StepContext) -> None:
         self._last_step = ctx.global_step
-        self._alarmed = ctx.nan_policy == "raise"
 
     def _joined(self, records: Sequence[GradRecord]) -> _Joined | None:
         """The records as one call; None when they hold no id."""

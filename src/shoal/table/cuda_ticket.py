@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ class SideStream:
         self._begin = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(
-        self, work: Callable[[], Runs], handles_N: Tensor, main: torch.cuda.Stream | None
+        self, work: Callable[[], Runs], read: Sequence[Tensor], main: torch.cuda.Stream | None
     ) -> Callable[[torch.cuda.Stream | None], Runs]:
-        """Start work on the side that reads `handles_N`, after all that `main` has been given.
+        """Start work on the side that reads these tensors, after all that `main` has been given.
 
         The returned call makes the stream it gets wait for the work, and returns the result.
         """
@@ -44,7 +44,8 @@ class SideStream:
             torch.cuda.set_stream(main)
         done = torch.cuda.Event()
         done.record(side)
-        handles_N.record_stream(side)
+        for tensor in read:
+            tensor.record_stream(side)
 
         def joined(stream: torch.cuda.Stream | None) -> Runs:
             (main if stream is None else stream).wait_event(done)

@@ -45,6 +45,7 @@ class CudaUpkeep(CudaWrite):
             if expiring:
                 room = max(int(self._memory.rows_room_K[k]) for k, _ in expiring)
                 lives = Lives(expiring, self._device)
+                self._memory.make_free_lists([k for k, _ in expiring])
                 self._erase(*expired_many(self._layout, lives, room, now_s, marks))
                 self._settled()
             over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
@@ -77,30 +78,34 @@ class CudaUpkeep(CudaWrite):
         return handles_R
 
     def load(self, table: int, chunk: RowChunk) -> None:
-        """Upsert rows with their state and metadata."""
+        """Upsert rows with their state and metadata.
+
+        Raises:
+            TableFull: they would pass `capacity_rows`; loading drops no other rows.
+        """
         checks.table_index(table, len(self._specs))
         spec, form = self._specs[table], self._forms[self._form_of[table]]
-        checks.chunk(chunk, spec, form.dtype, form.real)
+        parts = checks.chunk(chunk, spec, form.dtype, form.real)
+        ids, versions, last_seen_s, counts, weights, state = (part.cpu() for part in parts)
         with self._turn():
-            ids_N = chunk.ids.to(self._device)
+            ids_N = ids.to(self._device)
             groups = IdGroups(
                 ids_N,
                 torch.tensor([0, ids_N.numel()]),
                 torch.tensor([table], dtype=torch.int32),
             )
             shape, call = self._call(groups)
-            handles_N, _ = self._inserted(shape, call, None, StepContext(), admit_all=True)
-            versions = torch.full_like(chunk.versions, self._epoch)
-            loaded = RowChunk(
-                chunk.table,
-                chunk.ids,
-                chunk.weights,
-                chunk.state,
-                versions,
-                chunk.last_seen_s,
-                chunk.counts,
+            counters_C = self._layout.counters_KC[table]
+            before = counters_C[COUNT_INSERTED] + counters_C[COUNT_ISSUED]
+            handles_N, _ = self._inserted(
+                shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
+            # Rows that are loaded were inserted elsewhere.
+            counters_C[COUNT_INSERTED] = before - counters_C[COUNT_ISSUED]
+            loaded = RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
             write_rows(self._layout, form, handles_N, loaded)
+            # Stamps to come must not lie before those that came in.
+            self._epoch = max(self._epoch, int(versions.max()) if len(versions) else 0)
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
@@ -141,11 +146,11 @@ class CudaUpkeep(CudaWrite):
                         remedy="Call step() or zero_grad() first.",
                     )
                 )
+            self._memory.forget(table)
             counters_C = self._layout.counters_KC[table]
             counters_C[COUNT_INSERTED] += counters_C[COUNT_ISSUED]
             for word in (COUNT_ISSUED, COUNT_FREE, COUNT_FRESH, COUNT_READY, COUNT_ERASED):
                 counters_C[word] = 0
-            self._memory.forget(table)
             self._sights.clear(table)
             self._settled()
 

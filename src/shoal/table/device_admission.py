@@ -135,7 +135,12 @@ class Sights:
     def clear(self, table: int) -> None:
         """Forget all sights of a table."""
         if table in self._exact:
-            self._replace(table, _Exact(_FIRST_SLOTS, self._device))
+            exact = self._exact[table]
+            exact.keys.fill_(EMPTY_KEY)
+            exact.cells.zero_()
+            exact.taken = exact.erased = 0
+            self._tables.tallies_KC[table].zero_()
+            self._report = None
         if table in self._sketches:
             self._sketches[table].zero_()
 

@@ -68,7 +68,7 @@ class CallShapes:
         self._forms = tuple(forms)
         self._form_of = tuple(form_of)
         self._device = device
-        self._kept: dict[bytes, CallShape] = {}
+        self._kept: dict[tuple[bytes, bytes], CallShape] = {}
 
     def of(self, groups: IdGroups) -> CallShape:
         """Check ids, splits and tables of a call; its shape.
@@ -79,11 +79,12 @@ class CallShapes:
         """
         self._check_ids(groups.ids_N)
         splits_G1, tables_G = groups.splits_G1, groups.tables_G
-        if splits_G1.device.type != "cpu" or tables_G.device.type != "cpu":
-            raise _placed("splits and tables of groups", splits_G1, "cpu")
+        for what, value in (("splits", splits_G1), ("tables", tables_G)):
+            if value.device.type != "cpu":
+                raise _placed(f"{what} of groups", value, "cpu", value.dtype)
         if splits_G1.dtype is not torch.int64 or tables_G.dtype is not torch.int32:
             raise _typed(splits_G1, tables_G)
-        key = splits_G1.numpy().tobytes() + b"|" + tables_G.numpy().tobytes()
+        key = splits_G1.numpy().tobytes(), tables_G.numpy().tobytes()
         shape = self._kept.get(key)
         if shape is None:
             shape = self._made(splits_G1.contiguous(), tables_G.contiguous())
@@ -240,13 +241,13 @@ def check_rows(
     return ready
 
 
-def _placed(what: str, got: Tensor, where: str) -> DTypeError:
+def _placed(what: str, got: Tensor, where: str, dtype: torch.dtype = torch.int64) -> DTypeError:
     return DTypeError(
         describe(
             what,
             got=f"{got.dtype} on {got.device}",
-            allowed=f"torch.int64 on {where}",
-            remedy=f"Convert with .to({where!r}, torch.int64).",
+            allowed=f"{dtype} on {where}",
+            remedy=f"Convert with .to({where!r}, {dtype}).",
         )
     )
 

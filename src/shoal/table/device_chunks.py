@@ -25,7 +25,9 @@ from shoal.kernels.table_layout import (
     FIRST_ROWS,
 )
 
-__all__ = ["Block", "chunk_columns", "chunks_for", "new_block"]
+__all__ = ["METADATA_BYTES", "Block", "chunk_columns", "chunks_for", "new_block"]
+
+METADATA_BYTES = 20  # of a row: id, version, last-seen time, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,15 @@ def new_block(form: RowForm, sizes: Sequence[int], device: torch.device, host_ro
     host_rows: weights and state in page-locked host memory.
 
     Raises:
-        torch.OutOfMemoryError: no room.
+        torch.OutOfMemoryError: no room, or no more memory that may be locked.
     """
     rows = sum(sizes)
-    pinned = host_rows and device.type == "cuda"
-    place = torch.device("cpu") if host_rows else device
 
     def large(row_bytes: int) -> Tensor:
-        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+        size = rows * row_bytes
+        if host_rows:
+            return _host_bytes(size, pinned=device.type == "cuda")
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
     def words(dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, dtype=dtype, device=device)
@@ -88,6 +91,13 @@ def new_block(form: RowForm, sizes: Sequence[int], device: torch.device, host_ro
         words(torch.int32),
         words(torch.int32),
     )
+
+
+def _host_bytes(size: int, *, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # what torch raises where the system locks no more pages
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 def chunk_columns(

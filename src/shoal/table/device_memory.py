@@ -19,6 +19,8 @@ from shoal.hashing import salt, to_signed
 from shoal.kernels import table_erase, table_index
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import (
+    CHUNK_BITS,
+    CHUNK_ROWS,
     CHUNK_TABLE,
     CHUNK_WORDS,
     COUNT_ERASED,
@@ -36,38 +38,20 @@ from shoal.kernels.table_layout import (
     ShardLayout,
 )
 from shoal.kernels.transfer import sent
-from shoal.table.device_chunks import Block, chunk_columns, chunks_for, new_block
+from shoal.table import refusals
+from shoal.table.device_chunks import chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
+from shoal.table.device_growth import Growth, Part, TableMemory
 from shoal.table.spec import TableSpec
 
-__all__ = ["DeviceMemory"]
+__all__ = ["MOST_CHUNKS", "DeviceMemory"]
 
 # An index may fill to this share of its slots before walks get long; it is rebuilt well before.
 _HARD_SHARE = (7, 8)
 _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
-_FIRST_SLOTS = 64
 _NO_LIMIT = 1 << 31
-
-
-class _TableMemory:
-    """What one table has allocated."""
-
-    __slots__ = ("blocks", "chunks", "directory", "entries", "form", "free_list", "rows", "slots")
-
-    def __init__(self, form: RowForm, device: torch.device) -> None:
-        self.form = form
-        self.slots = _FIRST_SLOTS
-        self.entries: Tensor = table_index.new_entries(_FIRST_SLOTS, device)
-        self.directory: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.blocks: list[Block] = []
-        self.chunks: list[int] = []
-        self.rows = 0  # that its chunks have room for
-
-    @property
-    def index_bytes(self) -> int:
-        return 8 * self.entries.numel() + 4 * (self.free_list.numel() + self.directory.numel())
+MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
 class DeviceMemory:
@@ -98,7 +82,7 @@ class DeviceMemory:
     ) -> None:
         self.device = device
         self._host_rows = host_rows
-        self._tables = [_TableMemory(forms[form], device) for form in form_of]
+        self._tables = [TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._limits_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
         self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
@@ -116,13 +100,19 @@ class DeviceMemory:
             counters_KC,
             torch.empty(self._columns_WC.shape, dtype=torch.int64, device=device),
         )
-        self._refresh()
-        self._grow(np.array([max(spec.expected_rows, 1) for spec in specs], dtype=np.int64))
+        for k, table in enumerate(self._tables):
+            line = self._lines_KT[k]
+            line[TABLE_ENTRIES], line[TABLE_MASK] = table.entries.data_ptr(), table.slots - 1
+            line[TABLE_DIRECTORY] = table.directory.data_ptr()
+            line[TABLE_FREE] = table.free_list.data_ptr()
+        self._show(self._lines_KT, _staged(self._lines_KT, device))
+        expected_K = np.array([max(spec.expected_rows, 1) for spec in specs], dtype=np.int64)
+        self._make_room(expected_K, expected_K)
 
     @property
     def rows_room_K(self) -> Counts:
         """Rows that each table's chunks have room for."""
-        return np.array([table.rows for table in self._tables], dtype=np.int64)
+        return self._room_K
 
     @property
     def slots_K(self) -> Counts:
@@ -165,112 +155,176 @@ class DeviceMemory:
         except torch.OutOfMemoryError:
             # Bounds are loose while counters are under way: wait for them, ask for the least.
             self.counters.wait()
+            least_K = self.counters.rows_bound_K + new_K
             try:
-                self._grow(self.counters.rows_bound_K + new_K, least=True)
+                self._grow(least_K, least=True)
             except torch.OutOfMemoryError as error:
-                raise self._refused(rows_K) from error
+                raise self._refused(least_K) from error
 
     def _refused(self, rows_K: Counts) -> OutOfDeviceMemory:
-        wanted = sum(
-            int(max(rows - table.rows, 0)) * (table.form.weight_bytes + table.form.state_bytes + 20)
-            for rows, table in zip(rows_K, self._tables, strict=True)
-        )
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        return OutOfDeviceMemory(
-            describe(
-                "memory for rows of a GPU shard",
-                got=f"about {wanted} bytes wanted, {free} free on {self.device}",
-                allowed="what the device has free",
-                remedy="Keep rows in host memory (a tiered shard), give the tables a row budget "
-                "(capacity_rows with on_full='lru'), or use smaller batches.",
-            )
-        )
+        wanted = sum(growth.bytes_wanted for growth in self._growths(rows_K, least=True))
+        return refusals.out_of_memory("rows of a GPU shard", wanted, self.device)
 
     def _grow(self, rows_K: Counts, *, least: bool = False) -> None:
-        """Allocate first, then take effect: a failed allocation leaves everything as it was."""
-        rows_K = np.minimum(rows_K, self._limits_K)
-        made: list[tuple[int, Block, list[int]]] = []
-        indexes: list[tuple[int, int, Tensor]] = []
-        for k, table in enumerate(self._tables):
-            want = int(rows_K[k])
+        """Allocate first, then take effect: a failed allocation leaves everything as it was.
+
+        rows_K: rows in use and ids that may come; `capacity_rows` bounds what they all take.
+        """
+        growths = self._growths(rows_K, least=least)
+        if not growths:
+            return
+        self._check_chunks(sum(len(growth.sizes) for growth in growths))
+        parts, first = [], self._chunks
+        for growth in growths:
+            parts.append(self._allocated(growth, first))
+            first += len(growth.sizes)
+        columns_WC = self._columns_with(parts)
+        sent_WC = sent(torch.from_numpy(columns_WC), self.device)
+        lines_KT = self._lines_with(parts)
+        staged_KT = _staged(lines_KT, self.device)
+        old = [self._tables[part.growth.table].entries for part in parts]
+        self._columns_WC, self._chunks = columns_WC, first
+        for part in parts:
+            self._take(part)
+        for entries, part in zip(old, parts, strict=True):
+            if part.entries is not None:
+                self._move_index(part.growth.table, entries, part.entries)
+        self._show(lines_KT, staged_KT, sent_WC)
+
+    def _growths(self, rows_K: Counts, *, least: bool) -> list[Growth]:
+        """What tables lack for so many rows."""
+        growths = []
+        # Steady tables are many and cost nothing here.
+        lacking_K = np.minimum(rows_K, self._limits_K) > self._room_K
+        flying_K = np.maximum(rows_K - self.counters.rows_K, 0)
+        used_K = self.counters.used_K
+        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        for k in np.flatnonzero(lacking_K | crowded_K).tolist():
+            table, limit = self._tables[k], int(self._limits_K[k])
+            want = min(int(rows_K[k]), limit)
+            sizes: list[int] = []
             if want > table.rows:
                 target = want if least else max(want, table.rows + table.rows // 8)
-                target = min(target, int(self._limits_K[k]))
-                sizes = chunks_for(len(table.chunks), table.rows, target)
-                made.append((k, new_block(table.form, sizes, self.device, self._host_rows), sizes))
-            slots = self._slots_wanted(k, want)
-            if slots:
-                indexes.append((k, slots, table_index.new_entries(slots, self.device)))
-        for k, block, sizes in made:
-            self._add_block(k, block, sizes)
-        for k, slots, entries in indexes:
-            self._move_index(k, slots, entries)
-        self._refresh()
+                sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
+            slots = self._slots_for(k, want) if crowded_K[k] else 0
+            growths.append(Growth(k, table.form, tuple(sizes), slots))
+        return growths
 
-    def _slots_wanted(self, k: int, rows: int) -> int:
-        """Slots of the index to rebuild into, or 0 when the present one will do."""
-        table, counters = self._tables[k], self.counters
-        known, used = int(counters.rows_K[k]), int(counters.used_K[k])
-        flying = max(rows - known, 0)
-        if used + flying <= _share(table.slots, _HARD_SHARE) and used <= _share(
-            table.slots, _SOFT_SHARE
-        ):
-            return 0
-        slots = table.slots
+    def _slots_for(self, k: int, rows: int) -> int:
+        """Slots of the index to rebuild into: it leaves erased marks behind."""
+        known, slots = int(self.counters.rows_K[k]), self._tables[k].slots
         while rows > _share(slots, _HARD_SHARE) or known > _share(slots, _FRESH_SHARE):
             slots *= 2
         return slots
 
-    def _add_block(self, k: int, block: Block, sizes: list[int]) -> None:
-        table, first = self._tables[k], self._chunks
-        self._chunks += len(sizes)
-        while self._chunks > self._columns_WC.shape[1]:
-            self._columns_WC = np.pad(self._columns_WC, ((0, 0), (0, self._columns_WC.shape[1])))
-        self._columns_WC[:, first : self._chunks] = chunk_columns(block, sizes, table.form, k)
-        table.blocks.append(block)
-        table.chunks.extend(range(first, self._chunks))
-        table.rows += sum(sizes)
-        table.directory = sent(torch.tensor(table.chunks, dtype=torch.int32), self.device)
+    def _check_chunks(self, more: int) -> None:
+        if self._chunks + more <= MOST_CHUNKS:
+            return
+        raise OutOfDeviceMemory(
+            describe(
+                "chunks of rows of a GPU shard",
+                got=f"{more} wanted beside {self._chunks}",
+                allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
+                remedy="Spread the tables over more shards, or give them a row budget "
+                "(capacity_rows with on_full='lru' or 'lfu').",
+            )
+        )
 
-    def _move_index(self, k: int, slots: int, entries: Tensor) -> None:
-        table = self._tables[k]
-        table_erase.rebuild(table.entries, entries, int(self._lines_KT[k, TABLE_SALT]))
-        table.entries, table.slots = entries, slots
+    def _allocated(self, growth: Growth, first: int) -> Part:
+        """Everything on the device that a growth needs; its chunks are numbered from `first`."""
+        block, directory = None, None
+        table = self._tables[growth.table]
+        if growth.sizes:
+            block = new_block(growth.form, growth.sizes, self.device, self._host_rows)
+            numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
+            directory = sent(torch.tensor(numbers, dtype=torch.int32), self.device)
+        entries = table_index.new_entries(growth.slots, self.device) if growth.slots else None
+        return Part(growth, first, block, directory, entries)
+
+    def _columns_with(self, parts: Sequence[Part]) -> Counts:
+        last = max(part.first + len(part.growth.sizes) for part in parts)
+        wide = self._columns_WC.shape[1]
+        while wide < last:
+            wide *= 2
+        columns_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
+        columns_WC[:, : self._chunks] = self._columns_WC[:, : self._chunks]
+        for part in parts:
+            if part.block is not None:
+                growth = part.growth
+                columns = chunk_columns(part.block, growth.sizes, growth.form, growth.table)
+                columns_WC[:, part.first : part.first + len(growth.sizes)] = columns
+        return columns_WC
+
+    def _lines_with(self, parts: Sequence[Part]) -> Counts:
+        lines_KT = self._lines_KT.copy()
+        for part in parts:
+            line = lines_KT[part.growth.table]
+            if part.directory is not None:
+                line[TABLE_DIRECTORY] = part.directory.data_ptr()
+            if part.entries is not None:
+                line[TABLE_ENTRIES] = part.entries.data_ptr()
+                line[TABLE_MASK] = part.growth.slots - 1
+        return lines_KT
+
+    def _take(self, part: Part) -> None:
+        table, growth = self._tables[part.growth.table], part.growth
+        if part.block is not None and part.directory is not None:
+            table.blocks.append(part.block)
+            table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
+            table.rows += sum(growth.sizes)
+            table.directory = part.directory
+        if part.entries is not None:
+            table.entries, table.slots = part.entries, growth.slots
+
+    def _move_index(self, k: int, old_entries: Tensor, entries: Tensor) -> None:
+        table_erase.rebuild(old_entries, entries, int(self._lines_KT[k, TABLE_SALT]))
         self.layout.counters_KC[k, COUNT_ERASED].zero_()
         self.counters.rebuilt(k)
 
-    def _refresh(self) -> None:
-        """Write the lines anew, and send them and the chunks' columns to the device."""
-        for k, table in enumerate(self._tables):
-            line = self._lines_KT[k]
-            line[TABLE_ENTRIES], line[TABLE_MASK] = table.entries.data_ptr(), table.slots - 1
-            line[TABLE_DIRECTORY] = table.directory.data_ptr()
-            line[TABLE_FREE] = table.free_list.data_ptr()
+    def _show(self, lines_KT: Counts, staged_KT: Tensor, columns_WC: Tensor | None = None) -> None:
+        """Have kernels see new lines, and columns of chunks; allocates nothing on the device."""
+        self._lines_KT = lines_KT
         self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
-        self._room_K: Counts = self.rows_room_K
+        self._room_K: Counts = np.array([table.rows for table in self._tables], dtype=np.int64)
         self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
         self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
         layout = self.layout
-        layout.tables_KT.copy_(sent(torch.from_numpy(self._lines_KT.copy()), self.device))
-        columns_WC = sent(torch.from_numpy(self._columns_WC.copy()), self.device)
-        self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, columns_WC)
+        layout.tables_KT.copy_(staged_KT, non_blocking=True)
+        if columns_WC is not None:
+            self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, columns_WC)
 
-    def make_free_lists(self) -> None:
-        """Make each table's free list long enough for all its rows; before an erase."""
-        changed = False
-        for table in self._tables:
+    def make_free_lists(self, tables: Sequence[int]) -> None:
+        """Make the free lists of these tables long enough for all their rows; before an erase.
+
+        Raises:
+            torch.OutOfMemoryError: nothing has changed.
+        """
+        longer: dict[int, Tensor] = {}
+        lines_KT = self._lines_KT.copy()
+        for k in tables:
+            table = self._tables[k]
             if table.free_list.numel() < table.rows:
-                longer = torch.zeros(table.rows, dtype=torch.int32, device=self.device)
-                longer[: table.free_list.numel()] = table.free_list
-                table.free_list, changed = longer, True
-        if changed:
-            self._refresh()
+                longer[k] = torch.zeros(table.rows, dtype=torch.int32, device=self.device)
+                longer[k][: table.free_list.numel()] = table.free_list
+                lines_KT[k, TABLE_FREE] = longer[k].data_ptr()
+        if longer:
+            staged_KT = _staged(lines_KT, self.device)
+            for k, free_list in longer.items():
+                self._tables[k].free_list = free_list
+            self._show(lines_KT, staged_KT)
 
     def forget(self, k: int) -> None:
-        """Empty a table's index; its chunks stay. The caller resets the counters."""
-        table = self._tables[k]
-        table.entries = table_index.new_entries(table.slots, self.device)
-        self._refresh()
+        """Empty a table's index; its chunks stay. The caller resets the counters.
+
+        Raises:
+            torch.OutOfMemoryError: nothing has changed.
+        """
+        table, lines_KT = self._tables[k], self._lines_KT.copy()
+        entries = table_index.new_entries(table.slots, self.device)
+        lines_KT[k, TABLE_ENTRIES] = entries.data_ptr()
+        staged_KT = _staged(lines_KT, self.device)
+        table.entries = entries
+        self._show(lines_KT, staged_KT)
 
     def bytes_of(self, k: int) -> tuple[int, int, int, int]:
         """Bytes a table has allocated: weights, state, metadata, index."""
@@ -281,6 +335,12 @@ class DeviceMemory:
             sum(block.metadata_bytes for block in table.blocks),
             table.index_bytes,
         )
+
+
+def _staged(lines_KT: Counts, device: torch.device) -> Tensor:
+    """A copy on the host from which the device takes its own without waiting."""
+    staged_KT = torch.from_numpy(lines_KT.copy())
+    return staged_KT.pin_memory() if device.type == "cuda" else staged_KT
 
 
 def _share(slots: int, share: tuple[int, int]) -> int:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-from shoal import _core
-from shoal.errors import NonFiniteGradient, ShapeError, TableFull, TicketError, describe
+import torch
 
-__all__ = ["cleared", "foreign_ticket", "plan_without_offsets", "table_full", "worded"]
+from shoal import _core
+from shoal.errors import (
+    NonFiniteGradient,
+    OutOfDeviceMemory,
+    ShapeError,
+    TableFull,
+    TicketError,
+    describe,
+    out_of_device_memory,
+)
+
+__all__ = [
+    "cleared",
+    "enough_memory",
+    "foreign_ticket",
+    "out_of_memory",
+    "plan_without_offsets",
+    "table_full",
+    "worded",
+]
 
 T = TypeVar("T")
 
@@ -51,6 +71,35 @@ def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
             "rows under live tickets cannot be evicted.",
         )
     )
+
+
+def out_of_memory(what: str, wanted_bytes: int, device: torch.device) -> OutOfDeviceMemory:
+    """The error for an allocation that failed, with what the device has free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return out_of_device_memory(f"{what} on {device}", wanted_bytes, free)
+
+
+@contextmanager
+def enough_memory(what: str, device: torch.device) -> Iterator[None]:
+    """Word a failed allocation; torch says how many bytes it was asked for.
+
+    Raises:
+        OutOfDeviceMemory: an allocation failed.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        raise OutOfDeviceMemory(
+            describe(
+                f"device memory for {what} on {device}",
+                got=f"{asked[1] if asked else 'more'} wanted",
+                allowed=f"{free:,} bytes free",
+                remedy="Look up smaller batches, keep rows in host memory (a tiered table), or "
+                "give the tables a row budget (capacity_rows with on_full='lru' or 'lfu').",
+            )
+        ) from error
 
 
 def foreign_ticket() -> TicketError:
