@@ -95,6 +95,9 @@ struct Block {
   void divide(T divisor) {
     for (int i = 0; i < kVectors; ++i) v[i] /= divisor;
   }
+  void divide_or_zero(const Block& x) {
+    for (int i = 0; i < kVectors; ++i) v[i] = x.v[i] == Vector{} ? Vector{} : v[i] / x.v[i];
+  }
   void root() {
     for (int i = 0; i < kVectors; ++i) root_vector(v[i]);
   }
@@ -253,8 +256,8 @@ struct ReduceTile {
   }
 };
 
-// out = row over a divisor, times inputs where there are some. Rows are written one after the other: streamed
-// stores are slow where they leave parts of cache lines behind.
+// out = row over a divisor, times inputs where there are some. Rows are written one after the
+// other: streamed stores are slow where they leave parts of cache lines behind.
 template <class T>
 struct SpreadRow {
   const T* row;
@@ -290,6 +293,23 @@ inline void spread_rows(const SegmentTable& t, const T* row, T divisor, std::int
   }
 }
 
+// out = row over the norms, and 0 where a norm is 0.
+template <class T>
+struct OverNorm {
+  const T* row;
+  const T* norms;
+  T* out;
+
+  template <int n>
+  void operator()(std::int64_t c) const {
+    Block<T, n> value, norm;
+    value.load(row + c);
+    norm.load(norms + c);
+    value.divide_or_zero(norm);
+    value.store(out + c, false);
+  }
+};
+
 // Gradient of one segment's result, over its norm where there is one. `scratch` holds dim elements.
 template <class T>
 inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scratch) {
@@ -305,7 +325,7 @@ inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scr
   }
   if (t.pooled == nullptr) return row;
   const T* y = pointer<T>(t.pooled) + segment * t.dim;
-  for (std::int64_t c = 0; c < t.dim; ++c) scratch[c] = y[c] == T(0) ? T(0) : row[c] / y[c];
+  for_blocks<T>(0, t.dim, row != scratch, OverNorm<T>{row, y, scratch});
   return scratch;
 }
 
@@ -340,7 +360,8 @@ inline std::int64_t segment_at(const SegmentTable& t, std::int64_t work) {
 // Threads that work of so many bytes is worth.
 inline int worth_threads(std::int64_t bytes, int threads) {
   constexpr std::int64_t kBytesPerThread = std::int64_t{64} << 10;
-  return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesPerThread, 1, std::max(threads, 1)));
+  const std::int64_t most = std::max(threads, 1);
+  return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesPerThread, 1, most));
 }
 
 }  // namespace
