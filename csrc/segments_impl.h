@@ -11,6 +11,7 @@
 #endif
 
 #include "ops_segments.h"
+#include "stream.h"
 
 namespace shoal {
 namespace {
@@ -25,50 +26,29 @@ inline T* pointer(const void* at) {
 }
 
 inline bool may_stream(const void* data, std::int64_t row_bytes, std::int64_t rows) {
-#if defined(__SSE2__)
-  return row_bytes * rows >= kStreamBytes && row_bytes % 16 == 0 &&
-         reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
-#else
-  (void)data, (void)row_bytes, (void)rows;
-  return false;
-#endif
+  return row_bytes * rows >= kStreamBytes && streamable(data, static_cast<std::size_t>(row_bytes));
 }
 
-// Streamed stores are not ordered with others: before another thread may read them.
 inline void end_stream(bool stream) {
-#if defined(__SSE2__)
-  if (stream) _mm_sfence();
-#else
-  (void)stream;
-#endif
+  if (stream) end_stream();
 }
 
-// Whole vectors go past the caches where asked; the caller knows that they are aligned.
 inline void copy_bytes(char* to, const char* from, std::int64_t bytes, bool stream) {
-#if defined(__SSE2__)
+  const auto size = static_cast<std::size_t>(bytes);
   if (stream) {
-    for (std::int64_t at = 0; at < bytes; at += 16) {
-      const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), part);
-    }
-    return;
+    stream_bytes(to, from, size);
+  } else if (size > 0) {  // else there may be no address
+    std::memcpy(to, from, size);
   }
-#endif
-  (void)stream;
-  if (bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));  // else no address, maybe
 }
 
 inline void zero_bytes(char* to, std::int64_t bytes, bool stream) {
-#if defined(__SSE2__)
+  const auto size = static_cast<std::size_t>(bytes);
   if (stream) {
-    for (std::int64_t at = 0; at < bytes; at += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_setzero_si128());
-    }
-    return;
+    stream_zeros(to, size);
+  } else {
+    std::memset(to, 0, size);
   }
-#endif
-  (void)stream;
-  std::memset(to, 0, static_cast<std::size_t>(bytes));
 }
 
 // n neighbouring columns in registers. Spelled as vectors: left to itself the compiler jams rows
