@@ -19,7 +19,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.table_layout import group_of, search_steps
 from shoal.kernels.transfer import staged
@@ -184,7 +185,7 @@ def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
     bounds = offsets_GB1.numel() - 1
     launch(
         _find_bags,
-        (cdiv(positions, _BLOCK),),
+        (blocks_of(positions, _BLOCK),),
         offsets_GB1,
         bags_N,
         positions,
@@ -356,7 +357,7 @@ def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
     words = staged(np.concatenate([lines.reshape(-1), splits]), device)
     launch(
         _write_sources,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         words,
         runs.order_N,
         addresses_N,

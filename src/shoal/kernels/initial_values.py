@@ -10,11 +10,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.random_bits import quad_words, stream_key
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
 from shoal.kernels.row_segments import device_form, initial_tile, processors
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -198,7 +199,7 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    programs = min(cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
+    programs = min(blocks_of(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
     launch(
         _initialise, (programs,),
         layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
@@ -224,7 +225,7 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
     block = 512
     launch(
         _settle,
-        (cdiv(words, block),),
+        (blocks_of(words, block),),
         layout.counters_KC,
         host_counters_KC.data_ptr(),
         words,

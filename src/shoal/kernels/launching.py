@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-__all__ = ["cdiv", "launch"]
+__all__ = ["launch"]
 
 _INT32 = 1 << 31
 
@@ -38,11 +38,6 @@ class _Compiled:
 
 # (kernel, device, kinds of the arguments, constants and options) -> what Triton compiled for them.
 _COMPILED: dict[tuple[Any, ...], _Compiled] = {}
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b rounded up; `triton.cdiv` costs the host ten times as much."""
-    return -(-a // b)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -15,6 +15,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.transfer import sent
 
@@ -282,7 +283,9 @@ def layout_forward(
     blocks = blocks_of(size, examples)
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     many = len(batch_sizes) > 1
-    _lay[(features.shape[0] * blocks + sums.shape[0] * size,)](
+    launch(
+        _lay,
+        (features.shape[0] * blocks + sums.shape[0] * size,),
         addresses_of([*sources, *outputs]),
         *index,
         features,

@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
@@ -304,7 +305,9 @@ def layout_backward(
     of_grads, of_targets = addresses_of(sources), addresses_of(targets)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
-    _sum_shared[(slices.shape[0],)](
+    launch(
+        _sum_shared,
+        (slices.shape[0],),
         *(of_grads, shared_sums, index[3], features, slices, size),
         ELEMENT=element,
         SUM=summed,
@@ -317,7 +320,9 @@ def layout_backward(
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
     scaled, factor = scale is not None, like if scale is None else scale
     options = {"num_warps": 1 if columns <= 128 else 4}
-    _sum_tiles[(tiles, wide)](
+    launch(
+        _sum_tiles,
+        (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
         *(features, slices, factor, ids, size, wide * columns),
         ELEMENT=element,
@@ -327,7 +332,9 @@ def layout_backward(
         SCALED=scaled,
         **options,
     )
-    _join_tiles[(tiles, wide)](
+    launch(
+        _join_tiles,
+        (tiles, wide),
         *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),
         ELEMENT=element,
         IDS=TILE,
@@ -345,8 +352,11 @@ def _filed(
     keys = torch.full_like(index[0], NOWHERE.value)
     entries = torch.empty_like(keys)
     blocks = blocks_of(size, 64)
-    _file_ids[(features.shape[0] * blocks,)](
-        *(keys, entries, _begins(sizes, keys.device), *index, features, size, blocks), EXAMPLES=64
+    launch(
+        _file_ids,
+        (features.shape[0] * blocks,),
+        *(keys, entries, _begins(sizes, keys.device), *index, features, size, blocks),
+        EXAMPLES=64,
     )
     keys, order = torch.sort(keys, stable=True)
     return keys, order, entries

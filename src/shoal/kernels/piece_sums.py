@@ -8,8 +8,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs, piece_room
 from shoal.kernels.step_plan import columns_of_tile, programs_of, rows_of_tile, step_form
 from shoal.kernels.step_tiles import item_rows
@@ -64,7 +65,7 @@ def add_pieces(
     unused = sources.addresses_N
     launch(
         _add_pieces,
-        (programs_of(room, device), cdiv(form.dim, columns)),
+        (programs_of(room, device), blocks_of(form.dim, columns)),
         runs.pieces_WP,
         runs.pieces_WP.shape[1],
         runs.cursors_FW,

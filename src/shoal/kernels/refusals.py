@@ -7,7 +7,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     COUNT_REFUSED,
     COUNT_WORDS,
@@ -82,7 +83,7 @@ def count_refused(
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
     launch(
         _count,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         call.ids_N,
         call.splits_G1,
         call.tables_G,

@@ -9,9 +9,10 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -146,7 +147,7 @@ def _copy(
     tile_rows = max(_TILE // block, 1)
     launch(
         _values,
-        (cdiv(rows, tile_rows), cdiv(width, block)),
+        (blocks_of(rows, tile_rows), blocks_of(width, block)),
         handles_R,
         dense.view(torch_word),
         layout.chunks_WC,
@@ -187,7 +188,7 @@ def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
     if rows:
         launch(
             _read_metadata,
-            (cdiv(rows, _BLOCK),),
+            (blocks_of(rows, _BLOCK),),
             handles_R,
             out_4R,
             layout.chunks_WC,
@@ -206,7 +207,7 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
         return
     launch(
         _write_metadata,
-        (cdiv(rows, _BLOCK),),
+        (blocks_of(rows, _BLOCK),),
         handles_R,
         *(unused if part is None else part for part in parts),
         layout.chunks_WC,

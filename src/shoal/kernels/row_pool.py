@@ -16,12 +16,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_read import initial_rows
 from shoal.kernels.row_rounding import load_weights, storage_of
 from shoal.kernels.row_segments import device_form, retrieved
-from shoal.kernels.row_tiles import step_of
+from shoal.kernels.row_tiles import blocks_of, power_of_2, step_of
 from shoal.kernels.table_layout import CHUNK_WEIGHTS, CallGroups, ShardLayout, row_address
 from shoal.kernels.transfer import sent
 
@@ -317,7 +317,7 @@ def gather_pooled(
         light = ready.plain and not initial
         tile = (_TILE if light else _HEAVY_TILE) // wave.block_d
         block = min(max(tile, 8), _MOST_BAGS)
-        tiles = cdiv(bags, block)
+        tiles = blocks_of(bags, block)
         launch(
             _pool, (tiles * wave.lines_LW.shape[0],),
             layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],

@@ -9,11 +9,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.random_bits import stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import load_weights, storage_of
 from shoal.kernels.row_segments import as_read, device_form, initial_tile, retrieved
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_index import first_bucket, stored_key, walk
 from shoal.kernels.table_layout import (
     CHUNK_WEIGHTS,
@@ -195,7 +196,7 @@ def _launch(
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
     launch(
-        _gather, (cdiv(last - first, rows),),
+        _gather, (blocks_of(last - first, rows),),
         layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
         groups.ids_N, groups.splits_G1, groups.tables_G, count,
         unused if out_rows_G is None else out_rows_G,

@@ -19,7 +19,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     CHUNK_BITS,
     CHUNK_COUNTS,
@@ -122,7 +123,7 @@ class Scan:
 def programs_of(scan: Scan, block: int) -> tuple[int, int]:
     """Grid over a scan: programs a job, jobs."""
     jobs = len(scan.jobs_EW)
-    return min(cdiv(scan.rows, block), math.ceil(_PROGRAMS / jobs)), jobs
+    return min(blocks_of(scan.rows, block), math.ceil(_PROGRAMS / jobs)), jobs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -271,7 +272,7 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
     for handles_N in handles:
         n = handles_N.numel()
         if n:
-            launch(_pin, (cdiv(n, 1024),), handles_N, marks, n, BLOCK=1024)
+            launch(_pin, (blocks_of(n, 1024),), handles_N, marks, n, BLOCK=1024)
     return marks
 
 

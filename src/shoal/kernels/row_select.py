@@ -21,7 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_scan import (
     JOB_SCORE,
     JOB_SECOND,
@@ -38,6 +38,7 @@ from shoal.kernels.row_scan import (
     score_of,
 )
 from shoal.kernels.row_sift import finish_rows
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import ShardLayout
 
 __all__ = ["lowest_rows"]
@@ -288,7 +289,7 @@ def _narrowed(
     if bracketed:
         launch(
             _bracket,
-            (cdiv(_SAMPLES, _MINE), jobs),
+            (blocks_of(_SAMPLES, _MINE), jobs),
             drops_ptr=drops_E,
             bounds_ptr=bounds,
             SAMPLES=_SAMPLES,

@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import (
     STORED_BFLOAT16,
@@ -22,6 +22,7 @@ from shoal.kernels.row_rounding import (
     store_nearest,
     wide_of_bits,
 )
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_SEEN,
     CHUNK_VERSIONS,
@@ -140,7 +141,7 @@ def write_weights(
     rows = max(_TILE // block, 1)
     launch(
         _write,
-        (cdiv(n, rows), cdiv(width, block)),
+        (blocks_of(n, rows), blocks_of(width, block)),
         sorted_N,
         order_N,
         values_ND,

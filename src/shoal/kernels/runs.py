@@ -18,7 +18,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     CHUNK_TABLE,
     TABLE_FORM,
@@ -195,7 +196,7 @@ def runs_of(
     chunks_WC = sorted_N if layout is None else layout.chunks_WC
     launch(
         _list_runs,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         unused,
         chunks_WC,
         chunks_WC.shape[-1],

@@ -11,7 +11,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import EMPTY_KEY, ERASED_KEY, mix64
 
 __all__ = ["SIDE_CELLS", "cell_ptr", "claim_sights", "find_sights", "key_ptr", "move_sights"]
@@ -123,7 +124,7 @@ def move_sights(
     slots = len(keys) - SIDE_CELLS
     launch(
         _move,
-        (cdiv(slots + 2, _BLOCK),),
+        (blocks_of(slots + 2, _BLOCK),),
         keys,
         cells,
         new_keys,

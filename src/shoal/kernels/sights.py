@@ -18,7 +18,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.sight_index import cell_ptr, claim_sights, find_sights, key_ptr
 from shoal.kernels.table_layout import (
     ERASED_KEY,
@@ -265,7 +266,7 @@ def add_sights(
         return
     launch(
         _add,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         call.ids_N,
         call.splits_G1,
         call.tables_G,
@@ -291,7 +292,7 @@ def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
         return admitted_N
     launch(
         _admit,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         call.ids_N,
         call.splits_G1,
         call.tables_G,
@@ -314,7 +315,7 @@ def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> No
         return
     launch(
         _forget,
-        (cdiv(n, _BLOCK),),
+        (blocks_of(n, _BLOCK),),
         call.ids_N,
         call.splits_G1,
         call.tables_G,

@@ -19,9 +19,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.step_plan import Stamp, StepForm, programs_of, step_form
 from shoal.kernels.step_rules import stepped
@@ -168,7 +169,7 @@ def _apply_fused(
     counts_N: Tensor | None,
 ) -> None:
     partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
-    tiles = cdiv(runs.rooms[number], constants["ROWS"])
+    tiles = blocks_of(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
     launch(
         _step,

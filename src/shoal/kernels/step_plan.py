@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import rounding_domain, storage_of
+from shoal.kernels.row_tiles import power_of_2
 from shoal.kernels.step_rules import KernelRule, kernel_rule
 from shoal.rules.compressors import OneBit
 

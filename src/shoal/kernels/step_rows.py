@@ -7,9 +7,10 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import storage_of
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.step_plan import Stamp, columns_of_tile, rows_of_tile, step_form
 from shoal.kernels.step_tiles import load_weights, store_weights
 from shoal.kernels.table_layout import (
@@ -144,7 +145,7 @@ def _fetched(
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
         _read,
-        (cdiv(size, rows), cdiv(width, columns)),
+        (blocks_of(size, rows), blocks_of(width, columns)),
         layout.chunks_WC,
         layout.chunks_WC.shape[1],
         handles_U,
@@ -177,7 +178,7 @@ def _stored(
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
         _write,
-        (cdiv(size, rows), cdiv(width, columns)),
+        (blocks_of(size, rows), blocks_of(width, columns)),
         layout.tables_KT,
         layout.chunks_WC,
         layout.chunks_WC.shape[1],

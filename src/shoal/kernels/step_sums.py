@@ -15,9 +15,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm, SegmentForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.step_plan import (
     Stamp,
@@ -228,7 +229,7 @@ def sum_runs(
     marks_N = torch.zeros(n, dtype=torch.int32, device=device)
     block = 512
     launch(
-        _mark_firsts, (programs_of(cdiv(room, block), device),),
+        _mark_firsts, (programs_of(blocks_of(room, block), device),),
         runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
         runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
     )  # fmt: skip
@@ -294,7 +295,7 @@ def _step_segment(
     stamp: Stamp,
 ) -> None:
     number, runs, begin, most = slab
-    programs = programs_of(cdiv(most, constants["ROWS"]), sums_UD.device)
+    programs = programs_of(blocks_of(most, constants["ROWS"]), sums_UD.device)
     launch(
         _step_sums,
         (programs,),
@@ -339,7 +340,7 @@ def _sum(
     sums, *others = (unused if output is None else output for output in outputs)
     launch(
         _write_sums,
-        (programs_of(cdiv(most, rows), unused.device),),
+        (programs_of(blocks_of(most, rows), unused.device),),
         layout.counters_KC,
         layout.chunks_WC,
         layout.chunks_WC.shape[1],

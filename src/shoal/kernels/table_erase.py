@@ -11,7 +11,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.hashing import to_signed
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_index import (
     any_of,
     claim,
@@ -175,7 +176,7 @@ def fold(layout: ShardLayout) -> None:
     tables = len(layout.counters_KC)
     launch(
         _fold,
-        (cdiv(tables, _FOLD_BLOCK),),
+        (blocks_of(tables, _FOLD_BLOCK),),
         layout.counters_KC,
         tables,
         BLOCK=_FOLD_BLOCK,
@@ -194,7 +195,7 @@ def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None
     fold(layout)
     launch(
         _erase,
-        (cdiv(m, _ERASE_BLOCK),),
+        (blocks_of(m, _ERASE_BLOCK),),
         handles_M,
         handles_M if size_1 is None else size_1,
         layout.tables_KT,
@@ -217,7 +218,7 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     new_entries[-1].copy_(old_entries[-1])
     launch(
         _rebuild,
-        (cdiv(slots, _REBUILD_BLOCK),),
+        (blocks_of(slots, _REBUILD_BLOCK),),
         old_entries,
         new_entries,
         slots,
@@ -236,7 +237,7 @@ def list_handles(
     slots: of the table's index. size_1: int32 [1], receives the number of rows, even if more
     than M; handles beyond M are left out.
     """
-    programs = cdiv(slots + BUCKET_SLOTS, _LIST_BLOCK)
+    programs = blocks_of(slots + BUCKET_SLOTS, _LIST_BLOCK)
     counts = torch.empty(programs, dtype=torch.int32, device=out_M.device)
     ends = counts
     for counting in (True, False):

@@ -25,7 +25,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import cdiv, launch
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     BUCKET_BYTES,
     BUCKET_SLOTS,
@@ -309,7 +310,7 @@ def probe(
     block, warps = (_INSERT_BLOCK, _INSERT_WARPS) if insert else (_FIND_BLOCK, _FIND_WARPS)
     launch(
         _probe,
-        (cdiv(n, block),),
+        (blocks_of(n, block),),
         groups.ids_N,
         groups.splits_G1,
         groups.tables_G,
