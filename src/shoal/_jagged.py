@@ -24,6 +24,7 @@ __all__ = [
     "lists_of",
     "offsets_of",
     "parts_of_nested",
+    "pinned",
     "read_offsets",
     "torchrec_class",
 ]
@@ -112,6 +113,11 @@ def parts_of_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
         allowed = "torch.jagged without holes"
         raise bad(ShapeError, "nested tensor", nested.layout, allowed, "Call .contiguous().")
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy in page-locked memory; the tensor itself where it is so, or there is no CUDA."""
+    return tensor.pin_memory() if torch.cuda.is_available() and tensor.is_cpu else tensor
 
 
 def torchrec_class(name: str) -> Any:

@@ -7,7 +7,9 @@ outputs; the sparse optimizer applies them at its step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,12 +48,17 @@ class EmbeddingCollection(nn.Module):
     unknown ids read as zeros; so use `checkpoint(..., use_reentrant=False)`, whose first forward
     has gradients enabled. A forward computed again for the same batch object reuses its lookup.
 
+    On CUDA, batches may come from the CPU (they are sent through page-locked memory) or lie on
+    the device; model inputs are on the device. Neither forward nor backward nor the optimizer's
+    step waits for the device, but for a batch that was built there: see
+    `KeyedRagged.host_splits`.
+
     Args:
         tables: specs, names distinct.
         features: what a batch holds; their order is the fast order of a batch's keys.
         layouts: model inputs; None gives each feature its whole rows under its own name.
         shard: where the rows live; None makes one on `device`. It must host `tables`.
-        device: "cpu" or "cuda", when no shard is given.
+        device: "cpu", "cuda" or "cuda:N", when no shard is given.
         seed: of the initial values, when no shard is given.
         init_on_lookup: False is Monolith's mode: the training forward reads zeros for unknown
             ids, which are admitted and inserted when their gradient is applied.
@@ -89,8 +96,9 @@ class EmbeddingCollection(nn.Module):
         self._tables_G = torch.tensor(tables_G, dtype=torch.int32)
         self._exchange: Exchange = LocalExchange(shard)
         self.ledger = GradientLedger(shard, inserts=self.init_on_lookup)
+        self._device = shard.device
         # Autograd calls backward only for a function with an input that asks for a gradient.
-        self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor = torch.empty(0, device=shard.device, requires_grad=True)
         self._dtypes: tuple[torch.dtype, ...] | None = None
 
     @property
@@ -149,10 +157,12 @@ class EmbeddingCollection(nn.Module):
             got = type(batch).__name__
             raise DTypeError(describe("batch", got=got, allowed="KeyedRagged", remedy=remedy))
         ordered = batch if batch.keys == self._keys else self._select(batch)
-        if self._limits_F is not None and ordered.batch_size > 0:
-            self._check_lengths(ordered, self._limits_F)
+        if self._limits_F is not None:
+            self._check_lengths(batch, self._limits_F)
         if ordered.weights_N is not None:
             ordered = _plain_weights(ordered, ordered.weights_N)
+        if ordered.values_N.device != self._device:
+            ordered = _sent(ordered, self._device)
         return Request(batch, ordered, self._tables_G, self._compiled.plan)
 
     def _output_dtypes(self, outputs: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
@@ -169,8 +179,10 @@ class EmbeddingCollection(nn.Module):
             raise _bad("batch", got, f"all of {list(self._keys)}", remedy)
         return batch.select(self._keys)
 
-    def _check_lengths(self, ordered: KeyedRagged, limits_F: Tensor) -> None:
-        longest_F = ordered.lengths.amax(dim=1)
+    def _check_lengths(self, batch: KeyedRagged, limits_F: Tensor) -> None:
+        longest_F = batch.longest
+        if batch.keys != self._keys:
+            longest_F = longest_F[[batch.keys.index(key) for key in self._keys]]
         too_long = (longest_F > limits_F).nonzero()
         if too_long.numel():
             f = int(too_long[0])
@@ -190,20 +202,22 @@ class EmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         shard = self.shard
-        for name in ("_exchange", "ledger", "_anchor", "_dtypes", "_tables_G"):
+        for name in ("_exchange", "ledger", "_anchor", "_device", "_dtypes", "_tables_G"):
             del state[name]
         every = range(len(shard.specs))
         return {
             "module": state,
-            "shard": (type(shard), shard.specs, shard.seed),
+            "shard": (type(shard), shard.specs, shard.seed, str(shard.device)),
             "rows": [shard.export(k) for k in every],
             "sights": [shard.admission_state(k) for k in every],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
-        kind, specs, seed = state["shard"]
-        shard = kind(specs, seed=seed)
+        kind, specs, seed, device = state["shard"]
+        # Kinds that live on one device only do not ask for it.
+        asks = "device" in inspect.signature(kind).parameters
+        shard = kind(specs, seed=seed, **({"device": device} if asks else {}))
         for k, chunk in enumerate(state["rows"]):
             shard.load(k, chunk)
         for k, sights in enumerate(state["sights"]):
@@ -264,8 +278,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _versions(route: Route) -> tuple[int, int]:
-    ordered = route.request.ordered
-    return ordered.values_N._version, ordered.offsets_FB1._version
+    batch = route.request.batch
+    return batch.values_N._version, batch.offsets_FB1._version
 
 
 def _complete(
@@ -276,7 +290,9 @@ def _complete(
     for i, grad in enumerate(grads):
         if grad is None:
             width = route.request.plan.outputs[i].width
-            grad = torch.zeros(route.request.ordered.batch_size, width, dtype=dtypes[i])
+            ordered = route.request.ordered
+            size, device = ordered.batch_size, ordered.values_N.device
+            grad = torch.zeros(size, width, dtype=dtypes[i], device=device)
         parts.append(grad if grad.is_contiguous() else grad.contiguous())
     return tuple(parts)
 
@@ -328,8 +344,20 @@ def _plain_weights(ordered: KeyedRagged, weights_N: Tensor) -> KeyedRagged:
         raise _bad("weights of a batch", "weights that require grad", "plain numbers", remedy)
     if weights_N.dtype is torch.float32 and weights_N.is_contiguous():
         return ordered
-    plain = weights_N.to(torch.float32).contiguous()
-    return KeyedRagged(ordered.keys, ordered.values_N, ordered.offsets_FB1, plain)
+    return replace(ordered, weights_N=weights_N.to(torch.float32).contiguous())
+
+
+def _sent(ordered: KeyedRagged, device: torch.device) -> KeyedRagged:
+    """A batch on a shard's device, without waiting for it.
+
+    Raises:
+        DTypeError: it is on a device that its shard cannot read.
+    """
+    if device.type == "cpu":
+        remedy = "Move it with .to('cpu'), or make the collection with device='cuda'."
+        got = ordered.values_N.device
+        raise DTypeError(describe("device of a batch", got=got, allowed=device, remedy=remedy))
+    return ordered.pin_memory().to(device, non_blocking=True)
 
 
 def _bad(what: str, got: object, allowed: object, remedy: str) -> InputError:

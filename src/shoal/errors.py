@@ -38,6 +38,7 @@ __all__ = [
     "TicketError",
     "UnknownName",
     "describe",
+    "out_of_device_memory",
     "unknown_name",
 ]
 
@@ -109,4 +110,17 @@ def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "")
     hint = remedy or "Check the spelling."
     return UnknownName(
         describe(f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint)
+    )
+
+
+def out_of_device_memory(what: str, wanted_bytes: int, free_bytes: int) -> OutOfDeviceMemory:
+    """Build an `OutOfDeviceMemory` that says what would not fit and what to do."""
+    return OutOfDeviceMemory(
+        describe(
+            f"device memory for {what}",
+            got=f"{wanted_bytes:,} bytes wanted",
+            allowed=f"{free_bytes:,} bytes free",
+            remedy="Keep rows in host memory (a tiered table), give the table a row budget "
+            "(capacity_rows with on_full='lru' or 'lfu'), or look up smaller batches.",
+        )
     )

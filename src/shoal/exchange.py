@@ -37,8 +37,7 @@ class Request:
 
     def groups(self) -> IdGroups:
         """Its ids, one group per feature."""
-        splits = self.ordered.key_splits.contiguous()
-        return IdGroups(self.ordered.values_N, splits, self.tables_G)
+        return IdGroups(self.ordered.values_N, self.ordered.host_splits, self.tables_G)
 
 
 # No slots: routes are held weakly, and a weakref slot needs Python 3.11.
@@ -93,11 +92,11 @@ class _ReadTicket:
 
     @property
     def admitted_N(self) -> Tensor:
-        return torch.zeros(self.groups.ids_N.numel(), dtype=torch.bool)
+        return torch.zeros_like(self.groups.ids_N, dtype=torch.bool)
 
     @property
     def found_N(self) -> Tensor:
-        return torch.zeros(self.groups.ids_N.numel(), dtype=torch.bool)
+        return torch.zeros_like(self.groups.ids_N, dtype=torch.bool)
 
     def end(self) -> None:
         """Nothing is held."""

@@ -154,18 +154,22 @@ class GradientLedger:
         )
 
     def finite(self) -> bool:
-        """Whether every recorded gradient is finite; sums are read where they exist."""
+        """Whether every recorded gradient is finite; sums are read where they exist.
+
+        Waits for the device, once.
+        """
         self._check_unchanged()
         parts = [grad for record in self._records for grad in record.grads]
         if self._summed is not None:
             parts = list(self.summed().sums)
-        return all(bool(part.isfinite().all()) for part in parts)
+        return not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
 
     def apply(self, ctx: StepContext) -> None:
         """One optimizer step of every row that has a gradient; ends the tickets.
 
         Raises:
-            NonFiniteGradient: under the policy "raise"; nothing was changed.
+            NonFiniteGradient: under the policy "raise"; nothing was changed. A CUDA shard raises
+                it later (`StepContext.nan_policy`).
             InputError: a gradient was changed in place since backward.
         """
         if not self._records:
@@ -217,7 +221,7 @@ class GradientLedger:
     def _apply_ids(self, summed: SummedGrads, ctx: StepContext) -> None:
         sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)])
         groups = IdGroups(
-            torch.cat(summed.ids) if summed.ids else torch.empty(0, dtype=torch.int64),
+            torch.cat(summed.ids) if summed.ids else _no_ids(self.shard),
             sizes.cumsum(0),
             torch.tensor(summed.tables, dtype=torch.int32),
         )
@@ -235,6 +239,10 @@ class GradientLedger:
                         remedy="Change a clone: autograd may share one gradient among tensors.",
                     )
                 )
+
+
+def _no_ids(shard: Shard) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=shard.device)
 
 
 def _merge(old: SummedGrads, fresh: SummedGrads, whole: SummedGrads) -> SummedGrads:

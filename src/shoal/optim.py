@@ -35,9 +35,10 @@ NAN_POLICIES: tuple[NanPolicy, ...] = ("raise", "skip", "clip")
 class TableGradient(nn.Parameter):
     """Stands for a table among an optimizer's parameters; holds no weights.
 
-    `grad` is the gradient summed per id, [U, D] float32 (float64 for float64 tables), of all
-    backward passes since the last step; None before the first. It is worked out when read, and
-    changes made to it in place are what `step()` applies. Setting None drops it.
+    `grad` is the gradient summed per id, [U, D] float32 (float64 for float64 tables) on the
+    shard's device, of all backward passes since the last step; None before the first. It is
+    worked out when read, and changes made to it in place are what `step()` applies. Setting None
+    drops it.
     """
 
     _ledger: GradientLedger
@@ -46,7 +47,8 @@ class TableGradient(nn.Parameter):
     def __new__(cls, ledger: GradientLedger, table: int) -> TableGradient:
         spec = ledger.shard.specs[table]
         dtype = torch.float64 if spec.dtype == "float64" else torch.float32
-        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=dtype))
+        device = ledger.shard.device
+        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=dtype, device=device))
         made._ledger, made._table = ledger, table
         return made
 
@@ -79,6 +81,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     """Steps the rows of all embedding collections in some modules.
 
     Several forward and backward passes before a step add up; rows nobody touched stay put.
+    On CUDA a step does not wait for the device, but for a loss scaler or clipping that does.
     Works under `torch.amp.GradScaler` as it is. The scaler decides per optimizer whether to skip:
     put this one and the dense ones in a `JointOptimizer` to skip all or none.
 
@@ -87,7 +90,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         rates: learning rates by name: "table" or ("table", "segment") -> float or Schedule of the
             global step. What is not named keeps the rate of its spec's rule.
         nan_policy: for gradients with NaN or infinity: "raise" before anything changes, "skip"
-            those rows and count them, or "clip" them to 0 and +-nan_clip.
+            those rows and count them, or "clip" them to 0 and +-nan_clip. On CUDA "raise" does
+            not wait: see `check`.
         nan_clip: what "clip" puts for infinities.
 
     Attributes:
@@ -133,7 +137,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradient: a gradient holds NaN or infinity under the policy "raise"; no table
-                was changed, and the records stay until `zero_grad`.
+                was changed, and the records stay until `zero_grad`. Tables on CUDA leave the bad
+                rows alone, step the others, and `check` raises.
         """
         loss = None
         if closure is not None:
@@ -203,10 +208,24 @@ class SparseOptimizer(torch.optim.Optimizer):
         for ledger in self._ledgers:
             ledger.global_step = self.global_step
 
+    def check(self) -> None:
+        """Raise what the last steps found; waits for the device. Nothing to find on the CPU.
+
+        Call it where a loop waits anyway: when it logs, saves or ends.
+
+        Raises:
+            NonFiniteGradient: a gradient held NaN or infinity under the policy "raise".
+        """
+        for ledger in self._ledgers:
+            ledger.shard.check()
+
     def check_finite(self) -> None:
-        """Under the policy "raise", raise NonFiniteGradient before anything steps."""
+        """Under the policy "raise", raise NonFiniteGradient before anything steps.
+
+        Tables on CUDA are not asked, since that would wait for the device at every step.
+        """
         for ledger in self._ledgers if self._nan_policy == "raise" else ():
-            if not ledger.finite():
+            if ledger.shard.device.type == "cpu" and not ledger.finite():
                 names = ", ".join(spec.name for spec in ledger.shard.specs)
                 raise NonFiniteGradient(
                     describe(
@@ -263,6 +282,12 @@ class JointOptimizer(torch.optim.Optimizer):
         for member in self.optimizers:
             if isinstance(member, SparseOptimizer | JointOptimizer):
                 member.check_finite()
+
+    def check(self) -> None:
+        """`SparseOptimizer.check` of the sparse members; waits for the device."""
+        for member in self.optimizers:
+            if isinstance(member, SparseOptimizer | JointOptimizer):
+                member.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all members."""

@@ -6,7 +6,7 @@ Constructors check dtypes and sizes, which costs nothing; `validate()` also read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from shoal._jagged import (
     lists_of,
     offsets_of,
     parts_of_nested,
+    pinned,
     read_offsets,
     torchrec_class,
 )
@@ -125,7 +126,7 @@ class Ragged:
 
     def pin_memory(self) -> Ragged:
         """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
-        return Ragged(self.values.pin_memory(), self.offsets_B1.pin_memory())
+        return Ragged(pinned(self.values), pinned(self.offsets_B1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +134,9 @@ class KeyedRagged:
     """Ids of F features over one batch, feature-major as torchrec's KeyedJaggedTensor.
 
     Feature f of example b holds `values_N[offsets_FB1[f*B+b]:offsets_FB1[f*B+b+1]]`.
+
+    A batch on CUDA knows on the host where its features lie (`host_splits`): one moved there
+    takes the numbers along, one built there reads them once, when they are first asked for.
 
     Args:
         keys: F distinct feature names, at least one.
@@ -150,6 +154,9 @@ class KeyedRagged:
     values_N: Tensor
     offsets_FB1: Tensor
     weights_N: Tensor | None = None
+    # What the host knows of a batch on a device: the offsets it was moved with, the edges.
+    _moved_FB1: Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
+    _edges_F1: Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) != len(self.keys):
@@ -176,6 +183,30 @@ class KeyedRagged:
         if self.batch_size == 0:
             return self.offsets_FB1.expand(len(self.keys) + 1)
         return self.offsets_FB1[:: self.batch_size]
+
+    @property
+    def host_splits(self) -> Tensor:
+        """`key_splits` on the CPU, int64 [F+1], contiguous.
+
+        Waits for the device when a batch that was built on it is asked first.
+        """
+        if self.offsets_FB1.is_cpu:
+            return self.key_splits.contiguous()
+        if self._edges_F1 is None:
+            object.__setattr__(self, "_edges_F1", self.key_splits.cpu())
+        assert self._edges_F1 is not None
+        return self._edges_F1
+
+    @property
+    def longest(self) -> Tensor:
+        """int64 [F] on the CPU: ids of the longest list of each feature; 0 without examples.
+
+        Waits for the device if the batch was built on it.
+        """
+        if self.batch_size == 0:
+            return torch.zeros(len(self.keys), dtype=torch.int64)
+        offsets = self.offsets_FB1 if self._moved_FB1 is None else self._moved_FB1
+        return offsets.diff().view(len(self.keys), self.batch_size).amax(dim=1).cpu()
 
     @classmethod
     def from_lists(
@@ -218,7 +249,8 @@ class KeyedRagged:
         none = [torch.empty(0, dtype=torch.int64)]
         values_N = torch.cat([part.values for part in parts.values()] or none)
         lengths_FB = torch.cat([part.lengths for part in parts.values()] or none)
-        return cls.from_lengths(tuple(parts), values_N, lengths_FB, weights_N)
+        edges_F1 = torch.tensor([0, *(part.values.numel() for part in parts.values())]).cumsum(0)
+        return cls._built(tuple(parts), values_N, lengths_FB, weights_N, edges_F1)
 
     @classmethod
     def from_lengths(
@@ -229,7 +261,20 @@ class KeyedRagged:
         weights_N: Tensor | None = None,
     ) -> KeyedRagged:
         """Build from ids and lengths int64 [F, B] or [F*B]; `values_N` is not copied."""
-        return cls(tuple(keys), values_N, offsets_of(lengths_FB.reshape(-1)), weights_N)
+        return cls._built(tuple(keys), values_N, lengths_FB, weights_N, None)
+
+    @classmethod
+    def _built(
+        cls,
+        keys: tuple[str, ...],
+        values_N: Tensor,
+        lengths_FB: Tensor,
+        weights_N: Tensor | None,
+        edges_F1: Tensor | None,
+    ) -> KeyedRagged:
+        offsets_FB1 = offsets_of(lengths_FB.reshape(-1))
+        kept = None if offsets_FB1.is_cpu else edges_F1
+        return cls(keys, values_N, offsets_FB1, weights_N, _edges_F1=kept)
 
     @classmethod
     def from_nested(cls, keys: Sequence[str], nested: Tensor) -> KeyedRagged:
@@ -266,7 +311,8 @@ class KeyedRagged:
             for key in set(batch.keys) - set(keys):
                 raise unknown_name("key of a later batch", key, keys)
         same = [batch.select(keys) for batch in batches]
-        cuts = [batch.key_splits.tolist() for batch in same]
+        splits = [batch.host_splits for batch in same]
+        cuts = [edges_F1.tolist() for edges_F1 in splits]
 
         def joined(tensors: list[Tensor]) -> Tensor:
             pairs = list(zip(tensors, cuts, strict=True))
@@ -275,25 +321,24 @@ class KeyedRagged:
         values_N = joined([batch.values_N for batch in same])
         lengths_FB = torch.cat([batch.lengths for batch in same], dim=1)
         weights = [batch.weights_N for batch in same if batch.weights_N is not None]
-        return cls.from_lengths(keys, values_N, lengths_FB, joined(weights) if weights else None)
+        edges_F1 = torch.stack(splits).sum(dim=0)
+        joined_weights = joined(weights) if weights else None
+        return cls._built(keys, values_N, lengths_FB, joined_weights, edges_F1)
 
     def __getitem__(self, key: str) -> Ragged:
-        """Ids of one feature; the values are a view (the host reads where they lie).
+        """Ids of one feature; the values are a view (`host_splits` says where they lie).
 
         Raises:
             UnknownName: no such key.
         """
         index, size = self._index(key), self.batch_size
         offsets = self.offsets_FB1[index * size : (index + 1) * size + 1]
-        span = slice(int(offsets[0]), int(offsets[-1]))
-        return Ragged(self.values_N[span], offsets - offsets[0])
+        return Ragged(self.values_N[self._span(index)], offsets - offsets[0])
 
     def weights_of(self, key: str) -> Tensor | None:
         """Weights of one feature's ids, a view; None when the batch has none."""
-        index, splits = self._index(key), self.key_splits
-        if self.weights_N is None:
-            return None
-        return self.weights_N[int(splits[index]) : int(splits[index + 1])]
+        index = self._index(key)
+        return None if self.weights_N is None else self.weights_N[self._span(index)]
 
     def select(self, keys: Sequence[str]) -> KeyedRagged:
         """Keep (and reorder to) these keys; ids of neighbours in order are not copied.
@@ -304,7 +349,7 @@ class KeyedRagged:
         chosen = tuple(keys)
         if chosen == self.keys:
             return self
-        picks, cuts = [self._index(key) for key in chosen], self.key_splits.tolist()
+        picks, cuts = [self._index(key) for key in chosen], self.host_splits.tolist()
         spans = [slice(cuts[i], cuts[i + 1]) for i in picks]
         if picks and picks == list(range(picks[0], picks[0] + len(picks))):
             spans = [slice(cuts[picks[0]], cuts[picks[-1] + 1])]
@@ -314,7 +359,10 @@ class KeyedRagged:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         weights = None if self.weights_N is None else picked(self.weights_N)
-        return KeyedRagged.from_lengths(chosen, picked(self.values_N), self.lengths[picks], weights)
+        edges_F1 = torch.tensor([0, *(cuts[i + 1] - cuts[i] for i in picks)]).cumsum(0)
+        picks_F = torch.tensor(picks, dtype=torch.int64).to(self.values_N.device, non_blocking=True)
+        lengths_FB = self.lengths.index_select(0, picks_F)
+        return KeyedRagged._built(chosen, picked(self.values_N), lengths_FB, weights, edges_F1)
 
     def validate(self) -> KeyedRagged:
         """Return self after reading the offsets (waits for a CUDA device).
@@ -345,16 +393,37 @@ class KeyedRagged:
         return kind(keys=keys, values=values, weights=weights, offsets=self.offsets_FB1)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedRagged:
-        """On a device; what is there already is not copied."""
+        """On a device; what is there already is not copied.
+
+        From the CPU the host keeps the offsets, so what it knows of the batch costs no waiting.
+        Those must not be overwritten while the moved batch is in use.
+        """
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> KeyedRagged:
         """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
-        return self._mapped(Tensor.pin_memory)
+        return self._mapped(pinned)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedRagged:
         weights = None if self.weights_N is None else move(self.weights_N)
-        return KeyedRagged(self.keys, move(self.values_N), move(self.offsets_FB1), weights)
+        offsets_FB1 = move(self.offsets_FB1)
+        moved_FB1, edges_F1 = self._moved_FB1, self._edges_F1
+        if offsets_FB1.is_cpu:
+            moved_FB1 = edges_F1 = None
+        elif self.offsets_FB1.is_cpu:
+            moved_FB1, edges_F1 = self.offsets_FB1, self.key_splits.clone()
+        return KeyedRagged(
+            self.keys,
+            move(self.values_N),
+            offsets_FB1,
+            weights,
+            _moved_FB1=moved_FB1,
+            _edges_F1=edges_F1,
+        )
+
+    def _span(self, index: int) -> slice:
+        cuts = self.host_splits
+        return slice(int(cuts[index]), int(cuts[index + 1]))
 
     def _index(self, key: str) -> int:
         if key not in self.keys:

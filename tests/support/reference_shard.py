@@ -55,6 +55,8 @@ __all__ = ["ReferenceShard", "ReferenceTicket"]
 
 
 class ReferenceShard(AdmissionVerbs):
+    device = torch.device("cpu")
+
     def __init__(
         self,
         specs: Sequence[TableSpec],
@@ -252,6 +254,9 @@ class ReferenceShard(AdmissionVerbs):
         if any(key[0] == table for key in self._held()):
             raise TicketError("clear of a table under a live ticket")
         self._rows[table].clear()
+
+    def check(self) -> None:
+        """What is wrong is raised by the call itself."""
 
     def stats(self) -> tuple[TableStats, ...]:
         parts = zip(self.specs, self._rows, self._tallies, strict=True)

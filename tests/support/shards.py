@@ -1,19 +1,28 @@
-"""The shards that tests run against: the reference, and each real one of this machine."""
+"""The shards that tests run against: the reference, and each real one of this machine.
+
+A kind is one entry of `SHARDS`. Shards that do not wait for their device are in `RAISES_LATE`:
+there what a kernel finds in the data is raised by `check`, and other rows have stepped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
 from .reference_shard import ReferenceShard
 
-__all__ = ["SHARD_KINDS", "ShardFactory", "make_reference", "shard_factory"]
+__all__ = [
+    "RAISES_LATE",
+    "SHARDS",
+    "SHARD_KINDS",
+    "ShardFactory",
+    "make_reference",
+    "shard_factory",
+]
 
 ShardFactory = Callable[[Sequence[TableSpec]], Shard]
-
-SHARD_KINDS = ("reference", "cpu")
 
 
 def make_reference(specs: Sequence[TableSpec]) -> Shard:
@@ -26,5 +35,10 @@ def make_cpu(specs: Sequence[TableSpec]) -> Shard:
     return CpuShard(specs)
 
 
+SHARDS: Mapping[str, ShardFactory] = {"reference": make_reference, "cpu": make_cpu}
+SHARD_KINDS = tuple(SHARDS)
+RAISES_LATE: frozenset[str] = frozenset()
+
+
 def shard_factory(kind: str) -> ShardFactory:
-    return {"reference": make_reference, "cpu": make_cpu}[kind]
+    return SHARDS[kind]

@@ -173,3 +173,11 @@ def test_wrong_settings_are_refused():
 def test_batches_without_times_happen_at_their_event_time():
     batch = Batch(ids=source().take(torch.arange(2)).ids, labels=torch.zeros(2), event_time_s=9)
     assert batch.event_times_B.tolist() == [9, 9]
+
+
+def test_page_locked_batches_hold_the_same():
+    plain, pinned = (list(Loader(source(), 5, pin_memory=pins)) for pins in (False, True))
+    assert numbers(plain) == numbers(pinned)
+    here = torch.cuda.is_available()
+    assert {batch.ids.values_N.is_pinned() for batch in pinned} == {here}
+    assert [batch.position for batch in pinned] == [5, 10, 15, 20, SIZE]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,8 @@ from shoal.rules.initializers import Constant, Ones, Zeros
 from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, Table, TableSpec
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from shoal.table.factory import resolve_device
+from support.shards import RAISES_LATE, SHARD_KINDS, ShardFactory, shard_factory
 
 EXTREMES = [-(1 << 63), -1, 0, (1 << 63) - 1]
 
@@ -239,7 +242,6 @@ class TestBadInput:
             (torch.ones(2, 2), DTypeError, r"grads: got torch.float32.*float64"),
             (torch.ones(2, 3).double(), ShapeError, r"shape of grads: got \[2, 3\].*\[2, 2\]"),
             ([[1.0, 2.0]], ShapeError, r"got \[1, 2\]"),
-            ([[1.0, float("nan")], [1.0, 1.0]], NonFiniteGradient, "gradient"),
         ],
     )
     def test_grads(
@@ -249,6 +251,14 @@ class TestBadInput:
         with pytest.raises(error, match=match):
             one.apply([1, 2], grads)  # type: ignore[arg-type]
         assert len(one) == 0
+
+    @pytest.mark.parametrize("kind", SHARD_KINDS)
+    def test_a_gradient_that_is_not_finite(self, kind: str) -> None:
+        one = table(shard_factory(kind))
+        with pytest.raises(NonFiniteGradient, match="gradient"):
+            one.apply([1, 2], [[1.0, float("nan")], [1.0, 1.0]])
+            one.check()
+        assert kind in RAISES_LATE or len(one) == 0
 
     def test_counts(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
@@ -269,10 +279,37 @@ class TestWhere:
         assert repr(one) == "Table('t', dim=1, rows=1)"
 
     def test_other_devices(self) -> None:
-        with pytest.raises(DeviceUnavailable, match=r"'cuda'.*'cpu'"):
-            Table(self.SPEC, device="cuda")
-        with pytest.raises(ConfigError, match=r"'tpu'.*cpu, cuda"):
-            Table(self.SPEC, device="tpu")
+        for device in ("tpu", "meta", "cuda:x", ""):
+            with pytest.raises(ConfigError, match=f"'{device}'.*cpu, cuda, cuda:N"):
+                Table(self.SPEC, device=device)
+
+    @pytest.mark.parametrize(
+        ("devices", "build", "triton", "got", "remedy"),
+        [
+            (0, None, True, "a build without CUDA", "Install a CUDA build of torch"),
+            (0, "12.8", True, "for CUDA 12.8 that finds no GPU", "nvidia-smi"),
+            (1, "12.8", True, "1 GPUs; allowed: cuda:0", "Name one"),
+            (2, "12.8", False, "no Triton", "pip install triton"),
+        ],
+    )
+    def test_a_device_that_is_not_here(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        devices: int,
+        build: str | None,
+        triton: bool,
+        got: str,
+        remedy: str,
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.version, "cuda", build)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+        with pytest.raises(DeviceUnavailable, match=rf"device 'cuda:1': got .*{got}.*{remedy}"):
+            Table(self.SPEC, device="cuda:1")
+        works = devices > 0 and triton
+        assert resolve_device("auto") == ("cuda" if works else "cpu")
+        assert resolve_device("cuda:1") == "cuda:1"
 
     def test_a_table_of_a_shared_shard(self, make_shard: ShardFactory) -> None:
         other = TableSpec(name="u", segments=(Segment(dim=3, initializer=Zeros()),))

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.config.data import open_data
-from shoal.errors import CheckpointError, ConfigError, DataError, InputError
+from shoal.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InputError,
+    NonFiniteGradient,
+)
+from shoal.train.learner import Learner
 
 BATCH = 32
 TRAIN, EVAL = 1600, 320
@@ -243,3 +250,26 @@ def test_curves_and_report_cover_the_run(tmp_path: Path):
     assert page.count("<svg") == 4
     for text in ("deepfm", "logistic", "all tables", "Calibration", "hidden:"):
         assert text in page
+
+
+def test_auto_is_the_device_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result, _ = run(tmp_path, device="auto")
+    assert "device: auto" in (result.folder / "config.yaml").read_text()
+    console = Console(file=io.StringIO(), width=100)
+    again = train.evaluate(str(result.folder), ["device=cpu"], console=console)
+    assert again["deepfm"]["auc"] == pytest.approx(result.metrics["deepfm"]["auc"])
+
+
+def test_what_a_gpu_found_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def found(learner: Learner) -> None:
+        asked.append(learner.steps)
+        if learner.steps > 20:
+            raise NonFiniteGradient("gradient: got NaN")
+
+    monkeypatch.setattr(Learner, "check", found)
+    with pytest.raises(NonFiniteGradient):
+        run(tmp_path)
+    assert asked == [10, 10, 20, 20, 30]

@@ -89,7 +89,7 @@ def save(
             )
         )
     path.mkdir(parents=True, exist_ok=True)
-    dense = {name: module.state_dict() for name, module in modules.items()}
+    dense = {name: _on_cpu(module.state_dict()) for name, module in modules.items()}
     torch.save(dense, path / _DENSE)
     _make_durable(path / _DENSE)
     torch.save(_counters_of(shards), path / _COUNTERS)
@@ -135,7 +135,7 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
     for file, digest in sums.items():
         if not (path / file).is_file() or _digest(path / file) != digest:
             raise _damaged(path / file, "missing, or its checksum differs from the manifest's")
-    dense = torch.load(path / _DENSE, weights_only=True)
+    dense = torch.load(path / _DENSE, weights_only=True, map_location="cpu")
     for name, module in modules.items():
         _load_module(path, name, module, dense[name])
     for key, (shard, index, spec) in wanted.items():
@@ -143,6 +143,11 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
             shard.load(index, chunk)
     _load_counters(path, shards)
     return manifest
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights as they are saved, so that a checkpoint does not depend on a device."""
+    return {key: part.cpu() if isinstance(part, Tensor) else part for key, part in state.items()}
 
 
 def _counters_of(shards: Mapping[str, Shard]) -> dict[str, dict[str, Any]]:

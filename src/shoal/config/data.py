@@ -23,6 +23,7 @@ from shoal.data import (
     split_by_time,
 )
 from shoal.errors import ConfigError, describe
+from shoal.table.factory import resolve_device
 
 __all__ = ["RunData", "open_data"]
 
@@ -52,6 +53,7 @@ def open_data(config: RunConfig) -> RunData:
     """
     settings = config.data
     training, evaluation = _sides(config)
+    pins = resolve_device(config.device).startswith("cuda")
     order = Order(
         passes=settings.epochs,
         shuffle=settings.shuffle,
@@ -66,11 +68,13 @@ def open_data(config: RunConfig) -> RunData:
             settings.batch_size,
             order=order,
             prefetch=settings.prefetch,
+            pin_memory=pins,
         ),
         evaluation=Loader(
             _first(evaluation, config.eval.max_examples),
             config.eval.batch_size,
             prefetch=settings.prefetch,
+            pin_memory=pins,
         ),
     )
 

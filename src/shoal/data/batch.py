@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from shoal._jagged import pinned
 from shoal.ragged import KeyedRagged
 
 __all__ = ["Batch"]
@@ -40,4 +42,26 @@ class Batch:
         """int64 [B]: event time of each example in seconds."""
         if self.times_B is not None:
             return self.times_B
-        return torch.full(self.labels.shape, self.event_time_s, dtype=torch.int64)
+        return torch.full_like(self.labels, self.event_time_s, dtype=torch.int64)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """On a device; what is there already is not copied."""
+        ids = self.ids.to(device, non_blocking=non_blocking)
+        return self._with(ids, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps.
+
+        What is there, or on a device, is not copied, nor anything where there is no CUDA.
+        """
+        return self._with(self.ids.pin_memory(), pinned)
+
+    def _with(self, ids: KeyedRagged, move: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(
+            self,
+            ids=ids,
+            labels=move(self.labels),
+            dense=None if self.dense is None else move(self.dense),
+            weights=None if self.weights is None else move(self.weights),
+            times_B=None if self.times_B is None else move(self.times_B),
+        )

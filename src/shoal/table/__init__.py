@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.table.facade import Table, make_shard
+from shoal.table.facade import Table
+from shoal.table.factory import make_shard
 from shoal.table.shard import Entry, RowChunk, Shard, StepContext, TableStats, Ticket
 from shoal.table.spec import Segment, TableSpec
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from shoal.table import checks, refusals, rows
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = ["CpuUpkeep"]
+
+_CPU = torch.device("cpu")
 
 
 class CpuUpkeep:
@@ -28,6 +32,11 @@ class CpuUpkeep:
     def specs(self) -> tuple[TableSpec, ...]:
         """The tables, in the order their indices name them."""
         return self._specs
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return _CPU
 
     def evict(self, now_s: int) -> int:
         """Drop expired rows; returns how many."""
@@ -96,3 +105,6 @@ class CpuUpkeep:
             rows.stats_of(spec.name, self._core.stats(table))
             for table, spec in enumerate(self._specs)
         )
+
+    def check(self) -> None:
+        """Nothing: what is wrong here is raised by the call itself."""

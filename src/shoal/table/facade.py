@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shoal.errors import (
     ConfigError,
-    DeviceUnavailable,
     DTypeError,
     InputError,
     ShapeError,
@@ -17,44 +16,17 @@ from shoal.errors import (
     unknown_name,
 )
 from shoal.table import scalars
+from shoal.table.factory import make_shard
 from shoal.table.shard import Entry, IdGroups, RowChunk, Shard, StepContext, TableStats, Ticket
 from shoal.table.spec import TableSpec
 
-__all__ = ["Ids", "Rates", "Rows", "Table", "make_shard"]
+__all__ = ["Ids", "Rates", "Rows", "Table"]
 
 Ids = Tensor | Sequence[int]
 Rows = Tensor | Sequence[Sequence[float]]
 Rates = float | Sequence[float]
 
-DEVICES = ("cpu", "cuda")
 _SPLITS_KEPT = 256
-
-
-def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu") -> Shard:
-    """Make the shard that hosts some tables on a device.
-
-    Raises:
-        ConfigError: no such device.
-        DeviceUnavailable: the device is not on this machine, or not served yet.
-    """
-    if device == "cpu":
-        # Reached here only, so that specs and rules work where the compiled core is missing.
-        from shoal.table.cpu import CpuShard
-
-        return CpuShard(specs, seed=seed)
-    if device == "cuda":
-        raise DeviceUnavailable(
-            describe(
-                "device of a table",
-                got="'cuda'",
-                allowed="'cpu' in this version",
-                remedy="Use device='cpu'.",
-            )
-        )
-    known = ", ".join(DEVICES)
-    remedy = "Name the kind of device only."
-    text = describe("device of a table", got=repr(device), allowed=known, remedy=remedy)
-    raise ConfigError(text)
 
 
 class Table:
@@ -64,10 +36,13 @@ class Table:
     compute dtype (float32, or float64 for float64 rows) or nested lists. Duplicate ids are fine
     everywhere; their gradients and deltas add up. Many threads may call.
 
+    On CUDA, what is given on the CPU is sent there; weights and flags come back on the device,
+    `entry` and `export` on the CPU.
+
     Args:
         spec: the table.
         seed: of the initial values, when a shard is made.
-        device: where a new shard lives: "cpu" or "cuda".
+        device: where a new shard lives: "cpu", "cuda" or "cuda:N".
         shard: use the table of that name of this shard instead of making one.
 
     Raises:
@@ -76,7 +51,7 @@ class Table:
         DeviceUnavailable: the device is not here.
     """
 
-    __slots__ = ("_dtype", "_index", "_shard", "_spec", "_splits", "_tables_G")
+    __slots__ = ("_device", "_dtype", "_index", "_shard", "_spec", "_splits", "_tables_G")
 
     def __init__(
         self,
@@ -101,6 +76,9 @@ class Table:
                     remedy="Pass the spec of shard.specs.",
                 )
             )
+        home = self._shard.device
+        # None: nothing is moved, and the shard says what it thinks of tensors on a device.
+        self._device = None if home.type == "cpu" else home
         self._dtype = torch.float64 if self._spec.dtype == "float64" else torch.float32
         self._tables_G = torch.tensor([self._index], dtype=torch.int32)
         self._splits: dict[int, Tensor] = {}
@@ -174,7 +152,8 @@ class Table:
         learning_rates: one for all segments or one per segment; default the spec's at this step.
 
         Raises:
-            NonFiniteGradient: a gradient holds NaN or infinity; nothing was changed.
+            NonFiniteGradient: a gradient holds NaN or infinity; nothing was changed. On CUDA
+                its row is left alone and a later verb raises, `check` at the latest.
             TableFull: no room; nothing was changed.
         """
         groups = self._groups(ids)
@@ -244,6 +223,14 @@ class Table:
         """
         self._shard.clear(self._index)
 
+    def check(self) -> None:
+        """Raise what kernels found since the last call; waits for a CUDA device.
+
+        Raises:
+            NonFiniteGradient: a gradient held NaN or infinity.
+        """
+        self._shard.check()
+
     def stats(self) -> TableStats:
         """Counters and bytes."""
         return self._shard.stats()[self._index]
@@ -256,6 +243,8 @@ class Table:
             raise _shape("ids", ids_N, "[N]")
         if not ids_N.is_contiguous():
             ids_N = ids_N.contiguous()
+        if self._device is not None:
+            ids_N = _sent(ids_N, self._device)
         return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)
 
     def _splits_of(self, n: int) -> Tensor:
@@ -277,7 +266,8 @@ class Table:
             rows_ND = rows_ND.reshape(want)
         if rows_ND.shape != want:
             raise _shape(name, rows_ND, f"[N, D] = {list(want)}")
-        return rows_ND.detach().contiguous()
+        rows_ND = rows_ND.detach().contiguous()
+        return rows_ND if self._device is None else _sent(rows_ND, self._device)
 
     def _counts(self, counts: Ids | None, groups: IdGroups) -> Tensor | None:
         if counts is None:
@@ -289,7 +279,8 @@ class Table:
             raise _dtype("counts", counts_N, torch.int64)
         if counts_N.shape != groups.ids_N.shape:
             raise _shape("counts", counts_N, f"[N] = {list(groups.ids_N.shape)}")
-        return counts_N.contiguous()
+        counts_N = counts_N.contiguous()
+        return counts_N if self._device is None else _sent(counts_N, self._device)
 
     def _rates(self, rates: Rates | None) -> dict[str, tuple[float, ...]]:
         if rates is None:
@@ -307,6 +298,13 @@ class Table:
                 )
             )
         return {self._spec.name: tuple(float(rate) for rate in rates)}
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; from the CPU through page-locked memory, without waiting."""
+    if tensor.is_cpu and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tensor:

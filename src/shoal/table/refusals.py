@@ -8,7 +8,7 @@ from typing import TypeVar
 from shoal import _core
 from shoal.errors import NonFiniteGradient, ShapeError, TableFull, TicketError, describe
 
-__all__ = ["cleared", "foreign_ticket", "plan_without_offsets", "worded"]
+__all__ = ["cleared", "foreign_ticket", "plan_without_offsets", "table_full", "worded"]
 
 T = TypeVar("T")
 
@@ -25,15 +25,7 @@ def worded(call: Callable[[], T]) -> T:
         return call()
     except _core.TableFullError as error:
         rows, capacity, wanted, name = str(error).split(" ", 3)
-        raise TableFull(
-            describe(
-                f"new ids for table {name!r}",
-                got=f"{wanted} beside {rows} rows",
-                allowed=f"capacity_rows={capacity} in all",
-                remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
-                "rows under live tickets cannot be evicted.",
-            )
-        ) from None
+        raise table_full(name, int(rows), int(capacity), int(wanted)) from None
     except _core.TicketStateError:
         raise foreign_ticket() from None
     except _core.NonFiniteError:
@@ -46,6 +38,19 @@ def worded(call: Callable[[], T]) -> T:
                 "nan_policy='skip' or 'clip'. No table was changed.",
             )
         ) from None
+
+
+def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
+    """The error for new ids that a table has no room for."""
+    return TableFull(
+        describe(
+            f"new ids for table {name!r}",
+            got=f"{wanted} beside {rows} rows",
+            allowed=f"capacity_rows={capacity} in all",
+            remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
+            "rows under live tickets cannot be evicted.",
+        )
+    )
 
 
 def foreign_ticket() -> TicketError:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from shoal.table import scalars
@@ -49,6 +50,9 @@ class StepContext:
             spec's rate at this step; others use `optimizer.rate(global_step)`.
         nan_policy: "raise" before anything changed; "skip" leaves rows with a non-finite
             gradient alone and counts them; "clip" puts 0 for NaN, and `nan_clip` for infinities.
+            On CUDA "raise" does not wait for the device: rows with a non-finite gradient are
+            left alone as under "skip", the others step, and NonFiniteGradient is raised at a
+            later verb, at the latest at `Shard.check`.
         deterministic: fixed order of sums (the CPU core's order is always fixed).
     """
 
@@ -252,7 +256,16 @@ class Shard(Protocol):
 
     Verbs are ordered as called. Every verb checks its whole input before it changes anything;
     empty input is fine. All 2^64 int64 ids are legal.
+
+    Ids, offsets, weights, rows and gradients are on `device`, and so are rows, flags and sums
+    that verbs return. Splits and table indices of groups, row chunks, entries and admission
+    counters are on the CPU.
     """
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids are given and rows are returned."""
+        ...
 
     @property
     def specs(self) -> tuple[TableSpec, ...]: ...
@@ -399,3 +412,11 @@ class Shard(Protocol):
         ...
 
     def stats(self) -> tuple[TableStats, ...]: ...
+
+    def check(self) -> None:
+        """Raise what kernels found since the last call; waits for the device.
+
+        Raises:
+            NonFiniteGradient: a gradient held NaN or infinity under nan_policy="raise".
+        """
+        ...

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from shoal.ops import segment_sum
 from shoal.table.shard import GradRecord, Pool, SummedGrads
 
 __all__ = ["position_grads", "sum_by_id"]
@@ -24,30 +26,36 @@ def position_grads(record: GradRecord, dims_G: Sequence[int]) -> list[Tensor]:
         return [grad * record.scale for grad in record.grads]
     offsets_GB1, pools = record.offsets_GB1, record.plan.pools
     batch_size = (offsets_GB1.numel() - 1) // len(pools)
+    cuts = record.ticket.groups.splits_G1.tolist()
     parts = []
     for g, (pool, dim) in enumerate(zip(pools, dims_G, strict=True)):
         offsets_B1 = offsets_GB1[g * batch_size : (g + 1) * batch_size + 1]
-        rows = _rows_of(pool, record.grads, offsets_B1, dim)
+        rows = _rows_of(pool, record.grads, offsets_B1, (cuts[g + 1] - cuts[g], dim))
         if record.weights_N is not None:
-            weights = record.weights_N[int(offsets_B1[0]) : int(offsets_B1[-1])]
+            weights = record.weights_N[cuts[g] : cuts[g + 1]]
             rows = rows * weights.to(rows.dtype)[:, None]
         parts.append(rows * record.scale if record.scale != 1.0 else rows)
     return parts
 
 
-def _rows_of(pool: Pool, grads: Sequence[Tensor], offsets_B1: Tensor, dim: int) -> Tensor:
+def _rows_of(
+    pool: Pool, grads: Sequence[Tensor], offsets_B1: Tensor, shape: tuple[int, int]
+) -> Tensor:
+    count, device = shape[0], offsets_B1.device
     lengths_B = offsets_B1.diff()
-    bags_N = torch.arange(lengths_B.numel()).repeat_interleave(lengths_B)
-    rows = grads[0].new_zeros(bags_N.numel(), dim)
+    bags_B = torch.arange(lengths_B.numel(), device=device)
+    # The size is known on the host: a device need not be asked for it.
+    bags_N = bags_B.repeat_interleave(lengths_B, output_size=count)
+    rows = grads[0].new_zeros(shape)
     for part in pool.slices:
         width = part.stop - part.start
         floats = width * (pool.length if pool.pooling == "first_n" else 1)
         block = grads[part.output][:, part.column : part.column + floats]
         if pool.pooling == "first_n":
-            lane_N = torch.arange(bags_N.numel()) + offsets_B1[0] - offsets_B1[bags_N]
-            kept_N = lane_N < pool.length
+            lane_N = torch.arange(count, device=device) + offsets_B1[0] - offsets_B1[bags_N]
             lanes = block.reshape(-1, pool.length, width)
-            rows[kept_N, part.start : part.stop] += lanes[bags_N[kept_N], lane_N[kept_N]]
+            taken = lanes[bags_N, lane_N.clamp(max=pool.length - 1)]
+            rows[:, part.start : part.stop] += taken.where(lane_N[:, None] < pool.length, 0)
         else:
             rows[:, part.start : part.stop] += block[bags_N]
     if pool.pooling == "mean":
@@ -87,7 +95,10 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
 
 
 def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    ids_U, position_N = torch.unique(ids_N, return_inverse=True)
-    sums_UD = rows_ND.new_zeros(ids_U.numel(), rows_ND.shape[1]).index_add_(0, position_N, rows_ND)
-    counts_U = torch.zeros_like(ids_U).index_add_(0, position_N, counts_N)
+    # Sorted runs instead of atomic adds: the order of a sum is that of the positions.
+    order_N = ids_N.argsort(stable=True)
+    ids_U, lengths_U = torch.unique_consecutive(ids_N[order_N], return_counts=True)
+    offsets_U1 = pad(lengths_U.cumsum(0), (1, 0))
+    sums_UD = segment_sum(rows_ND[order_N], offsets_U1)
+    counts_U = pad(counts_N[order_N].cumsum(0), (1, 0))[offsets_U1].diff()
     return ids_U, sums_UD, counts_U

@@ -42,7 +42,8 @@ class Learner:
         )
         self.module = parts.module.to(config.device)
         self.steps = 0
-        self._device_type = torch.device(config.device).type
+        self._device = torch.device(config.device)
+        self._device_type = self._device.type
         self._dtype = _AMP_DTYPES[config.amp]
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
@@ -58,7 +59,8 @@ class Learner:
         """One optimizer step over the batches of a window; their losses add as one batch's would.
 
         Returns:
-            the logits [B] of each batch, as they were before the step; detached.
+            the logits [B] of each batch, as they were before the step; detached, on the run's
+            device, which is not waited for.
         """
         self.tables.train()
         self.module.train()
@@ -66,7 +68,7 @@ class Learner:
             group["lr"] = as_rate(self._dense_settings.lr, self.steps)
         total = sum(window_weight(batch) for batch in window)
         seen: list[Tensor] = []
-        for batch in window:
+        for batch in map(self._moved, window):
             logits_B = self._forward(batch)
             loss = binary_cross_entropy_with_logits(
                 logits_B, batch.labels, weight=batch.weights, reduction="sum"
@@ -77,11 +79,24 @@ class Learner:
         return seen
 
     def predict(self, batch: Batch) -> Tensor:
-        """Probabilities [B], float32; nothing is inserted."""
+        """Probabilities [B], float32, on the run's device; nothing is inserted."""
         self.tables.eval()
         self.module.eval()
         with torch.inference_mode():
-            return self._forward(batch).sigmoid()
+            return self._forward(self._moved(batch)).sigmoid()
+
+    def check(self) -> None:
+        """Raise what the last steps found in gradients; waits for a GPU.
+
+        Raises:
+            NonFiniteGradient: NaN or infinity, under nan_policy "raise" with tables on a GPU.
+        """
+        self._joint.check()
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self._device_type == "cpu":
+            return batch
+        return batch.pin_memory().to(self._device, non_blocking=True)
 
     def _forward(self, batch: Batch) -> Tensor:
         inputs = self.tables(batch.ids, event_time_s=batch.event_time_s)
@@ -129,9 +144,11 @@ def window_weight(batch: Batch) -> float:
 
 def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:
     kind = _OPTIMIZERS[settings.kind]
+    on_cpu = all(parameter.is_cpu for parameter in module.parameters())
     return kind(
         module.parameters(),
         lr=as_rate(settings.lr, 0),
         weight_decay=settings.weight_decay,
-        fused=True,
+        # torch has no fused Adagrad for CUDA in every version served.
+        fused=True if on_cpu or settings.kind != "adagrad" else None,
     )  # type: ignore[call-arg]

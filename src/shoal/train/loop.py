@@ -52,6 +52,8 @@ def train(
     Raises:
         DataError: no batches.
         InputError: a model diverged.
+        NonFiniteGradient: under nan_policy "raise"; tables on a GPU tell at the next point of
+            the curves, or when training ends.
     """
     main = learners[0]
     recorder = Recorder([learner.name for learner in learners])
@@ -66,12 +68,14 @@ def train(
             if watch.evict_every_s is not None:
                 evict_at = _evict(learners, window, evict_at, watch.evict_every_s)
             if recorder.examples >= next_point:
+                _check(learners)
                 watch.sink.write(steps.value, _point(recorder, main))
                 next_point = recorder.examples + watch.stride
             if progress.due():
                 progress.show(_state(recorder, main, ids.value))
         if not recorder.examples:
             raise _no_examples("training")
+        _check(learners)
         if not recorder.curves.examples or recorder.curves.examples[-1] < recorder.examples:
             watch.sink.write(steps.value, _point(recorder, main))
         progress.show(_state(recorder, main, ids.value), final=True)
@@ -105,6 +109,11 @@ def _windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     source = iter(batches)
     while window := list(islice(source, size)):
         yield window
+
+
+def _check(learners: Sequence[Learner]) -> None:
+    for one in learners:
+        one.check()
 
 
 def _point(recorder: Recorder, main: Learner) -> dict[str, float]:

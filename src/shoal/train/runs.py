@@ -15,6 +15,7 @@ from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data
 from shoal.config.tree import LogisticSettings
 from shoal.metrics import BinaryResult
+from shoal.table.factory import resolve_device
 from shoal.telemetry import (
     FanOut,
     JsonLines,
@@ -110,6 +111,8 @@ def predict(
 
 def _open(config: RunConfig) -> tuple[RunData, list[Learner]]:
     """The data, and the run's model with the baseline that learns, if it is asked for."""
+    # The folder keeps "auto", so that a run may be judged where there is no GPU.
+    config = config.model_copy(update={"device": resolve_device(config.device)})
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

@@ -1,0 +1,344 @@
+"""Where the gradient of each position of a call lies: byte addresses and factors.
+
+Pooled gradients are read where they are: all positions of a bag have the same address, and nothing
+of shape [N, D] is made. Addresses are written in the order of the sorted runs, not of the call: the
+step then reads them side by side, and its gradient loads wait for one load before them, not two.
+What would make that order dear, finding each position's bag, is done in the order of the call by
+`bags_of`, which needs no gradient and so can run beside the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from shoal.kernels.runs import Runs
+from shoal.kernels.table_layout import group_of, search_steps
+
+__all__ = [
+    "GradGroups",
+    "GradSlice",
+    "PooledGroup",
+    "Sources",
+    "bags_of",
+    "flatten_slices",
+    "per_position",
+    "pooled",
+    "sources_of",
+]
+
+_BLOCK = 512
+_WORDS = 12
+_BASE, _STRIDE, _KIND = 0, 1, 2  # address of bag or position 0, bytes to the next, what follows
+_LENGTH, _LANE = 3, 4  # first_n: lanes, bytes from one to the next
+_BAGS, _OFFSETS, _WEIGHTS = 5, 6, 7  # addresses, or 0: int32, int64, float32
+_WITHIN = 8  # first position of the record in the call
+_SCALE = 9  # bits of a float64
+_POSITION, _SUM, _MEAN, _FIRST_N = 0, 1, 2, 3
+_KINDS = {"sum": _SUM, "mean": _MEAN, "first_n": _FIRST_N}
+
+_T_WORDS = tl.constexpr(_WORDS)
+_T_BASE, _T_STRIDE, _T_KIND = tl.constexpr(_BASE), tl.constexpr(_STRIDE), tl.constexpr(_KIND)
+_T_LENGTH, _T_LANE, _T_BAGS = tl.constexpr(_LENGTH), tl.constexpr(_LANE), tl.constexpr(_BAGS)
+_T_OFFSETS, _T_WEIGHTS = tl.constexpr(_OFFSETS), tl.constexpr(_WEIGHTS)
+_T_WITHIN, _T_SCALE = tl.constexpr(_WITHIN), tl.constexpr(_SCALE)
+_T_MEAN, _T_FIRST_N = tl.constexpr(_MEAN), tl.constexpr(_FIRST_N)
+
+
+@dataclass(frozen=True, slots=True)
+class GradSlice:
+    """Columns [start, stop) of a row take their gradient from `column` on of output `output`."""
+
+    start: int
+    stop: int
+    output: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGroup:
+    """How one group was pooled ("sum", "mean", "first_n"), and its table's row dim and form."""
+
+    pooling: str
+    slices: tuple[GradSlice, ...]
+    dim: int
+    length: int = 1
+    form: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradGroups:
+    """The groups of one record: where their gradients lie. Made by `per_position` or `pooled`.
+
+    words_GW: numpy int64 [G, words]; counts: positions of each group; kept: what the addresses
+    point into.
+    """
+
+    words_GW: Any
+    counts: tuple[int, ...]
+    forms: tuple[int, ...]
+    scaled: bool
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Gradients of the N positions of a call, in the order of its sorted runs.
+
+    addresses_N: int64 [N], 0 where a position has no gradient; factors_N: float32 or float64 [N],
+    None if all are 1; alignments: bytes that all addresses of a form are multiples of (16 at most).
+    """
+
+    addresses_N: Tensor
+    factors_N: Tensor | None
+    alignments: tuple[int, ...]
+    kept: tuple[Tensor, ...]
+
+
+@triton.jit(do_not_specialize=["n", "bounds", "batch", "steps"])  # type: ignore[untyped-decorator]
+def _find_bags(offsets_ptr, bags_ptr, n, bounds, batch, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    bag = at * 0
+    for step in range(steps):
+        further = bag + ((at * 0 + 1) << (steps - 1 - step))
+        inside = live & (further < bounds)
+        start = tl.load(offsets_ptr + further, mask=inside, other=0)
+        bag = tl.where(inside & (start <= at), further, bag)
+    tl.store(bags_ptr + at, (bag % batch).to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
+def _write_sources(  # type: ignore[no-untyped-def]
+    words_ptr,
+    order_ptr,
+    addresses_ptr,
+    factors_ptr,
+    n,
+    groups,
+    STEPS: tl.constexpr,
+    POOLED: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    position = tl.load(order_ptr + at, mask=live, other=0)
+    splits_ptr = words_ptr + groups.to(tl.int64) * _T_WORDS
+    group = group_of(splits_ptr, groups, position, live, STEPS)
+    words = words_ptr + group * _T_WORDS
+    bag = position - tl.load(splits_ptr + group, mask=live, other=0)
+    address = tl.load(words + _T_BASE, mask=live, other=0)
+    stride = tl.load(words + _T_STRIDE, mask=live, other=0)
+    if POOLED:
+        kind = tl.load(words + _T_KIND, mask=live, other=0)
+        within = position - tl.load(words + _T_WITHIN, mask=live, other=0)
+        bags_ptr = tl.load(words + _T_BAGS, mask=live, other=0).to(tl.pointer_type(tl.int32))
+        found = tl.load(bags_ptr + within, mask=live & (kind > 0), other=0)
+        bag = tl.where(kind > 0, found.to(tl.int64), bag)
+        starts = tl.load(words + _T_OFFSETS, mask=live, other=0).to(tl.pointer_type(tl.int64)) + bag
+        start = tl.load(starts, mask=live & (kind >= _T_MEAN), other=0)
+        lane = tl.where(kind == _T_FIRST_N, within - start, 0)
+        address += lane * tl.load(words + _T_LANE, mask=live, other=0)
+        dropped = (kind == _T_FIRST_N) & (lane >= tl.load(words + _T_LENGTH, mask=live, other=0))
+        stride = tl.where(dropped, 0, stride)
+        address = tl.where(dropped, 0, address)
+    tl.store(addresses_ptr + at, address + bag * stride, mask=live)
+    if FACTORS:
+        real = factors_ptr.dtype.element_ty
+        scale = tl.load(words + _T_SCALE, mask=live, other=0)
+        factor = scale.to(tl.float64, bitcast=True).to(real)
+        if POOLED:
+            weights = tl.load(words + _T_WEIGHTS, mask=live, other=0)
+            weighted = live & (weights != 0)
+            weights_ptr = weights.to(tl.pointer_type(tl.float32)) + within
+            factor *= tl.load(weights_ptr, mask=weighted, other=1.0).to(real)
+            averaged = live & (kind == _T_MEAN)
+            stop = tl.load(starts + 1, mask=averaged, other=1)
+            share = tl.where(averaged, stop - start, 1).to(real)
+            factor = tl.div_rn(factor, share) if real == tl.float32 else factor / share
+        tl.store(factors_ptr + at, factor, mask=live)
+
+
+def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
+    """Each position's bag in its group, int32 [N]; needs no gradient.
+
+    Args:
+        offsets_GB1: int64 [G*B+1] on the device, group-major.
+        batch: B, bags of a group.
+        positions: N, the last offset.
+    """
+    bags_N = torch.empty(positions, dtype=torch.int32, device=offsets_GB1.device)
+    if positions == 0:
+        return bags_N
+    bounds = offsets_GB1.numel() - 1
+    with torch.cuda.device_of(bags_N):  # type: ignore[no-untyped-call]
+        _find_bags[(triton.cdiv(positions, _BLOCK),)](
+            offsets_GB1, bags_N, positions, bounds, batch, search_steps(bounds), BLOCK=_BLOCK
+        )
+    return bags_N
+
+
+def per_position(
+    grads: Sequence[Tensor], *, scale: float = 1.0, forms: Sequence[int] | None = None
+) -> GradGroups:
+    """Groups whose gradient has a row of its own for each position.
+
+    Args:
+        grads: [n_g, D_g] per group, in the row form's `real` dtype.
+        scale: factor on every gradient.
+        forms: row form of each group's table; None means 0.
+    """
+    words = np.zeros((len(grads), _WORDS), dtype=np.int64)
+    kept = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    words[:, _BASE] = [grad.data_ptr() for grad in kept]
+    words[:, _STRIDE] = [grad.stride(0) * grad.element_size() for grad in kept]
+    words[:, _SCALE] = np.float64(scale).view(np.int64)
+    counts = tuple(grad.shape[0] for grad in kept)
+    return GradGroups(words, counts, _forms(forms, len(kept)), scale != 1.0, kept)
+
+
+def pooled(
+    groups: Sequence[PooledGroup],
+    grads: Sequence[Tensor],
+    offsets_GB1: Tensor,
+    counts: Sequence[int],
+    *,
+    bags_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
+    scale: float = 1.0,
+) -> GradGroups:
+    """Groups whose gradient is that of their pooled outputs.
+
+    Args:
+        groups: one per group of the record.
+        grads: [B, width] per output, in the row form's `real` dtype.
+        offsets_GB1: int64 [G*B+1] on the device, group-major.
+        counts: positions of each group, on the host.
+        bags_N: `bags_of` these offsets; found here if None.
+        weights_N: float32 [N] on the device, or None.
+        scale: factor on every gradient.
+    """
+    batch = (offsets_GB1.numel() - 1) // max(len(groups), 1)
+    if bags_N is None:
+        bags_N = bags_of(offsets_GB1, batch, sum(counts))
+    rows = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+    words = np.zeros((len(groups), _WORDS), dtype=np.int64)
+    kept = [bags_N, offsets_GB1, *rows]
+    for line, group in zip(words, groups, strict=True):
+        only = group.slices[0]
+        first_n = group.pooling == "first_n"
+        if len(group.slices) > 1 or only.start > 0 or only.stop < group.dim:
+            source, column, width = flatten_slices(group, rows), 0, group.dim
+            kept.append(source)
+        else:
+            source, column, width = rows[only.output], only.column, only.stop - only.start
+        size = source.element_size()
+        line[_BASE] = source.data_ptr() + column * size
+        line[_STRIDE] = source.stride(0) * size
+        line[_KIND] = _KINDS[group.pooling]
+        line[_LENGTH] = group.length if first_n else 0
+        line[_LANE] = width * size if first_n else 0
+    words[:, _BAGS] = bags_N.data_ptr()
+    words[:, _OFFSETS] = offsets_GB1.data_ptr() + 8 * batch * np.arange(len(groups))
+    if weights_N is not None:
+        words[:, _WEIGHTS] = weights_N.data_ptr()
+        kept.append(weights_N)
+    words[:, _SCALE] = np.float64(scale).view(np.int64)
+    scaled = scale != 1.0 or weights_N is not None or any(g.pooling == "mean" for g in groups)
+    forms = tuple(group.form for group in groups)
+    return GradGroups(words, tuple(counts), forms, scaled, tuple(kept))
+
+
+def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
+    """Gradient of a group's whole rows per bag: [B, D], or [B, length * D] for first_n."""
+    lanes = group.length if group.pooling == "first_n" else 1
+    like = grads[group.slices[0].output]
+    flat_BLD = like.new_zeros(like.shape[0], lanes, group.dim)
+    for part in group.slices:
+        width = part.stop - part.start
+        columns = grads[part.output][:, part.column : part.column + lanes * width]
+        flat_BLD[:, :, part.start : part.stop] += columns.unflatten(1, (lanes, width))
+    return flat_BLD.flatten(1)
+
+
+def sources_of(runs: Runs, records: Sequence[GradGroups], *, wide: bool = False) -> Sources:
+    """Addresses and factors of all positions, in the order of the runs; one launch.
+
+    Args:
+        runs: of the handles of all records, one record after the other.
+        records: as many positions as the runs have.
+        wide: factors in float64, wanted if any row form is float64.
+    """
+    n, device = runs.order_N.numel(), runs.order_N.device
+    lines, splits = _call_words(records)
+    scaled = any(record.scaled for record in records)
+    addresses_N = torch.empty(n, dtype=torch.int64, device=device)
+    dtype = torch.float64 if wide else torch.float32
+    factors_N = torch.empty(n, dtype=dtype, device=device) if scaled else None
+    forms = [form for record in records for form in record.forms]
+    sources = Sources(
+        addresses_N,
+        factors_N,
+        _alignments(lines, forms, len(runs.rooms)),
+        tuple(tensor for record in records for tensor in record.kept),
+    )
+    if n == 0:
+        return sources
+    words = _uploaded(np.concatenate([lines.reshape(-1), splits]), device)
+    with torch.cuda.device_of(addresses_N):  # type: ignore[no-untyped-call]
+        _write_sources[(triton.cdiv(n, _BLOCK),)](
+            words,
+            runs.order_N,
+            addresses_N,
+            addresses_N if factors_N is None else factors_N,
+            n,
+            len(lines),
+            STEPS=search_steps(len(lines)),
+            POOLED=bool((lines[:, _KIND] != _POSITION).any()),
+            FACTORS=scaled,
+            BLOCK=_BLOCK,
+        )
+    return sources
+
+
+def _call_words(records: Sequence[GradGroups]) -> tuple[Any, Any]:
+    """Words of all groups, and where each group's positions begin in the call."""
+    lines = np.concatenate([record.words_GW for record in records])
+    counts = np.array([n for record in records for n in record.counts], dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    at = 0
+    for record in records:
+        groups = len(record.counts)
+        if groups:
+            lines[at : at + groups, _WITHIN] = starts[at]
+        at += groups
+    return lines, starts
+
+
+def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
+    bits = np.bitwise_or.reduce(lines[:, [_BASE, _STRIDE, _LANE]], axis=1)
+    found = [16] * number
+    for form, word in zip(forms, bits.tolist(), strict=True):
+        found[form] = min(found[form], word & -word or 16)
+    return tuple(found)
+
+
+def _uploaded(words: Any, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.from_numpy(words)
+    # Copied from page-locked memory: a plain copy would wait for the device.
+    pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
+    pinned.numpy()[:] = words
+    return pinned.to(device, non_blocking=True)
+
+
+def _forms(forms: Sequence[int] | None, groups: int) -> tuple[int, ...]:
+    return (0,) * groups if forms is None else tuple(forms)

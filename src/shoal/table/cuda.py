@@ -1,0 +1,119 @@
+"""`CudaShard`: the Shard interface in Triton kernels, on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.table.cuda_ticket import CudaTicket
+from shoal.table.cuda_upkeep import CudaUpkeep
+from shoal.table.device_calls import check_counts
+from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
+from shoal.table.spec import TableSpec
+
+__all__ = ["CudaShard", "CudaTicket"]
+
+_MAX_COUNT = (1 << 31) - 1
+
+
+class CudaShard(CudaUpkeep):
+    """Tables in a GPU's memory; see `shoal.table.shard.Shard` for every verb.
+
+    Args:
+        specs: the tables; names must be distinct.
+        seed: with the table's name and the id, the key of every initial value.
+        device: a CUDA device; "cpu" where Triton interprets its kernels.
+
+    Ids, offsets, weights, gradients and results are on the device; splits and tables of groups,
+    exported rows and states are on the CPU. Verbs run in the order of calls, on the stream that
+    is current at the call, and return before the device has run them, except where a docstring
+    says that they wait. Thread-safe. Summation order is fixed.
+
+    Under nan_policy="raise" rows with a non-finite gradient are left as they are by the kernel;
+    NonFiniteGradient is raised by a later verb that knows, at the latest by `check()`.
+
+    Raises:
+        DeviceUnavailable: no such device here, or no Triton.
+        OutOfDeviceMemory: no room for the expected rows.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        seed: int = 0,
+        device: str | torch.device = "cuda",
+    ) -> None:
+        super().__init__(specs, seed=seed, device=device, host_rows=False)
+
+    def find(self, groups: IdGroups) -> Found:
+        """Read rows; never inserts."""
+        with self._turn():
+            shape, call = self._call(groups)
+            return Found(*self._found_rows(shape, call))
+
+    def find_pooled(
+        self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`find`, pooled: one [B, width] per output."""
+        with self._turn():
+            shape, call = self._call(groups)
+            handles_N, _ = self._probe(call)
+            return self._pooled(
+                shape, call, handles_N, plan, offsets_GB1, weights_N, self._last_step, initial=False
+            )
+
+    def find_or_init(
+        self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
+    ) -> CudaTicket:
+        """Probe, decide admission once, insert admitted ids with their initial value.
+
+        Waits for the device only when a table may reach its `capacity_rows`.
+        """
+        with self._turn():
+            shape, call = self._call(groups)
+            check_counts(shape, counts_N, self._device)
+            self._memory.counters.poll()
+            self._tell()
+            handles_N, found_N = self._inserted(shape, call, counts_N, ctx)
+            counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
+            runs = self._side.start(lambda: self._runs_of(handles_N, shape.rooms), handles_N)
+            ticket = CudaTicket(
+                self, groups, shape, handles_N, found_N, counts, ctx.event_time_s, runs
+            )
+            self._live.add(ticket)
+            return ticket
+
+    def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Read the ticket's rows now: one [n_g, D_g] per group."""
+        with self._turn():
+            own = self._own(ticket)
+            call = own.shape.groups(own.groups.ids_N)
+            initial = self._may_lack_rows(own.shape)
+            return self._rows_of(own.shape, call, own.handles_N, ctx.global_step, initial=initial)
+
+    def gather_pooled(
+        self,
+        ticket: object,
+        plan: PoolPlan,
+        offsets_GB1: Tensor,
+        weights_N: Tensor | None,
+        *,
+        ctx: StepContext,
+    ) -> tuple[Tensor, ...]:
+        """Read and pool the ticket's rows now: one [B, width] per output."""
+        with self._turn():
+            own = self._own(ticket)
+            call = own.shape.groups(own.groups.ids_N)
+            return self._pooled(
+                own.shape,
+                call,
+                own.handles_N,
+                plan,
+                offsets_GB1,
+                weights_N,
+                ctx.global_step,
+                initial=self._may_lack_rows(own.shape),
+            )

@@ -1,0 +1,191 @@
+"""What all verbs of a GPU shard share: its memory, its stream, its lock, and what kernels found."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import DeviceUnavailable, NonFiniteGradient, describe
+from shoal.kernels.table_layout import COUNT_NONFINITE, CallGroups, ShardLayout
+from shoal.table import checks, refusals
+from shoal.table.cuda_ticket import CudaTicket, SideStream
+from shoal.table.device_calls import CallShape, CallShapes
+from shoal.table.device_memory import DeviceMemory
+from shoal.table.forms import forms_of
+from shoal.table.native import RateList
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import TableSpec
+
+__all__ = ["CudaCore"]
+
+
+class CudaCore:
+    """The state of a `CudaShard`; see there for the arguments."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        seed: int,
+        device: str | torch.device,
+        host_rows: bool,
+    ) -> None:
+        checks.distinct_names(specs)
+        self._specs = tuple(specs)
+        self._seed = seed
+        self._device = _placed(torch.device(device))
+        self._forms, self._form_of = forms_of(self._specs)
+        self._dims = tuple(spec.dim for spec in self._specs)
+        self._memory = DeviceMemory(
+            self._specs,
+            self._forms,
+            self._form_of,
+            seed=seed,
+            device=self._device,
+            host_rows=host_rows,
+        )
+        self._shapes = CallShapes(self._forms, self._form_of, self._device)
+        self._side = SideStream(self._device)
+        self._live: weakref.WeakSet[CudaTicket] = weakref.WeakSet()
+        self._rate_list = RateList(self._specs)
+        self._rates_kept: tuple[list[float], Tensor] | None = None
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
+        self._epoch = 1
+        self._last_step = 0
+        self._alarmed = False  # the last steps were under nan_policy="raise"
+        self._nonfinite_told = 0
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The tables, in the order their indices name them."""
+        return self._specs
+
+    @property
+    def seed(self) -> int:
+        """Seed of initial values."""
+        return self._seed
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids, rows and gradients are."""
+        return self._device
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update: what reads without a step use (OneBit's scale)."""
+        return self._last_step
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._last_step = step
+
+    @property
+    def _layout(self) -> ShardLayout:
+        return self._memory.layout
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One verb at a time, each after the last one whatever stream that ran on."""
+        with self._lock:
+            if self._device.type == "cuda":
+                stream = torch.cuda.current_stream(self._device)
+                if self._stream is not None and stream != self._stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            yield
+
+    def check(self) -> None:
+        """Wait for the device and raise what its kernels found since the last call.
+
+        Raises:
+            NonFiniteGradient: rows had a NaN or infinite gradient under nan_policy="raise";
+                those rows were left as they were.
+        """
+        with self._turn():
+            counters = self._memory.counters
+            counters.send(self._layout)
+            counters.wait()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Raise for non-finite gradients that the counters at hand show."""
+        found_K = self._memory.counters.known_KC[:, COUNT_NONFINITE]
+        total = int(found_K.sum())
+        if total == self._nonfinite_told:
+            return
+        new, self._nonfinite_told = total - self._nonfinite_told, total
+        if self._alarmed:
+            worst = self._specs[int(np.argmax(found_K))].name
+            raise NonFiniteGradient(
+                describe(
+                    "gradient",
+                    got=f"NaN or infinity for {new} rows, most ever in table {worst!r}",
+                    allowed="finite values under nan_policy='raise'",
+                    remedy="Find the overflow (loss scale, learning rate), or choose "
+                    "nan_policy='skip' or 'clip'. Those rows were left as they were.",
+                )
+            )
+
+    def _call(self, groups: IdGroups) -> tuple[CallShape, CallGroups]:
+        shape = self._shapes.of(groups)
+        return shape, shape.groups(groups.ids_N)
+
+    def _own(self, ticket: object) -> CudaTicket:
+        if not isinstance(ticket, CudaTicket) or ticket.shard is not self or not ticket.live:
+            raise refusals.foreign_ticket()
+        return ticket
+
+    def _live_tickets(self) -> list[CudaTicket]:
+        return [ticket for ticket in self._live if ticket.live]
+
+    def _rates(self, ctx: StepContext) -> Tensor:
+        """Rates of every table's segments, float64 [K, most segments]; sent when they change."""
+        checks.rates(ctx, self._specs)
+        flat = self._rate_list.at(ctx.global_step, ctx.learning_rates)
+        if self._rates_kept is None or self._rates_kept[0] != flat:
+            widest = max(len(spec.segments) for spec in self._specs)
+            rates_KR = torch.zeros(len(self._specs), widest, dtype=torch.float64)
+            at = 0
+            for k, spec in enumerate(self._specs):
+                count = len(spec.segments)
+                rates_KR[k, :count] = torch.tensor(flat[at : at + count], dtype=torch.float64)
+                at += count
+            if self._device.type == "cuda":
+                rates_KR = rates_KR.pin_memory().to(self._device, non_blocking=True)
+            self._rates_kept = (flat, rates_KR)
+        return self._rates_kept[1]
+
+
+def _placed(device: torch.device) -> torch.device:
+    """The device with its number; the CPU only where kernels are interpreted."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceUnavailable(
+                describe(
+                    "device of a GPU shard",
+                    got=str(device),
+                    allowed="a CUDA device that torch sees",
+                    remedy="Use device='cpu', or install a CUDA build of torch on a GPU machine.",
+                )
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.device("cuda", index)
+    import triton  # type: ignore[import-untyped]
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return device
+    raise DeviceUnavailable(
+        describe(
+            "device of a GPU shard",
+            got=str(device),
+            allowed="cuda, or cpu where Triton interprets its kernels",
+            remedy="Use CpuShard, or set TRITON_INTERPRET=1 before triton is imported.",
+        )
+    )

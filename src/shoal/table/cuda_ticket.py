@@ -1,0 +1,117 @@
+"""`CudaTicket`: rows of one training lookup in a GPU shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.grad_sources import bags_of
+from shoal.kernels.runs import Runs
+from shoal.table.device_calls import CallShape
+from shoal.table.shard import IdGroups
+
+__all__ = ["CudaTicket", "SideStream"]
+
+
+class SideStream:
+    """A stream beside the shard's, for work that only the step needs; none when interpreted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, work: Callable[[], Runs], handles_N: Tensor) -> Callable[[], Runs]:
+        """Start work on the side that reads `handles_N`.
+
+        The returned call makes the stream that is then current wait for it, and gives the result.
+        """
+        side = self._stream
+        if side is None:
+            done_already = work()
+            return lambda: done_already
+        # Side work starts after all that was launched before, so what an earlier step freed is
+        # not written while that step still reads it.
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            made = work()
+            done = torch.cuda.Event()
+            done.record(side)
+        handles_N.record_stream(side)
+
+        def joined() -> Runs:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            return made
+
+        return joined
+
+
+class CudaTicket:
+    """See `shoal.table.shard.Ticket`; ends with this object at the latest.
+
+    Args:
+        shard: who issued it.
+        groups, shape: the call.
+        handles_N: int32 [N] on the device, -1 where the id has no row.
+        found_N: bool [N] on the device.
+        counts_N: int32 [N] occurrences on the device, or None: 1 each.
+        event_time_s: when the lookup happened.
+        runs: joins the runs of `handles_N`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bags",
+        "_found_N",
+        "counts_N",
+        "event_time_s",
+        "groups",
+        "handles_N",
+        "live",
+        "runs",
+        "shape",
+        "shard",
+    )
+
+    def __init__(
+        self,
+        shard: object,
+        groups: IdGroups,
+        shape: CallShape,
+        handles_N: Tensor,
+        found_N: Tensor,
+        counts_N: Tensor | None,
+        event_time_s: int,
+        runs: Callable[[], Runs],
+    ) -> None:
+        self.shard = shard
+        self.groups = groups
+        self.shape = shape
+        self.handles_N = handles_N
+        self._found_N = found_N
+        self.counts_N = counts_N
+        self.event_time_s = event_time_s
+        self.runs = runs
+        self.live = True
+        self._bags: tuple[Tensor, Tensor] | None = None
+
+    def bags_of(self, offsets_GB1: Tensor, bags: int) -> Tensor:
+        """Each position's bag, int32 [N]; found once for the same offsets."""
+        if self._bags is None or self._bags[0] is not offsets_GB1:
+            self._bags = (offsets_GB1, bags_of(offsets_GB1, bags, self.shape.splits[-1]))
+        return self._bags[1]
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N] on the shard's device: the id has a row."""
+        return self.handles_N >= 0
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N] on the shard's device: the id had a row before this lookup."""
+        return self._found_N
+
+    def end(self) -> None:
+        """Release the rows; a second call does nothing."""
+        self.live = False

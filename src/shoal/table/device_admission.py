@@ -1,0 +1,282 @@
+"""Which ids of a GPU shard get a row: its tables' counters of sights, and the decision.
+
+Sights of a call are added first, then each id is decided on its total. Nothing waits for the
+device but `state` and `load`. An exact index grows by a bound that the host can prove: the slots
+it had taken when the device was last heard of, and the ids handed in since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShapeError, describe
+from shoal.hashing import salt, to_signed
+from shoal.kernels import sights
+from shoal.kernels.refusals import count_refused
+from shoal.kernels.sight_index import SIDE_CELLS, move_sights
+from shoal.kernels.table_layout import EMPTY_KEY, ERASED_KEY, CallGroups
+from shoal.kernels.transfer import sent
+from shoal.rules.admission import Admission
+from shoal.table.shard import AdmissionState
+from shoal.table.slot_values import SlotValues
+
+__all__ = ["Sights", "count_refused"]
+
+_FIRST_SLOTS = 1 << 10
+_LOAD = 0.75
+_LARGEST_COUNT = (1 << 32) - 1
+_SIDE_IDS = torch.tensor([EMPTY_KEY, ERASED_KEY])
+
+
+class _Exact:
+    """Index of one table. `taken` bounds its slots that are not empty, `erased` those that could
+    be again, from below.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        cells = slots + SIDE_CELLS
+        self.slots = slots
+        self.keys = torch.full((cells,), EMPTY_KEY, dtype=torch.int64, device=device)
+        self.cells = torch.zeros(cells, dtype=torch.int32, device=device)
+        self.taken = 0
+        self.erased = 0
+
+
+@dataclass
+class _Report:
+    """Tallies on their way to the host, and the ids handed in to each table since."""
+
+    tallies_KC: Tensor
+    arrived: torch.cuda.Event | None
+    since: dict[int, int] = field(default_factory=dict)
+
+
+class Sights:
+    """Counters of sights of all tables of a shard; not thread-safe.
+
+    Args:
+        tables: name and rule of each table, in the shard's order; None admits at first sight.
+        device: where the shard is.
+    """
+
+    def __init__(
+        self, tables: Sequence[tuple[str, Admission | None]], device: torch.device | str
+    ) -> None:
+        self._device = torch.device(device)
+        self._names = [name for name, _ in tables]
+        self._rules = [rule or Admission() for _, rule in tables]
+        self._values = [_needed(rule, self._device) for rule in self._rules]
+        self._kinds = [_kind(rule) for rule in self._rules]
+        self._exact = {
+            table: _Exact(_FIRST_SLOTS, self._device) for table in self._all(sights.EXACT)
+        }
+        self._sketches = {
+            table: torch.zeros(
+                self._rules[table].sketch_depth * self._rules[table].sketch_width,
+                dtype=torch.int32,
+                device=self._device,
+            )
+            for table in self._all(sights.SKETCH)
+        }
+        words = [self._words(table) for table in range(len(tables))]
+        self._tables = sights.SightTables(
+            torch.tensor(words, dtype=torch.int64).reshape(-1, sights.SIGHT_WORDS).to(self._device),
+            torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
+            max((self._rules[table].sketch_depth for table in self._sketches), default=0),
+        )
+        self._report: _Report | None = None
+
+    def add(
+        self,
+        call: CallGroups,
+        counts_N: Tensor | None,
+        wanted_N: Tensor,
+        sizes: Mapping[int, int],
+    ) -> Tensor:
+        """Add a call's sights and decide: bool [N], which ids may have a row.
+
+        Args:
+            counts_N: int64 [N], sights that each position stands for; None: 1 each.
+            wanted_N: bool [N], ids without a row; others are neither counted nor admitted.
+            sizes: table -> ids of the call that are its own; a host's upper bound will do.
+        """
+        if not self.counts_any(sizes):
+            return wanted_N
+        self._hear()
+        for table in sizes.keys() & self._exact.keys():
+            self._make_room(table, sizes[table])
+        sights.add_sights(self._tables, call, counts_N, wanted_N)
+        self._ask()
+        return sights.admit(self._tables, call, wanted_N)
+
+    def undo(self, call: CallGroups, counts_N: Tensor | None, wanted_N: Tensor) -> None:
+        """Take back what `add` with these arguments counted, for a call that is refused."""
+        sights.add_sights(self._tables, call, counts_N, wanted_N, undo=True)
+
+    def forget(self, call: CallGroups, admitted_N: Tensor) -> None:
+        """Free what is kept of ids that get a row; a sketch keeps all."""
+        if self._exact:
+            sights.forget_sights(self._tables, call, admitted_N)
+
+    def counts_any(self, tables: Mapping[int, int]) -> bool:
+        """Whether any of these tables may refuse an id."""
+        return any(self._kinds[table] != sights.NONE for table in tables)
+
+    def nbytes(self, table: int) -> int:
+        """Bytes on the device that a table's counters take."""
+        if table in self._exact:
+            return self._exact[table].keys.nbytes + self._exact[table].cells.nbytes
+        return self._sketches[table].nbytes if table in self._sketches else 0
+
+    def clear(self, table: int) -> None:
+        """Forget all sights of a table."""
+        if table in self._exact:
+            self._replace(table, _Exact(_FIRST_SLOTS, self._device))
+        if table in self._sketches:
+            self._sketches[table].zero_()
+
+    def state(self, table: int) -> AdmissionState:
+        """Sights of a table's ids, on the CPU; pairs in the order of ids."""
+        empty_P = torch.empty(0, dtype=torch.int64)
+        if table in self._sketches:
+            return AdmissionState(empty_P, empty_P, self._sketches[table].cpu().numpy().tobytes())
+        if table not in self._exact:
+            return AdmissionState(empty_P, empty_P, b"")
+        exact = self._exact[table]
+        pairs = exact.slots + len(_SIDE_IDS)
+        counts = exact.cells[:pairs].cpu().to(torch.int64) & _LARGEST_COUNT
+        ids = torch.cat([exact.keys[: exact.slots].cpu(), _SIDE_IDS])
+        kept = counts != 0
+        ids_P, order_P = ids[kept].sort()
+        return AdmissionState(ids_P, counts[kept][order_P], b"")
+
+    def load(self, table: int, state: AdmissionState) -> None:
+        """Restore what `state` returned.
+
+        Raises:
+            ShapeError: a sketch where the rule counts exactly, or of another size.
+        """
+        sketch = self._sketches.get(table)
+        expected = 0 if sketch is None else sketch.nbytes
+        if len(state.cells) != expected:
+            raise ShapeError(
+                describe(
+                    f"admission counters of table {self._names[table]!r}",
+                    got=f"a sketch of {len(state.cells)} bytes",
+                    allowed=f"{expected} bytes",
+                    remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
+                )
+            )
+        if sketch is not None:
+            sketch.copy_(torch.frombuffer(bytearray(state.cells), dtype=torch.int32))
+        elif table in self._exact:
+            self._load_pairs(table, state.ids, state.counts)
+
+    def _load_pairs(self, table: int, ids_P: Tensor, counts_P: Tensor) -> None:
+        counts_P = counts_P.clamp(max=_LARGEST_COUNT).to(torch.int32)
+        source = _Exact(len(ids_P), self._device)
+        side = ids_P <= ERASED_KEY
+        source.keys[: len(ids_P)] = ids_P.to(self._device)
+        source.cells[: len(ids_P)] = counts_P.to(self._device)
+        source.cells[(len(ids_P) + (ids_P[side] & 1)).to(self._device)] = counts_P[side].to(
+            self._device
+        )
+        source.taken = len(ids_P)
+        self._rebuild(table, source, 0)
+
+    def _all(self, kind: int) -> list[int]:
+        return [table for table, own in enumerate(self._kinds) if own == kind]
+
+    def _words(self, table: int) -> list[int]:
+        words = [0] * sights.SIGHT_WORDS
+        rule, values = self._rules[table], self._values[table]
+        words[sights.SIGHT_KIND] = self._kinds[table]
+        words[sights.SIGHT_SALT] = to_signed(salt(self._names[table]))
+        words[sights.SIGHT_VALUES] = values.values_L.data_ptr()
+        words[sights.SIGHT_SHIFT], words[sights.SIGHT_SLOTS] = values.shift, values.mask
+        if table in self._exact:
+            exact = self._exact[table]
+            words[sights.SIGHT_KEYS] = exact.keys.data_ptr()
+            words[sights.SIGHT_CELLS] = exact.cells.data_ptr()
+            words[sights.SIGHT_MASK] = exact.slots - 1
+        if table in self._sketches:
+            words[sights.SIGHT_CELLS] = self._sketches[table].data_ptr()
+            words[sights.SIGHT_MASK] = rule.sketch_width - 1
+            words[sights.SIGHT_DEPTH] = rule.sketch_depth
+        return words
+
+    def _make_room(self, table: int, new: int) -> None:
+        exact = self._exact[table]
+        if exact.taken + new > _LOAD * exact.slots:
+            self._rebuild(table, exact, new)
+        self._exact[table].taken += new
+        if self._report is not None:
+            self._report.since[table] = self._report.since.get(table, 0) + new
+
+    def _rebuild(self, table: int, source: _Exact, new: int) -> None:
+        """Put a table's counts into a fresh index with room for as many again and `new` more."""
+        kept = source.taken - source.erased
+        slots = _FIRST_SLOTS
+        while kept + new > _LOAD / 2 * slots:
+            slots *= 2
+        index = _Exact(slots, self._device)
+        index.taken = kept
+        self._replace(table, index)
+        move_sights(
+            source.keys,
+            source.cells,
+            index.keys,
+            index.cells,
+            self._tables.tallies_KC[table],
+            to_signed(salt(self._names[table])),
+        )
+
+    def _replace(self, table: int, index: _Exact) -> None:
+        self._exact[table] = index
+        self._tables.words_KW[table] = sent(self._words(table), self._device)
+        self._tables.tallies_KC[table].zero_()
+        # Tallies under way are of the index that was.
+        self._report = None
+
+    def _ask(self) -> None:
+        """Send tallies to the host, unless some are on their way."""
+        if self._report is not None:
+            return
+        tallies_KC = self._tables.tallies_KC
+        if tallies_KC.device.type != "cuda":
+            self._report = _Report(tallies_KC.clone(), None)
+            return
+        host_KC = torch.empty(tallies_KC.shape, dtype=torch.int64, pin_memory=True)
+        host_KC.copy_(tallies_KC, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(tallies_KC.device))
+        self._report = _Report(host_KC, arrived)
+
+    def _hear(self) -> None:
+        """Tighten the bounds by tallies that have arrived."""
+        report = self._report
+        if report is None:
+            return
+        if report.arrived is not None and not report.arrived.query():  # type: ignore[no-untyped-call]
+            return
+        for table, exact in self._exact.items():
+            taken, exact.erased = report.tallies_KC[table].tolist()
+            exact.taken = taken + report.since.get(table, 0)
+        self._report = None
+
+
+def _kind(rule: Admission) -> int:
+    """Which counter a rule needs: none if every id gets a row at first sight."""
+    slots = [-1, *(slot for slot, _ in rule.per_slot)]
+    if all(rule.required(slot) <= 1 for slot in slots):
+        return sights.NONE
+    return sights.SKETCH if rule.counter == "sketch" else sights.EXACT
+
+
+def _needed(rule: Admission, device: torch.device) -> SlotValues:
+    pairs = [(slot, rule.required(slot)) for slot, _ in rule.per_slot]
+    return SlotValues(rule.required(-1), pairs, rule.fid_layout, device)

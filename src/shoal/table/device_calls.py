@@ -1,0 +1,270 @@
+"""Checks of what crosses into a GPU shard, and the device's view of a call's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.kernels.row_form import RowForm
+from shoal.kernels.table_layout import CallGroups
+from shoal.kernels.transfer import sent
+from shoal.table.shard import IdGroups
+
+__all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "check_rows"]
+
+_SHAPES_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """Everything about a call's groups but the ids: equal for batches of equal sizes.
+
+    Args:
+        splits, tables: the groups, on the host.
+        splits_G1, tables_G: the same on the device.
+        new_K: ids of each table.
+        rooms: ids of each row form of the shard.
+        forms: form indices that occur, rising.
+        starts_FG: per form that occurs, int64 [G] on the device: the row of the form's output
+            that takes a group's first row; -1 for groups of other forms.
+        firsts: per group, (form's place in `forms`, first row).
+    """
+
+    splits: tuple[int, ...]
+    tables: tuple[int, ...]
+    splits_G1: Tensor
+    tables_G: Tensor
+    new_K: NDArray[np.int64]
+    rooms: tuple[int, ...]
+    forms: tuple[int, ...]
+    starts_FG: tuple[Tensor, ...]
+    firsts: tuple[tuple[int, int], ...]
+
+    def groups(self, ids_N: Tensor) -> CallGroups:
+        """The groups of these ids as kernels take them."""
+        return CallGroups(ids_N, self.splits_G1, self.tables_G)
+
+
+class CallShapes:
+    """Makes `CallShape`s and keeps those of late, so that steady batches send nothing.
+
+    Args:
+        forms, form_of: the shard's row forms, and the index of each table's.
+        device: the shard's.
+    """
+
+    def __init__(
+        self, forms: Sequence[RowForm], form_of: Sequence[int], device: torch.device
+    ) -> None:
+        self._forms = tuple(forms)
+        self._form_of = tuple(form_of)
+        self._device = device
+        self._kept: dict[bytes, CallShape] = {}
+
+    def of(self, groups: IdGroups) -> CallShape:
+        """Check ids, splits and tables of a call; its shape.
+
+        Raises:
+            DTypeError: ids that are not int64 on the shard's device.
+            ShapeError: splits or tables that do not fit.
+        """
+        self._check_ids(groups.ids_N)
+        splits_G1, tables_G = groups.splits_G1, groups.tables_G
+        if splits_G1.device.type != "cpu" or tables_G.device.type != "cpu":
+            raise _placed("splits and tables of groups", splits_G1, "cpu")
+        if splits_G1.dtype is not torch.int64 or tables_G.dtype is not torch.int32:
+            raise _typed(splits_G1, tables_G)
+        key = splits_G1.numpy().tobytes() + b"|" + tables_G.numpy().tobytes()
+        shape = self._kept.get(key)
+        if shape is None:
+            shape = self._made(splits_G1.contiguous(), tables_G.contiguous())
+            if len(self._kept) >= _SHAPES_KEPT:
+                self._kept.clear()
+            self._kept[key] = shape
+        if shape.splits[-1] != groups.ids_N.numel():
+            raise _unfit(shape.splits, shape.tables, len(self._form_of), groups.ids_N.numel())
+        return shape
+
+    def _check_ids(self, ids_N: Tensor) -> None:
+        if ids_N.dtype is not torch.int64 or ids_N.device != self._device:
+            raise _placed("ids", ids_N, str(self._device))
+        if ids_N.dim() != 1 or not ids_N.is_contiguous():
+            raise ShapeError(
+                describe(
+                    "ids",
+                    got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
+                    allowed="one contiguous dimension",
+                    remedy="Flatten with .reshape(-1).contiguous().",
+                )
+            )
+
+    def _made(self, splits_G1: Tensor, tables_G: Tensor) -> CallShape:
+        count = tables_G.numel()
+        splits, tables = tuple(splits_G1.tolist()), tuple(tables_G.tolist())
+        if len(splits) != count + 1:
+            raise _unfit(splits, tables, len(self._form_of), None)
+        try:
+            _core.Groups(
+                splits[-1],
+                count,
+                0,
+                splits_G1.data_ptr(),
+                tables_G.data_ptr(),
+                len(self._form_of),
+            )
+        except ValueError:
+            raise _unfit(splits, tables, len(self._form_of), None) from None
+        sizes_G = np.diff(np.array(splits, dtype=np.int64))
+        new_K = np.zeros(len(self._form_of), dtype=np.int64)
+        np.add.at(new_K, np.array(tables, dtype=np.int64), sizes_G)
+        forms = tuple(sorted({self._form_of[k] for k in tables}))
+        starts = {form: [-1] * count for form in forms}
+        rooms = [0] * len(self._forms)
+        firsts = []
+        for g, k in enumerate(tables):
+            form = self._form_of[k]
+            starts[form][g] = rooms[form]
+            firsts.append((forms.index(form), rooms[form]))
+            rooms[form] += int(sizes_G[g])
+        return CallShape(
+            splits=splits,
+            tables=tables,
+            splits_G1=sent(splits_G1, self._device),
+            tables_G=sent(tables_G, self._device),
+            new_K=new_K,
+            rooms=tuple(rooms),
+            forms=forms,
+            starts_FG=tuple(sent(starts[form], self._device) for form in forms),
+            firsts=tuple(firsts),
+        )
+
+
+def check_counts(shape: CallShape, counts_N: Tensor | None, device: torch.device) -> None:
+    """Check occurrence counts against ids; what they hold is clamped to 0..2^31-1 in kernels."""
+    if counts_N is None:
+        return
+    if counts_N.dtype is not torch.int64 or counts_N.device != device:
+        raise _placed("counts", counts_N, str(device))
+    if counts_N.shape != (shape.splits[-1],) or not counts_N.is_contiguous():
+        raise ShapeError(
+            describe(
+                "counts",
+                got=tuple(counts_N.shape),
+                allowed=f"one per id, {shape.splits[-1]}",
+                remedy="Leave counts out when each position stands for one sight.",
+            )
+        )
+
+
+def check_bags(
+    shape: CallShape, offsets_GB1: Tensor, weights_N: Tensor | None, device: torch.device
+) -> int:
+    """Check bag offsets and weights of a pooled call; returns B. What they hold is not read."""
+    if offsets_GB1.dtype is not torch.int64 or offsets_GB1.device != device:
+        raise _placed("offsets", offsets_GB1, str(device))
+    count, cells = len(shape.tables), offsets_GB1.numel() - 1
+    if cells < 0 or offsets_GB1.dim() != 1 or (cells if count == 0 else cells % count):
+        raise ShapeError(
+            describe(
+                "offsets",
+                got=f"{offsets_GB1.numel()} values for {count} groups",
+                allowed="G * B + 1",
+                remedy="Concatenate one row of B lengths per group, then take the running sum.",
+            )
+        )
+    n = shape.splits[-1]
+    if weights_N is not None and (
+        weights_N.dtype is not torch.float32
+        or weights_N.shape != (n,)
+        or not weights_N.is_contiguous()
+        or weights_N.device != device
+    ):
+        raise ShapeError(
+            describe(
+                "weights of ids",
+                got=f"{weights_N.dtype} {tuple(weights_N.shape)} on {weights_N.device}",
+                allowed=f"contiguous torch.float32 ({n},) on {device}",
+                remedy="Give one float32 weight per id.",
+            )
+        )
+    return cells // count if count else 0
+
+
+def check_rows(
+    values: Sequence[Tensor],
+    shapes: Sequence[tuple[tuple[int, int], torch.dtype]],
+    device: torch.device,
+) -> list[Tensor]:
+    """Check rows handed to a shard; returns them contiguous."""
+    if len(values) != len(shapes):
+        raise ShapeError(
+            describe(
+                "tensors of rows",
+                got=len(values),
+                allowed=len(shapes),
+                remedy="Give one tensor per group (or per output of the plan).",
+            )
+        )
+    ready = []
+    for value, (shape, dtype) in zip(values, shapes, strict=True):
+        if tuple(value.shape) != shape:
+            raise ShapeError(
+                describe(
+                    "rows",
+                    got=tuple(value.shape),
+                    allowed=shape,
+                    remedy="One row per id, as wide as its table (or output).",
+                )
+            )
+        if value.dtype != dtype or value.device != device:
+            raise DTypeError(
+                describe(
+                    "rows",
+                    got=f"{value.dtype} on {value.device}",
+                    allowed=f"{dtype} on {device}",
+                    remedy=f"Convert with .to({str(device)!r}, {dtype}).",
+                )
+            )
+        ready.append(value.detach().contiguous())
+    return ready
+
+
+def _placed(what: str, got: Tensor, where: str) -> DTypeError:
+    return DTypeError(
+        describe(
+            what,
+            got=f"{got.dtype} on {got.device}",
+            allowed=f"torch.int64 on {where}",
+            remedy=f"Convert with .to({where!r}, torch.int64).",
+        )
+    )
+
+
+def _typed(splits_G1: Tensor, tables_G: Tensor) -> ShapeError:
+    return ShapeError(
+        describe(
+            "groups",
+            got=f"splits of {splits_G1.dtype}, tables of {tables_G.dtype}",
+            allowed="int64 splits and int32 table indices",
+            remedy="Give each group of ids one table index.",
+        )
+    )
+
+
+def _unfit(splits: Sequence[int], tables: Sequence[int], known: int, ids: int | None) -> InputError:
+    rest = "" if ids is None else f", {ids} ids"
+    return ShapeError(
+        describe(
+            "groups",
+            got=f"splits {list(splits)[:8]}, tables {list(tables)[:8]}{rest}",
+            allowed=f"G + 1 splits rising from 0 to the number of ids, tables 0..{known - 1}",
+            remedy="Build the splits as a running sum of group sizes.",
+        )
+    )

@@ -1,0 +1,85 @@
+"""Which shard serves a device, and whether the device is here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from shoal.errors import ConfigError, DeviceUnavailable, describe
+from shoal.table.shard import Shard
+from shoal.table.spec import TableSpec
+
+__all__ = ["make_shard", "resolve_device"]
+
+_KNOWN = "cpu, cuda, cuda:N"
+
+
+def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu") -> Shard:
+    """Make the shard that hosts some tables on a device: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: no such device.
+        DeviceUnavailable: torch finds no such GPU, or Triton is not installed.
+    """
+    where = _parsed(device)
+    # Each shard is imported here only: specs and rules work where its machinery is missing.
+    if where.type == "cpu":
+        from shoal.table.cpu import CpuShard
+
+        return CpuShard(specs, seed=seed)
+    missing = _missing(where)
+    if missing is not None:
+        raise missing
+    cuda = importlib.import_module("shoal.table.cuda")
+    return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device))
+
+
+def resolve_device(device: str) -> str:
+    """The device that "auto" means here: "cuda" where tables can live on it, else "cpu".
+
+    Other names are returned as they are.
+    """
+    if device != "auto":
+        return device
+    return "cpu" if _missing(torch.device("cuda")) is not None else "cuda"
+
+
+def _parsed(device: str) -> torch.device:
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        remedy = "Name the kind of device, and the number of a GPU if there are several."
+        got = repr(device)
+        raise ConfigError(describe("device of a table", got=got, allowed=_KNOWN, remedy=remedy))
+    return where
+
+
+def _missing(where: torch.device) -> DeviceUnavailable | None:
+    """What a CUDA shard would lack here."""
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            got = f"torch {torch.__version__}, a build without CUDA"
+            remedy = "Install a CUDA build of torch (pytorch.org says which), or use device='cpu'."
+        else:
+            got = f"torch for CUDA {torch.version.cuda} that finds no GPU"
+            remedy = "Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or use device='cpu'."
+        return _unavailable(where, got, "torch with a CUDA device", remedy)
+    count = torch.cuda.device_count()
+    if where.index is not None and where.index >= count:
+        allowed = ", ".join(f"cuda:{index}" for index in range(count))
+        return _unavailable(where, f"{count} GPUs", allowed, "Name one of those.")
+    if importlib.util.find_spec("triton") is None:
+        remedy = "pip install triton, or use device='cpu'."
+        return _unavailable(where, "no Triton", "torch and Triton", remedy)
+    return None
+
+
+def _unavailable(where: torch.device, got: str, allowed: str, remedy: str) -> DeviceUnavailable:
+    what = f"tables on device {str(where)!r}"
+    return DeviceUnavailable(describe(what, got=got, allowed=allowed, remedy=remedy))

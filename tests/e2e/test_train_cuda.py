@@ -1,0 +1,83 @@
+"""A run on a GPU: the metrics of the same run on the CPU, and folders that both can read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from shoal import config, train
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flights.yaml"
+# Without dropout both devices draw nothing, so that they differ by rounding alone.
+SMALL = (
+    "data.split=2013-02-01",
+    "eval.max_examples=6000",
+    "tables.default.dim=4",
+    "model.hidden=[16]",
+    "model.dropout=0",
+    "data.epochs=1",
+)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def run(folder: Path, *more: str) -> train.RunResult:
+    settings = config.load(EXAMPLE, [*SMALL, f"output.dir={folder}", *more])
+    return train.run(settings, console=console())
+
+
+def assert_close(ours: Mapping[str, Mapping[str, float]], want: Mapping[str, Mapping[str, float]]):
+    assert list(ours) == list(want)
+    for name, sheet in want.items():
+        for figure in ("auc", "log_loss", "calibration"):
+            assert ours[name][figure] == pytest.approx(sheet[figure], abs=2e-3), (name, figure)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, train.RunResult]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {device: run(folder, f"device={device}") for device in ("cpu", "cuda")}
+
+
+def test_metrics_do_not_depend_on_the_device(runs: dict[str, train.RunResult]):
+    assert_close(runs["cuda"].metrics, runs["cpu"].metrics)
+    assert runs["cuda"].rows == runs["cpu"].rows
+
+
+@pytest.mark.parametrize(("trained", "judged"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_folder_is_read_on_either_device(
+    runs: dict[str, train.RunResult], tmp_path: Path, trained: str, judged: str
+):
+    result = runs[trained]
+    again = train.evaluate(str(result.folder), [f"device={judged}"], console=console())
+    assert_close(again, result.metrics)
+    out = train.predict(
+        str(result.folder), [f"device={judged}"], out=tmp_path / "p.parquet", console=console()
+    )
+    rows = pq.read_table(out)
+    mean = sum(rows["prediction"].to_pylist()) / rows.num_rows
+    assert mean == pytest.approx(result.metrics["deepfm"]["mean_prediction"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("amp=float16", "clip_norm=1.0"),
+        ("amp=bfloat16",),
+        ("accumulation=2", "nan_policy=skip"),
+        ("dense_optimizer.kind=adagrad",),
+    ],
+)
+def test_other_ways_to_step(tmp_path: Path, more: tuple[str, ...]):
+    result = run(tmp_path, "device=auto", *more)
+    assert result.metrics["deepfm"]["auc"] > 0.55
+    assert "device: auto" in (result.folder / "config.yaml").read_text()
