@@ -42,7 +42,7 @@ class ChunkLender(Protocol):
     def layout(self) -> ShardLayout: ...
 
     @property
-    def chunk_count(self) -> int:
+    def chunks(self) -> int:
         """Chunks present; numbers of chunks are below."""
         ...
 
@@ -146,7 +146,7 @@ class RowCache:
         base = self._memory.lend(np.concatenate(columns, axis=1)) << CHUNK_BITS if first else 0
         self._storage = storage
         return row_cache.new_maps(
-            self._memory.chunk_count << CHUNK_BITS,
+            self._memory.chunks << CHUNK_BITS,
             base,
             tuple(pools),
             self._device,
@@ -174,7 +174,7 @@ class RowCache:
 
     def _follow(self) -> None:
         """Cover chunks that the shard has added."""
-        handles = self._memory.chunk_count << CHUNK_BITS
+        handles = self._memory.chunks << CHUNK_BITS
         known = self._maps.payload_H
         if handles > known.numel():
             longer = row_cache.resized(known, max(handles, known.numel() * 5 // 4))
