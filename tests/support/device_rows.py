@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from shoal.table.spec import Segment, TableSpec
 
 from .device_tables import DeviceTables, TableSize, make_tables
 
-__all__ = ["DEVICES", "DTYPES", "DeviceRows", "cpu_shard", "draw_ids", "form_of", "plain_table"]
+__all__ = ["DEVICES", "DTYPES", "DeviceRows", "draw_ids", "form_of", "plain_table"]
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu)
@@ -130,12 +129,3 @@ class DeviceRows:
 def plain_table(name: str, dim: int, dtype: str = "float32") -> TableSpec:
     """A table of one uniform segment."""
     return TableSpec(name=name, segments=(Segment(dim=dim),), dtype=dtype)  # type: ignore[arg-type]
-
-
-def cpu_shard(specs: Sequence[TableSpec], seed: int) -> Any:
-    """The compiled core over the same tables; skips the test where it is not built."""
-    try:
-        from shoal.table.cpu import CpuShard
-    except ImportError:
-        pytest.skip("the compiled core is not built")
-    return CpuShard(specs, seed=seed)

@@ -27,13 +27,13 @@ from shoal.rules.initializers import (
 from shoal.rules.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
 from shoal.rules.philox import column_words, stream_key
 from shoal.rules.rounding import stochastic_round
+from shoal.table.cpu import CpuShard
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.device_rows import (
     DEVICES,
     DTYPES,
     DeviceRows,
-    cpu_shard,
     draw_ids,
     form_of,
     plain_table,
@@ -103,7 +103,7 @@ def test_new_rows_start_as_the_rules_say(device: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_compiled_core_stores_and_reads_the_same(device: str, dtype: str) -> None:
     spec = mixed(dtype, compressed=True)
-    core = cpu_shard([spec], SEED)
+    core = CpuShard([spec], seed=SEED)
     shard = DeviceRows.make([spec], device, SEED)
     ids = draw_ids(64)
     groups = IdGroups(

@@ -14,9 +14,10 @@ from shoal.kernels.row_read import gather
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, OneBit
 from shoal.rules.initializers import Normal, Uniform
+from shoal.table.cpu import CpuShard
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice, StepContext
 from shoal.table.spec import Segment, TableSpec
-from support.device_rows import DEVICES, DeviceRows, cpu_shard, draw_ids, plain_table
+from support.device_rows import DEVICES, DeviceRows, draw_ids, plain_table
 from support.pooling import pool_rows
 
 SEED = 11
@@ -210,9 +211,9 @@ def test_random_plans_equal_the_compiled_core(device: str, seed: int) -> None:
     ctx = StepContext(global_step=3)
     for initial in (False, True):
         own = [TableSpec(**{**vars_of(spec), "admission": refusing}) for spec in specs]
-        shard = cpu_shard(own, SEED)
+        shard = CpuShard(own, seed=SEED)
         for k, spec in enumerate(specs):
-            other = cpu_shard([spec], SEED)
+            other = CpuShard([spec], seed=SEED)
             one = torch.tensor(ids), torch.tensor([0, 25]), torch.tensor([0], dtype=torch.int32)
             other.find_or_init(IdGroups(*one), ctx=ctx).end()
             shard.load(k, other.export(0))

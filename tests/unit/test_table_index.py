@@ -65,7 +65,10 @@ class Index:
         """Insert and check; returns the handles."""
         keys = [(table, id_) for table, ids in groups for id_ in ids]
         handles, found = self.probe(groups, insert=True, wanted=wanted)
-        assert found == [id_ in self.rows[table] for table, id_ in keys]
+        everywhere: dict[tuple[int, int], bool] = {}
+        for key, met in zip(keys, found, strict=True):
+            everywhere[key] = everywhere.get(key, True) and met
+        assert everywhere == {(table, id_): id_ in self.rows[table] for table, id_ in keys}
         asks = [True] * len(keys) if wanted is None else wanted
         asked = {key for key, asks_too in zip(keys, asks, strict=True) if asks_too}
         got: dict[tuple[int, int], int] = {}

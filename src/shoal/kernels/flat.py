@@ -9,6 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.rows import sum_runs
 from shoal.kernels.transfer import sent
 
@@ -79,7 +80,7 @@ def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) 
     if not any(part.numel() for part in rows):
         return rows
     block, device = 1024, flat_E.device
-    blocks = _splits([triton.cdiv(part.numel(), block) for part in rows])
+    blocks = _splits([blocks_of(part.numel(), block) for part in rows])
     items = _splits([part.numel() for part in offsets])
     lists = len(dims)
     table = sent([*blocks, *items, *dims, *_steps(rows)], device)
@@ -95,7 +96,7 @@ def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) 
             rows[0],
             lists,
             FLOATS=flat_E.is_floating_point(),
-            LISTS=triton.next_power_of_2(lists),
+            LISTS=power_of_2(lists),
             BLOCK=block,
         )
     return rows
@@ -195,10 +196,10 @@ def fill_offsets(
     key_V = torch.searchsorted(offset_splits_U1, entry_V, right=True) - 1
     row_V = row_of_key_U[key_V.clamp(0, keys - 1)]
     widest = max(dims)
-    block_d = min(triton.next_power_of_2(widest), 128)
+    block_d = min(power_of_2(widest), 128)
     block_n = max(1, 2048 // block_d)
     with torch.cuda.device_of(buffer_E):  # type: ignore[no-untyped-call]
-        _copy_to_offsets[(triton.cdiv(v, block_n),)](
+        _copy_to_offsets[(blocks_of(v, block_n),)](
             value,
             row_V,
             start_N,

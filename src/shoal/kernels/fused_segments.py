@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.indexed_segments import in_order, index_reduce_backward, offsets_of
-from shoal.kernels.row_tiles import columns_per_program, rows_of_tile, step_of, wide_of
+from shoal.kernels.row_tiles import blocks_of, columns_per_program, rows_of_tile, step_of, wide_of
 from shoal.kernels.segments import UNROLL, add_span, write_span
 from shoal.kernels.transfer import sent
 
@@ -163,7 +163,9 @@ def index_sum_split(
 
 def index_sum_split_backward(grads: Sequence[Tensor], index_M: Tensor) -> Tensor:
     """Gradient of `index_sum_split` by its values, [M, D]."""
-    return index_reduce_backward(torch.cat(list(grads), dim=1), index_M, None, None, "sum")
+    return index_reduce_backward(
+        torch.cat(list(grads), dim=1), index_M, None, None, "sum", indices_sorted=False
+    )
 
 
 def segment_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) -> list[Tensor]:
@@ -215,7 +217,7 @@ def _launch(
     device, dtype = rows[0].device, rows[0].dtype
     facts = sent(tables + columns, device)
     block_d, block_s = columns_per_program(dim), rows_of_tile(dim)
-    grid = (triton.cdiv(segments, block_s), len(rows), triton.cdiv(dim, block_d))
+    grid = (blocks_of(segments, block_s), len(rows), blocks_of(dim, block_d))
     _fused[grid](
         facts,
         facts[len(tables) :],

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.kernels.runs import Runs
 from shoal.kernels.table_layout import group_of, search_steps
+from shoal.kernels.transfer import sent
 
 __all__ = [
     "GradGroups",
@@ -265,7 +266,7 @@ def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
     for part in group.slices:
         width = part.stop - part.start
         columns = grads[part.output][:, part.column : part.column + lanes * width]
-        flat_BLD[:, :, part.start : part.stop] += columns.unflatten(1, (lanes, width))
+        flat_BLD[:, :, part.start : part.stop] += columns.reshape(-1, lanes, width)
     return flat_BLD.flatten(1)
 
 
@@ -292,7 +293,7 @@ def sources_of(runs: Runs, records: Sequence[GradGroups], *, wide: bool = False)
     )
     if n == 0:
         return sources
-    words = _uploaded(np.concatenate([lines.reshape(-1), splits]), device)
+    words = sent(torch.from_numpy(np.concatenate([lines.reshape(-1), splits])), device)
     with torch.cuda.device_of(addresses_N):  # type: ignore[no-untyped-call]
         _write_sources[(triton.cdiv(n, _BLOCK),)](
             words,
@@ -329,15 +330,6 @@ def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
     for form, word in zip(forms, bits.tolist(), strict=True):
         found[form] = min(found[form], word & -word or 16)
     return tuple(found)
-
-
-def _uploaded(words: Any, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return torch.from_numpy(words)
-    # Copied from page-locked memory: a plain copy would wait for the device.
-    pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
-    pinned.numpy()[:] = words
-    return pinned.to(device, non_blocking=True)
 
 
 def _forms(forms: Sequence[int] | None, groups: int) -> tuple[int, ...]:

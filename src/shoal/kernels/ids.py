@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.kernels.dedup import dedup_first
 from shoal.kernels.partition import partition
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
 
 __all__ = ["fused_reorder", "fused_reorder_into", "normalize_merged_split", "value_rowids"]
@@ -160,7 +161,7 @@ def value_rowids(offsets_B1: Tensor, n: int, op: str = "") -> Tensor:
     rows = offsets_B1.numel() - 1
     if n > 0:
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-            _rowids[(triton.cdiv(n, _BLOCK),)](
+            _rowids[(blocks_of(n, _BLOCK),)](
                 offsets_B1.contiguous(), out, n, rows, STEPS=rows.bit_length(), BLOCK=_BLOCK
             )
     return out
@@ -234,7 +235,7 @@ def fused_reorder_into(
         widths_WK = (sizes_out_WK.view(num, tables) * dims_K).flatten()
         floats_WK = widths_WK.cumsum(0) - widths_WK
         row_start_N = torch.empty_like(ids_N)
-        grid = (triton.cdiv(n, _BLOCK),)
+        grid = (blocks_of(n, _BLOCK),)
         _place[grid](
             order_N,
             shard_N,
@@ -267,7 +268,7 @@ def _grouped(
     """Shard of each distinct id, their order, and where each (shard, table) starts in it."""
     n, cells, shard_N = ids_N.numel(), num * tables, torch.empty_like(ids_N)
     first_N, tables_N, size_1 = distinct
-    _assign[(triton.cdiv(n, _BLOCK),)](
+    _assign[(blocks_of(n, _BLOCK),)](
         ids_N,
         first_N,
         given_N,
@@ -281,7 +282,7 @@ def _grouped(
     )
     order_N, _ = partition(shard_N, num + 1)
     starts = torch.empty(cells + 1, dtype=torch.int64, device=ids_N.device)
-    _cells[(triton.cdiv(cells + 1, 128),)](
+    _cells[(blocks_of(cells + 1, 128),)](
         order_N,
         shard_N,
         first_N,

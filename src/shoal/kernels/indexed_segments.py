@@ -7,7 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.row_tiles import columns_of, grid_of, rows_of_tile, wide_of
+from shoal.kernels.row_tiles import blocks_of, columns_of, grid_of, rows_of_tile, wide_of
 from shoal.kernels.segments import MODES, divided, over_norm, reduce_rows
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "offsets_of",
     "row_ids",
 ]
+
+_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -35,6 +37,7 @@ def _spread_index(
     step: tl.constexpr,
     mode: tl.constexpr,
     wide: tl.constexpr,
+    runs: tl.constexpr,
     block_r: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
@@ -54,8 +57,43 @@ def _spread_index(
         row = over_norm(row, tl.load(pooled + where, mask=mask, other=0.0).to(wide))
         row = row * tl.load(inputs + place, mask=keep, other=0.0).to(wide)
     elif mode != 0:
-        row = divided(row, tl.load(counts + segment, mask=known, other=1), mode)
+        rows = tl.load(counts + segment, mask=known, other=1)
+        if runs:
+            rows -= tl.load(counts + segments + segment, mask=known, other=0)
+        row = divided(row, rows, mode)
     tl.store(out + place, row.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mark_runs(
+    index: tl.tensor,
+    bounds: tl.tensor,
+    count: tl.tensor,
+    segments: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Ends [B], then starts [B], of the segments a sorted index has; others stay unwritten."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    segment = tl.load(index + at, mask=at < count, other=-1)
+    before = tl.load(index + at - 1, mask=(at > 0) & (at < count), other=-1)
+    after = tl.load(index + at + 1, mask=at + 1 < count, other=-1)
+    known = (segment >= 0) & (segment < segments)
+    tl.store(bounds + segment, at + 1, mask=known & (segment != after))
+    tl.store(bounds + segments + segment, at, mask=known & (segment != before))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count(
+    index: tl.tensor,
+    counts: tl.tensor,
+    count: tl.tensor,
+    segments: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    segment = tl.load(index + at, mask=at < count, other=-1)
+    known = (segment >= 0) & (segment < segments)
+    tl.atomic_add(counts + segment, at * 0 + 1, mask=known, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,6 +177,7 @@ def index_reduce_backward(
     values_MD: Tensor | None,
     pooled_BD: Tensor | None,
     mode: str,
+    indices_sorted: bool,
 ) -> Tensor:
     """Gradient of `index_reduce` by its values, [M, D]."""
     grads_BD, index_M = grads_BD.contiguous(), index_M.contiguous()
@@ -148,8 +187,7 @@ def index_reduce_backward(
         return out_MD
     counts = index_M
     if mode in ("mean", "sqrtn"):
-        counts = torch.zeros(segments, dtype=torch.int64, device=index_M.device)
-        counts.scatter_add_(0, index_M, torch.ones_like(index_M))
+        counts = _counts(index_M, segments, indices_sorted)
     block = 2 * rows_of_tile(dim)
     _spread_index[grid_of(count, block, dim)](
         grads_BD,
@@ -162,10 +200,23 @@ def index_reduce_backward(
         segments,
         mode=MODES[mode],
         wide=wide_of(grads_BD.dtype),
+        runs=indices_sorted,
         block_r=block,
         **columns_of(dim),
     )
     return out_MD
+
+
+def _counts(index_M: Tensor, segments: int, indices_sorted: bool) -> Tensor:
+    """Rows of each segment [B]; of a sorted index the ends and starts of runs [2B], no atomics."""
+    rows, grid = index_M.shape[0], (blocks_of(index_M.shape[0], _BLOCK),)
+    if indices_sorted:
+        bounds = torch.empty(2 * segments, dtype=torch.int64, device=index_M.device)
+        _mark_runs[grid](index_M, bounds, rows, segments, block=_BLOCK)
+        return bounds
+    counts_B = torch.zeros(segments, dtype=torch.int64, device=index_M.device)
+    _count[grid](index_M, counts_B, rows, segments, block=_BLOCK)
+    return counts_B
 
 
 def first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:

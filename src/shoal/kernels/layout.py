@@ -15,6 +15,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.transfer import sent
 
 __all__ = ["addresses_of", "layout_forward", "tile_of"]
@@ -297,7 +298,7 @@ def layout_forward(
         return outputs
     element, summed = ELEMENTS[like.dtype]
     examples, columns = tile_of(size, limits[0])
-    blocks = triton.cdiv(size, examples)
+    blocks = blocks_of(size, examples)
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     many = len(batch_sizes) > 1
     _lay[(features.shape[0] * blocks + sums.shape[0] * size,)](
@@ -323,8 +324,8 @@ def layout_forward(
 
 def tile_of(size: int, widest: int) -> tuple[int, int]:
     """Examples and columns of a program: about a thousand elements."""
-    columns = min(max(triton.next_power_of_2(max(widest, 1)), 16), 512)
-    return max(min(triton.next_power_of_2(size), 1024 // columns), 1), columns
+    columns = min(max(power_of_2(max(widest, 1)), 16), 512)
+    return max(min(power_of_2(size), 1024 // columns), 1), columns
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
 
 __all__ = ["layout_backward"]
@@ -304,7 +305,7 @@ def layout_backward(
     sources = [grad.contiguous() for grad in grads]
     element, summed = ELEMENTS[like.dtype]
     examples, columns = tile_of(size, limits[0])
-    wide = triton.cdiv(max(limits[0], 1), columns)
+    wide = blocks_of(max(limits[0], 1), columns)
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     of_grads, of_targets = addresses_of(sources), addresses_of(targets)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -318,12 +319,12 @@ def layout_backward(
     )
     keys = torch.full_like(rows_N, NOWHERE.value)
     entries = torch.empty_like(rows_N)
-    blocks = triton.cdiv(size, 64)
+    blocks = blocks_of(size, 64)
     _file_ids[(features.shape[0] * blocks,)](
         *(keys, entries, _begins(sizes, like.device), *index, features, size, blocks), EXAMPLES=64
     )
     keys, order = torch.sort(keys, stable=True)
-    tiles = triton.cdiv(ids, TILE)
+    tiles = blocks_of(ids, TILE)
     parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
     scaled, factor = scale is not None, like if scale is None else scale

@@ -9,6 +9,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.row_tiles import blocks_of, power_of_2
+
 __all__ = ["partition", "permute_rows", "unpermute_rows"]
 
 _BLOCK = 512
@@ -119,9 +121,9 @@ def partition(shards_N: Tensor, num: int, what: str = "") -> tuple[Tensor, Tenso
         )
     shards_N = shards_N.contiguous()
     bits = max((num - 1).bit_length(), 1)
-    passes = triton.cdiv(bits, _DIGIT_BITS)
-    digit_bits = triton.cdiv(bits, passes)
-    digits, blocks = 1 << digit_bits, triton.cdiv(n, _BLOCK)
+    passes = blocks_of(bits, _DIGIT_BITS)
+    digit_bits = blocks_of(bits, passes)
+    digits, blocks = 1 << digit_bits, blocks_of(n, _BLOCK)
     counts = torch.empty(digits * blocks, dtype=torch.int64, device=device)
     order: Tensor | None = None
     with torch.cuda.device_of(shards_N):  # type: ignore[no-untyped-call]
@@ -143,9 +145,7 @@ def partition(shards_N: Tensor, num: int, what: str = "") -> tuple[Tensor, Tenso
             return order, counts.view(digits, blocks).sum(1)[:num]
         starts = torch.empty(num + 1, dtype=torch.int64, device=device)
         steps = n.bit_length()
-        _bounds[(triton.cdiv(num + 1, 128),)](
-            shards_N, order, starts, n, num, STEPS=steps, BLOCK=128
-        )
+        _bounds[(blocks_of(num + 1, 128),)](shards_N, order, starts, n, num, STEPS=steps, BLOCK=128)
     return order, starts.diff()
 
 
@@ -169,10 +169,10 @@ def _moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
     word = _WORDS[min(rows_N.element_size(), 8)]
     rows_NC, out = (part.view(n, -1).view(word) for part in (rows_N, out_N))
     width = rows_NC.shape[1]
-    columns = min(triton.next_power_of_2(width), 256)
+    columns = min(power_of_2(width), 256)
     rows = _TILE // columns
     with torch.cuda.device_of(rows_N):  # type: ignore[no-untyped-call]
-        _move[(triton.cdiv(n, rows), triton.cdiv(width, columns))](
+        _move[(blocks_of(n, rows), blocks_of(width, columns))](
             rows_NC, order_N, out, n, width, TAKE=take, ROWS=rows, COLS=columns
         )
     return out_N

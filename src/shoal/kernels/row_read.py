@@ -44,7 +44,7 @@ _SEED = tl.constexpr(TABLE_SEED)
 _WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def find_handle(tables_ptr, table_R, id_R, live_R):  # type: ignore[no-untyped-def]
     """int32 handle of each id in its table, -1 where it has none; nobody inserts meanwhile."""
     entries = table_word(tables_ptr, table_R, live_R, _ENTRIES)

@@ -25,7 +25,6 @@ from shoal.kernels.table_layout import (
     CHUNK_IDS,
     CHUNK_SEEN,
     CHUNK_VERSIONS,
-    COUNT_EVICTED,
     COUNT_FREE,
     COUNT_FRESH,
     COUNT_ISSUED,
@@ -81,7 +80,6 @@ _TABLE_WORDS, _COUNT_WORDS = tl.constexpr(TABLE_WORDS), tl.constexpr(COUNT_WORDS
 _SALT, _LEAST = tl.constexpr(TABLE_SALT), tl.constexpr(-(1 << 63))
 _DIRECTORY, _ISSUED = tl.constexpr(TABLE_DIRECTORY), tl.constexpr(COUNT_ISSUED)
 _FREE, _FRESH = tl.constexpr(COUNT_FREE), tl.constexpr(COUNT_FRESH)
-_EVICTED = tl.constexpr(COUNT_EVICTED)
 _IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
 _SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
 
@@ -205,13 +203,11 @@ def rows_at(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def drop_rows(counters_ptr, chunks_ptr, columns, table, handle, gone, out_ptr, size_ptr):  # type: ignore[no-untyped-def]
-    """List rows that go, mark them as free, and count them as evicted."""
+def drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr):  # type: ignore[no-untyped-def]
+    """List rows that go, and mark them as free."""
     count = tl.sum(gone.to(tl.int32), axis=0)
     if count > 0:
-        first = tl.atomic_add(size_ptr, count.to(tl.int64), sem="relaxed")
-        evicted = counters_ptr + table * _COUNT_WORDS + _EVICTED
-        tl.atomic_add(evicted, count.to(tl.int64), sem="relaxed")
+        first = tl.atomic_add(size_ptr, count, sem="relaxed").to(tl.int64)
         place = first + tl.cumsum(gone.to(tl.int32), axis=0) - 1
         tl.store(out_ptr + place, handle, mask=gone)
         address = row_address(chunks_ptr, columns, handle, 4, gone, _VERSIONS)
@@ -260,7 +256,7 @@ def _expire(  # type: ignore[no-untyped-def]
         ttl_s = tl.load(values + slot, mask=live, other=-1)
         age_s = now_s - uint32_of(chunks_ptr, columns, handle, live, _SEEN)
         gone = live & (ttl_s >= 0) & (age_s >= ttl_s)
-        drop_rows(counters_ptr, chunks_ptr, columns, table, handle, gone, out_ptr, size_ptr)
+        drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
 
 
 def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
@@ -285,11 +281,11 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
     A value below 0 keeps rows for ever; the row is dropped at now_s - last_seen_s >= value.
 
     Returns:
-        int32 handles, the first `size` of which count, and size, int64 [1]; on the device.
+        int32 handles, the first `size` of which count, and size, int32 [1]; on the device.
     """
     jobs = len(scan.jobs_EW)
     out_M = torch.empty(jobs * scan.rows, dtype=torch.int32, device=scan.jobs_EW.device)
-    size_1 = torch.zeros(1, dtype=torch.int64, device=scan.jobs_EW.device)
+    size_1 = torch.zeros(1, dtype=torch.int32, device=scan.jobs_EW.device)
     if out_M.numel():
         with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
             _expire[programs_of(scan, _BLOCK)](

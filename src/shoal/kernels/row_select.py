@@ -85,32 +85,18 @@ def _bracket(  # type: ignore[no-untyped-def]
     drop = tl.load(drops_ptr + job)
     if (drop > 0) & (size > 0):
         mine = tl.program_id(0).to(tl.int64) * MINE + tl.arange(0, MINE)
+        at = mine * size // SAMPLES
         handle, live = rows_at(
-            chunks_ptr,
-            columns,
-            directory,
-            rows,
-            pins_ptr,
-            mine * size // SAMPLES,
-            mine < SAMPLES,
-            LISTED,
-            PINS,
+            chunks_ptr, columns, directory, rows, pins_ptr, at, at < size, LISTED, PINS
         )
         high = key_high(chunks_ptr, columns, words, handle, live)
         low = key_low(tables_ptr, chunks_ptr, columns, table, handle, live)
         rank = tl.zeros([MINE], tl.int32)
         for start in range(0, SAMPLES, OTHERS):
             other = (start + tl.arange(0, OTHERS)).to(tl.int64)
+            place = other * size // SAMPLES
             row, there = rows_at(
-                chunks_ptr,
-                columns,
-                directory,
-                rows,
-                pins_ptr,
-                other * size // SAMPLES,
-                other < SAMPLES,
-                LISTED,
-                PINS,
+                chunks_ptr, columns, directory, rows, pins_ptr, place, place < size, LISTED, PINS
             )
             top = key_high(chunks_ptr, columns, words, row, there)[None, :]
             bottom = key_low(tables_ptr, chunks_ptr, columns, table, row, there)[None, :]
@@ -241,7 +227,7 @@ def _narrow(  # type: ignore[no-untyped-def]
             )
             gone = live & (zone < part)
             kept = live & (zone == part)
-            drop_rows(counters_ptr, chunks_ptr, columns, table, handle, gone, out_ptr, size_ptr)
+            drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
         count = tl.sum(kept.to(tl.int32), axis=0)
         if count > 0:
             first = tl.atomic_add(rest_sizes_ptr + job, count.to(tl.int64), sem="relaxed")
@@ -267,11 +253,11 @@ def lowest_rows(
         most: at least the sum of `drops_E`, known to the host.
 
     Returns:
-        int32 handles, the first `size` of which count, and size, int64 [1]; on the device.
+        int32 handles, the first `size` of which count, and size, int32 [1]; on the device.
     """
     jobs, device = len(scan.jobs_EW), scan.jobs_EW.device
     out_M = torch.empty(min(most, jobs * scan.rows), dtype=torch.int32, device=device)
-    size_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    size_1 = torch.zeros(1, dtype=torch.int32, device=device)
     if out_M.numel() == 0:
         return out_M, size_1
     rounds = _rounds(scan.rows)

@@ -89,7 +89,6 @@ def _tally(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(  # type: ignore[no-untyped-def]
     tables_ptr,
-    counters_ptr,
     chunks_ptr,
     columns,
     words,
@@ -104,7 +103,6 @@ def _divide(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Drop rows below bin `edge`, keep those of that bin on the list; returns its new size."""
-    table = tl.load(words + _TABLE)
     kept = size * 0
     for tile in range(tl.cdiv(size, BLOCK)):
         at = tl.arange(0, BLOCK).to(tl.int64) + tile * BLOCK
@@ -112,7 +110,7 @@ def _divide(  # type: ignore[no-untyped-def]
         handle, half = _halves(tables_ptr, chunks_ptr, columns, words, list_ptr, at, live, lower)
         bin_ = _bin(half, base, shift)
         gone = live & (bin_ < edge)
-        drop_rows(counters_ptr, chunks_ptr, columns, table, handle, gone, out_ptr, size_ptr)
+        drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
         # Places come from a sum over all lanes, so no store overtakes a lane's load.
         stays = (live & (bin_ == edge)).to(tl.int64)
         tl.store(list_ptr + kept + tl.cumsum(stays, axis=0) - 1, handle, mask=stays != 0)
@@ -124,7 +122,6 @@ def _divide(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["columns", "room"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
     tables_ptr,
-    counters_ptr,
     chunks_ptr,
     columns,
     jobs_ptr,
@@ -162,7 +159,6 @@ def _finish(  # type: ignore[no-untyped-def]
             left -= tl.max(tl.where(ends < left, ends, 0), axis=0)
             size = _divide(
                 tables_ptr,
-                counters_ptr,
                 chunks_ptr,
                 columns,
                 words,
@@ -177,11 +173,10 @@ def _finish(  # type: ignore[no-untyped-def]
                 BLOCK,
             )
             bins += BINS
-    table = tl.load(words + _TABLE)
     for tile in range(tl.cdiv(left, BLOCK)):
         at = tl.arange(0, BLOCK).to(tl.int64) + tile * BLOCK
         handle = tl.load(rows + at, mask=at < left, other=0)
-        drop_rows(counters_ptr, chunks_ptr, columns, table, handle, at < left, out_ptr, size_ptr)
+        drop_rows(chunks_ptr, columns, handle, at < left, out_ptr, size_ptr)
 
 
 def finish_rows(
@@ -196,7 +191,6 @@ def finish_rows(
     with torch.cuda.device_of(left_E):  # type: ignore[no-untyped-call]
         _finish[(jobs,)](
             layout.tables_KT,
-            layout.counters_KC,
             layout.chunks_WC,
             layout.chunks_WC.shape[1],
             scan.jobs_EW,

@@ -1,17 +1,39 @@
-"""How rows are cut into blocks of rows and columns, one program each."""
+"""How items, and rows and columns, are cut into blocks, one program each.
+
+`blocks_of` and `triton.next_power_of_2` are made for kernels too, and cost a launcher 2.5 us a
+call; these cost 0.1.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-__all__ = ["columns_of", "columns_per_program", "grid_of", "rows_of_tile", "step_of", "wide_of"]
+__all__ = [
+    "blocks_of",
+    "columns_of",
+    "columns_per_program",
+    "grid_of",
+    "power_of_2",
+    "rows_of_tile",
+    "step_of",
+    "wide_of",
+]
 
 TILE = 1024  # elements of a program's block
 MOST_COLUMNS = 128
+
+
+def blocks_of(items: int, block: int) -> int:
+    """Blocks that hold all items, the last maybe not full."""
+    return (items + block - 1) // block
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of two of at least `least` >= 1."""
+    return 1 << (least - 1).bit_length()
 
 
 def step_of(dim: int) -> int:
@@ -24,7 +46,7 @@ def step_of(dim: int) -> int:
 
 def columns_per_program(dim: int) -> int:
     """Width of a block of columns."""
-    return min(int(triton.next_power_of_2(dim)), MOST_COLUMNS)
+    return min(power_of_2(dim), MOST_COLUMNS)
 
 
 def wide_of(dtype: torch.dtype) -> Any:
@@ -37,7 +59,7 @@ def columns_of(dim: int) -> dict[str, int]:
 
 
 def grid_of(items: int, block: int, dim: int) -> tuple[int, int]:
-    return triton.cdiv(items, block), triton.cdiv(dim, columns_per_program(dim))
+    return blocks_of(items, block), blocks_of(dim, columns_per_program(dim))
 
 
 def rows_of_tile(dim: int) -> int:

@@ -13,6 +13,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.row_tiles import blocks_of, power_of_2
+
 __all__ = ["gather_rows", "match_rows", "scatter_rows", "sum_runs"]
 
 _PIECE = 128  # items of a run that one program adds in turn
@@ -87,13 +89,13 @@ def match_rows(
     if m == 0:
         return index_N.fill_(-1)
     ids_M, query_N = ids_M.contiguous(), query_N.contiguous()
-    slots = triton.next_power_of_2(2 * m)
-    scratch = min(_SCRATCH, triton.next_power_of_2(m))
+    slots = power_of_2(2 * m)
+    scratch = min(_SCRATCH, power_of_2(m))
     table = torch.full((slots + scratch,), -1, dtype=torch.int64, device=ids_M.device)
     block = 256
     with torch.cuda.device_of(ids_M):  # type: ignore[no-untyped-call]
-        _insert[(triton.cdiv(m, block),)](ids_M, table, m, slots, scratch, BLOCK=block)
-        _probe[(triton.cdiv(n, block),)](ids_M, table, query_N, index_N, n, slots, BLOCK=block)
+        _insert[(blocks_of(m, block),)](ids_M, table, m, slots, scratch, BLOCK=block)
+        _probe[(blocks_of(n, block),)](ids_M, table, query_N, index_N, n, slots, BLOCK=block)
     return index_N
 
 
@@ -141,9 +143,9 @@ def gather_rows(
     out_ND = rows_MD.new_empty(n, d)
     if out_ND.numel() == 0:
         return out_ND
-    block_d = min(triton.next_power_of_2(d), 256)
+    block_d = min(power_of_2(d), 256)
     block_n = max(1, 2048 * 4 // rows_MD.element_size() // block_d)
-    grid = (triton.cdiv(n, block_n), triton.cdiv(d, block_d))
+    grid = (blocks_of(n, block_n), blocks_of(d, block_d))
     with torch.cuda.device_of(rows_MD):  # type: ignore[no-untyped-call]
         _gather[grid](
             rows_MD,
@@ -271,14 +273,14 @@ def sum_runs(
     target_R, width_R = placed if placed is not None else (begins_R, begins_R)
     total = torch.float64 if source.dtype is torch.float64 else torch.float32
     sum_type = tl.float64 if total is torch.float64 else tl.float32
-    block_d = min(triton.next_power_of_2(width), 128)
+    block_d = min(power_of_2(width), 128)
     block_r = max(1, 1024 // block_d)
-    tiles = triton.cdiv(width, block_d)
+    tiles = blocks_of(width, block_d)
     kinds = {"SUM": sum_type, "BLOCK_R": block_r, "BLOCK_D": block_d}
     pieces = 2 * n // _PIECE if cut else 0
     longest = _PIECE if pieces > 0 else n + 1
     with torch.cuda.device_of(source):  # type: ignore[no-untyped-call]
-        _add_runs[(triton.cdiv(runs, block_r), tiles)](
+        _add_runs[(blocks_of(runs, block_r), tiles)](
             source, place_N, stride, begins_R, ends_R, target_R, width_R, out, runs, width,
             longest, PLACED=placed is not None, **kinds,
         )  # fmt: skip
@@ -289,7 +291,7 @@ def sum_runs(
         target_Q, width_Q = begin_Q, end_Q
         if placed is not None:  # a piece is as wide as its run: no reads behind a narrow row
             target_Q, width_Q = torch.arange(pieces, device=out.device) * width, width_R[run_Q]
-        _add_runs[(triton.cdiv(pieces, block_r), tiles)](
+        _add_runs[(blocks_of(pieces, block_r), tiles)](
             source, place_N, stride, begin_Q, end_Q, target_Q, width_Q, partial_QD, pieces, width,
             longest, PLACED=placed is not None, **kinds,
         )  # fmt: skip

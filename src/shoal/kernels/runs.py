@@ -24,13 +24,15 @@ from shoal.kernels.table_layout import (
     chunk_word,
     table_word,
 )
+from shoal.kernels.transfer import sent
 
-__all__ = ["COLD_RUN", "Runs", "runs_of"]
+__all__ = ["COLD_RUN", "Runs", "piece_room", "runs_of"]
 
 COLD_RUN = 8  # positions of a run that one program adds in turn
 SHORTEST_PIECE = 64
 
 _BLOCK = 1024
+_SHORT = tl.constexpr(2)  # as many as the step asks for at a time
 _COLD = tl.constexpr(COLD_RUN)
 _SHORTEST = tl.constexpr(SHORTEST_PIECE)
 _DOUBLINGS = tl.constexpr(12)  # pieces of up to 2^18 positions
@@ -42,11 +44,15 @@ _FORM = tl.constexpr(TABLE_FORM)
 class Runs:
     """Runs of N positions, listed by row form: form f has a region of its own.
 
+    A region is filled from both ends: runs of one or two places from its first column on, longer
+    ones from its last column backwards, so that those of a tile are about as long.
+
     order_N: int64 [N], the call's positions sorted by handle. "Place" means an index into it.
     runs_WN: int32 [4, N]: handle; first place, or first piece of a run that is cut; number of
         places or pieces; number of places.
     pieces_WP: int32 [2, P]: first place of each piece and the one behind its last.
-    cursors_FW: int32 [F, 2], where the region's runs and pieces end.
+    cursors_FW: int32 [F, 4]: behind the last short run; number of long runs; behind the last piece;
+        behind the region's last column.
     rooms: most runs that each form can have, known without asking the device.
     """
 
@@ -60,6 +66,10 @@ class Runs:
         """Where the region of a form begins in `runs_WN`."""
         return sum(self.rooms[:form])
 
+    def last_run(self, form: int) -> int:
+        """Where it ends: its last column."""
+        return sum(self.rooms[: form + 1]) - 1
+
     def first_piece(self, form: int) -> int:
         """Where the region of a form begins in `pieces_WP`."""
         return sum(piece_room(room) for room in self.rooms[:form])
@@ -70,7 +80,7 @@ def piece_room(positions: int) -> int:
     return positions // (COLD_RUN + 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _piece_length(length):  # type: ignore[no-untyped-def]
     # About four times the root: adding pieces then takes no longer than adding up one of them.
     piece = length * 0 + _SHORTEST
@@ -79,7 +89,7 @@ def _piece_length(length):  # type: ignore[no-untyped-def]
     return piece
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _run_length(sorted_ptr, handle, at, head, n):  # type: ignore[no-untyped-def]
     """Places of each run that starts at `at`; 0 for lanes where none does."""
     same = head
@@ -129,13 +139,17 @@ def _list_runs(  # type: ignore[no-untyped-def]
         form = table_word(tables_ptr, table, head, _FORM).to(tl.int32)
     for number in range(FORMS):
         mine = head & (form == number)
-        runs = mine.to(tl.int32)
+        shorts = (mine & (length <= _SHORT)).to(tl.int32)
+        longs = (mine & (length > _SHORT)).to(tl.int32)
         pieces = tl.where(mine & hot, items, 0).to(tl.int32)
-        first_run = tl.atomic_add(cursors_ptr + 2 * number, tl.sum(runs, axis=0), sem="relaxed")
-        first_piece = tl.atomic_add(
-            cursors_ptr + 2 * number + 1, tl.sum(pieces, axis=0), sem="relaxed"
-        )
-        run = (first_run + tl.cumsum(runs, axis=0) - 1).to(tl.int64)
+        cursors = cursors_ptr + 4 * number
+        first_short = tl.atomic_add(cursors, tl.sum(shorts, axis=0), sem="relaxed")
+        first_long = tl.atomic_add(cursors + 1, tl.sum(longs, axis=0), sem="relaxed")
+        first_piece = tl.atomic_add(cursors + 2, tl.sum(pieces, axis=0), sem="relaxed")
+        last = tl.load(cursors + 3) - 1
+        short = first_short + tl.cumsum(shorts, axis=0) - 1
+        long = last - first_long - tl.cumsum(longs, axis=0) + 1
+        run = tl.where(length > _SHORT, long, short).to(tl.int64)
         slot = (first_piece + tl.cumsum(pieces, axis=0) - pieces).to(tl.int64)
         first = tl.where(hot, slot, at)
         tl.store(runs_ptr + run, handle, mask=mine)
@@ -191,16 +205,14 @@ def runs_of(
             most_pieces,
             FORMS=len(bounds),
             BLOCK=_BLOCK,
+            num_warps=8,
         )
     return runs
 
 
 def _cursors(rooms: tuple[int, ...], device: torch.device) -> Tensor:
-    if len(rooms) == 1:
-        return torch.zeros(1, 2, dtype=torch.int32, device=device)
-    starts, run, piece = [], 0, 0
+    words, run, piece = [], 0, 0
     for count in rooms:
-        starts += [run, piece]
+        words += [run, 0, piece, run + count]
         run, piece = run + count, piece + piece_room(count)
-    pinned = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return pinned.view(-1, 2).to(device, non_blocking=True)
+    return sent(torch.tensor(words, dtype=torch.int32), device).view(-1, 4)

@@ -42,7 +42,8 @@ _SGD, _MOMENTUM, _ADAGRAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ROWWISE_ADAGRAD, _ADADELTA, _ADAM = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 _AMSGRAD, _ADAMW, _FTRL = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 _RMSPROP, _BATCH_SOFTMAX, _SIGN_SGD = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
-_STEP_BITS = tl.constexpr(20)  # of the low word of BatchSoftmax's last step
+# Bits of the low word of BatchSoftmax's last step.
+_STEP_BITS, _STEP_MASK = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 
 PARAMS = 7
 
@@ -100,12 +101,12 @@ def _rest(share: float, real: torch.dtype) -> float:
     return float(1 - torch.tensor(share, dtype=real))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _ratio(a, b):  # type: ignore[no-untyped-def]
     return tl.div_rn(a, b) if a.dtype == tl.float32 else a / b
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _root(a):  # type: ignore[no-untyped-def]
     return tl.sqrt_rn(a) if a.dtype == tl.float32 else tl.sqrt(a)
 
@@ -221,13 +222,13 @@ def _rmsprop(w, g, n, lr, MOMENTUM: tl.constexpr, FRESH: tl.constexpr, DECAY: tl
     return w - _ratio(lr * g, _root(n) + 1.0), n
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _batch_softmax(w, high, low, lr, global_step):  # type: ignore[no-untyped-def]
     last = (high.to(tl.int64) << _STEP_BITS) + low.to(tl.int64)
     gap = (global_step - last).to(w.dtype)
     now = last * 0 + global_step
     high = (now >> _STEP_BITS).to(high.dtype)
-    low = (now & ((1 << _STEP_BITS) - 1)).to(low.dtype)
+    low = (now & _STEP_MASK).to(low.dtype)
     return (1.0 - lr) * w + lr * gap[:, None], high, low
 
 

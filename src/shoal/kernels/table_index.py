@@ -245,6 +245,8 @@ def _probe(  # type: ignore[no-untyped-def]
     key = stored_key(id_)
     bucket = first_bucket(id_, table_word(tables_ptr, table, valid, _SALT), mask)
     slot, handle, there = walk(entries, bucket, mask, key, live)
+    if HAS_FOUND:
+        tl.store(found_ptr + at, there.to(tl.int8), mask=live)
     if INSERT:
         missing = live & (there == 0)
         if HAS_WANTED:
@@ -264,8 +266,6 @@ def _probe(  # type: ignore[no-untyped-def]
             published = tl.load(handle_at(entries, slot), mask=waiting, other=0, volatile=True)
             handle = tl.where(waiting, published, handle)
             waiting = waiting & (published < 0)
-    if HAS_FOUND:
-        tl.store(found_ptr + at, there.to(tl.int8), mask=live)
     tl.store(handles_ptr + at, handle, mask=live)
 
 
@@ -293,29 +293,15 @@ def probe(
     """Write each id's handle, int32 [N], -1 where it has none; with `insert`, give it one.
 
     Args:
-        found_N: bool [N], filled with whether the id had a row before the call. With `insert`
-            that takes a launch of its own, before ids are claimed.
+        found_N: bool [N], filled with whether the search met the id. With `insert` an id that is
+            new may be met where it occurs again, but not at the position that inserts it: an id
+            had a row before the call if and only if it was met at all its positions.
         wanted_N: bool [N], which of the missing ids to insert; None: all.
 
     An inserted row is counted in `COUNT_ISSUED`, and its id stands in its chunk; the rest of it
     is not written. The caller has seen to it that there is room: an empty slot for each id, and
     a place on the free list or in the directory's chunks.
     """
-    if found_N is not None:
-        _launch(layout, groups, handles_N, found_N, None, insert=False)
-    if insert or found_N is None:
-        _launch(layout, groups, handles_N, None, wanted_N, insert=insert)
-
-
-def _launch(
-    layout: ShardLayout,
-    groups: CallGroups,
-    handles_N: Tensor,
-    found_N: Tensor | None,
-    wanted_N: Tensor | None,
-    *,
-    insert: bool,
-) -> None:
     n, unused = groups.ids_N.numel(), groups.ids_N
     if n == 0:
         return

@@ -7,10 +7,10 @@ Everything a kernel needs to know about a shard is in three int64 arrays (`Shard
 - `chunks_WC`, one column of `CHUNK_*` words a chunk of rows: where its rows are.
 
 **Index.** A bucket is 96 bytes, eight int64 keys and then eight int32 handles; slot s is lane
-s & 7 of bucket s >> 3. Slots are a power of two; an id starts at mix64(id ^ salt) & mask and
-walks on by one slot, around the end. One more bucket stands behind the last: its first two slots
-belong to the two ids whose values are the markers, so that all 2^64 ids are legal; a side slot
-that is taken holds the key `SIDE_KEY`.
+s & 7 of bucket s >> 3. Slots are a power of two; an id's walk starts at the first slot of the
+bucket of slot mix64(id ^ salt) & mask and goes on slot by slot, around the end. One more bucket
+stands behind the last: its first two slots belong to the two ids whose values are the markers, so
+that all 2^64 ids are legal; taken, they hold the keys `SIDE_KEY` and `SIDE_KEY` + 1.
 
 **Rows.** A handle is int32, chunk << CHUNK_BITS | place, and means one row of the whole shard;
 -1 is none. The j-th chunk of a table has room for FIRST_ROWS << j rows until chunks are full

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -113,19 +113,19 @@ def operator(
 
     def on_cpu(*args: Any) -> Any:
         backend = _FORCED.get() or "core"
-        if check is not None and backend != "core":
-            check(*args)
-        return table[backend](*args)
+        return _run(table[backend], None if backend == "core" else check, args)
 
     def on_cuda(*args: Any) -> Any:
         backend = _FORCED.get() or "triton"
         if backend == "core":
             raise _core_on_cuda(name)
+        values = check if _bounds_checks else None
         # Triton launches on the current device, whatever device its arguments lie on.
-        with torch.cuda.device(_cuda_device(args)):
-            if check is not None and _bounds_checks:
-                check(*args)
-            return table[backend](*args)
+        device = _cuda_device(args)
+        if device is None or device.index == torch.cuda.current_device():
+            return _run(table[backend], values, args)
+        with torch.cuda.device(device):
+            return _run(table[backend], values, args)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
@@ -135,6 +135,12 @@ def operator(
             f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
         )
     return getattr(torch.ops.shoal, name).default  # type: ignore[no-any-return]
+
+
+def _run(work: Implementation, check: Implementation | None, args: Sequence[Any]) -> Any:
+    if check is not None:
+        check(*args)
+    return work(*args)
 
 
 def _cuda_device(args: Iterable[Any]) -> torch.device | None:
@@ -191,14 +197,14 @@ def one_device(op: str, **tensors: Tensor) -> torch.device:
     Raises:
         InputError: they lie on several devices.
     """
-    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
+    device = next(iter(tensors.values())).device
+    if any(tensor.device != device for tensor in tensors.values()):
         raise InputError(
             describe(
                 f"{op}: devices",
-                got=", ".join(f"{name} on {device}" for name, device in devices.items()),
+                got=", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items()),
                 allowed="one device for all arguments",
                 remedy="Move them with .to().",
             )
         )
-    return next(iter(tensors.values())).device
+    return device

@@ -156,6 +156,7 @@ def _core_reduce_backward(
     values_MD: Tensor | None,
     pooled_BD: Tensor | None,
     mode: str,
+    in_order: bool,
 ) -> Tensor:
     return _run_backward(_NAMES[mode], [grads_BD], index_M, values_MD, pooled_BD, mode)
 
@@ -203,6 +204,7 @@ def _reference_reduce_backward(
     values_MD: Tensor | None,
     pooled_BD: Tensor | None,
     mode: str,
+    in_order: bool,
 ) -> Tensor:
     if values_MD is not None and pooled_BD is not None:
         return values_MD * share_of(grads_BD, pooled_BD)[index_M]
@@ -219,12 +221,14 @@ def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _reduce_gradient(ctx: Any, grads_BD: Tensor) -> tuple[Any, ...]:
     index_M, *kept = ctx.saved_tensors
     values_MD, pooled_BD = kept or (None, None)
-    grads_MD = _index_reduce_backward(grads_BD, index_M, values_MD, pooled_BD, ctx.mode)
+    grads_MD = _index_reduce_backward(
+        grads_BD, index_M, values_MD, pooled_BD, ctx.mode, ctx.in_order
+    )
     return grads_MD, *(None,) * 4
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads_BD, index_M, values_MD, pooled_BD, ctx.mode = inputs
+    grads_BD, index_M, values_MD, pooled_BD, ctx.mode, ctx.in_order = inputs
     ctx.length = grads_BD.shape[0]
     kept = () if values_MD is None else (grads_BD, values_MD, pooled_BD)
     ctx.save_for_backward(index_M, *kept)
@@ -233,13 +237,15 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _second_gradient(ctx: Any, grads_MD: Tensor) -> tuple[Any, ...]:
     index_M, *kept = ctx.saved_tensors
     if not kept:
-        return _index_reduce(grads_MD, index_M, ctx.length, ctx.mode, False), *(None,) * 4
+        sums_BD = _index_reduce(grads_MD, index_M, ctx.length, ctx.mode, ctx.in_order)
+        return sums_BD, *(None,) * 5
     grads_BD, values_MD, pooled_BD = kept
     once_BD = share_of(torch.ones_like(pooled_BD), pooled_BD)
-    sums_BD = _index_reduce(grads_MD * values_MD, index_M, ctx.length, "sum", False)
+    sums_BD = _index_reduce(grads_MD * values_MD, index_M, ctx.length, "sum", ctx.in_order)
     share_BD = grads_BD * once_BD
-    shares_MD = _index_reduce_backward(share_BD, index_M, None, None, "sum")
-    return sums_BD * once_BD, None, grads_MD * shares_MD, -sums_BD * share_BD * once_BD, None
+    shares_MD = _index_reduce_backward(share_BD, index_M, None, None, "sum", ctx.in_order)
+    by_pooled_BD = -sums_BD * share_BD * once_BD
+    return sums_BD * once_BD, None, grads_MD * shares_MD, by_pooled_BD, None, None
 
 
 _index_reduce = operator(
@@ -258,11 +264,13 @@ _index_reduce = operator(
 
 _index_reduce_backward = operator(
     "index_reduce_backward(Tensor grads_BD, Tensor index_M, Tensor? values_MD, "
-    "Tensor? pooled_BD, str mode) -> Tensor",
+    "Tensor? pooled_BD, str mode, bool indices_sorted) -> Tensor",
     reference=_reference_reduce_backward,
     core=_core_reduce_backward,
     triton="indexed_segments:index_reduce_backward",
-    fake=lambda grads, index, values, pooled, mode: grads.new_empty(index.shape[0], grads.shape[1]),
+    fake=lambda grads, index, values, pooled, mode, in_order: grads.new_empty(
+        index.shape[0], grads.shape[1]
+    ),
     backward=_second_gradient,
     setup=_setup_backward,
 )

@@ -77,11 +77,11 @@ class CudaShard(CudaUpkeep):
             check_counts(shape, counts_N, self._device)
             self._memory.counters.poll()
             self._tell()
-            handles_N, found_N = self._inserted(shape, call, counts_N, ctx)
+            handles_N, met_N = self._inserted(shape, call, counts_N, ctx)
             counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
             runs = self._side.start(lambda: self._runs_of(handles_N, shape.rooms), handles_N)
             ticket = CudaTicket(
-                self, groups, shape, handles_N, found_N, counts, ctx.event_time_s, runs
+                self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs
             )
             self._live.add(ticket)
             return ticket

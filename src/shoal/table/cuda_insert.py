@@ -165,7 +165,9 @@ class CudaInsert(CudaCore):
                 )
         tables = [int(k) for k in np.flatnonzero(over_K > 0)]
         drops = [int(over_K[k] + self._capacity_K[k] // 64) for k in tables]
-        self._drop(tables, [min(d, int(free_K[k])) for d, k in zip(drops, tables, strict=True)], marks)
+        self._drop(
+            tables, [min(d, int(free_K[k])) for d, k in zip(drops, tables, strict=True)], marks
+        )
 
     def _marked_K(self, marks: Tensor) -> Counts:
         """Marked rows of each table; waits for the device."""

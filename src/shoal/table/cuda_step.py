@@ -246,7 +246,10 @@ class CudaStep(CudaRead):
 
     def _group_shapes(self, shape: CallShape) -> list[tuple[tuple[int, int], torch.dtype]]:
         return [
-            ((shape.splits[g + 1] - shape.splits[g], self._dims[k]), self._forms[self._form_of[k]].real)
+            (
+                (shape.splits[g + 1] - shape.splits[g], self._dims[k]),
+                self._forms[self._form_of[k]].real,
+            )
             for g, k in enumerate(shape.tables)
         ]
 

@@ -54,7 +54,7 @@ class CudaTicket:
         shard: who issued it.
         groups, shape: the call.
         handles_N: int32 [N] on the device, -1 where the id has no row.
-        found_N: bool [N] on the device.
+        met_N: bool [N] on the device: what `probe` reported while it inserted.
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
         runs: joins the runs of `handles_N`.
@@ -63,7 +63,7 @@ class CudaTicket:
     __slots__ = (
         "__weakref__",
         "_bags",
-        "_found_N",
+        "_met_N",
         "counts_N",
         "event_time_s",
         "groups",
@@ -80,7 +80,7 @@ class CudaTicket:
         groups: IdGroups,
         shape: CallShape,
         handles_N: Tensor,
-        found_N: Tensor,
+        met_N: Tensor,
         counts_N: Tensor | None,
         event_time_s: int,
         runs: Callable[[], Runs],
@@ -89,7 +89,7 @@ class CudaTicket:
         self.groups = groups
         self.shape = shape
         self.handles_N = handles_N
-        self._found_N = found_N
+        self._met_N = met_N
         self.counts_N = counts_N
         self.event_time_s = event_time_s
         self.runs = runs
@@ -109,8 +109,10 @@ class CudaTicket:
 
     @property
     def found_N(self) -> Tensor:
-        """bool [N] on the shard's device: the id had a row before this lookup."""
-        return self._found_N
+        """bool [N] on the shard's device: the id had a row before this lookup. Waits for it."""
+        # A row is new if one of its positions did not meet it.
+        handles_N, met_N = self.handles_N, self._met_N
+        return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
 
     def end(self) -> None:
         """Release the rows; a second call does nothing."""

@@ -1,7 +1,7 @@
 """Which rows a GPU shard drops: over its budget, or out of time. Nothing here waits for the device.
 
-What comes back is for an erase: handles in no set order, the first `size` of which count. These
-rows are marked as free and counted as evicted already.
+What comes back is for an erase, which must follow: handles in no set order, the first `size` of
+which count, int32 [1]. These rows are marked as free already.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def expired_many(
         marks: what `pin_marks` made of the live tickets, or None.
 
     Returns:
-        int32 handles and their number, int64 [1].
+        int32 handles and their number, int32 [1].
     """
     return expired_rows(layout, Scan(lives.jobs_EW, rows, marks=marks), now_s)
 
@@ -135,7 +135,7 @@ def lowest_many(
         most: at least the sum of `drops_E`; needed where those are on the device.
 
     Returns:
-        int32 handles and their number, int64 [1].
+        int32 handles and their number, int32 [1].
     """
     scan = Scan(jobs_EW, rows, marks=marks)
     if not isinstance(drops_E, Tensor):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
+from shoal import ops
 from shoal.hashing import to_signed
 from shoal.ops import reference
-from support.backends import COMPILED, Implementation
+from support.backends import BACKENDS, COMPILED, Implementation
 from support.ids import all_equal
 
 
@@ -46,6 +49,25 @@ def test_large_dedup_is_the_same_on_any_number_of_threads(impl: Implementation, 
             assert all_equal(impl.dedup(sent_N), want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("impl", BACKENDS)
+@pytest.mark.parametrize("span", [30, 500, 2**62])
+def test_dedup_numbers_ids_across_many_blocks(
+    impl: Implementation, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if impl.name == "triton":
+        kernels = importlib.import_module("shoal.kernels.dedup")
+        for size in ("_INSERT_BLOCK", "_RANK_BLOCK", "_RANKS_A_WARP"):
+            monkeypatch.setattr(kernels, size, 16)
+    ids_N = torch.randint(-span, span, (901,), generator=torch.manual_seed(span % 7))
+    assert all_equal(impl.dedup(ids_N.to(impl.device)), reference.dedup(ids_N))
+
+
+@pytest.mark.gpu
+def test_dedup_of_so_many_ids_that_blocks_grow() -> None:
+    ids_N = torch.randint(0, 1 << 24, (9_000_001,), generator=torch.manual_seed(5))
+    assert all_equal(ops.dedup(ids_N.cuda()), ops.dedup(ids_N))
 
 
 @pytest.mark.parametrize("impl", COMPILED)

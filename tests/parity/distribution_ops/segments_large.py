@@ -110,6 +110,7 @@ def test_no_segment_operation_waits_for_the_device() -> None:
             ops.segment_l2(values, offsets),
             ops.segment_first_n(values, offsets, 3),
             ops.reduce_mean(index, values, 50),
+            ops.reduce_mean(rising, values, 50, indices_sorted=True),
             ops.reduce_sum(rising, values, 50, indices_sorted=True),
             *ops.fused_reduce_sum_and_split(index, values, 50, [60, 4]),
             *ops.fused_sorted_segment_sum([rising], [values], [(50, 64)]),

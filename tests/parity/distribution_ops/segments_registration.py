@@ -48,11 +48,15 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     },
     "index_reduce_backward": (
         SHOAL.index_reduce_backward,
-        (rows(4), INDEX, None, None, "sqrtn"),
+        (rows(4), INDEX, None, None, "sqrtn", False),
+    ),
+    "index_reduce_backward-sorted": (
+        SHOAL.index_reduce_backward,
+        (rows(4), INDEX.sort().values, None, None, "mean", True),
     ),
     "index_reduce_backward-l2": (
         SHOAL.index_reduce_backward,
-        (rows(4), INDEX, rows(), rows(4), "l2"),
+        (rows(4), INDEX, rows(), rows(4), "l2", False),
     ),
     "index_sum_split": (SHOAL.index_sum_split, (rows(), INDEX, 4, [1, 2], False)),
     "index_sum_split_backward": (

@@ -1,0 +1,207 @@
+"""The optimizer step of a call: each row's gradients summed and its rule applied in registers.
+
+Runs longer than `COLD_RUN` positions come as pieces: a first launch adds up each piece, many places
+at a time. A second one takes a tile of runs, adds the gradients (or pieces) of each in order, one
+of every run at a time so that many loads are under way, steps the rows and stamps them. Weights
+and state are asked for before the gradients, so that their way is not added to theirs.
+
+Forms with several segments, rules that kernels do not know and very wide rows are stepped from
+materialised sums (`step_sums`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from shoal.kernels.grad_sources import Sources
+from shoal.kernels.piece_sums import add_pieces
+from shoal.kernels.row_form import RowForm
+from shoal.kernels.runs import Runs
+from shoal.kernels.step_rules import KernelRule, stepped
+from shoal.kernels.step_sums import compose
+from shoal.kernels.step_tiles import (
+    Stamp,
+    accepted,
+    count_nonfinite,
+    item_rows,
+    item_tallies,
+    item_where,
+    load_rows,
+    load_stamps,
+    pitch_of,
+    programs_of,
+    rates_of,
+    run_words,
+    runs_listed,
+    segment_constants,
+    segment_rule,
+    store_rows,
+    store_stamps,
+)
+from shoal.kernels.table_layout import CHUNK_TABLE, ShardLayout, chunk_word
+
+__all__ = ["Stamp", "apply"]
+
+_TABLE = tl.constexpr(CHUNK_TABLE)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "columns", "room", "form", "first_run", "last_run", "first_piece", "rate_columns",
+        "epoch", "event_time_s", "global_step", "domain",
+    ]
+)  # fmt: skip
+def _step(  # type: ignore[no-untyped-def]
+    tables_ptr, counters_ptr, chunks_ptr, columns,
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, first_piece,
+    addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr, rates_ptr, rate_columns,
+    epoch, event_time_s, global_step, domain,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, RATE: tl.constexpr,
+    WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
+    ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
+    FACTORS: tl.constexpr, COUNTED: tl.constexpr,
+    VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_D)
+    size = runs_listed(cursors_ptr, form, first_run)
+    partials = partials_ptr.to(tl.int64)
+    for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        live = row < size
+        handle, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        )
+        hot = items < length
+        first = tl.where(hot, first - first_piece, first).to(tl.int64)
+        inside = live[:, None] & (column < DIM)[None, :]
+        w, s0, s1, s2, p0, p1 = load_rows(
+            chunks_ptr, columns, handle, live, column, inside, 0, 0, DIM,
+            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
+        )  # fmt: skip
+        last, count = load_stamps(chunks_ptr, columns, handle, live)
+        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
+        g = tl.zeros([ROWS, BLOCK_D], REAL)
+        sights = length.to(tl.int64)
+        if COUNTED:
+            sights = sights * 0
+        for item in range(0, tl.max(items, axis=0), 2):
+            # Both are asked for before either is added.
+            at, on, cold, address = item_where(
+                addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
+            )
+            next_at, next_on, next_cold, next_address = item_where(
+                addresses_ptr, partials, first, item + 1, items, hot, PITCH_BYTES
+            )
+            value = item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            next_value = item_rows(
+                next_address, factors_ptr, next_at, next_cold, column, DIM, ALIGN, REAL, FACTORS
+            )
+            g += value
+            g += next_value
+            if COUNTED:
+                sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
+                sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
+        g, good = accepted(g, live, LARGEST, CLIP)
+        count_nonfinite(counters_ptr, table, live & (good == 0))
+        w, s0, s1, s2, p0, p1 = stepped(
+            w, g, s0, s1, s2, p0, p1, rate, global_step, DIM, RULE, A, B, C, D, E, F, G
+        )
+        store_rows(
+            tables_ptr, chunks_ptr, columns, handle, table, good, column,
+            inside & good[:, None], w, s0, s1, s2, p0, p1, domain, 0, 0, DIM,
+            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
+        )  # fmt: skip
+        store_stamps(
+            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights
+        )  # fmt: skip
+
+
+def apply(
+    layout: ShardLayout,
+    forms: Sequence[RowForm],
+    runs: Runs,
+    sources: Sources,
+    rates_KR: Tensor,
+    stamp: Stamp,
+    *,
+    counts_N: Tensor | None = None,
+    seen: Sources | None = None,
+) -> None:
+    """One optimizer step of every row that the call names, and its metadata.
+
+    Args:
+        forms: the shard's row forms; `runs.rooms` says how many positions each has.
+        sources: gradients, in the order of the runs.
+        rates_KR: float64 [K, R] on the device, the rate of each segment of each table.
+        counts_N: int32 [N], occurrences that each position stands for; None means 1 each. A ticket
+            counts once: where it has several records, positions of the later ones stand for 0.
+        seen: weights that the gradients were computed at, as `sources`; delay-compensated rules
+            read them, and those of a row's first position count.
+    """
+    counts = None if counts_N is None else counts_N[runs.order_N]
+    for number, form in enumerate(forms):
+        if runs.rooms[number] == 0:
+            continue
+        rule = segment_rule(form.segments[0], form) if len(form.segments) == 1 else None
+        if rule is None:
+            compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen)
+        else:
+            _apply_fused(layout, number, form, rule, runs, sources, rates_KR, stamp, counts)
+
+
+def _apply_fused(
+    layout: ShardLayout,
+    number: int,
+    form: RowForm,
+    rule: KernelRule,
+    runs: Runs,
+    sources: Sources,
+    rates_KR: Tensor,
+    stamp: Stamp,
+    counts_N: Tensor | None,
+) -> None:
+    partials, tallies = add_pieces(number, form, runs, sources, counts_N)
+    constants = segment_constants(form, form.segments[0], rule)
+    tiles = triton.cdiv(runs.rooms[number], constants["ROWS"])
+    unused = sources.addresses_N
+    with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
+        _step[(programs_of(tiles, unused.device),)](
+            layout.tables_KT,
+            layout.counters_KC,
+            layout.chunks_WC,
+            layout.chunks_WC.shape[1],
+            runs.runs_WN,
+            runs.runs_WN.shape[1],
+            runs.cursors_FW,
+            number,
+            runs.first_run(number),
+            runs.last_run(number),
+            runs.first_piece(number),
+            unused,
+            unused if sources.factors_N is None else sources.factors_N,
+            unused if counts_N is None else counts_N,
+            partials,
+            tallies,
+            rates_KR,
+            rates_KR.shape[1],
+            stamp.epoch,
+            stamp.event_time_s,
+            stamp.global_step,
+            stamp.domain,
+            PITCH_BYTES=pitch_of(form) * form.real.itemsize,
+            ALIGN=sources.alignments[number],
+            LARGEST=torch.finfo(form.real).max,
+            CLIP=stamp.clip,
+            FACTORS=sources.factors_N is not None,
+            COUNTED=counts_N is not None,
+            **constants,
+        )

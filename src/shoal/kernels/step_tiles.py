@@ -1,0 +1,375 @@
+"""Tiles of rows under way in a step: what is loaded, added, checked, stored and stamped."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from shoal.kernels.random_bits import quad_words, stream_key, words_at
+from shoal.kernels.row_form import RowForm, SegmentForm
+from shoal.kernels.row_rounding import (
+    STORED_BFLOAT16,
+    STORED_FLOAT16,
+    STORED_FLOAT32,
+    STORED_FLOAT64,
+    rounding_domain,
+    stochastic_bits,
+    storage_of,
+    wide_of_bits,
+)
+from shoal.kernels.step_rules import KernelRule, kernel_rule
+from shoal.kernels.table_layout import (
+    CHUNK_COUNTS,
+    CHUNK_IDS,
+    CHUNK_SEEN,
+    CHUNK_STATE,
+    CHUNK_VERSIONS,
+    CHUNK_WEIGHTS,
+    COUNT_NONFINITE,
+    COUNT_WORDS,
+    TABLE_SALT,
+    TABLE_SEED,
+    row_address,
+    table_word,
+)
+from shoal.rules.compressors import OneBit
+
+__all__ = [
+    "MOST_COLUMNS",
+    "Stamp",
+    "accepted",
+    "columns_of_tile",
+    "count_nonfinite",
+    "item_rows",
+    "item_tallies",
+    "item_where",
+    "load_rows",
+    "load_stamps",
+    "load_weights",
+    "pitch_of",
+    "programs_of",
+    "rates_of",
+    "real_of",
+    "rows_of_tile",
+    "run_words",
+    "runs_listed",
+    "segment_constants",
+    "segment_rule",
+    "store_rows",
+    "store_stamps",
+    "store_weights",
+]
+
+MOST_COLUMNS = 1024  # of a tile
+_TILE_BYTES = 4096
+_MOST_ROWS = 128
+# On each multiprocessor: far more than it holds, so that the last ones leave it idle briefly.
+_PROGRAMS = 64
+_INTERPRETED_PROGRAMS = 3
+
+_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
+_IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
+_SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
+_SALT, _SEED = tl.constexpr(TABLE_SALT), tl.constexpr(TABLE_SEED)
+_COUNT_WORDS, _NONFINITE = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_NONFINITE)
+_FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
+_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
+_WORD = tl.constexpr(0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a step knows beside rows and gradients.
+
+    epoch: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
+    "skip" leave a row with a non-finite sum as it is and count it, "clip" puts 0 for NaN and
+    nan_clip, with the sign, for infinities.
+    """
+
+    epoch: int
+    event_time_s: int
+    global_step: int
+    nan_policy: str = "raise"
+    nan_clip: float = 1.0
+
+    @property
+    def clip(self) -> float:
+        """`nan_clip`, or -1 where nothing is clipped."""
+        return self.nan_clip if self.nan_policy == "clip" else -1.0
+
+    @property
+    def domain(self) -> int:
+        """The word that keys the step's rounding."""
+        return rounding_domain(self.global_step)
+
+
+def real_of(form: RowForm) -> Any:
+    """Triton dtype of a form's arithmetic."""
+    return tl.float64 if form.real is torch.float64 else tl.float32
+
+
+def columns_of_tile(dim: int) -> int:
+    """Columns of a tile: a whole row of `dim` columns if they are no more than MOST_COLUMNS."""
+    return min(int(triton.next_power_of_2(dim)), MOST_COLUMNS)
+
+
+def rows_of_tile(dim: int, real: torch.dtype, most: int = _MOST_ROWS, size: int = 1) -> int:
+    """Rows of a tile of `size` times the usual bytes."""
+    return min(max(size * _TILE_BYTES // real.itemsize // columns_of_tile(dim), 1), most)
+
+
+def pitch_of(form: RowForm) -> int:
+    """Elements from one row of sums to the next: D, padded to 16 bytes."""
+    unit = 16 // form.real.itemsize
+    return (form.dim + unit - 1) // unit * unit
+
+
+def programs_of(most: int, device: torch.device) -> int:
+    """Programs that share work of which the host knows a bound only."""
+    return min(most, _programs_of(device))
+
+
+@functools.cache
+def _programs_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def segment_rule(segment: SegmentForm, form: RowForm) -> KernelRule | None:
+    """The segment's rule as kernels take it; None where plain torch has to step it."""
+    if isinstance(segment.compressor, OneBit) or segment.dim > MOST_COLUMNS:
+        return None
+    return kernel_rule(segment.optimizer, form.real)
+
+
+def segment_constants(form: RowForm, segment: SegmentForm, rule: KernelRule) -> dict[str, Any]:
+    """Constants of the kernels that step a segment."""
+    real = form.real
+    return {
+        "DIM": segment.dim,
+        "RATE": segment.rate,
+        "WEIGHT_BYTES": form.weight_bytes,
+        "STATE_BYTES": form.state_bytes,
+        "STORAGE": storage_of(form.dtype),
+        "REAL": real_of(form),
+        "VECTORS": rule.vectors,
+        "SCALARS": rule.scalars,
+        "RULE": rule.number,
+        **dict(zip("ABCDEFG", rule.params, strict=True)),
+        "ROWS": rows_of_tile(segment.dim, real),
+        "BLOCK_D": columns_of_tile(segment.dim),
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def item_where(  # type: ignore[no-untyped-def]
+    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES: tl.constexpr
+):  # fmt: skip
+    """An item of each run: index, there or not, a place or a piece, and its sum's address."""
+    at = first + item
+    on = item < items
+    cold = on & (hot == 0)
+    address = tl.load(addresses_ptr + at, mask=cold, other=0)
+    return at, on, cold, tl.where(on & hot, partials + at * PITCH_BYTES, address)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def item_rows(  # type: ignore[no-untyped-def]
+    address, factors_ptr, at, weighted, column,
+    DIM: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr, FACTORS: tl.constexpr,
+):  # fmt: skip
+    """[R, D] gradients at byte addresses (0: none), times the factors of `weighted` places."""
+    rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), ALIGN)
+    inside = (address != 0)[:, None] & (column < DIM)[None, :]
+    value = tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
+    if FACTORS:
+        factor = tl.load(factors_ptr + at, mask=weighted, other=1.0).to(REAL)
+        value = value * factor[:, None]
+    return value
+
+
+@triton.jit
+def item_tallies(counts_ptr, tallies_ptr, at, on, hot):  # type: ignore[no-untyped-def]
+    """Occurrences that an item of each run stands for."""
+    cold = tl.load(counts_ptr + at, mask=on & (hot == 0), other=0).to(tl.int64)
+    return cold + tl.load(tallies_ptr + at, mask=on & hot, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rates_of(rates_ptr, columns, table, live, RATE: tl.constexpr, REAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rate of a segment of each row's table."""
+    at = table.to(tl.int64) * columns + RATE
+    return tl.load(rates_ptr + at, mask=live, other=0.0).to(REAL)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def accepted(g, live, LARGEST: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Summed gradients as the policy has them, and the rows that may take them."""
+    good = live
+    if CLIP >= 0:
+        g = tl.where(g != g, 0.0, g)
+        g = tl.where(g > LARGEST, CLIP, tl.where(g < -LARGEST, -CLIP, g))
+    else:
+        bad = tl.max((tl.abs(g) <= LARGEST).to(tl.int32) ^ 1, axis=1)
+        good = live & (bad == 0)
+        g = tl.where(good[:, None], g, 0.0)
+    return g, good
+
+
+@triton.jit
+def count_nonfinite(counters_ptr, table, bad):  # type: ignore[no-untyped-def]
+    at = table.to(tl.int64) * _COUNT_WORDS + _NONFINITE
+    tl.atomic_add(counters_ptr + at, at * 0 + 1, mask=bad, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_weights(address, column, inside, STORAGE: tl.constexpr, REAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, C] weights at byte addresses that are multiples of 16."""
+    if STORAGE == _FLOAT16 or STORAGE == _BFLOAT16:  # noqa: SIM109
+        rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+        bits = tl.load(rows[:, None] + column[None, :], mask=inside, other=0)
+        w = wide_of_bits(bits, STORAGE)
+    else:
+        rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
+        w = tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
+    return w
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, live, column, inside,
+    COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
+    WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
+    REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    """A segment's weights, three state vectors [R, D] and two numbers [R]; what is not: dummies.
+
+    Lanes without a row or column hold state that no rule divides by 0 for.
+    """
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, _WEIGHTS)
+    w = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
+    s0, s1, s2 = w, w, w
+    p0 = tl.zeros([handle.shape[0]], REAL)
+    p1 = p0
+    if VECTORS + SCALARS > 0:
+        address = row_address(chunks_ptr, columns, handle, STATE_BYTES, live, _STATE)
+        state = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
+        vectors = state[:, None] + (STATE_COLUMN + column)[None, :]
+        if VECTORS > 0:
+            s0 = tl.load(vectors, mask=inside, other=1.0)
+        if VECTORS > 1:
+            s1 = tl.load(vectors + DIM, mask=inside, other=1.0)
+        if VECTORS > 2:
+            s2 = tl.load(vectors + 2 * DIM, mask=inside, other=1.0)
+        numbers = state + STATE_COLUMN + VECTORS * DIM
+        if SCALARS > 0:
+            p0 = tl.load(numbers, mask=live, other=0.5)
+        if SCALARS > 1:
+            p1 = tl.load(numbers + 1, mask=live, other=0.5)
+    return w, s0, s1, s2, p0, p1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_weights(  # type: ignore[no-untyped-def]
+    tables_ptr, chunks_ptr, columns, handle, table, live, start, column, inside, w, domain,
+    COLUMN: tl.constexpr, WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr,
+    REAL: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store weights of a segment's columns from `start` on; 16-bit ones are rounded by chance."""
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, _WEIGHTS)
+    if STORAGE == _FLOAT32 or STORAGE == _FLOAT64:  # noqa: SIM109
+        rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
+        tl.store(rows[:, None] + (COLUMN + column)[None, :], w, mask=inside)
+    else:
+        ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+        id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+        seed = table_word(tables_ptr, table, live, _SEED)
+        key = stream_key(seed, table_word(tables_ptr, table, live, _SALT))
+        if COLUMN % 4 == 0 and BLOCK_D % 4 == 0:
+            word = quad_words(key, id, COLUMN // 4 + start // 4, domain, BLOCK_D // 4)
+        else:
+            word = words_at(key[:, None], id[:, None], (COLUMN + column)[None, :], domain)
+        rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+        bits = stochastic_bits(w, word, STORAGE)
+        tl.store(rows[:, None] + (COLUMN + column)[None, :], bits, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rows(  # type: ignore[no-untyped-def]
+    tables_ptr, chunks_ptr, columns, handle, table, live, column, inside,
+    w, s0, s1, s2, p0, p1, domain,
+    COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
+    WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
+    REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store what `load_rows` loaded."""
+    store_weights(
+        tables_ptr, chunks_ptr, columns, handle, table, live, 0, column, inside, w, domain,
+        COLUMN, WEIGHT_BYTES, STORAGE, REAL, BLOCK_D,
+    )  # fmt: skip
+    if VECTORS + SCALARS > 0:
+        address = row_address(chunks_ptr, columns, handle, STATE_BYTES, live, _STATE)
+        state = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
+        vectors = state[:, None] + (STATE_COLUMN + column)[None, :]
+        if VECTORS > 0:
+            tl.store(vectors, s0, mask=inside)
+        if VECTORS > 1:
+            tl.store(vectors + DIM, s1, mask=inside)
+        if VECTORS > 2:
+            tl.store(vectors + 2 * DIM, s2, mask=inside)
+        numbers = state + STATE_COLUMN + VECTORS * DIM
+        if SCALARS > 0:
+            tl.store(numbers, p0, mask=live)
+        if SCALARS > 1:
+            tl.store(numbers + 1, p1, mask=live)
+
+
+@triton.jit
+def load_stamps(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-def]
+    """Last-seen time and count of each row, int64."""
+    word = tl.pointer_type(tl.uint32)
+    seen = row_address(chunks_ptr, columns, handle, 4, live, _SEEN).to(word)
+    counts = row_address(chunks_ptr, columns, handle, 4, live, _COUNTS).to(word)
+    last = tl.load(seen, mask=live, other=0).to(tl.int64)
+    return last, tl.load(counts, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def store_stamps(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, sights
+):  # fmt: skip
+    """Version, last-seen time (the later one) and count (it stays at its largest) of each row."""
+    word = tl.pointer_type(tl.uint32)
+    versions = row_address(chunks_ptr, columns, handle, 4, live, _VERSIONS).to(word)
+    seen = row_address(chunks_ptr, columns, handle, 4, live, _SEEN).to(word)
+    counts = row_address(chunks_ptr, columns, handle, 4, live, _COUNTS).to(word)
+    tl.store(versions, (last * 0 + epoch).to(tl.uint32), mask=live)
+    tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
+    tl.store(counts, tl.minimum(count + sights, _WORD).to(tl.uint32), mask=live)
+
+
+@triton.jit
+def run_words(  # type: ignore[no-untyped-def]
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+):  # fmt: skip
+    """Handle, first place or piece, items, places of the form's runs; long ones come first."""
+    longs = tl.load(cursors_ptr + 4 * form + 1)
+    run = tl.where(row < longs, last_run - row, first_run + row - longs)
+    at = runs_ptr + run.to(tl.int64)
+    handle = tl.load(at, mask=live, other=0)
+    first = tl.load(at + room, mask=live, other=0)
+    items = tl.load(at + 2 * room, mask=live, other=0)
+    return handle, first, items, tl.load(at + 3 * room, mask=live, other=0)
+
+
+@triton.jit
+def runs_listed(cursors_ptr, form, first_run):  # type: ignore[no-untyped-def]
+    """How many runs a form has."""
+    shorts = tl.load(cursors_ptr + 4 * form) - first_run
+    return shorts + tl.load(cursors_ptr + 4 * form + 1)

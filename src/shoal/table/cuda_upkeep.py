@@ -1,0 +1,196 @@
+"""Verbs of a GPU shard that take no ids of a batch: eviction, cuts, whole rows, counters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import TicketError, describe
+from shoal.kernels import table_erase
+from shoal.kernels.row_scan import pin_marks
+from shoal.kernels.table_layout import (
+    COUNT_ERASED,
+    COUNT_EVICTED,
+    COUNT_FREE,
+    COUNT_FRESH,
+    COUNT_INSERTED,
+    COUNT_ISSUED,
+    COUNT_NONFINITE,
+    COUNT_READY,
+    COUNT_REFUSED,
+)
+from shoal.table import checks, rows, scalars
+from shoal.table.cuda_write import CudaWrite
+from shoal.table.device_evict import Lives, expired_many
+from shoal.table.device_export import entry_of, export_rows, write_rows
+from shoal.table.shard import AdmissionState, Entry, IdGroups, RowChunk, StepContext, TableStats
+
+__all__ = ["CudaUpkeep"]
+
+
+class CudaUpkeep(CudaWrite):
+    """What a GPU shard does between batches; all of it waits for the device, but for `cut`."""
+
+    def evict(self, now_s: int) -> int:
+        """Drop expired rows, and those over a budget; returns how many. Never pinned ones."""
+        scalars.event_time(now_s, "now_s")
+        with self._turn():
+            counters = self._memory.counters
+            self._settled()
+            before = int(counters.known_KC[:, COUNT_EVICTED].sum())
+            held = [ticket.handles_N for ticket in self._live_tickets()]
+            marks = pin_marks(held, self._memory.chunks) if held else None
+            expiring = [(k, s.expiry) for k, s in enumerate(self._specs) if s.expiry is not None]
+            if expiring:
+                room = max(int(self._memory.rows_room_K[k]) for k, _ in expiring)
+                lives = Lives(expiring, self._device)
+                self._erase(*expired_many(self._layout, lives, room, now_s, marks))
+                self._settled()
+            over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
+            tables = [int(k) for k in np.flatnonzero(over_K > 0)]
+            if tables:
+                self._drop(tables, [int(over_K[k]) for k in tables], marks)
+                self._settled()
+            return int(counters.known_KC[:, COUNT_EVICTED].sum()) - before
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one."""
+        with self._turn():
+            self._epoch += 1
+            return self._epoch - 1
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table, ordered by hash, on the CPU."""
+        checks.table_index(table, len(self._specs))
+        with self._turn():
+            self._settled()
+            form, spec = self._forms[self._form_of[table]], self._specs[table]
+            return export_rows(self._layout, form, spec.name, self._handles_of(table))
+
+    def _handles_of(self, table: int) -> Tensor:
+        size = int(self._memory.counters.rows_K[table])
+        handles_R = torch.empty(size, dtype=torch.int32, device=self._device)
+        size_1 = torch.zeros(1, dtype=torch.int32, device=self._device)
+        slots = int(self._memory.slots_K[table])
+        table_erase.list_handles(self._layout, table, slots, handles_R, size_1)
+        return handles_R
+
+    def load(self, table: int, chunk: RowChunk) -> None:
+        """Upsert rows with their state and metadata."""
+        checks.table_index(table, len(self._specs))
+        spec, form = self._specs[table], self._forms[self._form_of[table]]
+        checks.chunk(chunk, spec, form.dtype, form.real)
+        with self._turn():
+            ids_N = chunk.ids.to(self._device)
+            groups = IdGroups(
+                ids_N,
+                torch.tensor([0, ids_N.numel()]),
+                torch.tensor([table], dtype=torch.int32),
+            )
+            shape, call = self._call(groups)
+            handles_N, _ = self._inserted(shape, call, None, StepContext(), admit_all=True)
+            versions = torch.full_like(chunk.versions, self._epoch)
+            loaded = RowChunk(
+                chunk.table,
+                chunk.ids,
+                chunk.weights,
+                chunk.state,
+                versions,
+                chunk.last_seen_s,
+                chunk.counts,
+            )
+            write_rows(self._layout, form, handles_N, loaded)
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None."""
+        checks.table_index(table, len(self._specs))
+        scalars.whole("id", id, scalars.MIN_ID, scalars.MAX_ID, remedy="Pass an int64 id.")
+        with self._turn():
+            groups = IdGroups(
+                torch.tensor([id], device=self._device),
+                torch.tensor([0, 1]),
+                torch.tensor([table], dtype=torch.int32),
+            )
+            _, call = self._call(groups)
+            handles_1, _ = self._probe(call)
+            return entry_of(self._layout, self._forms[self._form_of[table]], handles_1)
+
+    def size(self, table: int) -> int:
+        """Rows of a table."""
+        checks.table_index(table, len(self._specs))
+        with self._turn():
+            self._settled()
+            return int(self._memory.counters.rows_K[table])
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table.
+
+        Raises:
+            TicketError: a live ticket holds rows.
+        """
+        checks.table_index(table, len(self._specs))
+        with self._turn():
+            name = self._specs[table].name
+            if any(table in ticket.shape.tables for ticket in self._live_tickets()):
+                raise TicketError(
+                    describe(
+                        f"clear of table {name!r}",
+                        got="live tickets",
+                        allowed="no step in flight",
+                        remedy="Call step() or zero_grad() first.",
+                    )
+                )
+            counters_C = self._layout.counters_KC[table]
+            counters_C[COUNT_INSERTED] += counters_C[COUNT_ISSUED]
+            for word in (COUNT_ISSUED, COUNT_FREE, COUNT_FRESH, COUNT_READY, COUNT_ERASED):
+                counters_C[word] = 0
+            self._memory.forget(table)
+            self._sights.clear(table)
+            self._settled()
+
+    def admission_state(self, table: int) -> AdmissionState:
+        """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        checks.table_index(table, len(self._specs))
+        with self._turn():
+            return self._sights.state(table)
+
+    def load_admission_state(self, table: int, state: AdmissionState) -> None:
+        """Restore what `admission_state` returned.
+
+        Raises:
+            ShapeError: the sketch has another size than the spec's.
+        """
+        checks.table_index(table, len(self._specs))
+        with self._turn():
+            self._sights.load(table, state)
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of every table."""
+        with self._turn():
+            self._settled()
+            return tuple(self._stats_of(k) for k in range(len(self._specs)))
+
+    def _stats_of(self, k: int) -> TableStats:
+        known = self._memory.counters.known_KC[k]
+        weights, state, metadata, index = self._memory.bytes_of(k)
+        return rows.stats_of(
+            self._specs[k].name,
+            {
+                "rows": int(self._memory.counters.rows_K[k]),
+                "slots": int(self._memory.slots_K[k]),
+                "weights": weights,
+                "state": state,
+                "metadata": metadata,
+                "index": index + self._sights.nbytes(k),
+                "inserted": int(known[COUNT_INSERTED] + known[COUNT_ISSUED]),
+                "refused": int(known[COUNT_REFUSED]),
+                "evicted": int(known[COUNT_EVICTED]),
+                "nonfinite": int(known[COUNT_NONFINITE]),
+            },
+        )
+
+    def _settled(self) -> None:
+        """Have the device's counters at hand."""
+        self._memory.counters.send(self._layout)
+        self._memory.counters.wait()

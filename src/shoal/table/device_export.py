@@ -1,0 +1,116 @@
+"""Rows that leave or enter a GPU shard whole, in pieces through page-locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.row_copy import (
+    Metadata,
+    read_metadata,
+    read_values,
+    write_metadata,
+    write_values,
+)
+from shoal.kernels.row_form import RowForm
+from shoal.kernels.table_layout import ShardLayout
+from shoal.kernels.transfer import sent
+from shoal.placement import hash_ids, sort_key
+from shoal.table.shard import Entry, RowChunk
+
+__all__ = ["entry_of", "export_rows", "write_rows"]
+
+_PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Page-locked room for one piece, and the event after which it is filled."""
+
+    rows: slice
+    parts: tuple[Tensor, ...]
+    arrived: torch.cuda.Event | None
+
+
+def export_rows(layout: ShardLayout, form: RowForm, name: str, handles_R: Tensor) -> RowChunk:
+    """Rows in full, on the CPU, ordered by hash. Waits for the device.
+
+    Besides ids and handles, the device holds no more of them than two pieces.
+
+    Args:
+        name: of the table; it salts the hash.
+        handles_R: int32 [R], distinct, of rows of one table.
+    """
+    rows = len(handles_R)
+    hashes_R = sort_key(hash_ids(name, read_metadata(layout, handles_R)[0]))
+    handles_R = handles_R[hashes_R.argsort()]
+    weights = torch.empty(rows, form.dim, dtype=form.dtype)
+    state = torch.empty(rows, form.state_width, dtype=form.real)
+    metadata = torch.empty(4, rows, dtype=torch.int64)
+    waiting: _Landing | None = None
+    for piece in _pieces(form, rows):
+        own_R = handles_R[piece]
+        parts = (*read_values(layout, form, own_R), read_metadata(layout, own_R))
+        landing = _landed(piece, parts)
+        if waiting is not None:
+            _take(waiting, weights, state, metadata)
+        waiting = landing
+    if waiting is not None:
+        _take(waiting, weights, state, metadata)
+    ids, versions, last_seen_s, counts = metadata.unbind()
+    return RowChunk(name, ids, weights, state, versions, last_seen_s, counts)
+
+
+def write_rows(layout: ShardLayout, form: RowForm, handles_R: Tensor, chunk: RowChunk) -> None:
+    """Put rows in full into rows that have their ids already; version 0 becomes 1.
+
+    Args:
+        handles_R: int32 [R] on the device, distinct, in the order of `chunk`, whose tensors are
+            checked and on the CPU.
+    """
+    device = handles_R.device
+    for piece in _pieces(form, len(handles_R)):
+        own_R = handles_R[piece]
+        weights, state = sent(chunk.weights[piece], device), sent(chunk.state[piece], device)
+        write_values(layout, form, own_R, weights, state)
+        stamps = (chunk.versions.clamp(min=1), chunk.last_seen_s, chunk.counts)
+        write_metadata(layout, own_R, Metadata(*(sent(part[piece], device) for part in stamps)))
+
+
+def entry_of(layout: ShardLayout, form: RowForm, handle_1: Tensor) -> Entry | None:
+    """The row of a handle, int32 [1], in full; None for -1. Waits for the device."""
+    if int(handle_1) < 0:
+        return None
+    weights, state = read_values(layout, form, handle_1)
+    id_, version, last_seen_s, count = read_metadata(layout, handle_1)[:, 0].tolist()
+    return Entry(id_, weights[0].cpu(), state[0].cpu(), version, last_seen_s, count)
+
+
+def _pieces(form: RowForm, rows: int) -> Iterator[slice]:
+    step = max(_PIECE_BYTES // (form.weight_bytes + form.state_bytes + 32), 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _landed(rows: slice, parts: tuple[Tensor, ...]) -> _Landing:
+    """Send parts of a piece to the host; a CPU's are there already."""
+    if parts[0].device.type != "cuda":
+        return _Landing(rows, parts, None)
+    landing = tuple(
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+        for part in parts
+    )
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(parts[0].device))
+    return _Landing(rows, landing, arrived)
+
+
+def _take(landing: _Landing, weights: Tensor, state: Tensor, metadata: Tensor) -> None:
+    if landing.arrived is not None:
+        landing.arrived.synchronize()
+    weights[landing.rows] = landing.parts[0]
+    state[landing.rows] = landing.parts[1]
+    metadata[:, landing.rows] = landing.parts[2]
