@@ -35,9 +35,20 @@ def make_cpu(specs: Sequence[TableSpec]) -> Shard:
     return CpuShard(specs)
 
 
-SHARDS: Mapping[str, ShardFactory] = {"reference": make_reference, "cpu": make_cpu}
+def make_cuda(specs: Sequence[TableSpec]) -> Shard:
+    """Kernels interpreted, on CPU tensors."""
+    from shoal.table.cuda import CudaShard
+
+    return CudaShard(specs, device="cpu")
+
+
+SHARDS: Mapping[str, ShardFactory] = {
+    "reference": make_reference,
+    "cpu": make_cpu,
+    "cuda": make_cuda,
+}
 SHARD_KINDS = tuple(SHARDS)
-RAISES_LATE: frozenset[str] = frozenset()
+RAISES_LATE: frozenset[str] = frozenset({"cuda"})
 
 
 def shard_factory(kind: str) -> ShardFactory:
