@@ -179,13 +179,14 @@ class Trace:
             assert torch.equal(seen, self.expected(mine, form))
 
     def step(self, handles: Sequence[int], add: int = 1) -> None:
-        """Every distinct row grows once, through the runs of the call."""
-        _, runs = self.runs(handles)
-        places = self.cache.places_of(runs, written=True)
-        for number, form in enumerate(self.homes.forms):
-            first, end = runs.first_run(number), int(runs.cursors_FW[number, 0])
-            rows = runs.runs_WN[0, first:end].tolist()
-            seen = self.touch(form, places[first:end].contiguous(), add)
+        """Every distinct row grows once, where the cache says that it is."""
+        payload_H = self.cache.written(self.runs(handles)[1])
+        wanted = {h for h in handles if h >= 0}
+        for table, form in enumerate(self.homes.forms):
+            rows = [h for h in wanted if self.homes.columns[CHUNK_TABLE, h >> CHUNK_BITS] == table]
+            homes = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            payloads = payload_H[homes.long()]
+            seen = self.touch(form, torch.where(payloads < 0, homes, payloads), add)
             assert torch.equal(seen, self.expected(rows, form))
             for handle in rows:
                 self.added[handle] = self.added.get(handle, 0) + add

@@ -22,6 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.runs import Runs
+from shoal.kernels.step_tiles import run_words, runs_listed
 
 __all__ = [
     "ABSENT",
@@ -34,11 +35,11 @@ __all__ = [
     "CacheMaps",
     "Pool",
     "drop",
+    "mark_dirty",
     "new_maps",
     "programs_of",
     "resized",
     "translate",
-    "translate_runs",
 ]
 
 VACANT = -1  # home of a slot without a row
@@ -135,29 +136,28 @@ def _translate(handles_ptr, payload_ptr, out_ptr, n, BLOCK: tl.constexpr):  # ty
     tl.store(out_ptr + at, tl.where(payload >= 0, payload, handle), mask=live)
 
 
-@triton.jit(do_not_specialize=["form", "first", "base"])  # type: ignore[untyped-decorator]
-def _translate_runs(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base"])  # type: ignore[untyped-decorator]
+def _mark_dirty(  # type: ignore[no-untyped-def]
     runs_ptr,
+    room,
     cursors_ptr,
     form,
-    first,
+    first_run,
+    last_run,
     payload_ptr,
     dirty_ptr,
     base,
-    out_ptr,
-    DIRTY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    end = tl.load(cursors_ptr + 2 * form)
-    for tile in range(tl.program_id(0), tl.cdiv(end - first, BLOCK), tl.num_programs(0)):
-        at = first + tile * BLOCK + tl.arange(0, BLOCK)
-        live = at < end
-        handle = tl.load(runs_ptr + at, mask=live, other=0)
+    size = runs_listed(cursors_ptr, form, first_run)
+    for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        live = row < size
+        handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
-        cached = live & (payload >= 0)
-        tl.store(out_ptr + at, tl.where(cached, payload, handle), mask=live)
-        if DIRTY:
-            tl.store(dirty_ptr + (payload - base), (at * 0 + 1).to(tl.int8), mask=cached)
+        tl.store(dirty_ptr + (payload - base), (row * 0 + 1).to(tl.int8), mask=payload >= 0)
 
 
 def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
@@ -170,29 +170,26 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     return out_N
 
 
-def translate_runs(maps: CacheMaps, runs: Runs, *, dirty: bool) -> Tensor:
-    """Payload handles of the rows of `runs`, int32, where `runs.runs_WN[0]` has their handles.
-
-    dirty: rows with a slot are about to be changed there.
-    """
-    handles = runs.runs_WN[0]
-    out = torch.empty_like(handles)
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
+    """Say that the rows of `runs` are about to be changed where they are."""
+    device = maps.dirty_S.device
+    if maps.dirty_S.numel() == 0:
+        return
+    with torch.cuda.device_of(maps.dirty_S):  # type: ignore[no-untyped-call]
         for form, room in enumerate(runs.rooms):
             if room:
-                _translate_runs[(programs_of(triton.cdiv(room, _BLOCK), out.device),)](
-                    handles,
+                _mark_dirty[(programs_of(triton.cdiv(room, _BLOCK), device),)](
+                    runs.runs_WN,
+                    runs.runs_WN.shape[1],
                     runs.cursors_FW,
                     form,
                     runs.first_run(form),
+                    runs.last_run(form),
                     maps.payload_H,
                     maps.dirty_S,
                     maps.base,
-                    out,
-                    DIRTY=dirty,
                     BLOCK=_BLOCK,
                 )
-    return out
 
 
 @triton.jit(do_not_specialize=["base"])  # type: ignore[untyped-decorator]

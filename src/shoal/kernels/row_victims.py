@@ -28,6 +28,7 @@ from shoal.kernels.row_cache import (
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_moves import Moves, move
 from shoal.kernels.runs import Runs
+from shoal.kernels.step_tiles import run_words, runs_listed
 from shoal.kernels.table_layout import ShardLayout
 
 __all__ = ["HALVED_AFTER", "admit"]
@@ -76,12 +77,14 @@ def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constex
     return tl.where(home == _NO_HOME, 0, tl.where(live & (home >= 0), class_, 255))
 
 
-@triton.jit(do_not_specialize=["form", "first", "base", "tick"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base", "tick"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
     runs_ptr,
+    room,
     cursors_ptr,
     form,
-    first,
+    first_run,
+    last_run,
     payload_ptr,
     used_ptr,
     uses_ptr,
@@ -93,11 +96,13 @@ def _mark(  # type: ignore[no-untyped-def]
     LFU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    end = tl.load(cursors_ptr + 2 * form)
-    for tile in range(tl.program_id(0), tl.cdiv(end - first, BLOCK), tl.num_programs(0)):
-        at = first + tile * BLOCK + tl.arange(0, BLOCK)
-        live = at < end
-        handle = tl.load(runs_ptr + at, mask=live, other=0)
+    size = runs_listed(cursors_ptr, form, first_run)
+    for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        live = row < size
+        handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
         hit = live & (payload >= 0)
         slot = payload - base
@@ -105,7 +110,7 @@ def _mark(  # type: ignore[no-untyped-def]
             age = tick - tl.load(used_ptr + slot, mask=hit, other=0)
             uses = _aged(tl.load(uses_ptr + slot, mask=hit, other=0), age) + 1
             tl.store(uses_ptr + slot, tl.minimum(uses, _MOST_USES), mask=hit)
-        tl.store(used_ptr + slot, at * 0 + tick, mask=hit)
+        tl.store(used_ptr + slot, row * 0 + tick, mask=hit)
         misses = (live & (payload < 0)).to(tl.int32)
         hits, count = tl.sum(hit.to(tl.int32), axis=0), tl.sum(misses, axis=0)
         start = tl.atomic_add(work_ptr + _NEED_WORD, count, sem="relaxed")
@@ -244,10 +249,12 @@ def _admit_form(
     uses = maps.uses_S if lfu else maps.used_S
     with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
         _mark[(programs_of(triton.cdiv(room, _BLOCK), device),)](
-            runs.runs_WN[0],
+            runs.runs_WN,
+            runs.runs_WN.shape[1],
             runs.cursors_FW,
             number,
             runs.first_run(number),
+            runs.last_run(number),
             maps.payload_H,
             maps.used_S,
             uses,

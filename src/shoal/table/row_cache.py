@@ -233,14 +233,16 @@ class RowCache:
         self._follow()
         return row_cache.translate(self._maps, handles_N)
 
-    def places_of(self, runs: Runs, *, written: bool) -> Tensor:
-        """Payload handles of rows, int32, at the places of `runs.runs_WN[0]`.
+    def written(self, runs: Runs) -> Tensor:
+        """Say that these rows are about to be changed; returns where they are.
 
-        written: they are about to be changed.
+        int32, by home handle: the payload handle of a row with a slot, -1 for a row that is to be
+        changed at home.
         """
         self._follow()
-        self._dirty |= written
-        return row_cache.translate_runs(self._maps, runs, dirty=written)
+        self._dirty = True
+        row_cache.mark_dirty(self._maps, runs)
+        return self._maps.payload_H
 
     def drop(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Forget rows that are no more; see `kernels.row_cache.drop`."""

@@ -6,7 +6,8 @@ import dataclasses
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import get_args
 
 import torch
@@ -160,8 +161,8 @@ class TieredShard(CudaShard):
         return self._cache.places_N(handles_N)
 
     def _payload_of(self, runs: Runs) -> Tensor:
-        """Payload handles of rows that a step is about to change, beside `runs.runs_WN[0]`."""
-        return self._cache.places_of(runs, written=True)
+        """Where rows are that a step is about to change: payload handles by home handle, or -1."""
+        return self._cache.written(runs)
 
     def _found_rows(self, shape: CallShape, call: CallGroups) -> tuple[tuple[Tensor, ...], Tensor]:
         handles_N, found_N = self._probe(call)
@@ -206,34 +207,39 @@ class TieredShard(CudaShard):
         self._cache.drop(handles_M, size_1)
         super()._erase(handles_M, size_1)
 
-    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
-        """`CudaShard.assign`, in host memory."""
+    @contextmanager
+    def _at_home(self) -> Iterator[None]:
+        """A turn in which rows are changed in host memory; the cache is empty before and after."""
         with self._turn():
             self._cache.empty()
+            try:
+                yield
+            finally:
+                self._cache.empty()
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """`CudaShard.assign`, in host memory."""
+        with self._at_home():
             super().assign(groups, weights, ctx=ctx)
 
     def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
         """`CudaShard.assign_add`, in host memory."""
-        with self._turn():
-            self._cache.empty()
+        with self._at_home():
             super().assign_add(groups, deltas, ctx=ctx)
 
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
         """`CudaShard.reinitialize`, in host memory."""
-        with self._turn():
-            self._cache.empty()
+        with self._at_home():
             return super().reinitialize(groups, ctx=ctx)
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """`CudaShard.load`, into host memory."""
-        with self._turn():
-            self._cache.empty()
+        with self._at_home():
             super().load(table, chunk)
 
     def clear(self, table: int) -> None:
         """`CudaShard.clear`; the rows of all tables leave the cache."""
-        with self._turn():
-            self._cache.empty()
+        with self._at_home():
             super().clear(table)
 
     def export(self, table: int) -> RowChunk:
