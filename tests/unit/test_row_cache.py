@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.errors import OutOfDeviceMemory
 from shoal.kernels.table_layout import CHUNK_ROWS
 from shoal.table.page_locked import PIECE_BYTES, PageLocked, grouped
 from support.cached_rows import ODD, PLAIN, WIDE, Trace
@@ -197,6 +198,18 @@ def test_page_locked_pieces_waste_little() -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert all(start % 64 == 0 for start, _ in spans)  # 512 where it is page-locked
     assert memory.bytes_held <= 2 * sum(part.numel() for part in parts) + (1 << 20)
+
+
+def test_too_much_page_locked_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*sizes: int, **options: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nlong explanations")
+
+    memory = PageLocked(torch.device("cpu"))
+    memory.take(100)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(OutOfDeviceMemory, match=r"4194304 bytes wanted, 1048576 held.*ulimit -l"):
+        memory.take(3 << 20)
+    assert memory.bytes_held == 1 << 20
 
 
 def test_chunks_are_grouped_by_piece() -> None:

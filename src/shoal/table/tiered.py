@@ -83,7 +83,7 @@ class TieredShard(CudaShard):
         self._held: weakref.WeakKeyDictionary[CudaTicket, _Held] = weakref.WeakKeyDictionary()
         self._prefetched: deque[int] = deque(maxlen=_PREFETCHED)
         on_gpu = self._device.type == "cuda"
-        self._ahead = torch.cuda.Stream(self._device) if on_gpu else None
+        self._ahead = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         _log.info(
             "rows of %s are kept in host memory; cache on %s: %d bytes, %s",
             ", ".join(spec.name for spec in self._specs) or "no table",
