@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory, describe
@@ -139,6 +140,20 @@ class DeviceMemory:
         """The table of each chunk."""
         return self._columns_WC[CHUNK_TABLE, : self._chunks]
 
+    def lend(self, columns_WC: NDArray[np.int64]) -> int:
+        """Add chunks that are no table's rows, a cache's; returns the number of the first."""
+        first = self._number(columns_WC)
+        self._refresh()
+        return first
+
+    def _number(self, columns_WC: NDArray[np.int64]) -> int:
+        first = self._chunks
+        self._chunks += columns_WC.shape[1]
+        while self._chunks > self._columns_WC.shape[1]:
+            self._columns_WC = np.pad(self._columns_WC, ((0, 0), (0, self._columns_WC.shape[1])))
+        self._columns_WC[:, first : self._chunks] = columns_WC
+        return first
+
     def entries(self, table: int) -> Tensor:
         """The index of a table."""
         return self._tables[table].entries
@@ -222,11 +237,8 @@ class DeviceMemory:
         return slots
 
     def _add_block(self, k: int, block: Block, sizes: list[int]) -> None:
-        table, first = self._tables[k], self._chunks
-        self._chunks += len(sizes)
-        while self._chunks > self._columns_WC.shape[1]:
-            self._columns_WC = np.pad(self._columns_WC, ((0, 0), (0, self._columns_WC.shape[1])))
-        self._columns_WC[:, first : self._chunks] = chunk_columns(block, sizes, table.form, k)
+        table = self._tables[k]
+        first = self._number(chunk_columns(block, sizes, table.form, k))
         table.blocks.append(block)
         table.chunks.extend(range(first, self._chunks))
         table.rows += sum(sizes)
