@@ -24,6 +24,7 @@ from shoal.kernels.table_layout import (
     CHUNK_WORDS,
     FIRST_ROWS,
 )
+from shoal.table.page_locked import PageLocked
 
 __all__ = ["Block", "chunk_columns", "chunks_for", "new_block"]
 
@@ -62,20 +63,23 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
     return sizes
 
 
-def new_block(form: RowForm, sizes: Sequence[int], device: torch.device, host_rows: bool) -> Block:
+def new_block(
+    form: RowForm, sizes: Sequence[int], device: torch.device, host: PageLocked | None
+) -> Block:
     """Allocate chunks; contents are whatever was there.
 
-    host_rows: weights and state in page-locked host memory.
+    host: where weights and state come from if not from the device.
 
     Raises:
-        torch.OutOfMemoryError: no room.
+        torch.OutOfMemoryError: no room on the device.
+        OutOfDeviceMemory: no more page-locked host memory.
     """
     rows = sum(sizes)
-    pinned = host_rows and device.type == "cuda"
-    place = torch.device("cpu") if host_rows else device
 
     def large(row_bytes: int) -> Tensor:
-        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+        if host is not None:
+            return host.take(rows * row_bytes)
+        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=device)
 
     def words(dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, dtype=dtype, device=device)

@@ -39,6 +39,7 @@ from shoal.kernels.table_layout import (
 from shoal.kernels.transfer import sent
 from shoal.table.device_chunks import Block, chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
+from shoal.table.page_locked import PageLocked, grouped
 from shoal.table.spec import TableSpec
 
 __all__ = ["DeviceMemory"]
@@ -98,7 +99,7 @@ class DeviceMemory:
         host_rows: bool = False,
     ) -> None:
         self.device = device
-        self._host_rows = host_rows
+        self._host = PageLocked(device) if host_rows else None
         self._tables = [_TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._limits_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
@@ -177,7 +178,7 @@ class DeviceMemory:
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
         try:
             self._grow(rows_K)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfDeviceMemory):
             # Bounds are loose while counters are under way: wait for them, ask for the least.
             self.counters.wait()
             try:
@@ -212,7 +213,10 @@ class DeviceMemory:
                 target = want if least else max(want, table.rows + table.rows // 8)
                 target = min(target, int(self._limits_K[k]))
                 sizes = chunks_for(len(table.chunks), table.rows, target)
-                made.append((k, new_block(table.form, sizes, self.device, self._host_rows), sizes))
+                made.extend(
+                    (k, new_block(table.form, part, self.device, self._host), part)
+                    for part in self._parts(table.form, sizes)
+                )
             slots = self._slots_wanted(k, want)
             if slots:
                 indexes.append((k, slots, table_index.new_entries(slots, self.device)))
@@ -221,6 +225,12 @@ class DeviceMemory:
         for k, slots, entries in indexes:
             self._move_index(k, slots, entries)
         self._refresh()
+
+    def _parts(self, form: RowForm, sizes: list[int]) -> list[list[int]]:
+        """Chunks that share an allocation."""
+        if self._host is None:
+            return [sizes]
+        return grouped(sizes, max(form.weight_bytes, form.state_bytes))
 
     def _slots_wanted(self, k: int, rows: int) -> int:
         """Slots of the index to rebuild into, or 0 when the present one will do."""
