@@ -11,6 +11,7 @@ import torch
 from shoal.errors import OutOfDeviceMemory
 from shoal.kernels.table_layout import CHUNK_ROWS
 from shoal.table.page_locked import PIECE_BYTES, PageLocked, grouped
+from shoal.table.row_cache import RowCache
 from support.cached_rows import ODD, PLAIN, WIDE, Trace
 
 DEVICES = [
@@ -177,6 +178,28 @@ def test_without_a_cache_nothing_stays_on_the_device(device: str) -> None:
             assert torch.equal(trace.homes.at_home(row), trace.expected([row], PLAIN)[0])
     stats = trace.cache.stats()
     assert (stats.hits, stats.misses, stats.in_place) == (0, 50, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_that_are_too_large_to_stage_work_in_place(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = Trace([PLAIN], device, 64, 0)
+    rows = trace.handles[0]
+    trace.admit(rows[:8])
+
+    def refuse(*_: object) -> list[torch.Tensor]:
+        raise OutOfDeviceMemory("no room")
+
+    monkeypatch.setattr(RowCache, "_allocated", refuse)
+    for _ in range(2):
+        trace.admit(rows[4:30])
+        trace.read(rows[4:30])
+        trace.step(rows[4:30])
+        trace.cache.settle(None)
+    assert trace.cache.stats().in_place == 2 * (26 - 8)
+    assert caplog.text.count("partly staged") == 1
+    trace.assert_home()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -31,6 +32,8 @@ from shoal.kernels.table_layout import (
 __all__ = ["CachePolicy", "CacheStats", "CachedForm", "ChunkLender", "RowCache"]
 
 CachePolicy = Literal["lru", "lfu"]
+
+_log = logging.getLogger("shoal.table")
 
 _ALL = (1 << 31) - 1  # later than every tick
 
@@ -118,6 +121,7 @@ class RowCache:
         self._tick = 0
         self._held = False  # any row may have a slot
         self._dirty = False  # any slot may be dirty
+        self._full = False  # the device has no room for a larger staging area
         self.moves = 0
         self._storage: list[Tensor] = []
         self._maps = self._made([int(cache_bytes * f.share) // f.row_bytes for f in self._forms])
@@ -143,15 +147,27 @@ class RowCache:
             part[CHUNK_TABLE] = cached.table
             part[CHUNK_CAPACITY] = np.minimum(slots - starts, CHUNK_ROWS)
             columns.append(part)
-        base = self._memory.lend(np.concatenate(columns, axis=1)) << CHUNK_BITS if first else 0
-        self._storage = storage
-        return row_cache.new_maps(
+        base = 0
+        if first:
+            replaced = self._memory.layout.chunks_WC
+            base = self._memory.lend(np.concatenate(columns, axis=1)) << CHUNK_BITS
+            self._retire(replaced)
+        maps = row_cache.new_maps(
             self._memory.chunks << CHUNK_BITS,
             base,
             tuple(pools),
             self._device,
             counted=self._lfu,
         )
+        self._retire(*self._storage)
+        self._storage = storage
+        return maps
+
+    def _retire(self, *replaced: Tensor) -> None:
+        """Let memory be reused only after the present stream, which may not be the one it is of."""
+        if self._device.type == "cuda":
+            for part in replaced:
+                part.record_stream(torch.cuda.current_stream(self._device))
 
     def _allocated(self, slots_F: Sequence[int]) -> list[Tensor]:
         sizes = [
@@ -178,6 +194,7 @@ class RowCache:
         known = self._maps.payload_H
         if handles > known.numel():
             longer = row_cache.resized(known, max(handles, known.numel() * 5 // 4))
+            self._retire(known)
             self._maps = dataclasses.replace(self._maps, payload_H=longer)
 
     def admit(self, runs: Runs, keep_from: int | None, *, most_F: Sequence[int]) -> int:
@@ -215,18 +232,22 @@ class RowCache:
     def _cover(self, rows_F: Sequence[int]) -> None:
         """Make the staging area large enough for a batch, if the device has room."""
         slots_F = [pool.slots for pool in self._maps.pools]
-        if all(rows <= slots for rows, slots in zip(rows_F, slots_F, strict=True)):
+        if self._full or all(rows <= slots for rows, slots in zip(rows_F, slots_F, strict=True)):
             return
         self.empty()
         wanted = [
             max(rows, slots + slots // 4) if rows > slots else slots
             for rows, slots in zip(rows_F, slots_F, strict=True)
         ]
-        tallies = self._maps.tallies
+        old = self._maps
         try:
-            self._maps = dataclasses.replace(self._made(wanted), tallies=tallies)
-        except OutOfDeviceMemory:
-            return  # rows without a slot are read and written in place
+            self._maps = dataclasses.replace(self._made(wanted), tallies=old.tallies)
+        except OutOfDeviceMemory as error:
+            # Rows without a slot are read and written in place.
+            self._full = True
+            _log.warning("batches are only partly staged from now on: %s", error)
+            return
+        self._retire(old.payload_H, old.home_S, old.used_S, old.uses_S, old.dirty_S)
 
     def places_N(self, handles_N: Tensor) -> Tensor:
         """Payload handles of positions, int32 [N]; -1 stays -1. They hold until `moves` changes."""
