@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.step_plan import Stamp
 from shoal.kernels.table_layout import CHUNK_BITS, COUNT_NONFINITE
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.initializers import Constant
@@ -113,25 +113,46 @@ class StepWorld:
         seen: Sequence[Tensor] | None = None,
     ) -> None:
         """Step the reference; a gradient per position."""
-        sums: dict[int, Tensor] = {}
-        tally: dict[int, int] = {}
-        first: dict[int, int] = {}
-        for at, handle in enumerate(handles):
-            if handle >= 0:
-                first.setdefault(handle, at)
-                sums[handle] = sums.get(handle, 0) + grads[at].double()
-                tally[handle] = tally.get(handle, 0) + (1 if counts is None else counts[at])
-        for handle, g in sums.items():
-            row, g = self.rows[handle], g.to(self.form(handle).real)
+        at_U, tally, sums = self._summed(handles, grads, counts)
+        for at, many, summed in zip(at_U, tally, sums, strict=True):
+            handle = handles[at]
+            row, g = self.rows[handle], summed.to(self.form(handle).real)
             if stamp.nan_policy == "clip":
                 g = g.nan_to_num(0.0, stamp.nan_clip, -stamp.nan_clip)
             elif not g.isfinite().all():
                 self.nonfinite[row.table] += 1
                 continue
-            at_seen = None if seen is None else seen[first[handle]]
+            at_seen = None if seen is None else seen[at]
             self._step_row(handle, g, stamp, at_seen)
             row.version, row.seen = stamp.epoch, max(row.seen, stamp.event_time_s)
-            row.count = min(row.count + tally[handle], LARGEST_COUNT)
+            row.count = min(row.count + many, LARGEST_COUNT)
+
+    def _summed(
+        self, handles: Sequence[int], grads: Sequence[Tensor], counts: Sequence[int] | None
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        """First position, occurrences and float64 gradient sum of each row."""
+        number: dict[int, int] = {}
+        at_U: list[int] = []
+        tally: list[int] = []
+        members: dict[int, list[int]] = {}
+        for at, handle in enumerate(handles):
+            if handle < 0:
+                continue
+            if handle not in number:
+                number[handle] = len(at_U)
+                at_U.append(at)
+                tally.append(0)
+            tally[number[handle]] += 1 if counts is None else counts[at]
+            members.setdefault(self.tables[self.rows[handle].table], []).append(at)
+        sums: list[Tensor] = [torch.empty(0)] * len(at_U)
+        for form, positions in members.items():
+            stacked = torch.stack([grads[at] for at in positions]).double()
+            rows = torch.tensor([number[handles[at]] for at in positions])
+            total = torch.zeros(len(at_U), self.forms[form].dim, dtype=torch.float64)
+            total.index_add_(0, rows, stacked)
+            for row in set(rows.tolist()):
+                sums[row] = total[row]
+        return at_U, tally, sums
 
     def _step_row(self, handle: int, g: Tensor, stamp: Stamp, seen: Tensor | None) -> None:
         row, weights, states = self.rows[handle], [], []

@@ -78,8 +78,8 @@ class PooledGroup:
 class GradGroups:
     """The groups of one record: where their gradients lie. Made by `per_position` or `pooled`.
 
-    words_GW: numpy int64 [G, words]; counts: positions of each group; kept: what the addresses
-    point into.
+    words_GW: numpy int64 [G, words]; counts: positions of each group; forms: row form of each;
+    scaled: some factor is not 1; kept: what the addresses point into.
     """
 
     words_GW: Any
@@ -270,27 +270,24 @@ def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
     return flat_BLD.flatten(1)
 
 
-def sources_of(runs: Runs, records: Sequence[GradGroups], *, wide: bool = False) -> Sources:
+def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
     """Addresses and factors of all positions, in the order of the runs; one launch.
 
     Args:
         runs: of the handles of all records, one record after the other.
         records: as many positions as the runs have.
-        wide: factors in float64, wanted if any row form is float64.
     """
     n, device = runs.order_N.numel(), runs.order_N.device
     lines, splits = _call_words(records)
     scaled = any(record.scaled for record in records)
     addresses_N = torch.empty(n, dtype=torch.int64, device=device)
+    kept = tuple(tensor for record in records for tensor in record.kept)
+    wide = any(tensor.dtype is torch.float64 for tensor in kept)
     dtype = torch.float64 if wide else torch.float32
     factors_N = torch.empty(n, dtype=dtype, device=device) if scaled else None
     forms = [form for record in records for form in record.forms]
-    sources = Sources(
-        addresses_N,
-        factors_N,
-        _alignments(lines, forms, len(runs.rooms)),
-        tuple(tensor for record in records for tensor in record.kept),
-    )
+    alignments = _alignments(lines, forms, len(runs.rooms))
+    sources = Sources(addresses_N, factors_N, alignments, kept)
     if n == 0:
         return sources
     words = sent(torch.from_numpy(np.concatenate([lines.reshape(-1), splits])), device)

@@ -11,6 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.random_bits import quad_words, stream_key
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
@@ -200,7 +201,8 @@ def initialise(
     ready = device_form(form, device)
     programs = min(triton.cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
     with torch.cuda.device_of(layout.tables_KT):  # type: ignore[no-untyped-call]
-        _initialise[(programs,)](
+        launch(
+            _initialise, (programs,),
             layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
             tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
             ready.state_S, _int32(epoch), _int32(event_time_s),
@@ -223,8 +225,13 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
         return
     block = 512
     with torch.cuda.device_of(layout.counters_KC):  # type: ignore[no-untyped-call]
-        _settle[(triton.cdiv(words, block),)](
-            layout.counters_KC, host_counters_KC.data_ptr(), words, BLOCK=block
+        launch(
+            _settle,
+            (triton.cdiv(words, block),),
+            layout.counters_KC,
+            host_counters_KC.data_ptr(),
+            words,
+            BLOCK=block,
         )
 
 

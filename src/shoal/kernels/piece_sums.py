@@ -10,14 +10,8 @@ from torch import Tensor
 from shoal.kernels.grad_sources import Sources
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.runs import Runs, piece_room
-from shoal.kernels.step_tiles import (
-    columns_of_tile,
-    item_rows,
-    pitch_of,
-    programs_of,
-    real_of,
-    rows_of_tile,
-)
+from shoal.kernels.step_plan import columns_of_tile, programs_of, rows_of_tile, step_form
+from shoal.kernels.step_tiles import item_rows
 
 __all__ = ["add_pieces"]
 
@@ -58,9 +52,10 @@ def add_pieces(
 
     counts_N: int32 [N] in the order of the runs, or None.
     """
-    room, real = piece_room(runs.rooms[number]), form.real
+    plan, real = step_form(form), form.real
+    room = piece_room(runs.rooms[number])
     device = runs.order_N.device
-    partials = torch.empty(room, pitch_of(form), dtype=real, device=device)
+    partials = torch.empty(room, plan.pitch, dtype=real, device=device)
     tallies = torch.empty(room if counts_N is not None else 0, dtype=torch.int64, device=device)
     if room == 0:
         return partials, tallies
@@ -79,9 +74,9 @@ def add_pieces(
             partials,
             tallies,
             DIM=form.dim,
-            PITCH=partials.shape[1],
+            PITCH=plan.pitch,
             ALIGN=sources.alignments[number],
-            REAL=real_of(form),
+            REAL=plan.real,
             FACTORS=sources.factors_N is not None,
             COUNTED=counts_N is not None,
             ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),

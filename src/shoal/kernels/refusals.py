@@ -7,6 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.table_layout import (
     COUNT_REFUSED,
     COUNT_WORDS,
@@ -80,7 +81,9 @@ def count_refused(
     capacity = triton.next_power_of_2(2 * n)
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
     with torch.cuda.device_of(owner):  # type: ignore[no-untyped-call]
-        _count[(triton.cdiv(n, _BLOCK),)](
+        launch(
+            _count,
+            (triton.cdiv(n, _BLOCK),),
             call.ids_N,
             call.splits_G1,
             call.tables_G,

@@ -9,6 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers
 from shoal.kernels.table_layout import (
@@ -144,7 +145,9 @@ def _copy(
     block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
     tile_rows = max(_TILE // block, 1)
     with torch.cuda.device_of(dense):  # type: ignore[no-untyped-call]
-        _values[(triton.cdiv(rows, tile_rows), triton.cdiv(width, block))](
+        launch(
+            _values,
+            (triton.cdiv(rows, tile_rows), triton.cdiv(width, block)),
             handles_R,
             dense.view(torch_word),
             layout.chunks_WC,
@@ -184,7 +187,9 @@ def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
     out_4R = torch.empty(4, rows, dtype=torch.int64, device=handles_R.device)
     if rows:
         with torch.cuda.device_of(out_4R):  # type: ignore[no-untyped-call]
-            _read_metadata[(triton.cdiv(rows, _BLOCK),)](
+            launch(
+                _read_metadata,
+                (triton.cdiv(rows, _BLOCK),),
                 handles_R,
                 out_4R,
                 layout.chunks_WC,
@@ -202,7 +207,9 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
     if rows == 0 or all(part is None for part in parts):
         return
     with torch.cuda.device_of(handles_R):  # type: ignore[no-untyped-call]
-        _write_metadata[(triton.cdiv(rows, _BLOCK),)](
+        launch(
+            _write_metadata,
+            (triton.cdiv(rows, _BLOCK),),
             handles_R,
             *(unused if part is None else part for part in parts),
             layout.chunks_WC,

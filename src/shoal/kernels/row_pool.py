@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_read import initial_rows
 from shoal.kernels.row_rounding import load_weights, storage_of
@@ -311,23 +312,24 @@ def gather_pooled(
     if bags == 0:
         return outputs
     unused: Any = handles_N
-    for launch in lines.launches:
-        ready = device_form(launch.form, handles_N.device)
+    for wave in lines.launches:
+        ready = device_form(wave.form, handles_N.device)
         light = ready.plain and not initial
-        tile = (_TILE if light else _HEAVY_TILE) // launch.block_d
+        tile = (_TILE if light else _HEAVY_TILE) // wave.block_d
         block = min(max(tile, 8), _MOST_BAGS)
         tiles = triton.cdiv(bags, block)
         with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-            _pool[(tiles * launch.lines_LW.shape[0],)](
+            launch(
+                _pool, (tiles * wave.lines_LW.shape[0],),
                 layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
                 groups.ids_N, groups.tables_G, handles_N, offsets_GB1,
                 unused if weights_N is None else weights_N,
-                launch.lines_LW, bases[launch.form.real is torch.float64], bags, tiles,
-                ready.segments_PW, len(launch.form.segments), ready.quantiles_Q, global_step,
-                WEIGHT_BYTES=launch.form.weight_bytes, STORAGE=storage_of(launch.form.dtype),
+                wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
+                ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,
+                WEIGHT_BYTES=wave.form.weight_bytes, STORAGE=storage_of(wave.form.dtype),
                 PLAIN=ready.plain, INITIAL=initial, WEIGHTED=weights_N is not None,
-                STEP=launch.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=launch.block_d,
-                num_warps=min(max(block * launch.block_d // (512 if light else 256), 1), 4),
+                STEP=wave.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=wave.block_d,
+                num_warps=min(max(block * wave.block_d // (512 if light else 256), 1), 4),
                 enable_fp_fusion=False,
             )  # fmt: skip
     return outputs
@@ -345,9 +347,15 @@ def _outputs(
         torch.empty(sizes[1], dtype=torch.float64, device=device),
     )
     outputs = tuple(
-        bases[double][bags * prefix : bags * (prefix + width)].view(bags, width)
+        _part_of(bases[double], bags * prefix, bags, width)
         for prefix, width, double in zip(lines.prefixes, lines.widths, lines.doubles, strict=True)
     )
     for output in lines.untouched:
         outputs[output].zero_()
     return outputs, bases
+
+
+def _part_of(base: Tensor, start: int, bags: int, width: int) -> Tensor:
+    """A tensor of its own over a part of memory: autograd forbids changing views of one base."""
+    part = base.new_empty(0)
+    return part.set_(base.untyped_storage(), start, (bags, width), (width, 1))

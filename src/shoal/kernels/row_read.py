@@ -9,6 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.random_bits import stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import load_weights, storage_of
@@ -194,7 +195,8 @@ def _launch(
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _gather[(triton.cdiv(last - first, rows),)](
+        launch(
+            _gather, (triton.cdiv(last - first, rows),),
             layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
             groups.ids_N, groups.splits_G1, groups.tables_G, count,
             unused if out_rows_G is None else out_rows_G,

@@ -19,6 +19,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.table_layout import (
     CHUNK_BITS,
     CHUNK_COUNTS,
@@ -271,7 +272,7 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
         for handles_N in handles:
             n = handles_N.numel()
             if n:
-                _pin[(triton.cdiv(n, 1024),)](handles_N, marks, n, BLOCK=1024)
+                launch(_pin, (triton.cdiv(n, 1024),), handles_N, marks, n, BLOCK=1024)
     return marks
 
 
@@ -288,7 +289,9 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
     size_1 = torch.zeros(1, dtype=torch.int32, device=scan.jobs_EW.device)
     if out_M.numel():
         with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-            _expire[programs_of(scan, _BLOCK)](
+            launch(
+                _expire,
+                programs_of(scan, _BLOCK),
                 out_ptr=out_M,
                 size_ptr=size_1,
                 now_s=now_s,

@@ -21,6 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_scan import (
     JOB_SCORE,
     JOB_SECOND,
@@ -286,7 +287,9 @@ def _narrowed(
     lists_EM = torch.empty(jobs, scan.rows, dtype=torch.int32, device=device)
     shared = scan.arguments(layout)
     if bracketed:
-        _bracket[(triton.cdiv(_SAMPLES, _MINE), jobs)](
+        launch(
+            _bracket,
+            (triton.cdiv(_SAMPLES, _MINE), jobs),
             drops_ptr=drops_E,
             bounds_ptr=bounds,
             SAMPLES=_SAMPLES,
@@ -294,7 +297,9 @@ def _narrowed(
             OTHERS=_OTHERS,
             **shared,
         )
-        _census[programs_of(scan, _BLOCK)](
+        launch(
+            _census,
+            programs_of(scan, _BLOCK),
             drops_ptr=drops_E,
             bounds_ptr=bounds,
             zones_ptr=zones,
@@ -302,7 +307,9 @@ def _narrowed(
             num_warps=_WARPS,
             **shared,
         )
-    _narrow[programs_of(scan, _BLOCK)](
+    launch(
+        _narrow,
+        programs_of(scan, _BLOCK),
         drops_ptr=drops_E,
         bounds_ptr=bounds,
         zones_ptr=zones,

@@ -11,6 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_scan import (
     JOB_TABLE,
     JOB_WORDS,
@@ -189,7 +190,9 @@ def finish_rows(
     jobs, rest_EM = len(scan.jobs_EW), scan.lists_EM
     bins = torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=left_E.device)
     with torch.cuda.device_of(left_E):  # type: ignore[no-untyped-call]
-        _finish[(jobs,)](
+        launch(
+            _finish,
+            (jobs,),
             layout.tables_KT,
             layout.chunks_WC,
             layout.chunks_WC.shape[1],

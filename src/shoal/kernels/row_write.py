@@ -12,6 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import (
     STORED_BFLOAT16,
@@ -139,7 +140,9 @@ def write_weights(
     block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
     rows = max(_TILE // block, 1)
     with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-        _write[(triton.cdiv(n, rows), triton.cdiv(width, block))](
+        launch(
+            _write,
+            (triton.cdiv(n, rows), triton.cdiv(width, block)),
             sorted_N,
             order_N,
             values_ND,

@@ -12,6 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.table_layout import EMPTY_KEY, ERASED_KEY, mix64
 
 __all__ = ["SIDE_CELLS", "cell_ptr", "claim_sights", "find_sights", "key_ptr", "move_sights"]
@@ -122,7 +123,9 @@ def move_sights(
     """
     slots = len(keys) - SIDE_CELLS
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-        _move[(triton.cdiv(slots + 2, _BLOCK),)](
+        launch(
+            _move,
+            (triton.cdiv(slots + 2, _BLOCK),),
             keys,
             cells,
             new_keys,

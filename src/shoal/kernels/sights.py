@@ -18,6 +18,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.sight_index import cell_ptr, claim_sights, find_sights, key_ptr
 from shoal.kernels.table_layout import (
     ERASED_KEY,
@@ -263,7 +264,9 @@ def add_sights(
     if n == 0:
         return
     with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        _add[(triton.cdiv(n, _BLOCK),)](
+        launch(
+            _add,
+            (triton.cdiv(n, _BLOCK),),
             call.ids_N,
             call.splits_G1,
             call.tables_G,
@@ -288,7 +291,9 @@ def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
     if n == 0:
         return admitted_N
     with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        _admit[(triton.cdiv(n, _BLOCK),)](
+        launch(
+            _admit,
+            (triton.cdiv(n, _BLOCK),),
             call.ids_N,
             call.splits_G1,
             call.tables_G,
@@ -310,7 +315,9 @@ def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> No
     if n == 0:
         return
     with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        _forget[(triton.cdiv(n, _BLOCK),)](
+        launch(
+            _forget,
+            (triton.cdiv(n, _BLOCK),),
             call.ids_N,
             call.splits_G1,
             call.tables_G,

@@ -12,6 +12,7 @@ materialised sums (`step_sums`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -22,10 +23,10 @@ from shoal.kernels.grad_sources import Sources
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.runs import Runs
-from shoal.kernels.step_rules import KernelRule, stepped
+from shoal.kernels.step_plan import Stamp, StepForm, programs_of, step_form
+from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_sums import compose
 from shoal.kernels.step_tiles import (
-    Stamp,
     accepted,
     count_nonfinite,
     item_rows,
@@ -34,13 +35,9 @@ from shoal.kernels.step_tiles import (
     load_rows,
     load_stamps,
     payload_of,
-    pitch_of,
-    programs_of,
     rates_of,
     run_words,
     runs_listed,
-    segment_constants,
-    segment_rule,
     store_rows,
     store_stamps,
 )
@@ -155,20 +152,20 @@ def apply(
     for number, form in enumerate(forms):
         if runs.rooms[number] == 0:
             continue
-        rule = segment_rule(form.segments[0], form) if len(form.segments) == 1 else None
-        if rule is None:
+        plan = step_form(form)
+        if plan.fused is None:
             compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen, payload_H)
         else:
             _apply_fused(
-                layout, number, form, rule, runs, sources, rates_KR, stamp, counts, payload_H
+                layout, number, plan, plan.fused, runs, sources, rates_KR, stamp, counts, payload_H
             )
 
 
 def _apply_fused(
     layout: ShardLayout,
     number: int,
-    form: RowForm,
-    rule: KernelRule,
+    plan: StepForm,
+    constants: dict[str, Any],
     runs: Runs,
     sources: Sources,
     rates_KR: Tensor,
@@ -176,8 +173,7 @@ def _apply_fused(
     counts_N: Tensor | None,
     payload_H: Tensor | None,
 ) -> None:
-    partials, tallies = add_pieces(number, form, runs, sources, counts_N)
-    constants = segment_constants(form, form.segments[0], rule)
+    partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
     tiles = triton.cdiv(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
     with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
@@ -205,9 +201,9 @@ def _apply_fused(
             stamp.event_time_s,
             stamp.global_step,
             stamp.domain,
-            PITCH_BYTES=pitch_of(form) * form.real.itemsize,
+            PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
             ALIGN=sources.alignments[number],
-            LARGEST=torch.finfo(form.real).max,
+            LARGEST=plan.largest,
             CLIP=stamp.clip,
             FACTORS=sources.factors_N is not None,
             COUNTED=counts_N is not None,

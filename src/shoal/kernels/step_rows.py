@@ -9,15 +9,8 @@ from torch import Tensor
 
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import storage_of
-from shoal.kernels.step_tiles import (
-    Stamp,
-    columns_of_tile,
-    load_weights,
-    payload_of,
-    real_of,
-    rows_of_tile,
-    store_weights,
-)
+from shoal.kernels.step_plan import Stamp, columns_of_tile, rows_of_tile, step_form
+from shoal.kernels.step_tiles import load_weights, payload_of, store_weights
 from shoal.kernels.table_layout import (
     CHUNK_STATE,
     CHUNK_TABLE,
@@ -171,7 +164,7 @@ def _fetched(
             ROW_BYTES=form.state_bytes if state else form.weight_bytes,
             WORD=word,
             STORAGE=storage_of(form.real if state else form.dtype),
-            REAL=real_of(form),
+            REAL=step_form(form).real,
             CACHED=payload_H is not None,
             ROWS=rows,
             BLOCK_D=columns,
@@ -206,7 +199,7 @@ def _stored(
             ROW_BYTES=form.state_bytes if state else form.weight_bytes,
             STATE=state,
             STORAGE=storage_of(form.dtype),
-            REAL=real_of(form),
+            REAL=step_form(form).real,
             CACHED=payload_H is not None,
             ROWS=rows,
             BLOCK_D=columns,

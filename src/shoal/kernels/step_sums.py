@@ -18,12 +18,17 @@ from shoal.kernels.grad_sources import Sources
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.runs import Runs
-from shoal.kernels.step_rows import step_in_torch
-from shoal.kernels.step_rules import KernelRule, stepped
-from shoal.kernels.step_tiles import (
+from shoal.kernels.step_plan import (
     Stamp,
-    accepted,
     columns_of_tile,
+    programs_of,
+    rows_of_tile,
+    step_form,
+)
+from shoal.kernels.step_rows import step_in_torch
+from shoal.kernels.step_rules import stepped
+from shoal.kernels.step_tiles import (
+    accepted,
     count_nonfinite,
     item_rows,
     item_tallies,
@@ -31,15 +36,9 @@ from shoal.kernels.step_tiles import (
     load_rows,
     load_stamps,
     payload_of,
-    pitch_of,
-    programs_of,
     rates_of,
-    real_of,
-    rows_of_tile,
     run_words,
     runs_listed,
-    segment_constants,
-    segment_rule,
     store_rows,
     store_stamps,
 )
@@ -257,10 +256,11 @@ def compose(
     Waits for the device where plain torch steps a segment.
     """
     device, room = runs.order_N.device, runs.rooms[number]
+    plan = step_form(form)
     partials = add_pieces(number, form, runs, sources, counts_N)
     for begin in range(0, room, _SLAB):
         most = min(_SLAB, room - begin)
-        sums = torch.empty(most, pitch_of(form), dtype=form.real, device=device)
+        sums = torch.empty(most, plan.pitch, dtype=form.real, device=device)
         handles = torch.empty(most, dtype=torch.int32, device=device)
         places = torch.empty(most, dtype=torch.int64, device=device)
         outputs = (sums, handles, places, None, None, None)
@@ -268,12 +268,11 @@ def compose(
             layout, number, form, runs, sources, counts_N, partials, begin, most, outputs,
             None, stamp,
         )  # fmt: skip
-        for segment in form.segments:
-            rule = segment_rule(segment, form)
-            if rule is not None:
+        for segment, constants in zip(form.segments, plan.segments, strict=True):
+            if constants is not None:
                 slab = (number, runs, begin, most)
                 _step_segment(
-                    layout, form, segment, rule, slab, handles, sums, rates_KR, stamp, payload_H
+                    layout, segment, constants, slab, handles, sums, rates_KR, stamp, payload_H
                 )
                 continue
             rows = min(max(int(_listed(runs, number)) - begin, 0), most)
@@ -297,9 +296,8 @@ def _listed(runs: Runs, number: int) -> Tensor:
 
 def _step_segment(
     layout: ShardLayout,
-    form: RowForm,
     segment: SegmentForm,
-    rule: KernelRule,
+    constants: dict[str, Any],
     slab: tuple[int, Runs, int, int],
     handles_U: Tensor,
     sums_UD: Tensor,
@@ -308,7 +306,6 @@ def _step_segment(
     payload_H: Tensor | None,
 ) -> None:
     number, runs, begin, most = slab
-    constants = segment_constants(form, segment, rule)
     programs = programs_of(triton.cdiv(most, constants["ROWS"]), sums_UD.device)
     with torch.cuda.device_of(sums_UD):  # type: ignore[no-untyped-call]
         _step_sums[(programs,)](
@@ -351,7 +348,7 @@ def _sum(
 ) -> None:
     """Launch `_write_sums`; outputs: sums, handles, places, ids, counts, tables."""
     unused: Any = sources.addresses_N
-    rows = rows_of_tile(form.dim, form.real)
+    plan, rows = step_form(form), rows_of_tile(form.dim, form.real)
     sums, *others = (unused if output is None else output for output in outputs)
     with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
         _write_sums[(programs_of(triton.cdiv(most, rows), unused.device),)](
@@ -379,11 +376,11 @@ def _sum(
             0 if stamp is None else stamp.epoch,
             0 if stamp is None else stamp.event_time_s,
             DIM=form.dim,
-            PITCH_BYTES=pitch_of(form) * form.real.itemsize,
+            PITCH_BYTES=plan.pitch * form.real.itemsize,
             OUT_PITCH=sums.shape[1],
             ALIGN=sources.alignments[number],
-            REAL=real_of(form),
-            LARGEST=torch.finfo(form.real).max,
+            REAL=plan.real,
+            LARGEST=plan.largest,
             CLIP=-1.0 if stamp is None else stamp.clip,
             FACTORS=sources.factors_N is not None,
             COUNTED=counts_N is not None,

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from shoal.kernels.random_bits import quad_words, stream_key, words_at
-from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import (
     STORED_BFLOAT16,
     STORED_FLOAT16,
     STORED_FLOAT32,
     STORED_FLOAT64,
-    rounding_domain,
     stochastic_bits,
-    storage_of,
     wide_of_bits,
 )
-from shoal.kernels.step_rules import KernelRule, kernel_rule
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -37,13 +28,9 @@ from shoal.kernels.table_layout import (
     row_address,
     table_word,
 )
-from shoal.rules.compressors import OneBit
 
 __all__ = [
-    "MOST_COLUMNS",
-    "Stamp",
     "accepted",
-    "columns_of_tile",
     "count_nonfinite",
     "item_rows",
     "item_tallies",
@@ -51,27 +38,14 @@ __all__ = [
     "load_rows",
     "load_stamps",
     "load_weights",
-    "payload_of",
-    "pitch_of",
-    "programs_of",
+    payload_of,
     "rates_of",
-    "real_of",
-    "rows_of_tile",
     "run_words",
     "runs_listed",
-    "segment_constants",
-    "segment_rule",
     "store_rows",
     "store_stamps",
     "store_weights",
 ]
-
-MOST_COLUMNS = 1024  # of a tile
-_TILE_BYTES = 4096
-_MOST_ROWS = 128
-# On each multiprocessor: far more than it holds, so that the last ones leave it idle briefly.
-_PROGRAMS = 64
-_INTERPRETED_PROGRAMS = 3
 
 _WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
 _IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
@@ -81,91 +55,6 @@ _COUNT_WORDS, _NONFINITE = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_NONFINI
 _FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
 _FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 _WORD = tl.constexpr(0xFFFFFFFF)
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What a step knows beside rows and gradients.
-
-    epoch: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
-    "skip" leave a row with a non-finite sum as it is and count it, "clip" puts 0 for NaN and
-    nan_clip, with the sign, for infinities.
-    """
-
-    epoch: int
-    event_time_s: int
-    global_step: int
-    nan_policy: str = "raise"
-    nan_clip: float = 1.0
-
-    @property
-    def clip(self) -> float:
-        """`nan_clip`, or -1 where nothing is clipped."""
-        return self.nan_clip if self.nan_policy == "clip" else -1.0
-
-    @property
-    def domain(self) -> int:
-        """The word that keys the step's rounding."""
-        return rounding_domain(self.global_step)
-
-
-def real_of(form: RowForm) -> Any:
-    """Triton dtype of a form's arithmetic."""
-    return tl.float64 if form.real is torch.float64 else tl.float32
-
-
-def columns_of_tile(dim: int) -> int:
-    """Columns of a tile: a whole row of `dim` columns if they are no more than MOST_COLUMNS."""
-    return min(int(triton.next_power_of_2(dim)), MOST_COLUMNS)
-
-
-def rows_of_tile(dim: int, real: torch.dtype, most: int = _MOST_ROWS, size: int = 1) -> int:
-    """Rows of a tile of `size` times the usual bytes."""
-    return min(max(size * _TILE_BYTES // real.itemsize // columns_of_tile(dim), 1), most)
-
-
-def pitch_of(form: RowForm) -> int:
-    """Elements from one row of sums to the next: D, padded to 16 bytes."""
-    unit = 16 // form.real.itemsize
-    return (form.dim + unit - 1) // unit * unit
-
-
-def programs_of(most: int, device: torch.device) -> int:
-    """Programs that share work of which the host knows a bound only."""
-    return min(most, _programs_of(device))
-
-
-@functools.cache
-def _programs_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def segment_rule(segment: SegmentForm, form: RowForm) -> KernelRule | None:
-    """The segment's rule as kernels take it; None where plain torch has to step it."""
-    if isinstance(segment.compressor, OneBit) or segment.dim > MOST_COLUMNS:
-        return None
-    return kernel_rule(segment.optimizer, form.real)
-
-
-def segment_constants(form: RowForm, segment: SegmentForm, rule: KernelRule) -> dict[str, Any]:
-    """Constants of the kernels that step a segment."""
-    real = form.real
-    return {
-        "DIM": segment.dim,
-        "RATE": segment.rate,
-        "WEIGHT_BYTES": form.weight_bytes,
-        "STATE_BYTES": form.state_bytes,
-        "STORAGE": storage_of(form.dtype),
-        "REAL": real_of(form),
-        "VECTORS": rule.vectors,
-        "SCALARS": rule.scalars,
-        "RULE": rule.number,
-        **dict(zip("ABCDEFG", rule.params, strict=True)),
-        "ROWS": rows_of_tile(segment.dim, real),
-        "BLOCK_D": columns_of_tile(segment.dim),
-    }
 
 
 @triton.jit  # type: ignore[untyped-decorator]

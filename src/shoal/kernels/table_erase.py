@@ -11,6 +11,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.hashing import to_signed
+from shoal.kernels.launching import launch
 from shoal.kernels.table_index import (
     any_of,
     claim,
@@ -173,7 +174,13 @@ def fold(layout: ShardLayout) -> None:
     """Start the count of issued rows at zero again, for all tables; rows in use stay the same."""
     tables = len(layout.counters_KC)
     with torch.cuda.device_of(layout.counters_KC):  # type: ignore[no-untyped-call]
-        _fold[(triton.cdiv(tables, _FOLD_BLOCK),)](layout.counters_KC, tables, BLOCK=_FOLD_BLOCK)
+        launch(
+            _fold,
+            (triton.cdiv(tables, _FOLD_BLOCK),),
+            layout.counters_KC,
+            tables,
+            BLOCK=_FOLD_BLOCK,
+        )
 
 
 def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None:
@@ -187,7 +194,9 @@ def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None
         return
     fold(layout)
     with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
-        _erase[(triton.cdiv(m, _ERASE_BLOCK),)](
+        launch(
+            _erase,
+            (triton.cdiv(m, _ERASE_BLOCK),),
             handles_M,
             handles_M if size_1 is None else size_1,
             layout.tables_KT,
@@ -209,7 +218,9 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     slots = (len(old_entries) - 1) * BUCKET_SLOTS
     new_entries[-1].copy_(old_entries[-1])
     with torch.cuda.device_of(old_entries):  # type: ignore[no-untyped-call]
-        _rebuild[(triton.cdiv(slots, _REBUILD_BLOCK),)](
+        launch(
+            _rebuild,
+            (triton.cdiv(slots, _REBUILD_BLOCK),),
             old_entries,
             new_entries,
             slots,
@@ -233,7 +244,9 @@ def list_handles(
     ends = counts
     with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
         for counting in (True, False):
-            _list[(programs,)](
+            launch(
+                _list,
+                (programs,),
                 layout.tables_KT,
                 counts,
                 ends,

@@ -25,6 +25,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.table_layout import (
     BUCKET_BYTES,
     BUCKET_SLOTS,
@@ -307,7 +308,9 @@ def probe(
         return
     block, warps = (_INSERT_BLOCK, _INSERT_WARPS) if insert else (_FIND_BLOCK, _FIND_WARPS)
     with torch.cuda.device_of(groups.ids_N):  # type: ignore[no-untyped-call]
-        _probe[(triton.cdiv(n, block),)](
+        launch(
+            _probe,
+            (triton.cdiv(n, block),),
             groups.ids_N,
             groups.splits_G1,
             groups.tables_G,

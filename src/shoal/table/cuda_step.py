@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal.kernels import grad_sources, step
 from shoal.kernels.grad_sources import GradGroups
 from shoal.kernels.runs import Runs, runs_of
+from shoal.kernels.step_plan import Stamp
 from shoal.kernels.step_sums import sum_runs
-from shoal.kernels.step_tiles import Stamp
 from shoal.table import checks, refusals
 from shoal.table.cuda_read import CudaRead
 from shoal.table.cuda_ticket import CudaTicket
@@ -169,10 +169,12 @@ class CudaStep(CudaRead):
         """One step from a gradient row per position."""
         runs = self._runs_of(handles_N, shape.rooms)
         forms_G = [self._form_of[k] for k in shape.tables]
-        sources = self._sources(runs, [grad_sources.per_position(grads, forms=forms_G)])
+        sources = grad_sources.sources_of(runs, [grad_sources.per_position(grads, forms=forms_G)])
         seen_sources = None
         if seen is not None:
-            seen_sources = self._sources(runs, [grad_sources.per_position(seen, forms=forms_G)])
+            seen_sources = grad_sources.sources_of(
+                runs, [grad_sources.per_position(seen, forms=forms_G)]
+            )
         step.apply(
             self._layout,
             self._forms,
@@ -187,10 +189,6 @@ class CudaStep(CudaRead):
 
     def _runs_of(self, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
         return runs_of(handles_N, self._layout if len(self._forms) > 1 else None, rooms)
-
-    def _sources(self, runs: Runs, records: Sequence[GradGroups]) -> grad_sources.Sources:
-        wide = any(form.real is torch.float64 for form in self._forms)
-        return grad_sources.sources_of(runs, records, wide=wide)
 
     def _stamp(self, ctx: StepContext, event_time_s: int) -> Stamp:
         return Stamp(
@@ -224,7 +222,7 @@ class CudaStep(CudaRead):
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
             runs, counts_N = self._runs_of(handles_N, rooms), _counts(owned)
-        return _Joined(runs, self._sources(runs, groups), counts_N, tickets)
+        return _Joined(runs, grad_sources.sources_of(runs, groups), counts_N, tickets)
 
     def _grad_groups(self, record: GradRecord, ticket: CudaTicket) -> GradGroups:
         shape = ticket.shape
