@@ -38,7 +38,7 @@ __all__ = [
     "load_rows",
     "load_stamps",
     "load_weights",
-    payload_of,
+    "payload_of",
     "rates_of",
     "run_words",
     "runs_listed",
