@@ -21,6 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.runs import Runs
 from shoal.kernels.step_tiles import run_words, runs_listed
 
@@ -166,7 +167,15 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     n = handles_N.numel()
     if n:
         with torch.cuda.device_of(out_N):  # type: ignore[no-untyped-call]
-            _translate[(triton.cdiv(n, _BLOCK),)](handles_N, maps.payload_H, out_N, n, BLOCK=_BLOCK)
+            launch(
+                _translate,
+                (triton.cdiv(n, _BLOCK),),
+                handles_N,
+                maps.payload_H,
+                out_N,
+                n,
+                BLOCK=_BLOCK,
+            )
     return out_N
 
 
@@ -178,7 +187,9 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
     with torch.cuda.device_of(maps.dirty_S):  # type: ignore[no-untyped-call]
         for form, room in enumerate(runs.rooms):
             if room:
-                _mark_dirty[(programs_of(triton.cdiv(room, _BLOCK), device),)](
+                launch(
+                    _mark_dirty,
+                    (programs_of(triton.cdiv(room, _BLOCK), device),),
                     runs.runs_WN,
                     runs.runs_WN.shape[1],
                     runs.cursors_FW,
@@ -216,7 +227,9 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
     if tiles == 0 or maps.home_S.numel() == 0:
         return
     with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
-        _drop[(programs_of(tiles, handles_M.device),)](
+        launch(
+            _drop,
+            (programs_of(tiles, handles_M.device),),
             handles_M,
             size_1,
             maps.payload_H,

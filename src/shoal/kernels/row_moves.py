@@ -13,6 +13,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_cache import TALLY_WRITTEN, VACANT, CacheMaps, Pool, programs_of
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import CHUNK_STATE, CHUNK_WEIGHTS, ShardLayout, row_address
@@ -170,7 +171,9 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
     if slots_M.numel() == 0:
         return
     with torch.cuda.device_of(slots_M):  # type: ignore[no-untyped-call]
-        _move[(programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),)](
+        launch(
+            _move,
+            (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
             layout.chunks_WC,
             layout.chunks_WC.shape[1],
             moves.count_1,
@@ -200,7 +203,9 @@ def sweep(
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
     slots_M, outs_M = torch.empty(2, pool.slots, dtype=torch.int32, device=device)
     with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
-        _collect[(programs_of(triton.cdiv(pool.slots, _BLOCK), device),)](
+        launch(
+            _collect,
+            (programs_of(triton.cdiv(pool.slots, _BLOCK), device),),
             maps.payload_H,
             maps.home_S,
             maps.used_S,

@@ -16,6 +16,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_cache import (
     TALLY_HITS,
     TALLY_MISSES,
@@ -248,7 +249,9 @@ def _admit_form(
     missing = torch.empty(room, dtype=torch.int32, device=device)
     uses = maps.uses_S if lfu else maps.used_S
     with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
-        _mark[(programs_of(triton.cdiv(room, _BLOCK), device),)](
+        launch(
+            _mark,
+            (programs_of(triton.cdiv(room, _BLOCK), device),),
             runs.runs_WN,
             runs.runs_WN.shape[1],
             runs.cursors_FW,
@@ -269,7 +272,9 @@ def _admit_form(
         if pool.slots == 0:
             return
         grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), device),)
-        _classes[grid](
+        launch(
+            _classes,
+            grid,
             maps.home_S,
             maps.used_S,
             uses,
@@ -282,7 +287,9 @@ def _admit_form(
             BLOCK=_BLOCK,
         )
         slots, outs = torch.empty(2, min(room, pool.slots), dtype=torch.int32, device=device)
-        _take[grid](
+        launch(
+            _take,
+            grid,
             maps.payload_H,
             maps.home_S,
             maps.used_S,
