@@ -15,6 +15,7 @@ from shoal.table.cpu import CpuShard
 from shoal.table.cuda import CudaShard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
+from support.fuzz_material import RICH
 from support.placed_shard import PlacedShard
 from support.reference_shard import ReferenceShard
 from support.shard_fuzz import Fuzz

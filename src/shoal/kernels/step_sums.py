@@ -37,6 +37,7 @@ from shoal.kernels.step_tiles import (
     item_where,
     load_rows,
     load_stamps,
+    payload_of,
     rates_of,
     run_words,
     runs_listed,
@@ -159,14 +160,14 @@ def _write_sums(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _step_sums(  # type: ignore[no-untyped-def]
     tables_ptr, chunks_ptr, columns, cursors_ptr, form, first_run, begin, most,
-    handles_ptr, sums_ptr, rates_ptr, rate_columns, global_step, domain,
+    handles_ptr, payloads_ptr, sums_ptr, rates_ptr, rate_columns, global_step, domain,
     PITCH: tl.constexpr, COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr,
     DIM: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One segment of the rows whose sums `_write_sums` has settled."""
     column = tl.arange(0, BLOCK_D)
@@ -177,8 +178,9 @@ def _step_sums(  # type: ignore[no-untyped-def]
         live = handle >= 0
         handle = tl.where(live, handle, 0)
         inside = live[:, None] & (column < DIM)[None, :]
+        payload = payload_of(payloads_ptr, handle, live, CACHED)
         w, s0, s1, s2, p0, p1 = load_rows(
-            chunks_ptr, columns, handle, live, column, inside, COLUMN, STATE_COLUMN, DIM,
+            chunks_ptr, columns, payload, live, column, inside, COLUMN, STATE_COLUMN, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
         )  # fmt: skip
         sums = sums_ptr + row.to(tl.int64)[:, None] * PITCH + (COLUMN + column)[None, :]
@@ -190,7 +192,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
             A, B, C, D, E, F, G,
         )  # fmt: skip
         store_rows(
-            tables_ptr, chunks_ptr, columns, handle, table, live, column, inside,
+            tables_ptr, chunks_ptr, columns, handle, payload, table, live, column, inside,
             w, s0, s1, s2, p0, p1, domain, COLUMN, STATE_COLUMN, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
         )  # fmt: skip
@@ -250,6 +252,7 @@ def compose(
     stamp: Stamp,
     counts_N: Tensor | None,
     seen: Sources | None,
+    payload_H: Tensor | None = None,
 ) -> None:
     """`step.apply` of one form from materialised sums; counts_N in the order of the runs.
 
@@ -271,12 +274,22 @@ def compose(
         for segment, constants in zip(form.segments, plan.segments, strict=True):
             if constants is not None:
                 slab = (number, runs, begin, most)
-                _step_segment(layout, segment, constants, slab, handles, sums, rates_KR, stamp)
+                _step_segment(
+                    layout, segment, constants, slab, handles, sums, rates_KR, stamp, payload_H
+                )
                 continue
             rows = min(max(int(_listed(runs, number)) - begin, 0), most)
             addresses = None if seen is None else seen.addresses_N[places[:rows]]
             step_in_torch(
-                layout, form, segment, handles[:rows], sums[:rows], rates_KR, stamp, addresses
+                layout,
+                form,
+                segment,
+                handles[:rows],
+                sums[:rows],
+                rates_KR,
+                stamp,
+                addresses,
+                payload_H,
             )
 
 
@@ -293,6 +306,7 @@ def _step_segment(
     sums_UD: Tensor,
     rates_KR: Tensor,
     stamp: Stamp,
+    payload_H: Tensor | None,
 ) -> None:
     number, runs, begin, most = slab
     programs = programs_of(blocks_of(most, constants["ROWS"]), sums_UD.device)
@@ -308,6 +322,7 @@ def _step_segment(
         begin,
         most,
         handles_U,
+        handles_U if payload_H is None else payload_H,
         sums_UD,
         rates_KR,
         rates_KR.shape[1],
@@ -316,6 +331,7 @@ def _step_segment(
         PITCH=sums_UD.shape[1],
         COLUMN=segment.column,
         STATE_COLUMN=segment.state_column,
+        CACHED=payload_H is not None,
         **constants,
     )
 

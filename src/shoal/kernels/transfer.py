@@ -51,7 +51,7 @@ class _Ring:
             self._arrays[at][:size] = words
             out.copy_(self._slots[at][:size], non_blocking=True)
             if at % _PART == _PART - 1:
-                event = torch.cuda.Event() if event is None else event
+                event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call]
                 self._events[at // _PART] = event
                 event.record()
         return out

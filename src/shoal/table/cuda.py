@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class CudaShard(CudaUpkeep):
         OutOfDeviceMemory: no room for the expected rows.
     """
 
+    _HOST_ROWS: ClassVar[bool] = False
+
     def __init__(
         self,
         specs: Sequence[TableSpec],
@@ -46,7 +49,7 @@ class CudaShard(CudaUpkeep):
         seed: int = 0,
         device: str | torch.device = "cuda",
     ) -> None:
-        super().__init__(specs, seed=seed, device=device, host_rows=False)
+        super().__init__(specs, seed=seed, device=device, host_rows=self._HOST_ROWS)
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""

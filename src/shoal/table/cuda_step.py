@@ -56,6 +56,7 @@ class CudaStep(CudaRead):
                     rates_KR,
                     stamp,
                     counts_N=joined.counts_N,
+                    payload_H=self._payload_of(joined.runs),
                 )
                 for ticket in joined.tickets:
                     ticket.end()
@@ -107,7 +108,7 @@ class CudaStep(CudaRead):
         )
         size = int(size_0)
         owners_U = tables_U[:size]
-        for k in owners_U.unique().tolist():
+        for k in torch.unique(owners_U).tolist():
             mine_U = owners_U == k
             found[0].append(k)
             found[1].append(ids_U[:size][mine_U])
@@ -185,6 +186,7 @@ class CudaStep(CudaRead):
             self._stamp(ctx, event_time_s),
             counts_N=None if counts_N is None else _small(counts_N),
             seen=seen_sources,
+            payload_H=self._payload_of(runs),
         )
 
     def _runs_of(self, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
@@ -198,6 +200,10 @@ class CudaStep(CudaRead):
             nan_policy=ctx.nan_policy,
             nan_clip=ctx.nan_clip,
         )
+
+    def _payload_of(self, runs: Runs) -> Tensor | None:
+        """Where rows are that a step is about to change: a cache's handles by handle."""
+        return None
 
     def _stepped(self, ctx: StepContext) -> None:
         self._last_step = ctx.global_step

@@ -19,8 +19,8 @@ class SideStream:
     """A stream beside the shard's, for work that only the step needs; none when interpreted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._begin = torch.cuda.Event() if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._begin = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def start(
         self, work: Callable[[], Runs], read: Sequence[Tensor], main: torch.cuda.Stream | None
@@ -42,7 +42,7 @@ class SideStream:
             made = work()
         finally:
             torch.cuda.set_stream(main)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(side)
         for tensor in read:
             tensor.record_stream(side)

@@ -58,7 +58,7 @@ class CounterReader:
     def _buffer(self, tables: int, words: int) -> _Copy:
         pinned = self._device.type == "cuda"
         host_KC = torch.zeros(tables, words, dtype=torch.int64, pin_memory=pinned)
-        event = torch.cuda.Event() if pinned else None
+        event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         return _Copy(host_KC, host_KC.numpy(), event, np.zeros(tables, dtype=np.int64))
 
     @property
@@ -120,7 +120,7 @@ class CounterReader:
         if copy.event is not None:
             if wait:
                 copy.event.synchronize()
-            elif not copy.event.query():
+            elif not copy.event.query():  # type: ignore[no-untyped-call]
                 return False
         self._flying.popleft()
         self.known_KC[:] = copy.values_KC
