@@ -33,7 +33,7 @@ class _Ring:
 
     def __init__(self) -> None:
         block = torch.empty(_SLOTS * _SLOT_WORDS, dtype=torch.int64, pin_memory=True)
-        self._slots = block.split(_SLOT_WORDS)
+        self._slots = torch.split(block, _SLOT_WORDS)
         self._arrays = [slot.numpy() for slot in self._slots]
         self._events: list[Any] = [None] * (_SLOTS // _PART)
         self._next = 0

@@ -82,7 +82,7 @@ class CudaRead(CudaInsert):
 
     def _by_group(self, shape: CallShape, outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if len(outs) == 1:
-            return torch.split(outs[0], shape.sizes)
+            return torch.split(outs[0], list(shape.sizes))
         return tuple(
             outs[place][first : first + shape.sizes[g]]
             for g, (place, first) in enumerate(shape.firsts)
