@@ -29,7 +29,7 @@ from shoal.kernels.table_layout import (
 )
 from shoal.kernels.transfer import staged
 
-__all__ = ["COLD_RUN", "Runs", "piece_room", "runs_of"]
+__all__ = ["COLD_RUN", "Runs", "piece_room", "region_starts", "runs_of"]
 
 COLD_RUN = 8  # positions of a run that one program adds in turn
 SHORTEST_PIECE = 64
@@ -168,7 +168,11 @@ def _list_runs(  # type: ignore[no-untyped-def]
 
 
 def runs_of(
-    handles_N: Tensor, layout: ShardLayout | None = None, rooms: Sequence[int] | None = None
+    handles_N: Tensor,
+    layout: ShardLayout | None = None,
+    rooms: Sequence[int] | None = None,
+    *,
+    starts_FW: Tensor | None = None,
 ) -> Runs:
     """Sort a call's positions by row and list the runs; negative handles are left out.
 
@@ -176,6 +180,8 @@ def runs_of(
         handles_N: int32 [N], N < 2^31; those of several lookups may follow one another.
         layout: the shard's, wanted where its tables have more than one row form.
         rooms: positions of each form, on the host; [N] if there is one form.
+        starts_FW: `region_starts` of the rooms; sent from here if None, which a captured graph
+            would do from memory that is gone.
     """
     n = handles_N.numel()
     bounds = (n,) if rooms is None else tuple(rooms)
@@ -187,7 +193,7 @@ def runs_of(
         order_N,
         words[: 4 * room].view(4, room),
         words[4 * room :].view(2, most_pieces),
-        _cursors(bounds, device),
+        region_starts(bounds, device) if starts_FW is None else starts_FW.clone(),
         bounds,
     )
     if n == 0:
@@ -214,7 +220,8 @@ def runs_of(
     return runs
 
 
-def _cursors(rooms: tuple[int, ...], device: torch.device) -> Tensor:
+def region_starts(rooms: Sequence[int], device: torch.device) -> Tensor:
+    """`Runs.cursors_FW` before any run is listed, on the device."""
     words, run, piece = [], 0, 0
     for count in rooms:
         words += [run, 0, piece, run + count]

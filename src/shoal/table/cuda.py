@@ -84,7 +84,7 @@ class CudaShard(CudaUpkeep):
             # Growth replaces the columns of chunks while the side may still read the old ones.
             read = (handles_N, self._layout.chunks_WC) if len(self._forms) > 1 else (handles_N,)
             runs = self._side.start(
-                lambda: self._runs_of(handles_N, shape.rooms), read, self._stream
+                lambda: self._runs_of(handles_N, shape.rooms), read, shape.rooms, self._stream
             )
             ticket = CudaTicket(
                 self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs

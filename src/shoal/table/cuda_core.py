@@ -14,12 +14,13 @@ from torch import Tensor
 from shoal.errors import DeviceUnavailable, NonFiniteGradient, describe
 from shoal.kernels.table_layout import COUNT_ALARMED, CallGroups, ShardLayout
 from shoal.table import checks, refusals
-from shoal.table.cuda_ticket import CudaTicket, SideStream
+from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape, CallShapes
 from shoal.table.device_memory import DeviceMemory
 from shoal.table.forms import forms_of
 from shoal.table.native import RateList
 from shoal.table.shard import IdGroups, StepContext
+from shoal.table.side_stream import SideStream
 from shoal.table.spec import TableSpec
 
 __all__ = ["CudaCore"]

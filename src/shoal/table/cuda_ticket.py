@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,46 +12,7 @@ from shoal.kernels.runs import Runs
 from shoal.table.device_calls import CallShape
 from shoal.table.shard import IdGroups
 
-__all__ = ["CudaTicket", "SideStream"]
-
-
-class SideStream:
-    """A stream beside the shard's, for work that only the step needs; none when interpreted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._begin = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def start(
-        self, work: Callable[[], Runs], read: Sequence[Tensor], main: torch.cuda.Stream | None
-    ) -> Callable[[torch.cuda.Stream | None], Runs]:
-        """Start work on the side that reads these tensors, after all that `main` has been given.
-
-        The returned call makes the stream it gets wait for the work, and returns the result.
-        """
-        side, begin = self._stream, self._begin
-        if side is None or begin is None or main is None:
-            made_already = work()
-            return lambda _: made_already
-        # Waiting for all of `main` also means that what an earlier step freed here is not
-        # written while that step still reads it.
-        begin.record(main)
-        side.wait_event(begin)
-        torch.cuda.set_stream(side)
-        try:
-            made = work()
-        finally:
-            torch.cuda.set_stream(main)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(side)
-        for tensor in read:
-            tensor.record_stream(side)
-
-        def joined(stream: torch.cuda.Stream | None) -> Runs:
-            (main if stream is None else stream).wait_event(done)
-            return made
-
-        return joined
+__all__ = ["CudaTicket"]
 
 
 class CudaTicket:
@@ -124,3 +85,8 @@ class CudaTicket:
     def end(self) -> None:
         """Release the rows; a second call does nothing."""
         self.live = False
+        self.runs = _none
+
+
+def _none(_: torch.cuda.Stream | None) -> Runs:
+    raise AssertionError("runs of a ticket that has ended")
