@@ -84,16 +84,15 @@ Place index_reduce(Address values, Address index, const Addresses& pooled, const
                    std::int64_t count, std::int64_t segments, int mode, bool sorted,
                    bool is_double, int threads) {
   const SegmentIndex in{at_address<const std::int64_t>(index), count, segments};
-  const auto offsets =
-      std::make_unique_for_overwrite<std::int64_t[]>(static_cast<std::size_t>(segments) + 1);
+  const Scratch<std::int64_t> offsets(segments + 1);
   const auto grouping = sorted ? Grouping::sorted_only : Grouping::ordered;
-  const IndexGroups groups = group_index(in, offsets.get(), grouping, threads);
+  const IndexGroups groups = group_index(in, offsets.data(), grouping, threads);
   if (groups.bad >= 0 || (sorted && groups.unsorted >= 0)) return {groups.bad, groups.unsorted};
   const Addresses from{values};
-  const Addresses at{reinterpret_cast<Address>(offsets.get())};
+  const Addresses at{reinterpret_cast<Address>(offsets.data())};
   const Sizes parts{static_cast<std::int64_t>(pooled.size())};
   auto tables = tables_of(from, at, {segments}, {count}, pooled, widths, parts);
-  tables[0].order = groups.order.get();
+  if (groups.order != nullptr) tables[0].order = groups.order->data();
   reduce_segments(tables, static_cast<SegmentMode>(mode), is_double, threads);
   return {-1, -1};
 }
@@ -106,22 +105,14 @@ std::int64_t index_spread(const Addresses& grads, const Sizes& widths, Address i
   auto tables = tables_of({out}, {0}, {segments}, {count}, grads, widths, parts);
   tables[0].inputs = at_address<const void>(inputs);
   tables[0].pooled = at_address<const void>(pooled);
-  const auto kind = static_cast<SegmentMode>(mode);
-  std::unique_ptr<std::int64_t[]> offsets;
-  if (kind == SegmentMode::mean || kind == SegmentMode::sqrtn) {
-    offsets =
-        std::make_unique_for_overwrite<std::int64_t[]>(static_cast<std::size_t>(segments) + 1);
-    const IndexGroups groups = group_index(in, offsets.get(), Grouping::counted, threads);
-    if (groups.bad >= 0) return groups.bad;
-    tables[0].offsets = offsets.get();
-  }
-  return spread_by_index(in, tables[0], kind, is_double, threads);
+  return spread_index(in, tables[0], static_cast<SegmentMode>(mode), is_double, threads);
 }
 
 Place write_offsets(Address index, Address offsets, std::int64_t count, std::int64_t segments,
                     int threads) {
   const SegmentIndex in{at_address<const std::int64_t>(index), count, segments};
-  const auto groups = group_index(in, at_address<std::int64_t>(offsets), Grouping::sorted_only, threads);
+  auto* const out = at_address<std::int64_t>(offsets);
+  const auto groups = group_index(in, out, Grouping::sorted_only, threads);
   return {groups.bad, groups.unsorted};
 }
 

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "prefetch.h"
 #include "rows_impl.h"
+#include "stream.h"
 
 namespace shoal {
 namespace {
@@ -68,35 +69,6 @@ inline void copy_row(char* to, const char* from, std::size_t bytes) {
   with_bytes(bytes, [&](auto width) { __builtin_memcpy(to, from, width); });
 }
 
-// Writes past the caches, which a large output would only flush. The target is whole vectors.
-template <class Width>
-inline void stream_row(char* to, const char* from, Width bytes) {
-#ifdef __AVX2__
-  for (std::size_t at = 0; at < bytes; at += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
-  }
-#else
-  __builtin_memcpy(to, from, bytes);
-#endif
-}
-
-inline bool streamable([[maybe_unused]] const char* to, [[maybe_unused]] std::size_t bytes,
-                       [[maybe_unused]] std::size_t stride) {
-#ifdef __AVX2__
-  return bytes % 32 == 0 && stride % 32 == 0 && reinterpret_cast<std::uintptr_t>(to) % 32 == 0;
-#else
-  return false;
-#endif
-}
-
-// Streamed stores become visible to other threads only after this.
-inline void end_stream() {
-#ifdef __AVX2__
-  _mm_sfence();
-#endif
-}
-
 template <bool kStream, class Width>
 std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t* ids,
                           std::int64_t n, Width bytes, char* out, std::uint8_t* found) {
@@ -116,7 +88,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
     found[i] = source != nullptr;
     if (__builtin_expect(source != nullptr, 1)) {
       if constexpr (kStream) {
-        stream_row(to, source, bytes);
+        stream_bytes(to, source, bytes);
       } else {
         __builtin_memcpy(to, source, bytes);
       }
@@ -146,7 +118,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
 std::int64_t find_copy(const IndexView& index, const RowView& rows, const std::int64_t* ids,
                        std::int64_t n, char* out, std::uint8_t* found, bool large) {
   const std::size_t bytes = static_cast<std::size_t>(rows.dim) * element_size(rows.dtype);
-  if (large && bytes >= 128 && streamable(out, bytes, bytes)) {
+  if (large && bytes >= 128 && streamable(out, bytes)) {
     const std::int64_t missing = with_bytes(bytes, [&](auto width) {
       return find_copy_of<true>(index, rows, ids, n, width, out, found);
     });
@@ -297,7 +269,7 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
         const char* const source = sources[i % kWindow];
         if (i + kWindow < n) touch(i + kWindow);
         if constexpr (stream) {
-          stream_row(to, source, bytes);
+          stream_bytes(to, source, bytes);
         } else {
           __builtin_memcpy(to, source, bytes);
         }
@@ -306,7 +278,7 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
     });
   };
   // Bags of a wide output lie pages apart: their lines share few cache sets and push each other out.
-  if (stride >= kWideBytes && streamable(to, width, stride)) {
+  if (stride >= kWideBytes && streamable(to, width | stride)) {
     copy(std::true_type{});
     end_stream();
   } else {

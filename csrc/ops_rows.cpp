@@ -333,7 +333,10 @@ std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std
       shares_of(n, (256 << 10) / static_cast<std::int64_t>(std::max<std::size_t>(bytes, 16)));
   return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
     const auto run = [&](const auto& source) {
-      return stream ? copy_rows(index, begin, end, rows, bytes, out, source, stream_bytes)
+      const auto past = [](char* to, const char* from, std::size_t size) {
+        stream_bytes(to, from, size);
+      };
+      return stream ? copy_rows(index, begin, end, rows, bytes, out, source, past)
                     : copy_rows(index, begin, end, rows, bytes, out, source, copy_bytes);
     };
     const std::int64_t bad = arrays.data.size() == 1 ? run(one) : run(many);

@@ -144,7 +144,7 @@ struct SpreadIndex {
   bool allowed(std::int64_t segment) const { return segment >= 0 && segment < in.segments; }
 
   T divisor(std::int64_t segment) const {
-    if (t.offsets == nullptr) return T(1);
+    if (mode == SegmentMode::sum || mode == SegmentMode::l2) return T(1);
     return divisor_of<T>(mode, t.offsets[segment + 1] - t.offsets[segment]);
   }
 
@@ -157,6 +157,10 @@ struct SpreadIndex {
     for (const SegmentPart& part : t.parts) {
       const auto width = part.width * static_cast<std::int64_t>(sizeof(T));
       prefetch_row(static_cast<const char*>(part.data) + next * width, width);
+    }
+    if (t.pooled != nullptr) {
+      const auto width = t.dim * static_cast<std::int64_t>(sizeof(T));
+      prefetch_row(static_cast<const char*>(t.pooled) + next * width, width);
     }
   }
 
@@ -207,6 +211,21 @@ std::int64_t spread_span(const SegmentIndex& in, const SegmentTable& t, SegmentM
   return bad;
 }
 
+std::int64_t spread_by_index(const SegmentIndex& index, const SegmentTable& table,
+                             SegmentMode mode, bool is_double, int threads) {
+  const std::int64_t bytes = index.count * (table.dim * (is_double ? 8 : 4) + 8);
+  const int lanes = worth_threads(bytes, threads);
+  const std::int64_t parts = lanes == 1 ? 1 : std::min<std::int64_t>(lanes * 4, index.count);
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(parts), -1);
+  Pool::instance().run(parts, lanes, [&](std::int64_t part, int) {
+    const Span span = span_of(index.count, part, parts);
+    bad[static_cast<std::size_t>(part)] =
+        is_double ? spread_span<double>(index, table, mode, span)
+                  : spread_span<float>(index, table, mode, span);
+  });
+  return first_of(bad);
+}
+
 }  // namespace
 
 IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Grouping grouping,
@@ -223,27 +242,26 @@ IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Groupi
     }
   } else if (grouping != Grouping::sorted_only) {
     if (grouping == Grouping::ordered) {
-      const auto count = static_cast<std::size_t>(index.count);
-      groups.order = std::make_unique_for_overwrite<std::int64_t[]>(count);
+      groups.order = std::make_unique<Scratch<std::int64_t>>(index.count);
     }
-    sort_index(index, offsets, groups.order.get(), threads);
+    sort_index(index, offsets, groups.order == nullptr ? nullptr : groups.order->data(), threads);
   }
   return groups;
 }
 
-std::int64_t spread_by_index(const SegmentIndex& index, const SegmentTable& table,
-                             SegmentMode mode, bool is_double, int threads) {
-  const std::int64_t bytes = index.count * (table.dim * (is_double ? 8 : 4) + 8);
-  const int lanes = worth_threads(bytes, threads);
-  const std::int64_t parts = lanes == 1 ? 1 : std::min<std::int64_t>(lanes * 4, index.count);
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(parts), -1);
-  Pool::instance().run(parts, lanes, [&](std::int64_t part, int) {
-    const Span span = span_of(index.count, part, parts);
-    bad[static_cast<std::size_t>(part)] =
-        is_double ? spread_span<double>(index, table, mode, span)
-                  : spread_span<float>(index, table, mode, span);
-  });
-  return first_of(bad);
+std::int64_t spread_index(const SegmentIndex& index, SegmentTable& table, SegmentMode mode,
+                          bool is_double, int threads) {
+  // A copy of a row is as fast from anywhere. What is worked out once a segment, or needs counts,
+  // is faster by the offsets that a sorted index has.
+  if (mode == SegmentMode::sum) return spread_by_index(index, table, mode, is_double, threads);
+  const Scratch<std::int64_t> offsets(index.segments + 1);
+  const auto grouping = mode == SegmentMode::l2 ? Grouping::sorted_only : Grouping::counted;
+  const IndexGroups groups = group_index(index, offsets.data(), grouping, threads);
+  if (groups.bad >= 0) return groups.bad;
+  table.offsets = offsets.data();
+  if (groups.unsorted >= 0) return spread_by_index(index, table, mode, is_double, threads);
+  spread_segments({table}, mode, is_double, threads);
+  return -1;
 }
 
 }  // namespace shoal

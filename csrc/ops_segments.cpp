@@ -248,6 +248,26 @@ struct SpreadNarrow {
   }
 };
 
+// A block of columns in all rows of a segment: it is divided once, while the stores of the block
+// before are under way.
+template <class T>
+struct SpreadBlock {
+  const T* row;
+  T* out;
+  T divisor;
+  std::int64_t dim, count;
+  bool stream;
+
+  template <int n>
+  void operator()(std::int64_t c) const {
+    Block<T, n> value;
+    value.load(row + c);
+    if (divisor != T(1)) value.divide(divisor);
+    T* to = out + c;
+    for (std::int64_t r = 0; r < count; ++r, to += dim) value.store(to, stream);
+  }
+};
+
 template <class T>
 std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mode) {
   std::vector<T> scratch(static_cast<std::size_t>(t.dim));
@@ -259,6 +279,8 @@ std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mo
     end_stream(stream);
     return bad;
   }
+  const bool whole_lines =
+      row_bytes % 128 == 0 && reinterpret_cast<std::uintptr_t>(t.values) % 64 == 0;
   for (std::int64_t segment = task.first; segment < task.last; ++segment) {
     if (!inside(t.offsets, segment, t.rows)) return segment + 1;
     const std::int64_t start = t.offsets[segment];
@@ -266,9 +288,16 @@ std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mo
     if (start == stop) continue;
     const T* row = gradient_row<T>(t, segment, scratch.data());
     const T divisor = divisor_of<T>(mode, stop - start);
+    if (whole_lines && t.inputs == nullptr && stop - start <= kTile) {
+      T* out = pointer<T>(t.values) + start * t.dim;
+      for_blocks<T>(task.column, task.columns_end, true,
+                    SpreadBlock<T>{row, out, divisor, t.dim, stop - start, stream});
+      continue;
+    }
     if (divisor != T(1)) {
-      for (std::int64_t c = 0; c < t.dim; ++c) scratch[static_cast<std::size_t>(c)] = row[c] / divisor;
-      row = scratch.data();
+      T* const to = scratch.data();
+      for (std::int64_t c = 0; c < t.dim; ++c) to[c] = row[c] / divisor;
+      row = to;
     }
     spread_rows<T>(t, row, T(1), start, stop - start, task.column, task.columns_end, stream);
   }

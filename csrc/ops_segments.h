@@ -6,6 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "buffers.h"
+
 namespace shoal {
 
 enum class SegmentMode : std::uint8_t { sum, mean, sqrtn, l2 };
@@ -56,7 +58,7 @@ std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t segments, s
 struct IndexGroups {
   std::int64_t bad = -1;       // first position out of [0, segments)
   std::int64_t unsorted = -1;  // first position below the one before
-  std::unique_ptr<std::int64_t[]> order;
+  std::unique_ptr<Scratch<std::int64_t>> order;
 };
 struct SegmentIndex {
   const std::int64_t* index;
@@ -67,9 +69,8 @@ enum class Grouping : std::uint8_t { sorted_only, counted, ordered };
 IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Grouping grouping,
                         int threads);
 
-// Row i of table.values = gradient of row i; mean and sqrtn count by table.offsets. Returns the
-// first position out of [0, segments), or -1.
-std::int64_t spread_by_index(const SegmentIndex& index, const SegmentTable& table,
-                             SegmentMode mode, bool is_double, int threads);
+// Row i of table.values = gradient of row i. Returns the first position out of [0, segments), or -1.
+std::int64_t spread_index(const SegmentIndex& index, SegmentTable& table, SegmentMode mode,
+                          bool is_double, int threads);
 
 }  // namespace shoal

@@ -11,6 +11,7 @@
 #endif
 
 #include "ops_segments.h"
+#include "stream.h"
 
 namespace shoal {
 namespace {
@@ -25,50 +26,29 @@ inline T* pointer(const void* at) {
 }
 
 inline bool may_stream(const void* data, std::int64_t row_bytes, std::int64_t rows) {
-#if defined(__SSE2__)
-  return row_bytes * rows >= kStreamBytes && row_bytes % 16 == 0 &&
-         reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
-#else
-  (void)data, (void)row_bytes, (void)rows;
-  return false;
-#endif
+  return row_bytes * rows >= kStreamBytes && streamable(data, static_cast<std::size_t>(row_bytes));
 }
 
-// Streamed stores are not ordered with others: before another thread may read them.
 inline void end_stream(bool stream) {
-#if defined(__SSE2__)
-  if (stream) _mm_sfence();
-#else
-  (void)stream;
-#endif
+  if (stream) end_stream();
 }
 
-// Whole vectors go past the caches where asked; the caller knows that they are aligned.
 inline void copy_bytes(char* to, const char* from, std::int64_t bytes, bool stream) {
-#if defined(__SSE2__)
+  const auto size = static_cast<std::size_t>(bytes);
   if (stream) {
-    for (std::int64_t at = 0; at < bytes; at += 16) {
-      const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), part);
-    }
-    return;
+    stream_bytes(to, from, size);
+  } else if (size > 0) {  // else there may be no address
+    std::memcpy(to, from, size);
   }
-#endif
-  (void)stream;
-  if (bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));  // else no address, maybe
 }
 
 inline void zero_bytes(char* to, std::int64_t bytes, bool stream) {
-#if defined(__SSE2__)
+  const auto size = static_cast<std::size_t>(bytes);
   if (stream) {
-    for (std::int64_t at = 0; at < bytes; at += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_setzero_si128());
-    }
-    return;
+    stream_zeros(to, size);
+  } else {
+    std::memset(to, 0, size);
   }
-#endif
-  (void)stream;
-  std::memset(to, 0, static_cast<std::size_t>(bytes));
 }
 
 // n neighbouring columns in registers. Spelled as vectors: left to itself the compiler jams rows
@@ -94,6 +74,9 @@ struct Block {
   }
   void divide(T divisor) {
     for (int i = 0; i < kVectors; ++i) v[i] /= divisor;
+  }
+  void divide_or_zero(const Block& x) {
+    for (int i = 0; i < kVectors; ++i) v[i] = x.v[i] == Vector{} ? Vector{} : v[i] / x.v[i];
   }
   void root() {
     for (int i = 0; i < kVectors; ++i) root_vector(v[i]);
@@ -253,8 +236,8 @@ struct ReduceTile {
   }
 };
 
-// out = row over a divisor, times inputs where there are some. Rows are written one after the other: streamed
-// stores are slow where they leave parts of cache lines behind.
+// out = row over a divisor, times inputs where there are some. Rows are written one after the
+// other: streamed stores are slow where they leave parts of cache lines behind.
 template <class T>
 struct SpreadRow {
   const T* row;
@@ -290,6 +273,23 @@ inline void spread_rows(const SegmentTable& t, const T* row, T divisor, std::int
   }
 }
 
+// out = row over the norms, and 0 where a norm is 0.
+template <class T>
+struct OverNorm {
+  const T* row;
+  const T* norms;
+  T* out;
+
+  template <int n>
+  void operator()(std::int64_t c) const {
+    Block<T, n> value, norm;
+    value.load(row + c);
+    norm.load(norms + c);
+    value.divide_or_zero(norm);
+    value.store(out + c, false);
+  }
+};
+
 // Gradient of one segment's result, over its norm where there is one. `scratch` holds dim elements.
 template <class T>
 inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scratch) {
@@ -305,7 +305,7 @@ inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scr
   }
   if (t.pooled == nullptr) return row;
   const T* y = pointer<T>(t.pooled) + segment * t.dim;
-  for (std::int64_t c = 0; c < t.dim; ++c) scratch[c] = y[c] == T(0) ? T(0) : row[c] / y[c];
+  for_blocks<T>(0, t.dim, row != scratch, OverNorm<T>{row, y, scratch});
   return scratch;
 }
 
@@ -340,7 +340,8 @@ inline std::int64_t segment_at(const SegmentTable& t, std::int64_t work) {
 // Threads that work of so many bytes is worth.
 inline int worth_threads(std::int64_t bytes, int threads) {
   constexpr std::int64_t kBytesPerThread = std::int64_t{64} << 10;
-  return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesPerThread, 1, std::max(threads, 1)));
+  const std::int64_t most = std::max(threads, 1);
+  return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesPerThread, 1, most));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD, Adagrad
-from shoal.table import device_admission, device_chunks, device_memory
+from shoal.table import device_admission, device_memory, page_locked
 from shoal.table.cpu import CpuShard
 from shoal.table.cuda import CudaShard
 from shoal.table.device_memory import DeviceMemory
@@ -197,18 +198,21 @@ def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size: int, *, pinned: bool) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
 
     forms, form_of = forms_of(SPECS)
     memory = DeviceMemory(
         SPECS, forms, form_of, seed=0, device=torch.device(DEVICE), host_rows=True
     )
     room = memory.rows_room_K.tolist()
-    monkeypatch.setattr(device_chunks, "_host_bytes", refuse)
-    with pytest.raises(OutOfDeviceMemory, match=OF_HELP.format("rows of a GPU shard")):
-        memory.reserve(np.array([1000, 0]))
-    assert memory.rows_room_K.tolist() == room
+    with monkeypatch.context() as patch:
+        patch.setattr(page_locked, "torch", SimpleNamespace(empty=refuse, uint8=torch.uint8))
+        with pytest.raises(OutOfDeviceMemory, match=r"page-locked .* bytes wanted.*row budget"):
+            memory.reserve(np.array([1 << 18, 0]))
+        assert memory.rows_room_K.tolist() == room
+    memory.reserve(np.array([1 << 18, 0]))
+    assert memory.rows_room_K[0] >= 1 << 18
 
 
 @pytest.mark.parametrize("on_full", ["raise", "lru"])

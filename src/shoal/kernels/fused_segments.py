@@ -16,6 +16,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.indexed_segments import in_order, index_reduce_backward, offsets_of
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, columns_per_program, rows_of_tile, step_of, wide_of
 from shoal.kernels.segments import UNROLL, add_span, write_span
 from shoal.kernels.transfer import sent
@@ -182,7 +183,7 @@ def segment_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) 
     ]
     rounds = max(index_M.shape[0] for index_M in index).bit_length()
     grid = (max(lengths) // block + 1, len(outs))
-    _lower_bounds[grid](sent(fields, index[0].device), 4, rounds, block)
+    launch(_lower_bounds, grid, sent(fields, index[0].device), 4, rounds, block)
     return outs
 
 
@@ -218,7 +219,9 @@ def _launch(
     facts = sent(tables + columns, device)
     block_d, block_s = columns_per_program(dim), rows_of_tile(dim)
     grid = (blocks_of(segments, block_s), len(rows), blocks_of(dim, block_d))
-    _fused[grid](
+    launch(
+        _fused,
+        grid,
         facts,
         facts[len(tables) :],
         FIELDS,

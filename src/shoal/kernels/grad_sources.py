@@ -19,9 +19,11 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.table_layout import group_of, search_steps
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import staged
 
 __all__ = [
     "GradGroups",
@@ -149,7 +151,8 @@ def _write_sources(  # type: ignore[no-untyped-def]
         start = tl.load(starts, mask=live & (kind >= _T_MEAN), other=0)
         lane = tl.where(kind == _T_FIRST_N, within - start, 0)
         address += lane * tl.load(words + _T_LANE, mask=live, other=0)
-        dropped = (kind == _T_FIRST_N) & (lane >= tl.load(words + _T_LENGTH, mask=live, other=0))
+        length = tl.load(words + _T_LENGTH, mask=live, other=0)
+        dropped = (kind == _T_FIRST_N) & ((lane < 0) | (lane >= length))
         stride = tl.where(dropped, 0, stride)
         address = tl.where(dropped, 0, address)
     tl.store(addresses_ptr + at, address + bag * stride, mask=live)
@@ -181,10 +184,17 @@ def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
     if positions == 0:
         return bags_N
     bounds = offsets_GB1.numel() - 1
-    with torch.cuda.device_of(bags_N):  # type: ignore[no-untyped-call]
-        _find_bags[(triton.cdiv(positions, _BLOCK),)](
-            offsets_GB1, bags_N, positions, bounds, batch, search_steps(bounds), BLOCK=_BLOCK
-        )
+    launch(
+        _find_bags,
+        (blocks_of(positions, _BLOCK),),
+        offsets_GB1,
+        bags_N,
+        positions,
+        bounds,
+        batch,
+        search_steps(bounds),
+        BLOCK=_BLOCK,
+    )
     return bags_N
 
 
@@ -345,20 +355,21 @@ def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
     sources = Sources(addresses_N, factors_N, alignments, kept)
     if n == 0:
         return sources
-    words = sent(torch.from_numpy(np.concatenate([lines.reshape(-1), splits])), device)
-    with torch.cuda.device_of(addresses_N):  # type: ignore[no-untyped-call]
-        _write_sources[(triton.cdiv(n, _BLOCK),)](
-            words,
-            runs.order_N,
-            addresses_N,
-            addresses_N if factors_N is None else factors_N,
-            n,
-            len(lines),
-            STEPS=search_steps(len(lines)),
-            POOLED=bool((lines[:, _KIND] != _POSITION).any()),
-            FACTORS=scaled,
-            BLOCK=_BLOCK,
-        )
+    words = staged(np.concatenate([lines.reshape(-1), splits]), device)
+    launch(
+        _write_sources,
+        (blocks_of(n, _BLOCK),),
+        words,
+        runs.order_N,
+        addresses_N,
+        addresses_N if factors_N is None else factors_N,
+        n,
+        len(lines),
+        STEPS=search_steps(len(lines)),
+        POOLED=bool((lines[:, _KIND] != _POSITION).any()),
+        FACTORS=scaled,
+        BLOCK=_BLOCK,
+    )
     return sources
 
 

@@ -10,6 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.dedup import dedup_first
+from shoal.kernels.launching import launch
 from shoal.kernels.partition import partition
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
@@ -160,10 +161,16 @@ def value_rowids(offsets_B1: Tensor, n: int, op: str = "") -> Tensor:
     out = torch.empty(n, dtype=torch.int64, device=offsets_B1.device)
     rows = offsets_B1.numel() - 1
     if n > 0:
-        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-            _rowids[(blocks_of(n, _BLOCK),)](
-                offsets_B1.contiguous(), out, n, rows, STEPS=rows.bit_length(), BLOCK=_BLOCK
-            )
+        launch(
+            _rowids,
+            (blocks_of(n, _BLOCK),),
+            offsets_B1.contiguous(),
+            out,
+            n,
+            rows,
+            STEPS=rows.bit_length(),
+            BLOCK=_BLOCK,
+        )
     return out
 
 
@@ -171,8 +178,7 @@ def normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     """One row split from P of them."""
     parts = sizes_P.numel()
     out = torch.empty(splits_T.numel() + 1 - parts, dtype=torch.int64, device=splits_T.device)
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _join[(parts,)](splits_T.contiguous(), sizes_P.contiguous(), out, BLOCK=_BLOCK)
+    launch(_join, (parts,), splits_T.contiguous(), sizes_P.contiguous(), out, BLOCK=_BLOCK)
     return out
 
 
@@ -225,35 +231,36 @@ def fused_reorder_into(
         ends = torch.tensor([0, *(part.numel() for part in ids)]).cumsum(0)
         offsets_K1 = sent(ends, ids_N.device)
     dims_K = sent(torch.tensor(list(dims)), ids_N.device)
-    with torch.cuda.device_of(ids_N):  # type: ignore[no-untyped-call]
-        tables_N = value_rowids(offsets_K1, n)
-        found_ids, found_counts, first_N, inverse_N, size_1 = dedup_first(ids_N, tables_N)
-        given_N = ids_N if shards_N is None else shards_N.contiguous()
-        distinct = (first_N, tables_N, size_1)
-        shard_N, order_N, starts = _grouped(found_ids, distinct, given_N, tables, num, rule)
-        torch.diff(starts, out=sizes_out_WK)
-        widths_WK = (sizes_out_WK.view(num, tables) * dims_K).flatten()
-        floats_WK = widths_WK.cumsum(0) - widths_WK
-        row_start_N = torch.empty_like(ids_N)
-        grid = (blocks_of(n, _BLOCK),)
-        _place[grid](
-            order_N,
-            shard_N,
-            first_N,
-            tables_N,
-            size_1,
-            starts,
-            floats_WK,
-            dims_K,
-            found_ids,
-            found_counts,
-            ids_out_N,
-            counts_out_N,
-            row_start_N,
-            tables,
-            BLOCK=_BLOCK,
-        )
-        _map[grid](inverse_N, row_start_N, offsets_out_N, n, BLOCK=_BLOCK)
+    tables_N = value_rowids(offsets_K1, n)
+    found_ids, found_counts, first_N, inverse_N, size_1 = dedup_first(ids_N, tables_N)
+    given_N = ids_N if shards_N is None else shards_N.contiguous()
+    distinct = (first_N, tables_N, size_1)
+    shard_N, order_N, starts = _grouped(found_ids, distinct, given_N, tables, num, rule)
+    torch.diff(starts, out=sizes_out_WK)
+    widths_WK = (sizes_out_WK.view(num, tables) * dims_K).flatten()
+    floats_WK = widths_WK.cumsum(0) - widths_WK
+    row_start_N = torch.empty_like(ids_N)
+    grid = (blocks_of(n, _BLOCK),)
+    launch(
+        _place,
+        grid,
+        order_N,
+        shard_N,
+        first_N,
+        tables_N,
+        size_1,
+        starts,
+        floats_WK,
+        dims_K,
+        found_ids,
+        found_counts,
+        ids_out_N,
+        counts_out_N,
+        row_start_N,
+        tables,
+        BLOCK=_BLOCK,
+    )
+    launch(_map, grid, inverse_N, row_start_N, offsets_out_N, n, BLOCK=_BLOCK)
     size_out_1.copy_(size_1)
 
 
@@ -268,7 +275,9 @@ def _grouped(
     """Shard of each distinct id, their order, and where each (shard, table) starts in it."""
     n, cells, shard_N = ids_N.numel(), num * tables, torch.empty_like(ids_N)
     first_N, tables_N, size_1 = distinct
-    _assign[(blocks_of(n, _BLOCK),)](
+    launch(
+        _assign,
+        (blocks_of(n, _BLOCK),),
         ids_N,
         first_N,
         given_N,
@@ -282,7 +291,9 @@ def _grouped(
     )
     order_N, _ = partition(shard_N, num + 1)
     starts = torch.empty(cells + 1, dtype=torch.int64, device=ids_N.device)
-    _cells[(blocks_of(cells + 1, 128),)](
+    launch(
+        _cells,
+        (blocks_of(cells + 1, 128),),
         order_N,
         shard_N,
         first_N,

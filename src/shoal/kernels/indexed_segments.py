@@ -7,6 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, columns_of, grid_of, rows_of_tile, wide_of
 from shoal.kernels.segments import MODES, divided, over_norm, reduce_rows
 
@@ -189,7 +190,9 @@ def index_reduce_backward(
     if mode in ("mean", "sqrtn"):
         counts = _counts(index_M, segments, indices_sorted)
     block = 2 * rows_of_tile(dim)
-    _spread_index[grid_of(count, block, dim)](
+    launch(
+        _spread_index,
+        grid_of(count, block, dim),
         grads_BD,
         index_M,
         counts,
@@ -212,10 +215,10 @@ def _counts(index_M: Tensor, segments: int, indices_sorted: bool) -> Tensor:
     rows, grid = index_M.shape[0], (blocks_of(index_M.shape[0], _BLOCK),)
     if indices_sorted:
         bounds = torch.empty(2 * segments, dtype=torch.int64, device=index_M.device)
-        _mark_runs[grid](index_M, bounds, rows, segments, block=_BLOCK)
+        launch(_mark_runs, grid, index_M, bounds, rows, segments, block=_BLOCK)
         return bounds
     counts_B = torch.zeros(segments, dtype=torch.int64, device=index_M.device)
-    _count[grid](index_M, counts_B, rows, segments, block=_BLOCK)
+    launch(_count, grid, index_M, counts_B, rows, segments, block=_BLOCK)
     return counts_B
 
 
@@ -227,8 +230,16 @@ def first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
     if out_BLD.numel() == 0:
         return out_BLD
     block, places = 2 * rows_of_tile(dim), segments * length
-    _take_first[grid_of(places, block, dim)](
-        rows_ND, offsets_B1, out_BLD, places, length, block_r=block, **columns_of(dim)
+    launch(
+        _take_first,
+        grid_of(places, block, dim),
+        rows_ND,
+        offsets_B1,
+        out_BLD,
+        places,
+        length,
+        block_r=block,
+        **columns_of(dim),
     )
     return out_BLD
 
@@ -242,8 +253,17 @@ def first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor
         return out_ND
     block = 2 * rows_of_tile(dim)
     ids_N = row_ids(offsets_B1, rows)
-    _return_first[grid_of(rows, block, dim)](
-        grads_BLD, offsets_B1, ids_N, out_ND, rows, length, block_r=block, **columns_of(dim)
+    launch(
+        _return_first,
+        grid_of(rows, block, dim),
+        grads_BLD,
+        offsets_B1,
+        ids_N,
+        out_ND,
+        rows,
+        length,
+        block_r=block,
+        **columns_of(dim),
     )
     return out_ND
 

@@ -6,7 +6,6 @@ table. `initialise` writes them, table form by table form; `settle` then declare
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
@@ -16,6 +15,7 @@ from shoal.kernels.random_bits import quad_words, stream_key
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
 from shoal.kernels.row_segments import device_form, initial_tile, processors
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -199,19 +199,18 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    programs = min(triton.cdiv(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
-    with torch.cuda.device_of(layout.tables_KT):  # type: ignore[no-untyped-call]
-        launch(
-            _initialise, (programs,),
-            layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
-            tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
-            ready.state_S, _int32(epoch), _int32(event_time_s),
-            DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
-            STORAGE=storage_of(form.dtype), DRAWN=ready.drawn,
-            TABLES=min(max(triton.next_power_of_2(tables), 16), _MOST_TABLES),
-            ROWS=_ROWS, BLOCK_D=_SECTOR // form.dtype.itemsize,
-            BLOCK_S=_SECTOR // form.real.itemsize, enable_fp_fusion=False,
-        )  # fmt: skip
+    programs = min(blocks_of(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
+    launch(
+        _initialise, (programs,),
+        layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
+        tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
+        ready.state_S, _int32(epoch), _int32(event_time_s),
+        DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
+        STORAGE=storage_of(form.dtype), DRAWN=ready.drawn,
+        TABLES=min(max(power_of_2(tables), 16), _MOST_TABLES),
+        ROWS=_ROWS, BLOCK_D=_SECTOR // form.dtype.itemsize,
+        BLOCK_S=_SECTOR // form.real.itemsize, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
@@ -224,15 +223,14 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
     if words == 0:
         return
     block = 512
-    with torch.cuda.device_of(layout.counters_KC):  # type: ignore[no-untyped-call]
-        launch(
-            _settle,
-            (triton.cdiv(words, block),),
-            layout.counters_KC,
-            host_counters_KC.data_ptr(),
-            words,
-            BLOCK=block,
-        )
+    launch(
+        _settle,
+        (blocks_of(words, block),),
+        layout.counters_KC,
+        host_counters_KC.data_ptr(),
+        words,
+        BLOCK=block,
+    )
 
 
 def _int32(word: int) -> int:

@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` compares, at every launch, every module-level constant that the kernel and
 what it calls use, and prints its options into a string: 50 to 70 us for kernels such as these.
-`launch` finds the compiled kernel by what Triton specialises on and starts it: 10 us or so.
+`launch` finds the compiled kernel by what Triton specialises on and starts it: about 10 us.
 """
 
 from __future__ import annotations
@@ -17,21 +17,36 @@ __all__ = ["launch"]
 
 _INT32 = 1 << 31
 
-# (kernel, device, kinds of the arguments, constants and options) -> the compiled kernel and the
-# values of its constants.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-# Of each kernel, run-time arguments by name and whether Triton ignores what they hold. Kernels are
-# held too, so that their identities stay theirs.
+# Of each kernel, its run-time arguments by name and whether Triton ignores what they hold. Kernels
+# are held too, so that their identities stay theirs.
 _PARAMETERS: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
 _KERNELS: list[Any] = []
 
 
+class _Compiled:
+    """A compiled kernel and the values of its constants."""
+
+    __slots__ = ("constants", "function", "kernel", "metadata", "run")
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        self.kernel = kernel
+        self.run = kernel.run
+        self.function = kernel.function
+        self.metadata = kernel.packed_metadata
+        self.constants = constants
+
+
+# (kernel, device, kinds of the arguments, constants and options) -> what Triton compiled for them.
+_COMPILED: dict[tuple[Any, ...], _Compiled] = {}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start `kernel[grid](*arguments, **options)` on the present stream of the present device.
+    """Start `kernel[grid](*arguments, **options)` on the present stream of its first argument's
+    device; all tensors are on that device.
 
     Args:
         arguments: the kernel's run-time arguments, which come first in its signature; the last
-            of them may be among the options.
+            of them, or all, may be among the options.
         options: its constants, by name, and Triton's options (`num_warps`, ...); hashable.
     """
     if not isinstance(kernel, triton.JITFunction):
@@ -40,22 +55,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     names, fixed = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
     if len(arguments) < len(names):
         arguments += tuple([options.pop(name) for name in names[len(arguments) :]])
+    device = arguments[0].get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **options)
+        return
     key = (
         id(kernel),
-        torch.cuda.current_device(),
+        device,
         *map(_kind, arguments, fixed),
         *options.values(),
         *options,
     )
     found = _COMPILED.get(key)
-    if found is None:
+    hooks = triton.knobs.runtime.launch_enter_hook
+    if found is None or hooks is None or hooks.calls:
         compiled = kernel[grid](*arguments, **options)
         constants = tuple([options[name] for name in kernel.arg_names[len(arguments) :]])
-        _COMPILED[key] = (compiled, constants)
+        _COMPILED[key] = _Compiled(compiled, constants)
         return
-    compiled, constants = found
-    sizes = grid if len(grid) == 3 else (*grid, 1, 1)
-    compiled[sizes](*arguments, *constants)
+    # As Triton's `CompiledKernel.__getitem__` starts it, with no hooks to call.
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    rest = (found.function, found.metadata, None, None, None)
+    found.run(x, y, z, stream, *rest, *arguments, *found.constants)
 
 
 def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:

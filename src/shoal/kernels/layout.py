@@ -15,6 +15,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.transfer import sent
 
@@ -76,6 +77,23 @@ def _store_slices(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tile(
+    addresses: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    ids: tl.tensor,
+    valid: tl.tensor,
+    columns: tl.tensor,
+    high: tl.tensor,
+    ELEMENT: tl.constexpr,
+) -> tl.tensor:
+    """Columns below `high` of the rows of some ids, [ids, columns]."""
+    rows = row_pointers(addresses, rows_N, buffer_N, ids, valid, ELEMENT)
+    mask = valid[:, None] & (columns < high)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _lay_feature(
     program: tl.tensor,
     addresses: tl.tensor,
@@ -120,9 +138,7 @@ def _lay_feature(
         if pooling == FIRSTN:
             for j in range(length):
                 valid = filled & (j < count)
-                rows = row_pointers(addresses, rows_N, buffer_N, start + j, valid, ELEMENT)
-                mask = valid[:, None] & (columns < high)[None, :]
-                tile = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+                tile = _tile(addresses, rows_N, buffer_N, start + j, valid, columns, high, ELEMENT)
                 _store_slices(
                     tile, features, slices, outputs, feature, examples, inside, columns, j, ELEMENT
                 )
@@ -130,9 +146,7 @@ def _lay_feature(
             pooled = tl.zeros((EXAMPLES, COLUMNS), SUM)
             for j in range(tl.max(count, 0)):
                 valid = filled & (j < count)
-                rows = row_pointers(addresses, rows_N, buffer_N, start + j, valid, ELEMENT)
-                mask = valid[:, None] & (columns < high)[None, :]
-                tile = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+                tile = _tile(addresses, rows_N, buffer_N, start + j, valid, columns, high, ELEMENT)
                 pooled += tile.to(SUM)
             if pooling == MEAN:
                 pooled = pooled / tl.maximum(count, 1).to(SUM)[:, None]
@@ -229,47 +243,15 @@ def _lay(
     by_feature = n_features * n_blocks
     if program < by_feature:
         _lay_feature(
-            program,
-            addresses,
-            outputs,
-            rows_N,
-            buffer_N,
-            splits,
-            cells,
-            features,
-            slices,
-            requests,
-            n_examples,
-            n_features,
-            n_blocks,
-            ELEMENT,
-            SUM,
-            EXAMPLES,
-            COLUMNS,
-            MANY,
-        )
+            program, addresses, outputs, rows_N, buffer_N, splits, cells, features, slices,
+            requests, n_examples, n_features, n_blocks, ELEMENT, SUM, EXAMPLES, COLUMNS, MANY,
+        )  # fmt: skip
     else:
         _lay_sum(
-            program - by_feature,
-            addresses,
-            outputs,
-            rows_N,
-            buffer_N,
-            splits,
-            cells,
-            features,
-            slices,
-            sums,
-            requests,
-            n_examples,
-            n_features,
-            most,
-            ELEMENT,
-            SUM,
-            EXAMPLES,
-            COLUMNS,
+            program - by_feature, addresses, outputs, rows_N, buffer_N, splits, cells, features,
+            slices, sums, requests, n_examples, n_features, most, ELEMENT, SUM, EXAMPLES, COLUMNS,
             MANY,
-        )
+        )  # fmt: skip
 
 
 def layout_forward(
@@ -301,7 +283,9 @@ def layout_forward(
     blocks = blocks_of(size, examples)
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     many = len(batch_sizes) > 1
-    _lay[(features.shape[0] * blocks + sums.shape[0] * size,)](
+    launch(
+        _lay,
+        (features.shape[0] * blocks + sums.shape[0] * size,),
         addresses_of([*sources, *outputs]),
         *index,
         features,

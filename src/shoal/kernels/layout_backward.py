@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
@@ -144,7 +145,7 @@ def _share(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_row(
+def _put(
     total: tl.tensor,
     id_: tl.tensor,
     reach: tl.tensor,
@@ -160,6 +161,20 @@ def _store_row(
         total = total * tl.load(scale).to(total.dtype)
     row = row_pointers(targets, rows_N, buffer_N, id_, id_ >= 0, ELEMENT)
     tl.store(row + columns, total.to(ELEMENT), mask=columns < reach)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave(total: tl.tensor, reach: tl.tensor, part: tl.tensor, reached: tl.tensor) -> None:
+    """Part of a row that other tiles have parts of, too."""
+    tl.store(part, total)
+    tl.store(reached, reach)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _opening(keys: tl.tensor, base: tl.tensor) -> tl.tensor:
+    """A tile's first key, and whether the tile before ends with it."""
+    opened = tl.load(keys + base)
+    return opened, tl.load(keys + base - 1, mask=base > 0, other=-1) == opened
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -193,8 +208,7 @@ def _sum_tiles(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     head = parts + tile * 2 * n_columns + columns
     base = tile * IDS
-    opened = tl.load(keys + base)
-    continued = tl.load(keys + base - 1, mask=tile > 0, other=-1) == opened
+    opened, continued = _opening(keys, base)
     total = tl.zeros((COLUMNS,), SUM)
     reach = tl.zeros((), tl.int64)
     last = tl.zeros((), tl.int64)
@@ -202,12 +216,9 @@ def _sum_tiles(
         key = tl.load(keys + base + i, mask=base + i < n_ids, other=NOWHERE)
         if key != opened:
             if continued:
-                tl.store(head, total)
-                tl.store(reaches + tile * 2, reach)
+                _leave(total, reach, head, reaches + tile * 2)
             elif opened != NOWHERE:
-                _store_row(
-                    total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED
-                )
+                _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
             total = tl.zeros((COLUMNS,), SUM)
             reach = tl.zeros((), tl.int64)
             opened = key
@@ -216,33 +227,17 @@ def _sum_tiles(
             last = tl.load(order + base + i)
             entry = tl.load(entries + last)
             total += _share(
-                last,
-                entry,
-                grads,
-                shared_sums,
-                splits,
-                cells,
-                features,
-                slices,
-                n_examples,
-                columns,
-                ELEMENT,
-                SUM,
-                COLUMNS,
-            )
+                last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
+                columns, ELEMENT, SUM, COLUMNS,
+            )  # fmt: skip
             reach = tl.maximum(reach, tl.load(features + (entry // n_examples) * 6 + 5))
     if opened != NOWHERE:
-        after = tl.load(keys + base + IDS, mask=base + IDS < n_ids, other=NOWHERE)
         if continued:
-            tl.store(head, total)
-            tl.store(reaches + tile * 2, reach)
-        elif after == opened:
-            tl.store(head + n_columns, total)
-            tl.store(reaches + tile * 2 + 1, reach)
+            _leave(total, reach, head, reaches + tile * 2)
+        elif tl.load(keys + base + IDS, mask=base + IDS < n_ids, other=NOWHERE) == opened:
+            _leave(total, reach, head + n_columns, reaches + tile * 2 + 1)
         else:
-            _store_row(
-                total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED
-            )
+            _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -279,7 +274,7 @@ def _join_tiles(
             other += 1
             after = tl.load(keys + other * IDS, mask=other * IDS < n_ids, other=NOWHERE)
         last = tl.load(order + end - 1)
-        _store_row(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
+        _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
 
 
 def layout_backward(
@@ -310,26 +305,24 @@ def layout_backward(
     of_grads, of_targets = addresses_of(sources), addresses_of(targets)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
-    _sum_shared[(slices.shape[0],)](
+    launch(
+        _sum_shared,
+        (slices.shape[0],),
         *(of_grads, shared_sums, index[3], features, slices, size),
         ELEMENT=element,
         SUM=summed,
         EXAMPLES=examples,
         COLUMNS=columns,
     )
-    keys = torch.full_like(rows_N, NOWHERE.value)
-    entries = torch.empty_like(rows_N)
-    blocks = blocks_of(size, 64)
-    _file_ids[(features.shape[0] * blocks,)](
-        *(keys, entries, _begins(sizes, like.device), *index, features, size, blocks), EXAMPLES=64
-    )
-    keys, order = torch.sort(keys, stable=True)
+    keys, order, entries = _filed(sizes, index, features, size)
     tiles = blocks_of(ids, TILE)
     parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
     scaled, factor = scale is not None, like if scale is None else scale
     options = {"num_warps": 1 if columns <= 128 else 4}
-    _sum_tiles[(tiles, wide)](
+    launch(
+        _sum_tiles,
+        (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
         *(features, slices, factor, ids, size, wide * columns),
         ELEMENT=element,
@@ -339,7 +332,9 @@ def layout_backward(
         SCALED=scaled,
         **options,
     )
-    _join_tiles[(tiles, wide)](
+    launch(
+        _join_tiles,
+        (tiles, wide),
         *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),
         ELEMENT=element,
         IDS=TILE,
@@ -348,6 +343,23 @@ def layout_backward(
         **options,
     )
     return targets
+
+
+def _filed(
+    sizes: Sequence[int], index: Sequence[Tensor], features: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorted keys of the ids' rows, the ids in that order, and the cell of each id."""
+    keys = torch.full_like(index[0], NOWHERE.value)
+    entries = torch.empty_like(keys)
+    blocks = blocks_of(size, 64)
+    launch(
+        _file_ids,
+        (features.shape[0] * blocks,),
+        *(keys, entries, _begins(sizes, keys.device), *index, features, size, blocks),
+        EXAMPLES=64,
+    )
+    keys, order = torch.sort(keys, stable=True)
+    return keys, order, entries
 
 
 def _begins(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 
 __all__ = ["partition", "permute_rows", "unpermute_rows"]
@@ -126,26 +127,27 @@ def partition(shards_N: Tensor, num: int, what: str = "") -> tuple[Tensor, Tenso
     digits, blocks = 1 << digit_bits, blocks_of(n, _BLOCK)
     counts = torch.empty(digits * blocks, dtype=torch.int64, device=device)
     order: Tensor | None = None
-    with torch.cuda.device_of(shards_N):  # type: ignore[no-untyped-call]
-        for number in range(passes):
-            shared: dict[str, Any] = {
-                "DIGITS": digits,
-                "HAS_ORDER": order is not None,
-                "BLOCK": _BLOCK,
-            }
-            source = shards_N if order is None else order
-            shift = number * digit_bits
-            _count[(blocks,)](shards_N, source, counts, n, shift, **shared)
-            ends = counts.cumsum(0)
-            out = torch.empty(n, dtype=torch.int64, device=device)
-            _scatter[(blocks,)](shards_N, source, ends, counts, out, n, shift, **shared)
-            order = out
-        assert order is not None
-        if passes == 1:
-            return order, counts.view(digits, blocks).sum(1)[:num]
-        starts = torch.empty(num + 1, dtype=torch.int64, device=device)
-        steps = n.bit_length()
-        _bounds[(blocks_of(num + 1, 128),)](shards_N, order, starts, n, num, STEPS=steps, BLOCK=128)
+    for number in range(passes):
+        shared: dict[str, Any] = {
+            "DIGITS": digits,
+            "HAS_ORDER": order is not None,
+            "BLOCK": _BLOCK,
+        }
+        source = shards_N if order is None else order
+        shift = number * digit_bits
+        launch(_count, (blocks,), shards_N, source, counts, n, shift, **shared)
+        ends = counts.cumsum(0)
+        out = torch.empty(n, dtype=torch.int64, device=device)
+        launch(_scatter, (blocks,), shards_N, source, ends, counts, out, n, shift, **shared)
+        order = out
+    assert order is not None
+    if passes == 1:
+        return order, counts.view(digits, blocks).sum(1)[:num]
+    starts = torch.empty(num + 1, dtype=torch.int64, device=device)
+    steps = n.bit_length()
+    launch(
+        _bounds, (blocks_of(num + 1, 128),), shards_N, order, starts, n, num, STEPS=steps, BLOCK=128
+    )
     return order, starts.diff()
 
 
@@ -171,8 +173,16 @@ def _moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
     width = rows_NC.shape[1]
     columns = min(power_of_2(width), 256)
     rows = _TILE // columns
-    with torch.cuda.device_of(rows_N):  # type: ignore[no-untyped-call]
-        _move[(blocks_of(n, rows), blocks_of(width, columns))](
-            rows_NC, order_N, out, n, width, TAKE=take, ROWS=rows, COLS=columns
-        )
+    launch(
+        _move,
+        (blocks_of(n, rows), blocks_of(width, columns)),
+        rows_NC,
+        order_N,
+        out,
+        n,
+        width,
+        TAKE=take,
+        ROWS=rows,
+        COLS=columns,
+    )
     return out_N

@@ -8,7 +8,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
+from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs, piece_room
 from shoal.kernels.step_plan import columns_of_tile, programs_of, rows_of_tile, step_form
 from shoal.kernels.step_tiles import item_rows
@@ -61,25 +63,26 @@ def add_pieces(
         return partials, tallies
     columns = columns_of_tile(form.dim)
     unused = sources.addresses_N
-    with torch.cuda.device_of(partials):  # type: ignore[no-untyped-call]
-        _add_pieces[(programs_of(room, device), triton.cdiv(form.dim, columns))](
-            runs.pieces_WP,
-            runs.pieces_WP.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_piece(number),
-            sources.addresses_N,
-            unused if sources.factors_N is None else sources.factors_N,
-            unused if counts_N is None else counts_N,
-            partials,
-            tallies,
-            DIM=form.dim,
-            PITCH=plan.pitch,
-            ALIGN=sources.alignments[number],
-            REAL=plan.real,
-            FACTORS=sources.factors_N is not None,
-            COUNTED=counts_N is not None,
-            ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
-            BLOCK_D=columns,
-        )
+    launch(
+        _add_pieces,
+        (programs_of(room, device), blocks_of(form.dim, columns)),
+        runs.pieces_WP,
+        runs.pieces_WP.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_piece(number),
+        sources.addresses_N,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        partials,
+        tallies,
+        DIM=form.dim,
+        PITCH=plan.pitch,
+        ALIGN=sources.alignments[number],
+        REAL=plan.real,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
+        BLOCK_D=columns,
+    )
     return partials, tallies

@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     COUNT_REFUSED,
     COUNT_WORDS,
@@ -78,22 +79,21 @@ def count_refused(
     n = call.ids_N.numel()
     if n == 0:
         return
-    capacity = triton.next_power_of_2(2 * n)
+    capacity = power_of_2(2 * n)
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
-    with torch.cuda.device_of(owner):  # type: ignore[no-untyped-call]
-        launch(
-            _count,
-            (triton.cdiv(n, _BLOCK),),
-            call.ids_N,
-            call.splits_G1,
-            call.tables_G,
-            wanted_N.view(torch.int8),
-            admitted_N.view(torch.int8),
-            owner,
-            layout.counters_KC,
-            n,
-            call.tables_G.numel(),
-            capacity - 1,
-            STEPS=search_steps(call.tables_G.numel()),
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _count,
+        (blocks_of(n, _BLOCK),),
+        call.ids_N,
+        call.splits_G1,
+        call.tables_G,
+        wanted_N.view(torch.int8),
+        admitted_N.view(torch.int8),
+        owner,
+        layout.counters_KC,
+        n,
+        call.tables_G.numel(),
+        capacity - 1,
+        STEPS=search_steps(call.tables_G.numel()),
+        BLOCK=_BLOCK,
+    )

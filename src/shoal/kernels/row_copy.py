@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.kernels.launching import launch
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -142,25 +143,24 @@ def _copy(
     if rows == 0 or width == 0:
         return
     torch_word, element = _WORDS[dense.element_size()]
-    block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    block = min(power_of_2(width), _MOST_COLUMNS)
     tile_rows = max(_TILE // block, 1)
-    with torch.cuda.device_of(dense):  # type: ignore[no-untyped-call]
-        launch(
-            _values,
-            (triton.cdiv(rows, tile_rows), triton.cdiv(width, block)),
-            handles_R,
-            dense.view(torch_word),
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            rows,
-            width,
-            row_bytes,
-            CHUNK_WORD=word,
-            ELEMENT=element,
-            READ=read,
-            ROWS=tile_rows,
-            BLOCK=block,
-        )
+    launch(
+        _values,
+        (blocks_of(rows, tile_rows), blocks_of(width, block)),
+        handles_R,
+        dense.view(torch_word),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        rows,
+        width,
+        row_bytes,
+        CHUNK_WORD=word,
+        ELEMENT=element,
+        READ=read,
+        ROWS=tile_rows,
+        BLOCK=block,
+    )
 
 
 def read_values(layout: ShardLayout, form: RowForm, handles_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,17 +186,16 @@ def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
     rows = len(handles_R)
     out_4R = torch.empty(4, rows, dtype=torch.int64, device=handles_R.device)
     if rows:
-        with torch.cuda.device_of(out_4R):  # type: ignore[no-untyped-call]
-            launch(
-                _read_metadata,
-                (triton.cdiv(rows, _BLOCK),),
-                handles_R,
-                out_4R,
-                layout.chunks_WC,
-                layout.chunks_WC.shape[1],
-                rows,
-                BLOCK=_BLOCK,
-            )
+        launch(
+            _read_metadata,
+            (blocks_of(rows, _BLOCK),),
+            handles_R,
+            out_4R,
+            layout.chunks_WC,
+            layout.chunks_WC.shape[1],
+            rows,
+            BLOCK=_BLOCK,
+        )
     return out_4R
 
 
@@ -206,17 +205,16 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
     parts = (metadata.versions, metadata.last_seen_s, metadata.counts)
     if rows == 0 or all(part is None for part in parts):
         return
-    with torch.cuda.device_of(handles_R):  # type: ignore[no-untyped-call]
-        launch(
-            _write_metadata,
-            (triton.cdiv(rows, _BLOCK),),
-            handles_R,
-            *(unused if part is None else part for part in parts),
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            rows,
-            HAS_VERSIONS=parts[0] is not None,
-            HAS_SEEN=parts[1] is not None,
-            HAS_COUNTS=parts[2] is not None,
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _write_metadata,
+        (blocks_of(rows, _BLOCK),),
+        handles_R,
+        *(unused if part is None else part for part in parts),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        rows,
+        HAS_VERSIONS=parts[0] is not None,
+        HAS_SEEN=parts[1] is not None,
+        HAS_COUNTS=parts[2] is not None,
+        BLOCK=_BLOCK,
+    )

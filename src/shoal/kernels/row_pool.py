@@ -21,7 +21,7 @@ from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_read import initial_rows
 from shoal.kernels.row_rounding import load_weights, storage_of
 from shoal.kernels.row_segments import device_form, retrieved
-from shoal.kernels.row_tiles import step_of
+from shoal.kernels.row_tiles import blocks_of, power_of_2, step_of
 from shoal.kernels.table_layout import CHUNK_WEIGHTS, CallGroups, ShardLayout, row_address
 from shoal.kernels.transfer import sent
 
@@ -181,7 +181,7 @@ def _launch_of(
     form: RowForm, lines: Sequence[Sequence[int]], step: int, device: torch.device
 ) -> PoolLaunch:
     widest = max(line[WIDTH] for line in lines)
-    block_d = min(int(triton.next_power_of_2(widest)), _MOST_COLUMNS)
+    block_d = min(power_of_2(widest), _MOST_COLUMNS)
     words: list[int] = []
     for line in lines:
         for done in range(0, line[WIDTH], block_d):
@@ -226,8 +226,9 @@ def _scaled_row(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "bags", "tiles", "step"])  # type: ignore[untyped-decorator]
 def _pool(  # type: ignore[no-untyped-def]
-    tables_ptr, chunks_ptr, columns, ids_ptr, group_tables_ptr, handles_ptr, offsets_ptr,
-    weights_ptr, lines_ptr, out_ptr, bags, tiles, segments_ptr, segments, quantiles_ptr, step,
+    tables_ptr, chunks_ptr, columns, ids_ptr, splits_ptr, group_tables_ptr, handles_ptr,
+    offsets_ptr, weights_ptr, lines_ptr, out_ptr, bags, tiles,
+    segments_ptr, segments, quantiles_ptr, step,
     WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr, PLAIN: tl.constexpr,
     INITIAL: tl.constexpr, WEIGHTED: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr,
     BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -240,8 +241,12 @@ def _pool(  # type: ignore[no-untyped-def]
     column = tl.load(line + _START) * STEP + tl.arange(0, BLOCK_D)
     inside = tl.arange(0, BLOCK_D) < tl.load(line + _WIDTH) * STEP
     offsets = offsets_ptr + group * bags + bag
+    # Nobody has read the offsets before: whatever they hold, rows are of the group's own table.
+    first, last = tl.load(splits_ptr + group), tl.load(splits_ptr + group + 1)
     begin = tl.load(offsets, mask=live, other=0)
     end = tl.load(offsets + 1, mask=live, other=0)
+    begin = tl.minimum(tl.maximum(begin, first), last)
+    end = tl.minimum(tl.maximum(end, begin), last)
     if kind == _FIRST_N:
         begin = tl.minimum(begin + tl.load(line + _NTH), end)
         end = tl.minimum(begin + 1, end)
@@ -300,7 +305,8 @@ def gather_pooled(
 
     Args:
         lines: of `pool_lines`, for these groups.
-        groups: the call; ids and tables are read with `initial` only.
+        groups: the call; ids and tables are read with `initial` only. A bag takes no positions
+            outside its group, whatever the offsets say.
         handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value.
         offsets_GB1: int64 [G*B+1] into the positions, group-major.
         weights_N: float32 [N], finite.
@@ -317,21 +323,20 @@ def gather_pooled(
         light = ready.plain and not initial
         tile = (_TILE if light else _HEAVY_TILE) // wave.block_d
         block = min(max(tile, 8), _MOST_BAGS)
-        tiles = triton.cdiv(bags, block)
-        with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-            launch(
-                _pool, (tiles * wave.lines_LW.shape[0],),
-                layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
-                groups.ids_N, groups.tables_G, handles_N, offsets_GB1,
-                unused if weights_N is None else weights_N,
-                wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
-                ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,
-                WEIGHT_BYTES=wave.form.weight_bytes, STORAGE=storage_of(wave.form.dtype),
-                PLAIN=ready.plain, INITIAL=initial, WEIGHTED=weights_N is not None,
-                STEP=wave.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=wave.block_d,
-                num_warps=min(max(block * wave.block_d // (512 if light else 256), 1), 4),
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        tiles = blocks_of(bags, block)
+        launch(
+            _pool, (tiles * wave.lines_LW.shape[0],),
+            layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+            groups.ids_N, groups.splits_G1, groups.tables_G, handles_N, offsets_GB1,
+            unused if weights_N is None else weights_N,
+            wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
+            ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,
+            WEIGHT_BYTES=wave.form.weight_bytes, STORAGE=storage_of(wave.form.dtype),
+            PLAIN=ready.plain, INITIAL=initial, WEIGHTED=weights_N is not None,
+            STEP=wave.step, PAIRS=2 if light else 1, BAGS=block, BLOCK_D=wave.block_d,
+            num_warps=min(max(block * wave.block_d // (512 if light else 256), 1), 4),
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return outputs
 
 

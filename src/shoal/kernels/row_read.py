@@ -14,6 +14,7 @@ from shoal.kernels.random_bits import stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import load_weights, storage_of
 from shoal.kernels.row_segments import as_read, device_form, initial_tile, retrieved
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_index import first_bucket, stored_key, walk
 from shoal.kernels.table_layout import (
     CHUNK_WEIGHTS,
@@ -194,26 +195,25 @@ def _launch(
     rows, block_d, warps = _shape(form.dim, find, ready.plain and not initial)
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
-    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        launch(
-            _gather, (triton.cdiv(last - first, rows),),
-            layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
-            groups.ids_N, groups.splits_G1, groups.tables_G, count,
-            unused if out_rows_G is None else out_rows_G,
-            unused if handles_N is None else handles_N,
-            unused if found_N is None else found_N.view(torch.uint8),
-            out, first, last,
-            ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
-            DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
-            PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
-            STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _gather, (blocks_of(last - first, rows),),
+        layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+        groups.ids_N, groups.splits_G1, groups.tables_G, count,
+        unused if out_rows_G is None else out_rows_G,
+        unused if handles_N is None else handles_N,
+        unused if found_N is None else found_N.view(torch.uint8),
+        out, first, last,
+        ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
+        DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
+        PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
+        STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
     """Rows and columns of a program's block, and its warps."""
-    block_d = min(int(triton.next_power_of_2(dim)), _MOST_COLUMNS)
+    block_d = min(power_of_2(dim), _MOST_COLUMNS)
     if find:
         rows = max(min(_FIND_TILE // block_d, _FIND_ROWS), 8)
         return rows, block_d, 1

@@ -20,6 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     CHUNK_BITS,
     CHUNK_COUNTS,
@@ -122,7 +123,7 @@ class Scan:
 def programs_of(scan: Scan, block: int) -> tuple[int, int]:
     """Grid over a scan: programs a job, jobs."""
     jobs = len(scan.jobs_EW)
-    return min(triton.cdiv(scan.rows, block), math.ceil(_PROGRAMS / jobs)), jobs
+    return min(blocks_of(scan.rows, block), math.ceil(_PROGRAMS / jobs)), jobs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -268,11 +269,10 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
         chunks: chunks present in the shard; handles lie below their end.
     """
     marks = torch.zeros(chunks << CHUNK_BITS, dtype=torch.uint8, device=handles[0].device)
-    with torch.cuda.device_of(marks):  # type: ignore[no-untyped-call]
-        for handles_N in handles:
-            n = handles_N.numel()
-            if n:
-                launch(_pin, (triton.cdiv(n, 1024),), handles_N, marks, n, BLOCK=1024)
+    for handles_N in handles:
+        n = handles_N.numel()
+        if n:
+            launch(_pin, (blocks_of(n, 1024),), handles_N, marks, n, BLOCK=1024)
     return marks
 
 
@@ -288,15 +288,14 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
     out_M = torch.empty(jobs * scan.rows, dtype=torch.int32, device=scan.jobs_EW.device)
     size_1 = torch.zeros(1, dtype=torch.int32, device=scan.jobs_EW.device)
     if out_M.numel():
-        with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-            launch(
-                _expire,
-                programs_of(scan, _BLOCK),
-                out_ptr=out_M,
-                size_ptr=size_1,
-                now_s=now_s,
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-                **scan.arguments(layout),
-            )
+        launch(
+            _expire,
+            programs_of(scan, _BLOCK),
+            out_ptr=out_M,
+            size_ptr=size_1,
+            now_s=now_s,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            **scan.arguments(layout),
+        )
     return out_M, size_1

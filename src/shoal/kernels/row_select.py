@@ -38,6 +38,7 @@ from shoal.kernels.row_scan import (
     score_of,
 )
 from shoal.kernels.row_sift import finish_rows
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import ShardLayout
 
 __all__ = ["lowest_rows"]
@@ -262,11 +263,10 @@ def lowest_rows(
     if out_M.numel() == 0:
         return out_M, size_1
     rounds = _rounds(scan.rows)
-    with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-        rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
-        for _ in range(rounds - 1):
-            rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
-        finish_rows(layout, rest, left_E, out_M, size_1)
+    rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
+    for _ in range(rounds - 1):
+        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
+    finish_rows(layout, rest, left_E, out_M, size_1)
     return out_M, size_1
 
 
@@ -289,7 +289,7 @@ def _narrowed(
     if bracketed:
         launch(
             _bracket,
-            (triton.cdiv(_SAMPLES, _MINE), jobs),
+            (blocks_of(_SAMPLES, _MINE), jobs),
             drops_ptr=drops_E,
             bounds_ptr=bounds,
             SAMPLES=_SAMPLES,

@@ -189,23 +189,22 @@ def finish_rows(
     """
     jobs, rest_EM = len(scan.jobs_EW), scan.lists_EM
     bins = torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=left_E.device)
-    with torch.cuda.device_of(left_E):  # type: ignore[no-untyped-call]
-        launch(
-            _finish,
-            (jobs,),
-            layout.tables_KT,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            scan.jobs_EW,
-            left_E,
-            rest_EM,
-            scan.sizes_E,
-            scan.rows,
-            bins,
-            out_M,
-            size_1,
-            BLOCK=_BLOCK,
-            BINS=_BINS,
-            LEVELS=_LEVELS,
-            num_warps=_WARPS,
-        )
+    launch(
+        _finish,
+        (jobs,),
+        layout.tables_KT,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        scan.jobs_EW,
+        left_E,
+        rest_EM,
+        scan.sizes_E,
+        scan.rows,
+        bins,
+        out_M,
+        size_1,
+        BLOCK=_BLOCK,
+        BINS=_BINS,
+        LEVELS=_LEVELS,
+        num_warps=_WARPS,
+    )

@@ -7,7 +7,6 @@ does: the same bits.
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
@@ -23,6 +22,7 @@ from shoal.kernels.row_rounding import (
     store_nearest,
     wide_of_bits,
 )
+from shoal.kernels.row_tiles import blocks_of, power_of_2
 from shoal.kernels.table_layout import (
     CHUNK_SEEN,
     CHUNK_VERSIONS,
@@ -137,24 +137,23 @@ def write_weights(
     if n == 0:
         return
     sorted_N, order_N = handles_N.sort(stable=True)
-    block = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    block = min(power_of_2(width), _MOST_COLUMNS)
     rows = max(_TILE // block, 1)
-    with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-        launch(
-            _write,
-            (triton.cdiv(n, rows), triton.cdiv(width, block)),
-            sorted_N,
-            order_N,
-            values_ND,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            n,
-            width,
-            form.weight_bytes,
-            epoch,
-            event_time_s,
-            ADD=add,
-            STORAGE=storage_of(form.dtype),
-            ROWS=rows,
-            BLOCK=block,
-        )
+    launch(
+        _write,
+        (blocks_of(n, rows), blocks_of(width, block)),
+        sorted_N,
+        order_N,
+        values_ND,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        n,
+        width,
+        form.weight_bytes,
+        epoch,
+        event_time_s,
+        ADD=add,
+        STORAGE=storage_of(form.dtype),
+        ROWS=rows,
+        BLOCK=block,
+    )

@@ -13,6 +13,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import blocks_of, power_of_2
 
 __all__ = ["gather_rows", "match_rows", "scatter_rows", "sum_runs"]
@@ -93,9 +94,8 @@ def match_rows(
     scratch = min(_SCRATCH, power_of_2(m))
     table = torch.full((slots + scratch,), -1, dtype=torch.int64, device=ids_M.device)
     block = 256
-    with torch.cuda.device_of(ids_M):  # type: ignore[no-untyped-call]
-        _insert[(blocks_of(m, block),)](ids_M, table, m, slots, scratch, BLOCK=block)
-        _probe[(blocks_of(n, block),)](ids_M, table, query_N, index_N, n, slots, BLOCK=block)
+    launch(_insert, (blocks_of(m, block),), ids_M, table, m, slots, scratch, BLOCK=block)
+    launch(_probe, (blocks_of(n, block),), ids_M, table, query_N, index_N, n, slots, BLOCK=block)
     return index_N
 
 
@@ -146,18 +146,19 @@ def gather_rows(
     block_d = min(power_of_2(d), 256)
     block_n = max(1, 2048 * 4 // rows_MD.element_size() // block_d)
     grid = (blocks_of(n, block_n), blocks_of(d, block_d))
-    with torch.cuda.device_of(rows_MD):  # type: ignore[no-untyped-call]
-        _gather[grid](
-            rows_MD,
-            index_N,
-            out_ND,
-            n,
-            m,
-            d,
-            FLOATS=rows_MD.is_floating_point(),
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-        )
+    launch(
+        _gather,
+        grid,
+        rows_MD,
+        index_N,
+        out_ND,
+        n,
+        m,
+        d,
+        FLOATS=rows_MD.is_floating_point(),
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+    )
     return out_ND
 
 
@@ -279,27 +280,29 @@ def sum_runs(
     kinds = {"SUM": sum_type, "BLOCK_R": block_r, "BLOCK_D": block_d}
     pieces = 2 * n // _PIECE if cut else 0
     longest = _PIECE if pieces > 0 else n + 1
-    with torch.cuda.device_of(source):  # type: ignore[no-untyped-call]
-        _add_runs[(blocks_of(runs, block_r), tiles)](
-            source, place_N, stride, begins_R, ends_R, target_R, width_R, out, runs, width,
-            longest, PLACED=placed is not None, **kinds,
-        )  # fmt: skip
-        if pieces == 0:
-            return
-        run_Q, begin_Q, end_Q, length_Q = _pieces(begins_R, ends_R, pieces)
-        partial_QD = torch.empty(pieces, width, dtype=total, device=out.device)
-        target_Q, width_Q = begin_Q, end_Q
-        if placed is not None:  # a piece is as wide as its run: no reads behind a narrow row
-            target_Q, width_Q = torch.arange(pieces, device=out.device) * width, width_R[run_Q]
-        _add_runs[(blocks_of(pieces, block_r), tiles)](
-            source, place_N, stride, begin_Q, end_Q, target_Q, width_Q, partial_QD, pieces, width,
-            longest, PLACED=placed is not None, **kinds,
-        )  # fmt: skip
-        kinds["BLOCK_R"] = 16
-        _add_pieces[(pieces, tiles)](
-            partial_QD, length_Q, run_Q, target_R, width_R, out, width,
-            PLACED=placed is not None, **kinds,
-        )  # fmt: skip
+    launch(
+        _add_runs, (blocks_of(runs, block_r), tiles),
+        source, place_N, stride, begins_R, ends_R, target_R, width_R, out, runs, width,
+        longest, PLACED=placed is not None, **kinds,
+    )  # fmt: skip
+    if pieces == 0:
+        return
+    run_Q, begin_Q, end_Q, length_Q = _pieces(begins_R, ends_R, pieces)
+    partial_QD = torch.empty(pieces, width, dtype=total, device=out.device)
+    target_Q, width_Q = begin_Q, end_Q
+    if placed is not None:  # a piece is as wide as its run: no reads behind a narrow row
+        target_Q, width_Q = torch.arange(pieces, device=out.device) * width, width_R[run_Q]
+    launch(
+        _add_runs, (blocks_of(pieces, block_r), tiles),
+        source, place_N, stride, begin_Q, end_Q, target_Q, width_Q, partial_QD, pieces, width,
+        longest, PLACED=placed is not None, **kinds,
+    )  # fmt: skip
+    kinds["BLOCK_R"] = 16
+    launch(
+        _add_pieces, (pieces, tiles),
+        partial_QD, length_Q, run_Q, target_R, width_R, out, width,
+        PLACED=placed is not None, **kinds,
+    )  # fmt: skip
 
 
 def _pieces(begins_R: Tensor, ends_R: Tensor, pieces: int) -> tuple[Tensor, ...]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     CHUNK_TABLE,
     TABLE_FORM,
@@ -24,9 +27,9 @@ from shoal.kernels.table_layout import (
     chunk_word,
     table_word,
 )
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import staged
 
-__all__ = ["COLD_RUN", "Runs", "piece_room", "runs_of"]
+__all__ = ["COLD_RUN", "Runs", "piece_room", "region_starts", "runs_of"]
 
 COLD_RUN = 8  # positions of a run that one program adds in turn
 SHORTEST_PIECE = 64
@@ -165,7 +168,11 @@ def _list_runs(  # type: ignore[no-untyped-def]
 
 
 def runs_of(
-    handles_N: Tensor, layout: ShardLayout | None = None, rooms: Sequence[int] | None = None
+    handles_N: Tensor,
+    layout: ShardLayout | None = None,
+    rooms: Sequence[int] | None = None,
+    *,
+    starts_FW: Tensor | None = None,
 ) -> Runs:
     """Sort a call's positions by row and list the runs; negative handles are left out.
 
@@ -173,6 +180,8 @@ def runs_of(
         handles_N: int32 [N], N < 2^31; those of several lookups may follow one another.
         layout: the shard's, wanted where its tables have more than one row form.
         rooms: positions of each form, on the host; [N] if there is one form.
+        starts_FW: `region_starts` of the rooms; sent from here if None, which a captured graph
+            would do from memory that is gone.
     """
     n = handles_N.numel()
     bounds = (n,) if rooms is None else tuple(rooms)
@@ -184,35 +193,38 @@ def runs_of(
         order_N,
         words[: 4 * room].view(4, room),
         words[4 * room :].view(2, most_pieces),
-        _cursors(bounds, device),
+        region_starts(bounds, device) if starts_FW is None else starts_FW.clone(),
         bounds,
     )
     if n == 0:
         return runs
     unused = sorted_N if layout is None else layout.tables_KT
     chunks_WC = sorted_N if layout is None else layout.chunks_WC
-    with torch.cuda.device_of(handles_N):  # type: ignore[no-untyped-call]
-        _list_runs[(triton.cdiv(n, _BLOCK),)](
-            unused,
-            chunks_WC,
-            chunks_WC.shape[-1],
-            sorted_N,
-            runs.runs_WN,
-            runs.pieces_WP,
-            runs.cursors_FW,
-            n,
-            room,
-            most_pieces,
-            FORMS=len(bounds),
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+    launch(
+        _list_runs,
+        (blocks_of(n, _BLOCK),),
+        unused,
+        chunks_WC,
+        chunks_WC.shape[-1],
+        sorted_N,
+        runs.runs_WN,
+        runs.pieces_WP,
+        runs.cursors_FW,
+        n,
+        room,
+        most_pieces,
+        FORMS=len(bounds),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
     return runs
 
 
-def _cursors(rooms: tuple[int, ...], device: torch.device) -> Tensor:
+def region_starts(rooms: Sequence[int], device: torch.device) -> Tensor:
+    """`Runs.cursors_FW` before any run is listed, on the device."""
     words, run, piece = [], 0, 0
     for count in rooms:
         words += [run, 0, piece, run + count]
         run, piece = run + count, piece + piece_room(count)
-    return sent(torch.tensor(words, dtype=torch.int32), device).view(-1, 4)
+    pairs = np.array(words, dtype=np.int32).view(np.int64)
+    return staged(pairs, device).view(torch.int32).view(-1, 4)

@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.launching import launch
 from shoal.kernels.row_tiles import columns_of, grid_of, rows_of_tile, wide_of
 
 __all__ = [
@@ -322,7 +323,9 @@ def reduce_rows(values_ND: Tensor, offsets_B1: Tensor, order_N: Tensor | None, m
     }
     block = rows_of_tile(dim)
     if chunks:
-        _sum_chunks[grid_of(chunks, 1, dim)](
+        launch(
+            _sum_chunks,
+            grid_of(chunks, 1, dim),
             values_ND,
             offsets_B1,
             order,
@@ -333,7 +336,9 @@ def reduce_rows(values_ND: Tensor, offsets_B1: Tensor, order_N: Tensor | None, m
             block_r=min(2 * block, CHUNK),
             **shared,
         )
-    _reduce[grid_of(segments, block, dim)](
+    launch(
+        _reduce,
+        grid_of(segments, block, dim),
         values_ND,
         offsets_B1,
         order,
@@ -372,7 +377,9 @@ def reduce_backward(
         "wide": wide_of(grads_BD.dtype),
     }
     if chunks:
-        _spread_chunks[grid_of(chunks, 1, dim)](
+        launch(
+            _spread_chunks,
+            grid_of(chunks, 1, dim),
             grads_BD,
             offsets_B1,
             inputs,
@@ -383,7 +390,9 @@ def reduce_backward(
             block_r=min(2 * block, CHUNK),
             **shared,
         )
-    _spread[grid_of(segments, block, dim)](
+    launch(
+        _spread,
+        grid_of(segments, block, dim),
         grads_BD,
         offsets_B1,
         inputs,

@@ -7,12 +7,12 @@ are zero where nothing was counted, so a claimed slot is ready at once.
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import EMPTY_KEY, ERASED_KEY, mix64
 
 __all__ = ["SIDE_CELLS", "cell_ptr", "claim_sights", "find_sights", "key_ptr", "move_sights"]
@@ -122,17 +122,16 @@ def move_sights(
     Keys int64, all empty where new, and cells int32, zeros where new: [slots + SIDE_CELLS].
     """
     slots = len(keys) - SIDE_CELLS
-    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-        launch(
-            _move,
-            (triton.cdiv(slots + 2, _BLOCK),),
-            keys,
-            cells,
-            new_keys,
-            new_cells,
-            tally_1,
-            salt,
-            slots,
-            len(new_keys) - SIDE_CELLS - 1,
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _move,
+        (blocks_of(slots + 2, _BLOCK),),
+        keys,
+        cells,
+        new_keys,
+        new_cells,
+        tally_1,
+        salt,
+        slots,
+        len(new_keys) - SIDE_CELLS - 1,
+        BLOCK=_BLOCK,
+    )

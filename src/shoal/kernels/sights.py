@@ -19,6 +19,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.sight_index import cell_ptr, claim_sights, find_sights, key_ptr
 from shoal.kernels.table_layout import (
     ERASED_KEY,
@@ -263,25 +264,24 @@ def add_sights(
     n = call.ids_N.numel()
     if n == 0:
         return
-    with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        launch(
-            _add,
-            (triton.cdiv(n, _BLOCK),),
-            call.ids_N,
-            call.splits_G1,
-            call.tables_G,
-            wanted_N.view(torch.int8),
-            call.ids_N if counts_N is None else counts_N,
-            sights.words_KW,
-            sights.tallies_KC,
-            n,
-            call.tables_G.numel(),
-            sights.depth,
-            STEPS=search_steps(call.tables_G.numel()),
-            HAS_COUNTS=counts_N is not None,
-            UNDO=undo,
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _add,
+        (blocks_of(n, _BLOCK),),
+        call.ids_N,
+        call.splits_G1,
+        call.tables_G,
+        wanted_N.view(torch.int8),
+        call.ids_N if counts_N is None else counts_N,
+        sights.words_KW,
+        sights.tallies_KC,
+        n,
+        call.tables_G.numel(),
+        sights.depth,
+        STEPS=search_steps(call.tables_G.numel()),
+        HAS_COUNTS=counts_N is not None,
+        UNDO=undo,
+        BLOCK=_BLOCK,
+    )
 
 
 def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
@@ -290,22 +290,21 @@ def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
     admitted_N = torch.empty(n, dtype=torch.bool, device=call.ids_N.device)
     if n == 0:
         return admitted_N
-    with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        launch(
-            _admit,
-            (triton.cdiv(n, _BLOCK),),
-            call.ids_N,
-            call.splits_G1,
-            call.tables_G,
-            wanted_N.view(torch.int8),
-            admitted_N.view(torch.int8),
-            sights.words_KW,
-            n,
-            call.tables_G.numel(),
-            sights.depth,
-            STEPS=search_steps(call.tables_G.numel()),
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _admit,
+        (blocks_of(n, _BLOCK),),
+        call.ids_N,
+        call.splits_G1,
+        call.tables_G,
+        wanted_N.view(torch.int8),
+        admitted_N.view(torch.int8),
+        sights.words_KW,
+        n,
+        call.tables_G.numel(),
+        sights.depth,
+        STEPS=search_steps(call.tables_G.numel()),
+        BLOCK=_BLOCK,
+    )
     return admitted_N
 
 
@@ -314,18 +313,17 @@ def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> No
     n = call.ids_N.numel()
     if n == 0:
         return
-    with torch.cuda.device_of(call.ids_N):  # type: ignore[no-untyped-call]
-        launch(
-            _forget,
-            (triton.cdiv(n, _BLOCK),),
-            call.ids_N,
-            call.splits_G1,
-            call.tables_G,
-            wanted_N.view(torch.int8),
-            sights.words_KW,
-            sights.tallies_KC,
-            n,
-            call.tables_G.numel(),
-            STEPS=search_steps(call.tables_G.numel()),
-            BLOCK=_BLOCK,
-        )
+    launch(
+        _forget,
+        (blocks_of(n, _BLOCK),),
+        call.ids_N,
+        call.splits_G1,
+        call.tables_G,
+        wanted_N.view(torch.int8),
+        sights.words_KW,
+        sights.tallies_KC,
+        n,
+        call.tables_G.numel(),
+        STEPS=search_steps(call.tables_G.numel()),
+        BLOCK=_BLOCK,
+    )

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.step_plan import Stamp, StepForm, programs_of, step_form
 from shoal.kernels.step_rules import stepped
@@ -34,6 +35,7 @@ from shoal.kernels.step_tiles import (
     item_where,
     load_rows,
     load_stamps,
+    payload_of,
     rates_of,
     run_words,
     runs_listed,
@@ -57,11 +59,11 @@ def _step(  # type: ignore[no-untyped-def]
     tables_ptr, counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, first_piece,
     addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr, rates_ptr, rate_columns,
-    epoch, event_time_s, global_step, domain,
+    payloads_ptr, epoch, event_time_s, global_step, domain,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
-    FACTORS: tl.constexpr, COUNTED: tl.constexpr,
+    FACTORS: tl.constexpr, COUNTED: tl.constexpr, CACHED: tl.constexpr,
     VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
@@ -79,8 +81,9 @@ def _step(  # type: ignore[no-untyped-def]
         hot = items < length
         first = tl.where(hot, first - first_piece, first).to(tl.int64)
         inside = live[:, None] & (column < DIM)[None, :]
+        payload = payload_of(payloads_ptr, handle, live, CACHED)
         w, s0, s1, s2, p0, p1 = load_rows(
-            chunks_ptr, columns, handle, live, column, inside, 0, 0, DIM,
+            chunks_ptr, columns, payload, live, column, inside, 0, 0, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
         )  # fmt: skip
         last, count = load_stamps(chunks_ptr, columns, handle, live)
@@ -114,7 +117,7 @@ def _step(  # type: ignore[no-untyped-def]
             A, B, C, D, E, F, G,
         )  # fmt: skip
         store_rows(
-            tables_ptr, chunks_ptr, columns, handle, table, good, column,
+            tables_ptr, chunks_ptr, columns, handle, payload, table, good, column,
             inside & good[:, None], w, s0, s1, s2, p0, p1, domain, 0, 0, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
         )  # fmt: skip
@@ -133,6 +136,7 @@ def apply(
     *,
     counts_N: Tensor | None = None,
     seen: Sources | None = None,
+    payload_H: Tensor | None = None,
 ) -> None:
     """One optimizer step of every row that the call names, and its metadata.
 
@@ -144,6 +148,7 @@ def apply(
             counts once: where it has several records, positions of the later ones stand for 0.
         seen: weights that the gradients were computed at, as `sources`; delay-compensated rules
             read them, and those of a row's first position count.
+        payload_H: int32 by handle, a row's handle in a cache, or -1 where it has none.
     """
     counts = None if counts_N is None else counts_N[runs.order_N]
     for number, form in enumerate(forms):
@@ -151,9 +156,11 @@ def apply(
             continue
         plan = step_form(form)
         if plan.fused is None:
-            compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen)
+            compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen, payload_H)
         else:
-            _apply_fused(layout, number, plan, plan.fused, runs, sources, rates_KR, stamp, counts)
+            _apply_fused(
+                layout, number, plan, plan.fused, runs, sources, rates_KR, stamp, counts, payload_H
+            )
 
 
 def _apply_fused(
@@ -166,39 +173,43 @@ def _apply_fused(
     rates_KR: Tensor,
     stamp: Stamp,
     counts_N: Tensor | None,
+    payload_H: Tensor | None,
 ) -> None:
     partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
-    tiles = triton.cdiv(runs.rooms[number], constants["ROWS"])
+    tiles = blocks_of(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
-    with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
-        _step[(programs_of(tiles, unused.device),)](
-            layout.tables_KT,
-            layout.counters_KC,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            runs.first_piece(number),
-            unused,
-            unused if sources.factors_N is None else sources.factors_N,
-            unused if counts_N is None else counts_N,
-            partials,
-            tallies,
-            rates_KR,
-            rates_KR.shape[1],
-            stamp.epoch,
-            stamp.event_time_s,
-            stamp.global_step,
-            stamp.domain,
-            PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
-            ALIGN=sources.alignments[number],
-            LARGEST=plan.largest,
-            CLIP=stamp.clip,
-            FACTORS=sources.factors_N is not None,
-            COUNTED=counts_N is not None,
-            **constants,
-        )
+    launch(
+        _step,
+        (programs_of(tiles, unused.device),),
+        layout.tables_KT,
+        layout.counters_KC,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.runs_WN,
+        runs.runs_WN.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        runs.last_run(number),
+        runs.first_piece(number),
+        unused,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        partials,
+        tallies,
+        rates_KR,
+        rates_KR.shape[1],
+        unused if payload_H is None else payload_H,
+        stamp.epoch,
+        stamp.event_time_s,
+        stamp.global_step,
+        stamp.domain,
+        PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
+        ALIGN=sources.alignments[number],
+        LARGEST=plan.largest,
+        CLIP=stamp.clip,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        CACHED=payload_H is not None,
+        **constants,
+    )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from shoal.kernels.row_form import RowForm, SegmentForm
 from shoal.kernels.row_rounding import rounding_domain, storage_of
+from shoal.kernels.row_tiles import power_of_2
 from shoal.kernels.step_rules import KernelRule, kernel_rule
 from shoal.rules.compressors import OneBit
 
@@ -114,7 +114,7 @@ def forget_forms() -> None:
 
 def columns_of_tile(dim: int) -> int:
     """Columns of a tile: a whole row of `dim` columns if they are no more than MOST_COLUMNS."""
-    return min(int(triton.next_power_of_2(dim)), MOST_COLUMNS)
+    return min(power_of_2(dim), MOST_COLUMNS)
 
 
 def rows_of_tile(dim: int, real: torch.dtype, most: int = _MOST_ROWS, size: int = 1) -> int:

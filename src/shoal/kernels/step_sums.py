@@ -15,8 +15,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.grad_sources import Sources
+from shoal.kernels.launching import launch
 from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm, SegmentForm
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
 from shoal.kernels.step_plan import (
     Stamp,
@@ -35,6 +37,7 @@ from shoal.kernels.step_tiles import (
     item_where,
     load_rows,
     load_stamps,
+    payload_of,
     rates_of,
     run_words,
     runs_listed,
@@ -157,14 +160,14 @@ def _write_sums(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _step_sums(  # type: ignore[no-untyped-def]
     tables_ptr, chunks_ptr, columns, cursors_ptr, form, first_run, begin, most,
-    handles_ptr, sums_ptr, rates_ptr, rate_columns, global_step, domain,
+    handles_ptr, payloads_ptr, sums_ptr, rates_ptr, rate_columns, global_step, domain,
     PITCH: tl.constexpr, COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr,
     DIM: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One segment of the rows whose sums `_write_sums` has settled."""
     column = tl.arange(0, BLOCK_D)
@@ -175,8 +178,9 @@ def _step_sums(  # type: ignore[no-untyped-def]
         live = handle >= 0
         handle = tl.where(live, handle, 0)
         inside = live[:, None] & (column < DIM)[None, :]
+        payload = payload_of(payloads_ptr, handle, live, CACHED)
         w, s0, s1, s2, p0, p1 = load_rows(
-            chunks_ptr, columns, handle, live, column, inside, COLUMN, STATE_COLUMN, DIM,
+            chunks_ptr, columns, payload, live, column, inside, COLUMN, STATE_COLUMN, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
         )  # fmt: skip
         sums = sums_ptr + row.to(tl.int64)[:, None] * PITCH + (COLUMN + column)[None, :]
@@ -188,7 +192,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
             A, B, C, D, E, F, G,
         )  # fmt: skip
         store_rows(
-            tables_ptr, chunks_ptr, columns, handle, table, live, column, inside,
+            tables_ptr, chunks_ptr, columns, handle, payload, table, live, column, inside,
             w, s0, s1, s2, p0, p1, domain, COLUMN, STATE_COLUMN, DIM,
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
         )  # fmt: skip
@@ -226,11 +230,11 @@ def sum_runs(
     counts = None if counts_N is None else counts_N[runs.order_N]
     marks_N = torch.zeros(n, dtype=torch.int32, device=device)
     block = 512
-    with torch.cuda.device_of(marks_N):  # type: ignore[no-untyped-call]
-        _mark_firsts[(programs_of(triton.cdiv(room, block), device),)](
-            runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
-            runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
-        )  # fmt: skip
+    launch(
+        _mark_firsts, (programs_of(blocks_of(room, block), device),),
+        runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
+        runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
+    )  # fmt: skip
     ranks_N = torch.cumsum(marks_N, 0, dtype=torch.int32)
     partials = add_pieces(number, form, runs, sources, counts)
     outputs = (out_UD, None, None, ids_U, counts_U, tables_U)
@@ -248,6 +252,7 @@ def compose(
     stamp: Stamp,
     counts_N: Tensor | None,
     seen: Sources | None,
+    payload_H: Tensor | None = None,
 ) -> None:
     """`step.apply` of one form from materialised sums; counts_N in the order of the runs.
 
@@ -269,12 +274,22 @@ def compose(
         for segment, constants in zip(form.segments, plan.segments, strict=True):
             if constants is not None:
                 slab = (number, runs, begin, most)
-                _step_segment(layout, segment, constants, slab, handles, sums, rates_KR, stamp)
+                _step_segment(
+                    layout, segment, constants, slab, handles, sums, rates_KR, stamp, payload_H
+                )
                 continue
             rows = min(max(int(_listed(runs, number)) - begin, 0), most)
             addresses = None if seen is None else seen.addresses_N[places[:rows]]
             step_in_torch(
-                layout, form, segment, handles[:rows], sums[:rows], rates_KR, stamp, addresses
+                layout,
+                form,
+                segment,
+                handles[:rows],
+                sums[:rows],
+                rates_KR,
+                stamp,
+                addresses,
+                payload_H,
             )
 
 
@@ -291,30 +306,34 @@ def _step_segment(
     sums_UD: Tensor,
     rates_KR: Tensor,
     stamp: Stamp,
+    payload_H: Tensor | None,
 ) -> None:
     number, runs, begin, most = slab
-    programs = programs_of(triton.cdiv(most, constants["ROWS"]), sums_UD.device)
-    with torch.cuda.device_of(sums_UD):  # type: ignore[no-untyped-call]
-        _step_sums[(programs,)](
-            layout.tables_KT,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            begin,
-            most,
-            handles_U,
-            sums_UD,
-            rates_KR,
-            rates_KR.shape[1],
-            stamp.global_step,
-            stamp.domain,
-            PITCH=sums_UD.shape[1],
-            COLUMN=segment.column,
-            STATE_COLUMN=segment.state_column,
-            **constants,
-        )
+    programs = programs_of(blocks_of(most, constants["ROWS"]), sums_UD.device)
+    launch(
+        _step_sums,
+        (programs,),
+        layout.tables_KT,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        begin,
+        most,
+        handles_U,
+        handles_U if payload_H is None else payload_H,
+        sums_UD,
+        rates_KR,
+        rates_KR.shape[1],
+        stamp.global_step,
+        stamp.domain,
+        PITCH=sums_UD.shape[1],
+        COLUMN=segment.column,
+        STATE_COLUMN=segment.state_column,
+        CACHED=payload_H is not None,
+        **constants,
+    )
 
 
 def _sum(
@@ -335,42 +354,43 @@ def _sum(
     unused: Any = sources.addresses_N
     plan, rows = step_form(form), rows_of_tile(form.dim, form.real)
     sums, *others = (unused if output is None else output for output in outputs)
-    with torch.cuda.device_of(unused):  # type: ignore[no-untyped-call]
-        _write_sums[(programs_of(triton.cdiv(most, rows), unused.device),)](
-            layout.counters_KC,
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.pieces_WP,
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            runs.first_piece(number),
-            begin,
-            most,
-            runs.order_N,
-            unused if ranks_N is None else ranks_N,
-            sources.addresses_N,
-            unused if sources.factors_N is None else sources.factors_N,
-            unused if counts_N is None else counts_N,
-            *partials,
-            sums,
-            *others,
-            0 if stamp is None else stamp.epoch,
-            0 if stamp is None else stamp.event_time_s,
-            DIM=form.dim,
-            PITCH_BYTES=plan.pitch * form.real.itemsize,
-            OUT_PITCH=sums.shape[1],
-            ALIGN=sources.alignments[number],
-            REAL=plan.real,
-            LARGEST=plan.largest,
-            CLIP=-1.0 if stamp is None else stamp.clip,
-            FACTORS=sources.factors_N is not None,
-            COUNTED=counts_N is not None,
-            RANKED=ranks_N is not None,
-            SETTLE=stamp is not None,
-            ROWS=rows,
-            BLOCK_D=columns_of_tile(form.dim),
-        )
+    launch(
+        _write_sums,
+        (programs_of(blocks_of(most, rows), unused.device),),
+        layout.counters_KC,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        runs.runs_WN,
+        runs.runs_WN.shape[1],
+        runs.pieces_WP,
+        runs.cursors_FW,
+        number,
+        runs.first_run(number),
+        runs.last_run(number),
+        runs.first_piece(number),
+        begin,
+        most,
+        runs.order_N,
+        unused if ranks_N is None else ranks_N,
+        sources.addresses_N,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        *partials,
+        sums,
+        *others,
+        0 if stamp is None else stamp.epoch,
+        0 if stamp is None else stamp.event_time_s,
+        DIM=form.dim,
+        PITCH_BYTES=plan.pitch * form.real.itemsize,
+        OUT_PITCH=sums.shape[1],
+        ALIGN=sources.alignments[number],
+        REAL=plan.real,
+        LARGEST=plan.largest,
+        CLIP=-1.0 if stamp is None else stamp.clip,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        RANKED=ranks_N is not None,
+        SETTLE=stamp is not None,
+        ROWS=rows,
+        BLOCK_D=columns_of_tile(form.dim),
+    )

@@ -39,6 +39,7 @@ __all__ = [
     "load_rows",
     "load_stamps",
     "load_weights",
+    "payload_of",
     "rates_of",
     "run_words",
     "runs_listed",
@@ -135,6 +136,16 @@ def load_weights(address, column, inside, STORAGE: tl.constexpr, REAL: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def payload_of(payloads_ptr, handle, live, CACHED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Handles that lead to rows' weights and state: a cache's where it holds the row."""
+    payload = handle
+    if CACHED:
+        cached = tl.load(payloads_ptr + handle, mask=live, other=-1)
+        payload = tl.where(cached >= 0, cached, handle)
+    return payload
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def load_rows(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, handle, live, column, inside,
     COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
@@ -170,12 +181,12 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_weights(  # type: ignore[no-untyped-def]
-    tables_ptr, chunks_ptr, columns, handle, table, live, start, column, inside, w, domain,
+    tables_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside, w, domain,
     COLUMN: tl.constexpr, WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     REAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store weights of a segment's columns from `start` on; 16-bit ones are rounded by chance."""
-    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, payload, WEIGHT_BYTES, live, _WEIGHTS)
     if STORAGE == _FLOAT32 or STORAGE == _FLOAT64:  # noqa: SIM109
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], w, mask=inside)
@@ -195,7 +206,7 @@ def store_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_rows(  # type: ignore[no-untyped-def]
-    tables_ptr, chunks_ptr, columns, handle, table, live, column, inside,
+    tables_ptr, chunks_ptr, columns, handle, payload, table, live, column, inside,
     w, s0, s1, s2, p0, p1, domain,
     COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
@@ -203,11 +214,11 @@ def store_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store what `load_rows` loaded."""
     store_weights(
-        tables_ptr, chunks_ptr, columns, handle, table, live, 0, column, inside, w, domain,
+        tables_ptr, chunks_ptr, columns, handle, payload, table, live, 0, column, inside, w, domain,
         COLUMN, WEIGHT_BYTES, STORAGE, REAL, BLOCK_D,
     )  # fmt: skip
     if VECTORS + SCALARS > 0:
-        address = row_address(chunks_ptr, columns, handle, STATE_BYTES, live, _STATE)
+        address = row_address(chunks_ptr, columns, payload, STATE_BYTES, live, _STATE)
         state = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         vectors = state[:, None] + (STATE_COLUMN + column)[None, :]
         if VECTORS > 0:

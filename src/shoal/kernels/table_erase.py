@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.hashing import to_signed
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_index import (
     any_of,
     claim,
@@ -173,14 +174,13 @@ def _list(  # type: ignore[no-untyped-def]
 def fold(layout: ShardLayout) -> None:
     """Start the count of issued rows at zero again, for all tables; rows in use stay the same."""
     tables = len(layout.counters_KC)
-    with torch.cuda.device_of(layout.counters_KC):  # type: ignore[no-untyped-call]
-        launch(
-            _fold,
-            (triton.cdiv(tables, _FOLD_BLOCK),),
-            layout.counters_KC,
-            tables,
-            BLOCK=_FOLD_BLOCK,
-        )
+    launch(
+        _fold,
+        (blocks_of(tables, _FOLD_BLOCK),),
+        layout.counters_KC,
+        tables,
+        BLOCK=_FOLD_BLOCK,
+    )
 
 
 def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None:
@@ -193,21 +193,20 @@ def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None
     if m == 0:
         return
     fold(layout)
-    with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
-        launch(
-            _erase,
-            (triton.cdiv(m, _ERASE_BLOCK),),
-            handles_M,
-            handles_M if size_1 is None else size_1,
-            layout.tables_KT,
-            layout.counters_KC,
-            layout.chunks_WC,
-            m,
-            layout.chunks_WC.shape[1],
-            HAS_SIZE=size_1 is not None,
-            BLOCK=_ERASE_BLOCK,
-            num_warps=_ERASE_WARPS,
-        )
+    launch(
+        _erase,
+        (blocks_of(m, _ERASE_BLOCK),),
+        handles_M,
+        handles_M if size_1 is None else size_1,
+        layout.tables_KT,
+        layout.counters_KC,
+        layout.chunks_WC,
+        m,
+        layout.chunks_WC.shape[1],
+        HAS_SIZE=size_1 is not None,
+        BLOCK=_ERASE_BLOCK,
+        num_warps=_ERASE_WARPS,
+    )
 
 
 def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
@@ -217,18 +216,17 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     """
     slots = (len(old_entries) - 1) * BUCKET_SLOTS
     new_entries[-1].copy_(old_entries[-1])
-    with torch.cuda.device_of(old_entries):  # type: ignore[no-untyped-call]
-        launch(
-            _rebuild,
-            (triton.cdiv(slots, _REBUILD_BLOCK),),
-            old_entries,
-            new_entries,
-            slots,
-            (len(new_entries) - 1) * BUCKET_SLOTS - 1,
-            to_signed(salt),
-            BLOCK=_REBUILD_BLOCK,
-            num_warps=_REBUILD_WARPS,
-        )
+    launch(
+        _rebuild,
+        (blocks_of(slots, _REBUILD_BLOCK),),
+        old_entries,
+        new_entries,
+        slots,
+        (len(new_entries) - 1) * BUCKET_SLOTS - 1,
+        to_signed(salt),
+        BLOCK=_REBUILD_BLOCK,
+        num_warps=_REBUILD_WARPS,
+    )
 
 
 def list_handles(
@@ -239,24 +237,23 @@ def list_handles(
     slots: of the table's index. size_1: int32 [1], receives the number of rows, even if more
     than M; handles beyond M are left out.
     """
-    programs = triton.cdiv(slots + BUCKET_SLOTS, _LIST_BLOCK)
+    programs = blocks_of(slots + BUCKET_SLOTS, _LIST_BLOCK)
     counts = torch.empty(programs, dtype=torch.int32, device=out_M.device)
     ends = counts
-    with torch.cuda.device_of(out_M):  # type: ignore[no-untyped-call]
-        for counting in (True, False):
-            launch(
-                _list,
-                (programs,),
-                layout.tables_KT,
-                counts,
-                ends,
-                out_M,
-                size_1,
-                table,
-                slots,
-                out_M.numel(),
-                COUNT=counting,
-                BLOCK=_LIST_BLOCK,
-            )
-            if counting:
-                ends = counts.cumsum(0, dtype=torch.int32)
+    for counting in (True, False):
+        launch(
+            _list,
+            (programs,),
+            layout.tables_KT,
+            counts,
+            ends,
+            out_M,
+            size_1,
+            table,
+            slots,
+            out_M.numel(),
+            COUNT=counting,
+            BLOCK=_LIST_BLOCK,
+        )
+        if counting:
+            ends = counts.cumsum(0, dtype=torch.int32)

@@ -26,6 +26,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
+from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import (
     BUCKET_BYTES,
     BUCKET_SLOTS,
@@ -307,26 +308,25 @@ def probe(
     if n == 0:
         return
     block, warps = (_INSERT_BLOCK, _INSERT_WARPS) if insert else (_FIND_BLOCK, _FIND_WARPS)
-    with torch.cuda.device_of(groups.ids_N):  # type: ignore[no-untyped-call]
-        launch(
-            _probe,
-            (triton.cdiv(n, block),),
-            groups.ids_N,
-            groups.splits_G1,
-            groups.tables_G,
-            unused if wanted_N is None else wanted_N.view(torch.int8),
-            handles_N,
-            unused if found_N is None else found_N.view(torch.int8),
-            layout.tables_KT,
-            layout.counters_KC,
-            layout.chunks_WC,
-            n,
-            groups.tables_G.numel(),
-            layout.chunks_WC.shape[1],
-            STEPS=search_steps(groups.tables_G.numel()),
-            INSERT=insert,
-            HAS_WANTED=wanted_N is not None,
-            HAS_FOUND=found_N is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    launch(
+        _probe,
+        (blocks_of(n, block),),
+        groups.ids_N,
+        groups.splits_G1,
+        groups.tables_G,
+        unused if wanted_N is None else wanted_N.view(torch.int8),
+        handles_N,
+        unused if found_N is None else found_N.view(torch.int8),
+        layout.tables_KT,
+        layout.counters_KC,
+        layout.chunks_WC,
+        n,
+        groups.tables_G.numel(),
+        layout.chunks_WC.shape[1],
+        STEPS=search_steps(groups.tables_G.numel()),
+        INSERT=insert,
+        HAS_WANTED=wanted_N is not None,
+        HAS_FOUND=found_N is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )

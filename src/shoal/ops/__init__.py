@@ -44,7 +44,7 @@ from shoal.ops.reorder import (
     fused_reorder_by_indices,
     fused_reorder_by_indices_into,
     reorder_by_indices,
-    unique_key_with_value_and_offset,
+    reorder_by_indices_into,
 )
 from shoal.ops.rows import (
     GatheredRows,
@@ -72,6 +72,10 @@ from shoal.ops.splits import (
     ragged_split_by_indices,
     split_by_indices,
     unpermute_rows,
+)
+from shoal.ops.unique_keys import (
+    unique_key_with_value_and_offset,
+    unique_key_with_value_and_offset_into,
 )
 
 __all__ = [
@@ -126,6 +130,7 @@ __all__ = [
     "reduce_sqrtn",
     "reduce_sum",
     "reorder_by_indices",
+    "reorder_by_indices_into",
     "row_ids",
     "scatter_rows",
     "segment_first_n",
@@ -137,5 +142,6 @@ __all__ = [
     "sharding_sparse_fids",
     "split_by_indices",
     "unique_key_with_value_and_offset",
+    "unique_key_with_value_and_offset_into",
     "unpermute_rows",
 ]

@@ -21,10 +21,10 @@ from torch import Tensor
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops.flat_checks import check_dims, check_flat, check_gradients
 from shoal.ops.flat_operators import fill_offsets, gather_flat, scatter_flat
+from shoal.ops.id_checks import check_ids
 from shoal.ops.reference.ids import ValueOffset
 from shoal.ops.rows_checks import (
     check_devices,
-    check_ids,
     check_lists,
     check_same_dtype,
     floating,

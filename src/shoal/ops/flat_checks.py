@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal.errors import InputError, ShapeError, describe
-from shoal.ops.rows_checks import bad_index, check_ids, check_rows, refuse
+from shoal.ops.id_checks import check_ids
+from shoal.ops.rows_checks import bad_index, check_rows, refuse
 
 __all__ = [
     "bad_flat_offset",

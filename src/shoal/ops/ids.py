@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.errors import ShapeError
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
+from shoal.ops.id_checks import check_ids, check_out, shape_error
 from shoal.ops.outputs import fresh
 from shoal.ops.reference import Dedup
 from shoal.ragged import Ragged
@@ -113,39 +113,6 @@ def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
         got = f"{row_splits_T.numel()} splits in {sizes_P.numel()} parts"
         raise shape_error(op, "lengths", got, "1 or more parts of 1 or more splits")
     return _normalize_merged_split(row_splits_T, sizes_P)  # type: ignore[no-any-return]
-
-
-def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] = (1,)) -> None:
-    """Raise unless a tensor is int64 with one of these numbers of dimensions."""
-    if tensor.dtype != torch.int64:
-        raise DTypeError(
-            describe(
-                f"{op}: dtype of {name}", got=tensor.dtype, allowed="int64", remedy="Call .long()."
-            )
-        )
-    if tensor.ndim not in dims:
-        allowed = " or ".join(f"{ndim} dimension{'s' * (ndim > 1)}" for ndim in dims)
-        raise shape_error(op, f"shape of {name}", tuple(tensor.shape), allowed)
-
-
-def check_out(op: str, name: str, out: Tensor, length: int) -> None:
-    """Raise unless a tensor is a contiguous int64 [length] to write to."""
-    check_ids(op, name, out)
-    if out.numel() != length or not out.is_contiguous():
-        got = f"{tuple(out.shape)}, strides {tuple(out.stride())}"
-        raise shape_error(op, f"shape of {name}", got, f"({length},), contiguous")
-
-
-def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
-    """A `ShapeError` of an operator's argument."""
-    remedy = "Give tensors of lengths and offsets that fit together."
-    return ShapeError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
-
-
-def value_error(op: str, what: str, got: object, allowed: object) -> InputError:
-    """An `InputError` of a value in an operator's argument."""
-    remedy = "Check what made it."
-    return InputError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
 
 
 class _RowidsCache:

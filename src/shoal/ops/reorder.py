@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from shoal.ops.dispatch import one_device
-from shoal.ops.ids import (
-    check_ids,
-    check_out,
-    dedup,
-    shape_error,
-    value_error,
-    value_rowids,
-)
-from shoal.ops.reference import FusedReorder, Reorder, ShardBy, UniqueKeys, ValueOffset
+from shoal.ops.id_checks import check_ids, check_out, shape_error, value_error
+from shoal.ops.ids import dedup_into
+from shoal.ops.reference import FusedReorder, Reorder, ShardBy
 from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
-from shoal.ops.splits import check_lengths, check_num, check_shards, partition
+from shoal.ops.splits import check_lengths, check_num, check_shards
 from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
 
@@ -26,7 +20,7 @@ __all__ = [
     "fused_reorder_by_indices",
     "fused_reorder_by_indices_into",
     "reorder_by_indices",
-    "unique_key_with_value_and_offset",
+    "reorder_by_indices_into",
 ]
 
 Tables = tuple[list[Tensor], Tensor | None, list[int]]
@@ -38,31 +32,70 @@ def reorder_by_indices(ids_N: Tensor, shards_N: Tensor, num_of_shards: int) -> R
     ids_N int64 [N], or [N, C] where a whole row is an id; shards_N int32 or int64 [N] in
     [0, num_of_shards), of which an id's first counts -> `Reorder(ids_U, sizes_W)`, [U] or [U, C].
 
-    On CUDA it waits for the device, because U depends on the ids. No gradient. Monolith:
-    `reorder_by_indices`, which took rows with the same first column for the same id.
+    On CUDA it waits for the device, because U depends on the ids; `reorder_by_indices_into` does
+    not. No gradient. Monolith: `reorder_by_indices`, which took rows with the same first column
+    for the same id.
 
     Raises:
         DTypeError, ShapeError: ids not int64 [N] or [N, C], shards not int32 or int64 [N].
         InputError: on two devices, num_of_shards below 1, a shard out of range.
     """
     op = "reorder_by_indices"
-    check_ids(op, "ids_N", ids_N, dims=(1, 2))
-    check_shards(op, "shards_N", shards_N, num_of_shards)
-    check_lengths(op, "shards_N", shards_N, "ids_N", ids_N)
-    keys_N = ids_N if ids_N.ndim == 1 else _row_keys(ids_N)
+    keys_N = _keys(op, ids_N, shards_N, num_of_shards)
     shards_N = shards_N.long()
     found = fused_reorder([keys_N], None, [1], num_of_shards, "given", shards_N, f"{op}: shards_N")
     keys_U, _, sizes_W, _ = found
-    size = keys_U.numel()
-    # Place p of a shard that spans [start, end) goes to start + end - 1 - p.
-    ends_W = sizes_W.cumsum(0)
-    mirror_U = (2 * ends_W - sizes_W - 1).repeat_interleave(sizes_W, output_size=size)
-    keys_U = keys_U[mirror_U - torch.arange(size, device=keys_U.device)]
+    keys_U = keys_U[_mirrored(sizes_W, keys_U.numel())]
     if ids_N.ndim == 1:
         return Reorder(keys_U, sizes_W)
-    rows_U = ids_N.new_empty(size, ids_N.shape[1])
-    rows_U[keys_N] = ids_N  # equal rows where two land in one place
-    return Reorder(rows_U[keys_U], sizes_W)
+    return Reorder(_rows_by_key(ids_N, keys_N)[keys_U], sizes_W)
+
+
+def reorder_by_indices_into(
+    ids_N: Tensor,
+    shards_N: Tensor,
+    num_of_shards: int,
+    *,
+    ids_out_N: Tensor,
+    sizes_out_W: Tensor,
+    size_out_1: Tensor,
+) -> None:
+    """`reorder_by_indices` into given tensors; nothing waits for the device.
+
+    ids_out_N int64 of the shape of ids_N: only its first U entries, or rows, are written.
+    sizes_out_W int64 [W]; size_out_1 int64 [1] receives U. The outputs share no memory with each
+    other or with the inputs.
+
+    Raises:
+        as `reorder_by_indices`; DTypeError and ShapeError also for outputs that are not so.
+    """
+    op = "reorder_by_indices_into"
+    keys_N = _keys(op, ids_N, shards_N, num_of_shards)
+    check_out(op, "ids_out_N", ids_out_N, *ids_N.shape)
+    check_out(op, "sizes_out_W", sizes_out_W, num_of_shards)
+    check_out(op, "size_out_1", size_out_1, 1)
+    outs = {"ids_out_N": ids_out_N, "sizes_out_W": sizes_out_W, "size_out_1": size_out_1}
+    one_device(op, ids_N=ids_N, **outs)
+    found_N, counts_N, offsets_N = (torch.empty_like(keys_N) for _ in range(3))
+    fused_reorder_into(
+        [keys_N],
+        None,
+        [1],
+        num_of_shards,
+        "given",
+        shards_N.long(),
+        found_N,
+        counts_N,
+        sizes_out_W,
+        offsets_N,
+        size_out_1,
+        f"{op}: shards_N",
+    )
+    inside_N = torch.arange(keys_N.numel(), device=keys_N.device) < size_out_1
+    found_N = torch.where(inside_N, found_N[_mirrored(sizes_out_W, keys_N.numel())], 0)
+    if ids_N.ndim == 2:
+        found_N, inside_N = _rows_by_key(ids_N, keys_N)[found_N], inside_N.unsqueeze(1)
+    ids_out_N.copy_(torch.where(inside_N, found_N, ids_out_N))
 
 
 def fused_reorder_by_indices(
@@ -89,7 +122,7 @@ def fused_reorder_by_indices(
             shard_by's out of range.
     """
     op = "fused_reorder_by_indices"
-    parts, offsets_K1, dims = _tables(op, ids, dim_sizes)
+    parts, offsets_K1, dims = tables_of(op, ids, dim_sizes)
     check_num(op, "num_of_shards", num_of_shards)
     rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
     ids_U, counts_U, sizes_WK, offsets_N = fused_reorder(
@@ -120,7 +153,7 @@ def fused_reorder_by_indices_into(
         as `fused_reorder_by_indices`; ShapeError also for outputs of other shapes.
     """
     op = "fused_reorder_by_indices_into"
-    parts, offsets_K1, dims = _tables(op, ids, dim_sizes)
+    parts, offsets_K1, dims = tables_of(op, ids, dim_sizes)
     check_num(op, "num_of_shards", num_of_shards)
     n = sum(part.numel() for part in parts)
     outs = {"ids_out_N": ids_out_N, "counts_out_N": counts_out_N, "offsets_out_N": offsets_out_N}
@@ -147,49 +180,8 @@ def fused_reorder_by_indices_into(
     )
 
 
-def unique_key_with_value_and_offset(
-    key: Ragged, dims: Sequence[int], generate_buffer: bool = True
-) -> UniqueKeys:
-    """Distinct keys of each of K slots, and where the row of each occurrence goes.
-
-    key: a ragged of K rows, one per slot; dims: K row widths -> `UniqueKeys(unique_key,
-    value_offset, value_buffer)`. value_buffer float32 [sum n_k * d_k] holds one row per
-    occurrence, slot after slot, to be filled by `fill_with_offset_map`; it is not initialised.
-    None without generate_buffer.
-
-    On CUDA it waits for the device, because U depends on the keys. No gradient. Monolith:
-    `unique_key_with_value_and_offset`.
-
-    Raises:
-        ShapeError: dims and slots of different number; offsets that do not start at 0, fall, or
-            do not end at N.
-        InputError: no slots, or a width below 1.
-    """
-    op = "unique_key_with_value_and_offset"
-    parts, _, widths = _tables(op, key, dims)
-    rows_N = value_rowids(op, key)
-    device = rows_N.device
-    keys_U, counts_U, sizes_K, inverse_N = fused_reorder(
-        parts, key.offsets_B1, [1] * len(widths), 1, "floormod", None
-    )
-    # N, not U, bounds the numbers: it is known when the graph is compiled.
-    order_N, _ = partition(inverse_N, max(rows_N.numel(), 1))
-    dims_K = torch.tensor(widths, device=device)
-    floats_K = key.lengths * dims_K
-    # Occurrence i of slot k starts at (floats before the slot) + d_k * (i - first of the slot).
-    bases_K = floats_K.cumsum(0) - floats_K - dims_K * key.offsets_B1[:-1]
-    places_N = torch.arange(rows_N.numel(), device=device)
-    starts_N = bases_K[rows_N] + dims_K[rows_N] * places_N
-    unique_key = Ragged.from_lengths(keys_U, sizes_K)
-    splits_U1 = torch.nn.functional.pad(counts_U.cumsum(0), (1, 0))
-    value_offset = ValueOffset(starts_N[order_N], splits_U1, unique_key.offsets_B1)
-    buffer = None
-    if generate_buffer:
-        buffer = torch.empty(int(floats_K.sum()), dtype=torch.float32, device=device)
-    return UniqueKeys(unique_key, value_offset, buffer)
-
-
-def _tables(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | None) -> Tables:
+def tables_of(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | None) -> Tables:
+    """Ids, offsets where they are a ragged's, and row widths of the tables, checked."""
     if isinstance(ids, Ragged):
         parts, offsets_K1, tables = [ids.values], ids.offsets_B1, ids.batch_size
     else:
@@ -238,13 +230,50 @@ def _reordered(
     return FusedReorder(ids_U, counts_U, shard_sizes_W, sizes_WK, offset_sizes_K, offsets_N)
 
 
-def _row_keys(rows_NC: Tensor) -> Tensor:
-    """int64 [N]: equal for equal rows, 0..U-1 in order of first appearance."""
-    if rows_NC.shape[1] < 1:
-        shape = tuple(rows_NC.shape)
-        raise shape_error("reorder_by_indices", "shape of ids_N", shape, "1 column or more")
-    n = rows_NC.shape[0]
-    keys_N = dedup(rows_NC[:, 0]).inverse_N
-    for column_N in rows_NC.unbind(1)[1:]:
-        keys_N = dedup(keys_N * n + dedup(column_N).inverse_N).inverse_N
+def _keys(op: str, ids_N: Tensor, shards_N: Tensor, num: int) -> Tensor:
+    """The ids, or int64 [N] that are equal for equal rows: 0..U-1 in order of first appearance."""
+    check_ids(op, "ids_N", ids_N, dims=(1, 2))
+    check_shards(op, "shards_N", shards_N, num)
+    check_lengths(op, "shards_N", shards_N, "ids_N", ids_N)
+    if ids_N.ndim == 1:
+        return ids_N.contiguous()
+    n, columns = ids_N.shape
+    if columns < 1:
+        raise shape_error(op, "shape of ids_N", (n, columns), "1 column or more")
+    keys_N = _inverse(ids_N[:, 0])
+    for column_N in ids_N.unbind(1)[1:]:
+        keys_N = _inverse(keys_N * n + _inverse(column_N))
     return keys_N
+
+
+def _inverse(ids_N: Tensor) -> Tensor:
+    """`inverse_N` of `dedup`, without waiting for the device."""
+    ids_N = ids_N.contiguous()
+    ids_out_N, counts_N, inverse_N = (torch.empty_like(ids_N) for _ in range(3))
+    dedup_into(
+        ids_N,
+        ids_out_N=ids_out_N,
+        counts_out_N=counts_N,
+        inverse_out_N=inverse_N,
+        size_out_1=ids_N.new_empty(1),
+    )
+    return inverse_N
+
+
+def _mirrored(sizes_W: Tensor, length: int) -> Tensor:
+    """Where each of `length` places is in the reverse of its shard; behind the last: where it is.
+
+    Place p of a shard that spans [start, end) goes to start + end - 1 - p.
+    """
+    ends_W = sizes_W.cumsum(0)
+    places = torch.arange(length, device=sizes_W.device)
+    shards = torch.searchsorted(ends_W, places, right=True).clamp(max=sizes_W.numel() - 1)
+    mirrored = (2 * ends_W - sizes_W - 1)[shards] - places
+    return torch.where(places < ends_W[-1], mirrored, places)
+
+
+def _rows_by_key(ids_NC: Tensor, keys_N: Tensor) -> Tensor:
+    """A row of each key at its place, [N, C]; equal rows where two land in one."""
+    rows_NC = torch.empty_like(ids_NC, memory_format=torch.contiguous_format)
+    rows_NC[keys_N] = ids_NC
+    return rows_NC

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.ops.dispatch import operator
+from shoal.ops.id_checks import check_ids
 from shoal.ops.outputs import fresh
 from shoal.ops.reference import rows as reference
 from shoal.ops.reference.rows import GatheredRows
 from shoal.ops.rows_checks import (
     bad_index,
     check_devices,
-    check_ids,
     check_index_values,
     check_lists,
     check_match_values,
@@ -204,7 +204,7 @@ def match_rows(
         InputError: a missing id; names it and its place in the flattened query. Several devices.
     """
     check_ids("match_rows", "ids_M", ids_M)
-    check_ids("match_rows", "query", query, ndim=None)
+    check_ids("match_rows", "query", query, dims=None)
     check_devices("match_rows", ids_M=ids_M, query=query)
     return _matched([ids_M], query, "match_rows: query", missing_ok, multi_threads)
 
@@ -224,7 +224,7 @@ def gather_rows(rows: Tensor | Sequence[Tensor], index: Tensor) -> Tensor:
     shards = [rows] if isinstance(rows, Tensor) else list(rows)
     check_lists(op, rows=shards)
     _check_shards(op, "rows", shards)
-    check_ids(op, "index", index, ndim=None)
+    check_ids(op, "index", index, dims=None)
     check_devices(op, rows=shards, index=index)
     return _gathered(shards, index, "gather_rows: index", True)
 
@@ -241,7 +241,7 @@ def scatter_rows(grad: Tensor, index: Tensor, rows: int) -> Tensor:
         InputError: an index outside 0 to rows-1; names it. Several devices.
     """
     op = "scatter_rows"
-    check_ids(op, "index", index, ndim=None)
+    check_ids(op, "index", index, dims=None)
     _check_grad(op, grad, index)
     check_devices(op, grad=grad, index=index)
     if rows < 0:
@@ -349,7 +349,7 @@ def gather_embeddings_by_ids_gradient_back_prop(
     """
     op = "gather_embeddings_by_ids_gradient_back_prop"
     check_ids(op, "ids", ids)
-    check_ids(op, "index_mapping", index_mapping, ndim=None)
+    check_ids(op, "index_mapping", index_mapping, dims=None)
     _check_grad(op, grads, index_mapping)
     check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
     return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
@@ -376,7 +376,7 @@ def _scattered(grad: Tensor, index: Tensor, rows: int, what: str) -> Tensor:
 def _check_id_lists(op: str, ids: Sequence[Tensor], input: Tensor) -> None:
     for s, ids_M in enumerate(ids):
         check_ids(op, f"ids[{s}]" if len(ids) > 1 else "ids", ids_M)
-    check_ids(op, "input", input, ndim=None)
+    check_ids(op, "input", input, dims=None)
 
 
 def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:

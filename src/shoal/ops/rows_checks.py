@@ -16,7 +16,6 @@ from shoal.ops.dispatch import one_device
 
 __all__ = [
     "bad_index",
-    "check_ids",
     "check_index_values",
     "check_lists",
     "check_match_values",
@@ -31,21 +30,6 @@ __all__ = [
 def refuse(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
     """A `ShapeError` in the words of `describe`."""
     return ShapeError(describe(what, got=got, allowed=allowed, remedy=remedy))
-
-
-def check_ids(op: str, name: str, tensor: Tensor, *, ndim: int | None = 1) -> None:
-    """Require int64, and `ndim` dimensions unless None.
-
-    Raises:
-        DTypeError, ShapeError: it is not so.
-    """
-    if tensor.dtype != torch.int64:
-        raise DTypeError(
-            describe(f"{op}: {name}", got=tensor.dtype, allowed="int64", remedy="Call .long().")
-        )
-    if ndim is not None and tensor.ndim != ndim:
-        allowed = f"{ndim} dimension" + "s" * (ndim > 1)
-        raise refuse(f"{op}: {name}", tuple(tensor.shape), allowed, "Call .flatten().")
 
 
 def check_rows(op: str, name: str, tensor: Tensor) -> None:

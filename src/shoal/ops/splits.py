@@ -11,7 +11,8 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
-from shoal.ops.ids import check_ids, shape_error, value_error, value_rowids
+from shoal.ops.id_checks import check_ids, shape_error, value_error
+from shoal.ops.ids import value_rowids
 from shoal.ops.outputs import fresh
 from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
 from shoal.ragged import Ragged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class CudaShard(CudaUpkeep):
         OutOfDeviceMemory: no room for the expected rows.
     """
 
+    _HOST_ROWS: ClassVar[bool] = False
+
     def __init__(
         self,
         specs: Sequence[TableSpec],
@@ -46,7 +49,7 @@ class CudaShard(CudaUpkeep):
         seed: int = 0,
         device: str | torch.device = "cuda",
     ) -> None:
-        super().__init__(specs, seed=seed, device=device, host_rows=False)
+        super().__init__(specs, seed=seed, device=device, host_rows=self._HOST_ROWS)
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
@@ -75,13 +78,14 @@ class CudaShard(CudaUpkeep):
         with self._turn():
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
-            self._memory.counters.poll()
             self._tell()
             handles_N, met_N = self._inserted(shape, call, counts_N, ctx)
             counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
             # Growth replaces the columns of chunks while the side may still read the old ones.
             read = (handles_N, self._layout.chunks_WC) if len(self._forms) > 1 else (handles_N,)
-            runs = self._side.start(lambda: self._runs_of(handles_N, shape.rooms), read)
+            runs = self._side.start(
+                lambda: self._runs_of(handles_N, shape.rooms), read, shape.rooms, self._stream
+            )
             ticket = CudaTicket(
                 self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs
             )

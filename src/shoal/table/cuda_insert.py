@@ -95,7 +95,7 @@ class CudaInsert(CudaCore):
             self._sights.forget(call, wanted_N)
         table_index.probe(self._layout, call, handles_N, found_N, wanted_N, insert=True)
         self._initialise(shape, ctx)
-        self._memory.counters.send(self._layout)
+        self._memory.counters.send(self._layout, self._stream)
         return handles_N, found_N
 
     def _initialise(self, shape: CallShape, ctx: StepContext) -> None:

@@ -81,10 +81,10 @@ class CudaRead(CudaInsert):
         ]
 
     def _by_group(self, shape: CallShape, outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if len(shape.tables) == 1:
-            return tuple(outs)
+        if len(outs) == 1:
+            return torch.split(outs[0], list(shape.sizes))
         return tuple(
-            outs[place][first : first + shape.splits[g + 1] - shape.splits[g]]
+            outs[place][first : first + shape.sizes[g]]
             for g, (place, first) in enumerate(shape.firsts)
         )
 

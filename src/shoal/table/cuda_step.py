@@ -56,6 +56,7 @@ class CudaStep(CudaRead):
                     rates_KR,
                     stamp,
                     counts_N=joined.counts_N,
+                    payload_H=self._payload_of(joined.runs),
                 )
                 for ticket in joined.tickets:
                     ticket.end()
@@ -107,7 +108,7 @@ class CudaStep(CudaRead):
         )
         size = int(size_0)
         owners_U = tables_U[:size]
-        for k in owners_U.unique().tolist():
+        for k in torch.unique(owners_U).tolist():
             mine_U = owners_U == k
             found[0].append(k)
             found[1].append(ids_U[:size][mine_U])
@@ -185,6 +186,7 @@ class CudaStep(CudaRead):
             self._stamp(ctx, event_time_s),
             counts_N=None if counts_N is None else _small(counts_N),
             seen=seen_sources,
+            payload_H=self._payload_of(runs),
         )
 
     def _runs_of(self, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
@@ -199,6 +201,10 @@ class CudaStep(CudaRead):
             nan_clip=ctx.nan_clip,
         )
 
+    def _payload_of(self, runs: Runs) -> Tensor | None:
+        """Where rows are that a step is about to change: a cache's handles by handle."""
+        return None
+
     def _stepped(self, ctx: StepContext) -> None:
         self._last_step = ctx.global_step
 
@@ -212,7 +218,7 @@ class CudaStep(CudaRead):
         if not owned:
             return None
         if len(owned) == 1:
-            runs, counts_N = owned[0].runs(), owned[0].counts_N
+            runs, counts_N = owned[0].runs(self._stream), owned[0].counts_N
         else:
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
@@ -232,12 +238,11 @@ class CudaStep(CudaRead):
         widths = [output.width for output in record.plan.outputs]
         shapes = [((bags, w), d) for w, d in zip(widths, compiled.dtypes, strict=True)]
         grads = check_rows(record.grads, shapes, self._device)
-        counts = [b - a for a, b in zip(shape.splits, shape.splits[1:], strict=False)]
         return grad_sources.pooled(
             compiled.groups,
             grads,
             record.offsets_GB1,
-            counts,
+            shape.sizes,
             bags_N=ticket.bags_of(record.offsets_GB1, bags),
             weights_N=record.weights_N,
             scale=record.scale,
@@ -245,11 +250,8 @@ class CudaStep(CudaRead):
 
     def _group_shapes(self, shape: CallShape) -> list[tuple[tuple[int, int], torch.dtype]]:
         return [
-            (
-                (shape.splits[g + 1] - shape.splits[g], self._dims[k]),
-                self._forms[self._form_of[k]].real,
-            )
-            for g, k in enumerate(shape.tables)
+            ((size, self._dims[k]), self._forms[self._form_of[k]].real)
+            for size, k in zip(shape.sizes, shape.tables, strict=True)
         ]
 
 

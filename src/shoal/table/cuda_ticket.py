@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,40 +12,7 @@ from shoal.kernels.runs import Runs
 from shoal.table.device_calls import CallShape
 from shoal.table.shard import IdGroups
 
-__all__ = ["CudaTicket", "SideStream"]
-
-
-class SideStream:
-    """A stream beside the shard's, for work that only the step needs; none when interpreted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def start(self, work: Callable[[], Runs], read: Sequence[Tensor]) -> Callable[[], Runs]:
-        """Start work on the side that reads these tensors, however soon they are dropped.
-
-        The returned call makes the stream that is then current wait for it, and gives the result.
-        """
-        side = self._stream
-        if side is None:
-            done_already = work()
-            return lambda: done_already
-        # Side work starts after all that was launched before, so what an earlier step freed is
-        # not written while that step still reads it.
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            made = work()
-            done = torch.cuda.Event()
-            done.record(side)
-        for tensor in read:
-            tensor.record_stream(side)
-
-        def joined() -> Runs:
-            torch.cuda.current_stream(self._device).wait_event(done)
-            return made
-
-        return joined
+__all__ = ["CudaTicket"]
 
 
 class CudaTicket:
@@ -58,7 +25,7 @@ class CudaTicket:
         met_N: bool [N] on the device: what `probe` reported while it inserted.
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
-        runs: joins the runs of `handles_N`.
+        runs: gives the runs of `handles_N` to a stream.
     """
 
     __slots__ = (
@@ -84,7 +51,7 @@ class CudaTicket:
         met_N: Tensor,
         counts_N: Tensor | None,
         event_time_s: int,
-        runs: Callable[[], Runs],
+        runs: Callable[[torch.cuda.Stream | None], Runs],
     ) -> None:
         self.shard = shard
         self.groups = groups
@@ -118,3 +85,8 @@ class CudaTicket:
     def end(self) -> None:
         """Release the rows; a second call does nothing."""
         self.live = False
+        self.runs = _none
+
+
+def _none(_: torch.cuda.Stream | None) -> Runs:
+    raise AssertionError("runs of a ticket that has ended")

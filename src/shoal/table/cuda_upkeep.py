@@ -197,5 +197,5 @@ class CudaUpkeep(CudaWrite):
 
     def _settled(self) -> None:
         """Have the device's counters at hand."""
-        self._memory.counters.send(self._layout)
+        self._memory.counters.send(self._layout, self._stream)
         self._memory.counters.wait()

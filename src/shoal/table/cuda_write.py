@@ -60,7 +60,7 @@ class CudaWrite(CudaStep):
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)
             for g, k in enumerate(shape.tables):
                 part = slice(shape.splits[g], shape.splits[g + 1])
-                again_M = handles_N[part][existed_N[part]].unique()
+                again_M = torch.unique(handles_N[part][existed_N[part]])
                 if again_M.numel():
                     self._restart_rows(k, again_M, ctx)
             return existed_N.to(torch.int32)

@@ -35,6 +35,7 @@ class CallShape:
         starts_FG: per form that occurs, int64 [G] on the device: the row of the form's output
             that takes a group's first row; -1 for groups of other forms.
         firsts: per group, (form's place in `forms`, first row).
+        sizes: ids of each group.
     """
 
     splits: tuple[int, ...]
@@ -46,6 +47,7 @@ class CallShape:
     forms: tuple[int, ...]
     starts_FG: tuple[Tensor, ...]
     firsts: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
 
     def groups(self, ids_N: Tensor) -> CallGroups:
         """The groups of these ids as kernels take them."""
@@ -144,6 +146,7 @@ class CallShapes:
             forms=forms,
             starts_FG=tuple(sent(starts[form], self._device) for form in forms),
             firsts=tuple(firsts),
+            sizes=tuple(sizes_G.tolist()),
         )
 
 
@@ -233,7 +236,8 @@ def check_rows(
                     remedy=f"Convert with .to({str(device)!r}, {dtype}).",
                 )
             )
-        ready.append(value.detach().contiguous())
+        value = value.detach() if value.requires_grad else value
+        ready.append(value if value.is_contiguous() else value.contiguous())
     return ready
 
 

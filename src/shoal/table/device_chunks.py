@@ -24,6 +24,7 @@ from shoal.kernels.table_layout import (
     CHUNK_WORDS,
     FIRST_ROWS,
 )
+from shoal.table.page_locked import PageLocked
 
 __all__ = ["METADATA_BYTES", "Block", "chunk_columns", "chunks_for", "new_block"]
 
@@ -64,21 +65,23 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
     return sizes
 
 
-def new_block(form: RowForm, sizes: Sequence[int], device: torch.device, host_rows: bool) -> Block:
+def new_block(
+    form: RowForm, sizes: Sequence[int], device: torch.device, host: PageLocked | None
+) -> Block:
     """Allocate chunks; contents are whatever was there.
 
-    host_rows: weights and state in page-locked host memory.
+    host: where weights and state come from if not from the device.
 
     Raises:
-        torch.OutOfMemoryError: no room, or no more memory that may be locked.
+        torch.OutOfMemoryError: no room on the device.
+        OutOfDeviceMemory: no more page-locked host memory.
     """
     rows = sum(sizes)
 
     def large(row_bytes: int) -> Tensor:
-        size = rows * row_bytes
-        if host_rows:
-            return _host_bytes(size, pinned=device.type == "cuda")
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        if host is not None:
+            return host.take(rows * row_bytes)
+        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=device)
 
     def words(dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, dtype=dtype, device=device)
@@ -91,13 +94,6 @@ def new_block(form: RowForm, sizes: Sequence[int], device: torch.device, host_ro
         words(torch.int32),
         words(torch.int32),
     )
-
-
-def _host_bytes(size: int, *, pinned: bool) -> Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as error:  # what torch raises where the system locks no more pages
-        raise torch.OutOfMemoryError(str(error)) from error
 
 
 def chunk_columns(

@@ -58,7 +58,7 @@ class CounterReader:
     def _buffer(self, tables: int, words: int) -> _Copy:
         pinned = self._device.type == "cuda"
         host_KC = torch.zeros(tables, words, dtype=torch.int64, pin_memory=pinned)
-        event = torch.cuda.Event() if pinned else None
+        event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         return _Copy(host_KC, host_KC.numpy(), event, np.zeros(tables, dtype=np.int64))
 
     @property
@@ -84,8 +84,11 @@ class CounterReader:
         used: Counts = self.rows_K + self.known_KC[:, COUNT_ERASED]
         return used
 
-    def send(self, layout: ShardLayout) -> None:
-        """Mark all rows handed out as ready, and send the counters to the host."""
+    def send(self, layout: ShardLayout, stream: torch.cuda.Stream | None = None) -> None:
+        """Mark all rows handed out as ready, and send the counters to the host.
+
+        stream: the present one, if the caller has it at hand.
+        """
         if not self._spare:
             self._arrive(wait=True)
         copy = self._spare.pop()
@@ -94,7 +97,7 @@ class CounterReader:
         copy.taken = self._sent
         copy.launched_K[:] = self.launched_K
         if copy.event is not None:
-            copy.event.record()
+            copy.event.record(stream)
         self._flying.append(copy)
 
     def poll(self) -> None:
@@ -117,7 +120,7 @@ class CounterReader:
         if copy.event is not None:
             if wait:
                 copy.event.synchronize()
-            elif not copy.event.query():
+            elif not copy.event.query():  # type: ignore[no-untyped-call]
                 return False
         self._flying.popleft()
         self.known_KC[:] = copy.values_KC

@@ -56,11 +56,14 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A growth, the number of its first chunk, and what was allocated for it."""
+    """A growth, the number of its first chunk, and what was allocated for it.
+
+    blocks: each with the sizes of its chunks, in their order.
+    """
 
     growth: Growth
     first: int
-    block: Block | None
+    blocks: tuple[tuple[Block, tuple[int, ...]], ...]
     directory: Tensor | None
     entries: Tensor | None
 

@@ -42,6 +42,7 @@ from shoal.table import refusals
 from shoal.table.device_chunks import chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
 from shoal.table.device_growth import Growth, Part, TableMemory, longer_list
+from shoal.table.page_locked import PageLocked, grouped
 from shoal.table.spec import TableSpec
 
 __all__ = ["MOST_CHUNKS", "DeviceMemory"]
@@ -51,6 +52,7 @@ _HARD_SHARE = (7, 8)
 _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
 _NO_LIMIT = 1 << 31
+_GROWTH = 16  # a table grows by one such part of its rows at least
 MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
@@ -81,7 +83,7 @@ class DeviceMemory:
         host_rows: bool = False,
     ) -> None:
         self.device = device
-        self._host_rows = host_rows
+        self._host = PageLocked(device) if host_rows else None
         self._tables = [TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._limits_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
@@ -129,6 +131,25 @@ class DeviceMemory:
         """The table of each chunk."""
         return self._columns_WC[CHUNK_TABLE, : self._chunks]
 
+    def lend(self, columns_WC: Counts) -> int:
+        """Add chunks that are no table's rows, a cache's; returns the number of the first.
+
+        Raises:
+            OutOfDeviceMemory: handles have no room for so many chunks; nothing has changed.
+        """
+        more, first = columns_WC.shape[1], self._chunks
+        self._check_chunks(more)
+        wide = self._columns_WC.shape[1]
+        while wide < first + more:
+            wide *= 2
+        wider_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
+        wider_WC[:, :first] = self._columns_WC[:, :first]
+        wider_WC[:, first : first + more] = columns_WC
+        sent_WC = sent(torch.from_numpy(wider_WC), self.device)
+        self._columns_WC, self._chunks = wider_WC, first + more
+        self._show(self._lines_KT, self.layout.tables_KT, sent_WC)
+        return first
+
     def entries(self, table: int) -> Tensor:
         """The index of a table."""
         return self._tables[table].entries
@@ -152,7 +173,7 @@ class DeviceMemory:
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
         try:
             self._grow(rows_K)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfDeviceMemory):
             # Bounds are loose while counters are under way: wait for them, ask for the least.
             self.counters.wait()
             least_K = self.counters.rows_bound_K + new_K
@@ -204,7 +225,7 @@ class DeviceMemory:
             want = min(int(rows_K[k]), limit)
             sizes: list[int] = []
             if want > table.rows:
-                target = want if least else max(want, table.rows + table.rows // 8)
+                target = want if least else max(want, table.rows + table.rows // _GROWTH)
                 sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
             slots = self._slots_for(k, want) if crowded_K[k] else 0
             growths.append(Growth(k, table.form, tuple(sizes), slots))
@@ -232,14 +253,25 @@ class DeviceMemory:
 
     def _allocated(self, growth: Growth, first: int) -> Part:
         """Everything on the device that a growth needs; its chunks are numbered from `first`."""
-        block, directory = None, None
-        table = self._tables[growth.table]
+        table, form, directory = self._tables[growth.table], growth.form, None
+        blocks = tuple(
+            (new_block(form, sizes, self.device, self._host), sizes)
+            for sizes in self._groups_of(growth)
+        )
         if growth.sizes:
-            block = new_block(growth.form, growth.sizes, self.device, self._host_rows)
             numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
             directory = sent(torch.tensor(numbers, dtype=torch.int32), self.device)
         entries = table_index.new_entries(growth.slots, self.device) if growth.slots else None
-        return Part(growth, first, block, directory, entries)
+        return Part(growth, first, blocks, directory, entries)
+
+    def _groups_of(self, growth: Growth) -> list[tuple[int, ...]]:
+        """Chunks that share an allocation."""
+        if not growth.sizes:
+            return []
+        if self._host is None:
+            return [growth.sizes]
+        row_bytes = max(growth.form.weight_bytes, growth.form.state_bytes)
+        return [tuple(sizes) for sizes in grouped(growth.sizes, row_bytes)]
 
     def _columns_with(self, parts: Sequence[Part]) -> Counts:
         last = max(part.first + len(part.growth.sizes) for part in parts)
@@ -249,10 +281,11 @@ class DeviceMemory:
         columns_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
         columns_WC[:, : self._chunks] = self._columns_WC[:, : self._chunks]
         for part in parts:
-            if part.block is not None:
-                growth = part.growth
-                columns = chunk_columns(part.block, growth.sizes, growth.form, growth.table)
-                columns_WC[:, part.first : part.first + len(growth.sizes)] = columns
+            growth, at = part.growth, part.first
+            for block, sizes in part.blocks:
+                columns = chunk_columns(block, sizes, growth.form, growth.table)
+                columns_WC[:, at : at + len(sizes)] = columns
+                at += len(sizes)
         return columns_WC
 
     def _lines_with(self, parts: Sequence[Part]) -> Counts:
@@ -268,8 +301,8 @@ class DeviceMemory:
 
     def _take(self, part: Part) -> None:
         table, growth = self._tables[part.growth.table], part.growth
-        if part.block is not None and part.directory is not None:
-            table.blocks.append(part.block)
+        if part.directory is not None:
+            table.blocks.extend(block for block, _ in part.blocks)
             table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
             table.rows += sum(growth.sizes)
             table.directory = part.directory

@@ -45,4 +45,7 @@ def forms_of(specs: Sequence[TableSpec]) -> tuple[tuple[RowForm, ...], tuple[int
 def _without_rate(rule: Optimizer) -> Optimizer:
     if isinstance(rule, DelayCompensated):
         return dataclasses.replace(rule, inner=_without_rate(rule.inner))
-    return dataclasses.replace(rule, lr=1.0) if hasattr(rule, "lr") else rule  # type: ignore[call-arg]
+    if not hasattr(rule, "lr"):
+        return rule
+    fixed: Optimizer = dataclasses.replace(rule, lr=1.0)  # type: ignore[type-var]
+    return fixed

@@ -235,7 +235,10 @@ class AdmissionState:
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
-    """Counters of one table. Bytes are resident bytes the shard allocated for it."""
+    """Counters of one table. Bytes are resident bytes the shard allocated for it.
+
+    on_host: its weights and state are in host memory though the shard is on a GPU.
+    """
 
     name: str
     rows: int
@@ -249,6 +252,7 @@ class TableStats:
     refused: int
     evicted: int
     nonfinite_skipped: int
+    on_host: bool = False
 
 
 class Shard(Protocol):

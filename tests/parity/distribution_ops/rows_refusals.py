@@ -46,7 +46,7 @@ BAD: list[Any] = [
 ]  # fmt: skip
 BAD_METADATA: list[Any] = [
     ("int32-ids", lambda: ops.map_id_to_embedding([IDS.int()], [ROWS], INPUT),
-     DTypeError, r"map_id_to_embedding: ids: got torch.int32; allowed: int64"),
+     DTypeError, r"map_id_to_embedding: dtype of ids: got torch.int32; allowed: int64"),
     ("int32-input", lambda: ops.gather_embeddings_by_input(IDS, ROWS, INPUT.int()),
      DTypeError, r"input: got torch.int32"),
     ("int32-index", lambda: ops.gather_rows(ROWS, INPUT.int()), DTypeError, r"index: got"),

@@ -216,7 +216,7 @@ def test_segments_of_other_dtypes(impl: Implementation, op: str, dtype: torch.dt
 
 @on_all
 @pytest.mark.parametrize("order", ["sorted", "unsorted", "promised"])
-@pytest.mark.parametrize("dim", [1, 6, 16, 40])
+@pytest.mark.parametrize("dim", [1, 6, 16, 40, 64])
 @pytest.mark.parametrize("op", REDUCES)
 def test_reduces_equal_plain_torch(impl: Implementation, op: str, dim: int, order: str) -> None:
     index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
