@@ -15,7 +15,7 @@ from shoal.table.cpu import CpuShard
 from shoal.table.cuda import CudaShard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
-from support.fuzz_material import RICH
+from support.fuzz_material import NARROW, RICH
 from support.placed_shard import PlacedShard
 from support.reference_shard import ReferenceShard
 from support.shard_fuzz import Fuzz
@@ -72,8 +72,12 @@ def test_a_gpu_shard_follows_both_for_longer(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_on_a_gpu(seed: int, dtype: str) -> None:
-    if dtype in ("float32", "float64", "mixed"):
-        Fuzz(seed, dtype, on_device, reference, late=True).run(VERBS_A_RUN)
-    Fuzz(seed, dtype, on_device, core, late=True, menu=RICH).run(2 * VERBS_A_RUN)
+    Fuzz(seed, dtype, on_device, core, late=True, menu=NARROW).run(4 * VERBS_A_RUN)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_gpu_as_the_reference(seed: int) -> None:
+    Fuzz(seed, DTYPES[seed], on_device, reference, late=True).run(VERBS_A_RUN)

@@ -15,7 +15,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, Float32
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
 
-__all__ = ["PLAIN", "RICH", "Bags", "Material", "Menu"]
+__all__ = ["NARROW", "PLAIN", "RICH", "Bags", "Material", "Menu"]
 
 NON_FINITE = (float("nan"), float("inf"), float("-inf"))
 SLOT_1 = 1 << 48
@@ -46,6 +46,8 @@ class Menu:
     on_full: tuple[str, ...]
     capacities: tuple[int | None, ...]
     clears: bool
+    dims: tuple[int, ...] = (1, 2, 3, 5, 8, 17)
+    segments: tuple[int, ...] = (1, 2, 3)
 
 
 _COMMON = (optimizers.SGD(lr=0.1), optimizers.Adagrad(lr=0.1), optimizers.Adam(lr=0.01))
@@ -65,6 +67,16 @@ RICH = Menu(
     ("raise", "lru", "lfu"),
     (None, 12, 14),
     True,
+)
+# Few kernels, which a GPU has to compile, and many runs.
+NARROW = Menu(
+    (optimizers.SGD(lr=0.1), optimizers.Adam(lr=0.01), optimizers.LAMB(lr=0.01)),
+    (Float32(), FixedR8(r=1.0)),
+    ("raise", "lru", "lfu"),
+    (None, 12, 14),
+    True,
+    dims=(2, 5),
+    segments=(1, 1, 2),
 )
 
 
@@ -96,12 +108,12 @@ class Material:
         segments = tuple(
             Segment(
                 name=f"s{j}",
-                dim=choose((1, 2, 3, 5, 8, 17)),
+                dim=choose(self.menu.dims),
                 initializer=choose(INITIALIZERS),
                 optimizer=choose(self.menu.rules),
                 compressor=choose(self.menu.compressors),  # type: ignore[arg-type]
             )
-            for j in range(self.random.randint(1, 3))
+            for j in range(choose(self.menu.segments))
         )
         return TableSpec(
             name=f"t{k}",

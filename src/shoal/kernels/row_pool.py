@@ -226,8 +226,9 @@ def _scaled_row(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "bags", "tiles", "step"])  # type: ignore[untyped-decorator]
 def _pool(  # type: ignore[no-untyped-def]
-    tables_ptr, chunks_ptr, columns, ids_ptr, group_tables_ptr, handles_ptr, offsets_ptr,
-    weights_ptr, lines_ptr, out_ptr, bags, tiles, segments_ptr, segments, quantiles_ptr, step,
+    tables_ptr, chunks_ptr, columns, ids_ptr, splits_ptr, group_tables_ptr, handles_ptr,
+    offsets_ptr, weights_ptr, lines_ptr, out_ptr, bags, tiles,
+    segments_ptr, segments, quantiles_ptr, step,
     WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr, PLAIN: tl.constexpr,
     INITIAL: tl.constexpr, WEIGHTED: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr,
     BAGS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -240,8 +241,12 @@ def _pool(  # type: ignore[no-untyped-def]
     column = tl.load(line + _START) * STEP + tl.arange(0, BLOCK_D)
     inside = tl.arange(0, BLOCK_D) < tl.load(line + _WIDTH) * STEP
     offsets = offsets_ptr + group * bags + bag
+    # Nobody has read the offsets before: whatever they hold, rows are of the group's own table.
+    first, last = tl.load(splits_ptr + group), tl.load(splits_ptr + group + 1)
     begin = tl.load(offsets, mask=live, other=0)
     end = tl.load(offsets + 1, mask=live, other=0)
+    begin = tl.minimum(tl.maximum(begin, first), last)
+    end = tl.minimum(tl.maximum(end, begin), last)
     if kind == _FIRST_N:
         begin = tl.minimum(begin + tl.load(line + _NTH), end)
         end = tl.minimum(begin + 1, end)
@@ -300,7 +305,8 @@ def gather_pooled(
 
     Args:
         lines: of `pool_lines`, for these groups.
-        groups: the call; ids and tables are read with `initial` only.
+        groups: the call; ids and tables are read with `initial` only. A bag takes no positions
+            outside its group, whatever the offsets say.
         handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value.
         offsets_GB1: int64 [G*B+1] into the positions, group-major.
         weights_N: float32 [N], finite.
@@ -321,7 +327,7 @@ def gather_pooled(
         launch(
             _pool, (tiles * wave.lines_LW.shape[0],),
             layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
-            groups.ids_N, groups.tables_G, handles_N, offsets_GB1,
+            groups.ids_N, groups.splits_G1, groups.tables_G, handles_N, offsets_GB1,
             unused if weights_N is None else weights_N,
             wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,
             ready.segments_PW, len(wave.form.segments), ready.quantiles_Q, global_step,

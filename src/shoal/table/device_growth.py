@@ -12,7 +12,7 @@ from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import BUCKET_BYTES, BUCKET_SLOTS
 from shoal.table.device_chunks import METADATA_BYTES, Block
 
-__all__ = ["Growth", "Part", "TableMemory"]
+__all__ = ["Growth", "Part", "TableMemory", "longer_list"]
 
 _FIRST_SLOTS = 64
 
@@ -66,3 +66,10 @@ class Part:
     blocks: tuple[tuple[Block, tuple[int, ...]], ...]
     directory: Tensor | None
     entries: Tensor | None
+
+
+def longer_list(handles: Tensor, size: int) -> Tensor:
+    """A list of handles with room for `size` of them, and those of a shorter one at its head."""
+    longer = torch.zeros(size, dtype=torch.int32, device=handles.device)
+    longer[: handles.numel()] = handles
+    return longer

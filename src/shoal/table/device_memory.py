@@ -41,7 +41,7 @@ from shoal.kernels.transfer import sent
 from shoal.table import refusals
 from shoal.table.device_chunks import chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
-from shoal.table.device_growth import Growth, Part, TableMemory
+from shoal.table.device_growth import Growth, Part, TableMemory, longer_list
 from shoal.table.page_locked import PageLocked, grouped
 from shoal.table.spec import TableSpec
 
@@ -342,8 +342,7 @@ class DeviceMemory:
         for k in tables:
             table = self._tables[k]
             if table.free_list.numel() < table.rows:
-                longer[k] = torch.zeros(table.rows, dtype=torch.int32, device=self.device)
-                longer[k][: table.free_list.numel()] = table.free_list
+                longer[k] = longer_list(table.free_list, table.rows)
                 lines_KT[k, TABLE_FREE] = longer[k].data_ptr()
         if longer:
             staged_KT = _staged(lines_KT, self.device)
