@@ -86,7 +86,8 @@ class DeviceMemory:
         self._host = PageLocked(device) if host_rows else None
         self._tables = [TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
-        self._limits_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
+        self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
+        self._limits_K: Counts = self._given_K
         self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
         self._columns_WC = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
         self._chunks = 0
@@ -130,6 +131,10 @@ class DeviceMemory:
     def tables_of_chunks(self) -> Counts:
         """The table of each chunk."""
         return self._columns_WC[CHUNK_TABLE, : self._chunks]
+
+    def overdraw(self, rows_K: Counts) -> None:
+        """Let tables hold so many rows beyond their limits for a while, within one verb."""
+        self._limits_K = np.minimum(np.maximum(self._limits_K, self._given_K + rows_K), _NO_LIMIT)
 
     def lend(self, columns_WC: Counts) -> int:
         """Add chunks that are no table's rows, a cache's; returns the number of the first.

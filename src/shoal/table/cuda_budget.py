@@ -1,0 +1,227 @@
+"""Row budgets of a GPU shard: room for new rows in tables that hold `capacity_rows` at most.
+
+Tables that drop their least used rows are trimmed on the device after the inserts of a call, so
+that nobody waits. Where a table might have to refuse, new ids are counted first, and the host
+waits for the count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.kernels import table_erase, table_index
+from shoal.kernels.dedup import dedup_first
+from shoal.kernels.row_scan import pin_marks
+from shoal.kernels.table_layout import (
+    CHUNK_ROWS,
+    COUNT_FREE,
+    COUNT_FRESH,
+    COUNT_ISSUED,
+    CallGroups,
+)
+from shoal.kernels.transfer import sent
+from shoal.table import refusals
+from shoal.table.cuda_core import CudaCore
+from shoal.table.device_calls import CallShape
+from shoal.table.device_counters import Counts
+from shoal.table.device_evict import Scored, lowest_many, scored_jobs
+from shoal.table.spec import TableSpec
+
+__all__ = ["CudaBudget"]
+
+# A scan costs the table, not what it drops, so tables drop this share of their budget ahead.
+_AHEAD = 64
+_JOBS_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Trim:
+    """What trimming some tables takes, on the device: jobs, and int64 [E] each."""
+
+    jobs_EW: Tensor
+    tables_E: Tensor
+    capacity_E: Tensor
+    ahead_E: Tensor
+
+
+class CudaBudget(CudaCore):
+    """Keeps tables within their budgets. Arguments as `CudaShard`'s."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        seed: int,
+        device: str | torch.device,
+        host_rows: bool,
+    ) -> None:
+        super().__init__(specs, seed=seed, device=device, host_rows=host_rows)
+        limited = [s.capacity_rows is not None for s in self._specs]
+        self._limited_K = np.array(limited, dtype=np.bool_)
+        dropping = [s.capacity_rows is not None and s.on_full != "raise" for s in self._specs]
+        self._dropping_K = np.array(dropping, dtype=np.bool_)
+        self._capacity_K: Counts = np.array(
+            [np.iinfo(np.int64).max if s.capacity_rows is None else s.capacity_rows for s in specs],
+            dtype=np.int64,
+        )
+        self._trims: dict[tuple[int, ...], _Trim] = {}
+
+    def _probe(self, call: CallGroups) -> tuple[Tensor, Tensor]:
+        """Handles int32 [N], -1 where there is none, and bool [N]; inserts nothing."""
+        handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
+        found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
+        table_index.probe(self._layout, call, handles_N, found_N, None, insert=False)
+        return handles_N, found_N
+
+    def _trimmed_after(self, shape: CallShape) -> tuple[int, ...]:
+        """Tables that may pass their budget in this call and are sure to have rows to drop then:
+        those of the call and of live tickets fit in.
+        """
+        if not self._dropping_K.any():
+            return ()
+        full_K = self._dropping_K & (shape.new_K > 0)
+        full_K &= self._memory.counters.rows_bound_K + shape.new_K > self._capacity_K
+        if not full_K.any():
+            return ()
+        kept_K = shape.new_K + sum(ticket.shape.new_K for ticket in self._live_tickets())
+        full_K &= kept_K <= self._capacity_K
+        tables = tuple(np.flatnonzero(full_K).tolist())
+        if tables:
+            self._memory.overdraw(np.where(full_K, shape.new_K, 0))
+        return tables
+
+    def _trim(self, tables: tuple[int, ...], shape: CallShape, handles_N: Tensor) -> None:
+        """Drop what these tables hold beyond their budgets, but no rows of live lookups."""
+        trim = self._trims.get(tables)
+        if trim is None:
+            if len(self._trims) >= _JOBS_KEPT:
+                self._trims.clear()
+            trim = self._trims[tables] = self._made_trim(tables)
+        counts_EC = self._layout.counters_KC.index_select(0, trim.tables_E)
+        rows_E = counts_EC[:, COUNT_FRESH] + counts_EC[:, COUNT_ISSUED] - counts_EC[:, COUNT_FREE]
+        over_E = rows_E - trim.capacity_E
+        drops_E = torch.where(over_E > 0, over_E + trim.ahead_E, 0)
+        held = [ticket.handles_N for ticket in self._live_tickets()]
+        marks = pin_marks([handles_N, *held], self._memory.chunks)
+        index = list(tables)
+        rows = int(self._memory.rows_room_K[index].max())
+        most = int((shape.new_K[index] + self._capacity_K[index] // _AHEAD).sum())
+        gone_M, size_1 = lowest_many(self._layout, trim.jobs_EW, rows, drops_E, marks, most=most)
+        self._erase(gone_M, size_1)
+
+    def _made_trim(self, tables: tuple[int, ...]) -> _Trim:
+        capacity_E = self._capacity_K[list(tables)]
+        return _Trim(
+            self._jobs(tables),
+            sent(list(tables), self._device),
+            sent(torch.from_numpy(capacity_E), self._device),
+            sent(torch.from_numpy(capacity_E // _AHEAD), self._device),
+        )
+
+    def _jobs(self, tables: Sequence[int]) -> Tensor:
+        scored = [Scored(k, "lfu" if self._specs[k].on_full == "lfu" else "lru") for k in tables]
+        return scored_jobs(scored, self._device)
+
+    def _with_room(
+        self,
+        shape: CallShape,
+        call: CallGroups,
+        wanted_N: Tensor | None,
+        *,
+        loose: Sequence[int],
+        may_drop: bool,
+    ) -> Counts:
+        """Most rows that the call adds to each table, after making room in full ones.
+
+        Waits for the device only where a table could pass its `capacity_rows` and may not be
+        trimmed afterwards.
+
+        loose: tables that will be.
+
+        Raises:
+            TableFull: there are not enough rows that may go; nothing was dropped.
+        """
+        counters, capacity_K = self._memory.counters, self._capacity_K
+        near_K = self._limited_K & (shape.new_K > 0)
+        near_K[list(loose)] = False
+        if not (near_K & (counters.rows_bound_K + shape.new_K > capacity_K)).any():
+            return shape.new_K
+        counters.wait()
+        handles_N, found_N = self._probe(call)
+        missing_N = ~found_N if wanted_N is None else wanted_N & ~found_N
+        fresh_K = self._distinct_K(shape, call, missing_N)
+        over_K = np.where(near_K, counters.rows_K + fresh_K - capacity_K, 0)
+        if (over_K > 0).any():
+            self._drop_lowest(over_K, fresh_K, handles_N, may_drop=may_drop)
+        return np.where(near_K, fresh_K, shape.new_K)
+
+    def _distinct_K(self, shape: CallShape, call: CallGroups, missing_N: Tensor) -> Counts:
+        """Distinct ids of each table among some positions; waits for the device."""
+        places = missing_N.nonzero().flatten()
+        if places.numel() == 0:
+            return np.zeros(len(self._specs), dtype=np.int64)
+        sizes_G = call.splits_G1.diff()
+        tables_N = torch.repeat_interleave(
+            call.tables_G.to(torch.int64), sizes_G, output_size=shape.splits[-1]
+        )[places]
+        firsts, size_1 = self._firsts(call.ids_N[places], tables_N)
+        distinct = tables_N[firsts[: int(size_1)]]
+        counts: Counts = torch.bincount(distinct, minlength=len(self._specs)).cpu().numpy()
+        return counts
+
+    @staticmethod
+    def _firsts(ids_M: Tensor, tables_M: Tensor) -> tuple[Tensor, Tensor]:
+        _, _, firsts_M, _, size_1 = dedup_first(ids_M, tables_M)
+        return firsts_M, size_1
+
+    def _drop_lowest(
+        self, over_K: Counts, fresh_K: Counts, handles_N: Tensor, *, may_drop: bool
+    ) -> None:
+        """Drop the least used rows of tables that are over their budget.
+
+        Rows of the call and of live tickets stay. Large tables drop a little ahead: a scan costs
+        the table, not what it drops.
+
+        Raises:
+            TableFull: a table may not drop rows, or has too few that may go.
+        """
+        held = [ticket.handles_N for ticket in self._live_tickets()]
+        marks = pin_marks([handles_N, *held], self._memory.chunks)
+        rows_K = self._memory.counters.rows_K
+        free_K = rows_K - self._marked_K(marks)
+        for k in np.flatnonzero(over_K > 0):
+            spec = self._specs[k]
+            if not may_drop or spec.on_full == "raise" or over_K[k] > free_K[k]:
+                raise refusals.table_full(
+                    spec.name, int(rows_K[k]), int(self._capacity_K[k]), int(fresh_K[k])
+                )
+        tables = [int(k) for k in np.flatnonzero(over_K > 0)]
+        drops = [int(over_K[k] + self._capacity_K[k] // _AHEAD) for k in tables]
+        self._drop(
+            tables, [min(d, int(free_K[k])) for d, k in zip(drops, tables, strict=True)], marks
+        )
+
+    def _marked_K(self, marks: Tensor) -> Counts:
+        """Marked rows of each table; waits for the device."""
+        per_chunk = marks.view(-1, CHUNK_ROWS).sum(dim=1, dtype=torch.int64).cpu().numpy()
+        counts = np.zeros(len(self._specs), dtype=np.int64)
+        np.add.at(counts, self._memory.tables_of_chunks, per_chunk[: self._memory.chunks])
+        return counts
+
+    def _drop(self, tables: Sequence[int], drops: Sequence[int], marks: Tensor | None) -> None:
+        """Drop so many rows of each of these tables, those of least score, but no marked ones."""
+        # First, because selected rows are marked as free and must then leave the index.
+        self._memory.make_free_lists(tables)
+        jobs_EW = self._jobs(tables)
+        rows = max(int(self._memory.rows_room_K[k]) for k in tables)
+        gone_M, size_1 = lowest_many(self._layout, jobs_EW, rows, drops, marks)
+        self._erase(gone_M, size_1)
+
+    def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
+        """Take dropped rows out of the index; their tables' free lists are long enough."""
+        table_erase.erase(self._layout, handles_M, size_1.to(torch.int32))
