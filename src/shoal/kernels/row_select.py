@@ -263,9 +263,17 @@ def lowest_rows(
     if out_M.numel() == 0:
         return out_M, size_1
     rounds = _rounds(scan.rows)
-    rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
-    for _ in range(rounds - 1):
-        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
+    # All memory is taken before a row goes: each round reads one list and writes the other.
+    lists = [
+        torch.empty(jobs, scan.rows, dtype=torch.int32, device=device)
+        for _ in range(min(max(rounds, 1), 2))
+    ]
+    work = torch.zeros(max(rounds, 1), 8 * jobs, dtype=torch.int64, device=device)
+    rest, left_E = scan, drops_E
+    for number, own in enumerate(work):
+        rest, left_E = _narrowed(
+            layout, rest, left_E, out_M, size_1, own, lists[number % 2], bracketed=rounds > 0
+        )
     finish_rows(layout, rest, left_E, out_M, size_1)
     return out_M, size_1
 
@@ -276,15 +284,18 @@ def _narrowed(
     drops_E: Tensor,
     out_M: Tensor,
     size_1: Tensor,
+    work: Tensor,
+    lists_EM: Tensor,
     *,
     bracketed: bool,
 ) -> tuple[Scan, Tensor]:
-    """A scan of the rows among which the last to go is, and how many of those go."""
-    jobs, device = len(scan.jobs_EW), scan.jobs_EW.device
-    work = torch.zeros(8 * jobs, dtype=torch.int64, device=device)
+    """A scan of the rows among which the last to go is, and how many of those go.
+
+    work: zeros, int64 [8 E]; lists_EM: int32 [E, rows], receives those rows.
+    """
+    jobs = len(scan.jobs_EW)
     bounds, zones = work[: 4 * jobs], work[4 * jobs : 6 * jobs]
     rest_E, left_E = work[6 * jobs : 7 * jobs], work[7 * jobs :]
-    lists_EM = torch.empty(jobs, scan.rows, dtype=torch.int32, device=device)
     shared = scan.arguments(layout)
     if bracketed:
         launch(

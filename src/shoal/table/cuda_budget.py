@@ -105,12 +105,13 @@ class CudaBudget(CudaCore):
         counts_EC = self._layout.counters_KC.index_select(0, trim.tables_E)
         rows_E = counts_EC[:, COUNT_FRESH] + counts_EC[:, COUNT_ISSUED] - counts_EC[:, COUNT_FREE]
         over_E = rows_E - trim.capacity_E
-        drops_E = torch.where(over_E > 0, over_E + trim.ahead_E, 0)
+        index = list(tables)
+        # More than the call's ids are over only where an earlier trim failed for want of memory.
+        each = int((shape.new_K[index] + self._capacity_K[index] // _AHEAD).max())
+        drops_E = torch.where(over_E > 0, over_E + trim.ahead_E, 0).clamp_(max=each)
         held = [ticket.handles_N for ticket in self._live_tickets()]
         marks = pin_marks([handles_N, *held], self._memory.chunks)
-        index = list(tables)
-        rows = int(self._memory.rows_room_K[index].max())
-        most = int((shape.new_K[index] + self._capacity_K[index] // _AHEAD).sum())
+        rows, most = int(self._memory.rows_room_K[index].max()), each * len(index)
         gone_M, size_1 = lowest_many(self._layout, trim.jobs_EW, rows, drops_E, marks, most=most)
         self._erase(gone_M, size_1)
 
