@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal import Expiry, Segment, Table, TableSpec, initializers, optimizers
+from shoal.table.cuda import CudaShard
 
 DIM = 3
 TTL_S = 50
@@ -36,12 +38,14 @@ class TableMachine(RuleBasedStateMachine):
         segment = Segment(
             dim=DIM, initializer=initializers.Constant(INITIAL), optimizer=optimizers.SGD(lr=0.5)
         )
-        self.table = Table(
-            TableSpec(name="machine", segments=(segment,), expiry=Expiry(ttl_s=TTL_S))
-        )
+        spec = TableSpec(name="machine", segments=(segment,), expiry=Expiry(ttl_s=TTL_S))
+        self.table = self.make_table(spec)
         self.model: dict[int, Row] = {}
         self.now_s = 0
         self.open: list[tuple[object, list[int]]] = []
+
+    def make_table(self, spec: TableSpec) -> Table:
+        return Table(spec)
 
     def touch(self, ids: list[int]) -> None:
         for id in ids:
@@ -137,7 +141,7 @@ class TableMachine(RuleBasedStateMachine):
     def export_and_load(self) -> None:
         chunk = self.table.export()
         assert sorted(chunk.ids.tolist()) == sorted(self.model)
-        copy = Table(self.table.spec)
+        copy = self.make_table(self.table.spec)
         copy.load(chunk)
         weights, found = copy.find(chunk.ids)
         assert found.all()
@@ -151,3 +155,24 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTable = TableMachine.TestCase
 TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class CudaTableMachine(TableMachine):
+    """On a GPU shard, whose kernels are interpreted: a verb takes a tenth of a second."""
+
+    def make_table(self, spec: TableSpec) -> Table:
+        return Table(spec, shard=CudaShard([spec], device="cpu"))
+
+
+TestCudaTable = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")(
+    CudaTableMachine.TestCase
+)
+TestCudaTable.settings = settings(max_examples=5, stateful_step_count=10, deadline=None)
+
+
+class SlowCudaTableMachine(CudaTableMachine):
+    pass
+
+
+TestSlowCudaTable = pytest.mark.slow(SlowCudaTableMachine.TestCase)
+TestSlowCudaTable.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

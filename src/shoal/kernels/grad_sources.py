@@ -167,7 +167,7 @@ def _write_sources(  # type: ignore[no-untyped-def]
             factor *= tl.load(weights_ptr, mask=weighted, other=1.0).to(real)
             averaged = live & (kind == _T_MEAN)
             stop = tl.load(starts + 1, mask=averaged, other=1)
-            share = tl.where(averaged, stop - start, 1).to(real)
+            share = tl.maximum(tl.where(averaged, stop - start, 1), 1).to(real)
             factor = tl.div_rn(factor, share) if real == tl.float32 else factor / share
         tl.store(factors_ptr + at, factor, mask=live)
 
