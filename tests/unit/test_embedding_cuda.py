@@ -397,3 +397,22 @@ def test_a_step_does_not_wait(where: str) -> None:
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lookups_of_one_size_that_are_replayed_equal_the_cpu() -> None:
+    """From the fourth on, runs come from a graph; memory of the first is long used by others."""
+    theirs, ours = pair(SGD(lr=0.5))
+    every = [batch for batch in batches(1) for _ in range(3)]
+    optimizers = [SparseOptimizer(theirs), SparseOptimizer(ours)]
+    noise = []
+    for step in range(15):
+        for owner, optimizer in zip((theirs, ours), optimizers, strict=True):
+            batch = every[step % len(every)]
+            out = owner(batch)
+            (out["wide"].sum() + out["pair"].sum() + out["bias"].sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        noise.append(torch.full((1 << 14,), -7, dtype=torch.int32, device=DEVICE))
+        if len(noise) > 3:
+            noise.clear()
+    assert_same_rows(ours, theirs)

@@ -57,6 +57,7 @@ __all__ = [
     "id_of",
     "key_high",
     "key_low",
+    "overdrafts",
     "pin_marks",
     "programs_of",
     "rows_at",
@@ -216,6 +217,22 @@ def drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr):  # type: ig
         tl.store(address.to(tl.pointer_type(tl.int32)), handle * 0, mask=gone)
 
 
+@triton.jit(do_not_specialize=["jobs", "most"])  # type: ignore[untyped-decorator]
+def _overdraw(counters_ptr, budgets_ptr, drops_ptr, jobs, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    job = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = job < jobs
+    table = tl.load(budgets_ptr + 3 * job, mask=live, other=0)
+    counts = counters_ptr + table * _COUNT_WORDS
+    rows = tl.load(counts + _FRESH, mask=live, other=0) + tl.load(
+        counts + _ISSUED, mask=live, other=0
+    )
+    rows -= tl.load(counts + _FREE, mask=live, other=0)
+    over = rows - tl.load(budgets_ptr + 3 * job + 1, mask=live, other=0)
+    ahead = tl.load(budgets_ptr + 3 * job + 2, mask=live, other=0)
+    drops = tl.minimum(tl.where(over > 0, over + ahead, 0), most)
+    tl.store(drops_ptr + job, drops, mask=live)
+
+
 @triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
 def _pin(handles_ptr, marks_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -259,6 +276,27 @@ def _expire(  # type: ignore[no-untyped-def]
         age_s = now_s - uint32_of(chunks_ptr, columns, handle, live, _SEEN)
         gone = live & (ttl_s >= 0) & (age_s >= ttl_s)
         drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
+
+
+def overdrafts(layout: ShardLayout, budgets_EW: Tensor, most: int) -> Tensor:
+    """Rows that tables have to drop, int64 [E]: what they hold too many, and a little ahead.
+
+    budgets_EW: int64 [E, 3]: table, rows it may hold, rows to drop beyond those too many.
+    most: that one of them may drop.
+    """
+    jobs = len(budgets_EW)
+    drops_E = torch.empty(jobs, dtype=torch.int64, device=budgets_EW.device)
+    launch(
+        _overdraw,
+        (blocks_of(jobs, 64),),
+        layout.counters_KC,
+        budgets_EW,
+        drops_E,
+        jobs,
+        most,
+        BLOCK=64,
+    )
+    return drops_E
 
 
 def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:

@@ -44,9 +44,9 @@ from shoal.kernels.table_layout import ShardLayout
 __all__ = ["lowest_rows"]
 
 _BLOCK, _WARPS = 2048, 8
-_SMALL = 8192  # rows that one program may as well sift alone
-_SAMPLES, _MINE, _OTHERS = 2048, 64, 64
-_SHRINKS = 16  # to one part of this at least, a round of narrowing
+_SMALL = 16384  # rows that one program may as well sift alone
+_SAMPLES, _MINE, _OTHERS = 2048, 64, 256
+_SHRINKS = 24  # to one part of this, mostly, a round of narrowing
 
 _TABLE, _JOB_WORDS = tl.constexpr(JOB_TABLE), tl.constexpr(JOB_WORDS)
 _SCORE, _SECOND = tl.constexpr(JOB_SCORE), tl.constexpr(JOB_SECOND)

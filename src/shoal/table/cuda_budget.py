@@ -16,14 +16,8 @@ from torch import Tensor
 
 from shoal.kernels import table_erase, table_index
 from shoal.kernels.dedup import dedup_first
-from shoal.kernels.row_scan import pin_marks
-from shoal.kernels.table_layout import (
-    CHUNK_ROWS,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_ISSUED,
-    CallGroups,
-)
+from shoal.kernels.row_scan import overdrafts, pin_marks
+from shoal.kernels.table_layout import CHUNK_ROWS, CallGroups
 from shoal.kernels.transfer import sent
 from shoal.table import refusals
 from shoal.table.cuda_core import CudaCore
@@ -41,12 +35,10 @@ _JOBS_KEPT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Trim:
-    """What trimming some tables takes, on the device: jobs, and int64 [E] each."""
+    """What trimming some tables takes, on the device: jobs, and budgets as `overdrafts` reads."""
 
     jobs_EW: Tensor
-    tables_E: Tensor
-    capacity_E: Tensor
-    ahead_E: Tensor
+    budgets_EW: Tensor
 
 
 class CudaBudget(CudaCore):
@@ -102,13 +94,10 @@ class CudaBudget(CudaCore):
             if len(self._trims) >= _JOBS_KEPT:
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
-        counts_EC = self._layout.counters_KC.index_select(0, trim.tables_E)
-        rows_E = counts_EC[:, COUNT_FRESH] + counts_EC[:, COUNT_ISSUED] - counts_EC[:, COUNT_FREE]
-        over_E = rows_E - trim.capacity_E
         index = list(tables)
         # More than the call's ids are over only where an earlier trim failed for want of memory.
         each = int((shape.new_K[index] + self._capacity_K[index] // _AHEAD).max())
-        drops_E = torch.where(over_E > 0, over_E + trim.ahead_E, 0).clamp_(max=each)
+        drops_E = overdrafts(self._layout, trim.budgets_EW, each)
         held = [ticket.handles_N for ticket in self._live_tickets()]
         marks = pin_marks([handles_N, *held], self._memory.chunks)
         rows, most = int(self._memory.rows_room_K[index].max()), each * len(index)
@@ -117,12 +106,8 @@ class CudaBudget(CudaCore):
 
     def _made_trim(self, tables: tuple[int, ...]) -> _Trim:
         capacity_E = self._capacity_K[list(tables)]
-        return _Trim(
-            self._jobs(tables),
-            sent(list(tables), self._device),
-            sent(torch.from_numpy(capacity_E), self._device),
-            sent(torch.from_numpy(capacity_E // _AHEAD), self._device),
-        )
+        budgets_EW = np.stack([np.array(tables), capacity_E, capacity_E // _AHEAD], axis=1)
+        return _Trim(self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._device))
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
         scored = [Scored(k, "lfu" if self._specs[k].on_full == "lfu" else "lru") for k in tables]

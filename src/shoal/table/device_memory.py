@@ -167,13 +167,21 @@ class DeviceMemory:
         """
         counters = self.counters
         counters.poll()
-        flying_K = counters.flying_K + new_K
-        rows_K = counters.rows_K + flying_K
-        used_K = counters.used_K
-        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
-        if ((rows_K > self._room_K) & (self._room_K < self._limits_K)).any() or crowded_K.any():
-            self._make_room(rows_K, new_K)
+        if not self._roomy(new_K):
+            # A host that is far ahead knows little. It loses nothing by waiting until one call is
+            # left under way: the device has that one to do.
+            counters.wait(but=1)
+            if not self._roomy(new_K):
+                self._make_room(counters.rows_bound_K + new_K, new_K)
         counters.launched_K += new_K
+
+    def _roomy(self, new_K: Counts) -> bool:
+        """Whether so many more ids fit as things are."""
+        counters = self.counters
+        flying_K, used_K = counters.flying_K + new_K, counters.used_K
+        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self._room_K
+        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        return not (lacking_K | crowded_K).any()
 
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
         try:
@@ -232,7 +240,7 @@ class DeviceMemory:
             if want > table.rows:
                 target = want if least else max(want, table.rows + table.rows // _GROWTH)
                 sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
-            slots = self._slots_for(k, want) if crowded_K[k] else 0
+            slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
             growths.append(Growth(k, table.form, tuple(sizes), slots))
         return growths
 

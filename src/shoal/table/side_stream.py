@@ -26,11 +26,12 @@ class _Recorded:
 
     def __init__(self, n: int, rooms: Sequence[int], device: torch.device) -> None:
         self.handles_N = torch.full((n,), -1, dtype=torch.int32, device=device)
-        starts_FW = region_starts(rooms, device)
+        # Held, for every replay reads it.
+        self._starts_FW = region_starts(rooms, device)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.capture_begin(capture_error_mode="thread_local")
         try:
-            self.runs = runs_of(self.handles_N, None, rooms, starts_FW=starts_FW)
+            self.runs = runs_of(self.handles_N, None, rooms, starts_FW=self._starts_FW)
         finally:
             self.graph.capture_end()
 
