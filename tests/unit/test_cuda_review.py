@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import OutOfDeviceMemory
+from shoal.kernels import row_cache, row_select
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
@@ -16,6 +17,7 @@ from shoal.table import cuda_budget, cuda_insert, device_admission
 from shoal.table.cuda import CudaShard
 from shoal.table.shard import StepContext
 from shoal.table.spec import Segment, TableSpec
+from shoal.table.tiered import TieredShard
 from support.id_groups import groups_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,3 +79,48 @@ def test_sights_of_a_call_without_memory_do_not_count(
     for _ in range(2):
         ticket = shard.find_or_init(more, ctx=StepContext())
     assert ticket.admitted_N.tolist() == [True] * 5 + [False] * 15
+
+
+def _versions(shard: CudaShard) -> list[int]:
+    return sorted(shard.export(0).versions.tolist())
+
+
+@pytest.mark.parametrize("name", ["empty", "zeros"])
+def test_rows_are_not_marked_as_free_without_their_erase(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(row_select, "_SMALL", 4)
+    monkeypatch.setattr(row_select, "_SHRINKS", 4)
+    spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=60, on_full="lru")
+    nth = 0
+    while True:
+        shard = CudaShard([spec], device=DEVICE)
+        shard.find_or_init(groups_of((0, range(60)), device=DEVICE), ctx=StepContext()).end()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, failing(getattr(torch, name), nth))
+            try:
+                shard._drop([0], [30], None)
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                break
+        assert _versions(shard) == [1] * 60
+        nth += 1
+    assert nth > 1
+    assert _versions(shard) == [1] * 30
+
+
+def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
+    shard = TieredShard([spec], device=DEVICE, cache_bytes=1 << 12)
+    first = shard.find_or_init(groups_of((0, range(200)), device=DEVICE), ctx=StepContext())
+    shard.gather(first, ctx=StepContext())
+    first.end()
+    new = groups_of((0, range(1000, 1200)), device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_cache, "resized", failing(row_cache.resized, 0))
+        with pytest.raises(OutOfDeviceMemory):
+            shard.find_or_init(new, ctx=StepContext(event_time_s=1))
+    assert _versions(shard) == [1] * shard.size(0)
+    assert shard.find_or_init(new, ctx=StepContext(event_time_s=1)).admitted_N.all()
+    assert shard.size(0) <= 240

@@ -37,7 +37,7 @@ from shoal.kernels.row_scan import (
     scan_size,
     score_of,
 )
-from shoal.kernels.row_sift import finish_rows
+from shoal.kernels.row_sift import finish_bins, finish_rows
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import ShardLayout
 
@@ -262,11 +262,17 @@ def lowest_rows(
     size_1 = torch.zeros(1, dtype=torch.int32, device=device)
     if out_M.numel() == 0:
         return out_M, size_1
+    # Everything first: rows that were marked as free must not be left without their erase.
     rounds = _rounds(scan.rows)
-    rest, left_E = _narrowed(layout, scan, drops_E, out_M, size_1, bracketed=rounds > 0)
-    for _ in range(rounds - 1):
-        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, bracketed=True)
-    finish_rows(layout, rest, left_E, out_M, size_1)
+    turns = max(rounds, 1)
+    lists = torch.empty(min(turns, 2), jobs, scan.rows, dtype=torch.int32, device=device)
+    works = torch.zeros(turns, 8 * jobs, dtype=torch.int64, device=device)
+    bins = finish_bins(jobs, device)
+    rest, left_E = scan, drops_E
+    for turn in range(turns):
+        space = (lists[turn % 2], works[turn])
+        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, space, bracketed=rounds > 0)
+    finish_rows(layout, rest, left_E, out_M, size_1, bins)
     return out_M, size_1
 
 
@@ -276,15 +282,18 @@ def _narrowed(
     drops_E: Tensor,
     out_M: Tensor,
     size_1: Tensor,
+    space: tuple[Tensor, Tensor],
     *,
     bracketed: bool,
 ) -> tuple[Scan, Tensor]:
-    """A scan of the rows among which the last to go is, and how many of those go."""
-    jobs, device = len(scan.jobs_EW), scan.jobs_EW.device
-    work = torch.zeros(8 * jobs, dtype=torch.int64, device=device)
+    """A scan of the rows among which the last to go is, and how many of those go.
+
+    space: int32 [E, rows] for a list, not the one that is scanned; int64 [8 * E] of zeros.
+    """
+    jobs = len(scan.jobs_EW)
+    lists_EM, work = space
     bounds, zones = work[: 4 * jobs], work[4 * jobs : 6 * jobs]
     rest_E, left_E = work[6 * jobs : 7 * jobs], work[7 * jobs :]
-    lists_EM = torch.empty(jobs, scan.rows, dtype=torch.int32, device=device)
     shared = scan.arguments(layout)
     if bracketed:
         launch(
