@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from shoal.kernels import row_cache, row_select
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
-from shoal.table import cuda_budget, cuda_insert, device_admission
+from shoal.table import cuda_budget, cuda_insert, device_admission, device_memory
 from shoal.table.cuda import CudaShard
 from shoal.table.shard import StepContext
 from shoal.table.spec import Segment, TableSpec
@@ -124,3 +125,24 @@ def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) ->
     assert _versions(shard) == [1] * shard.size(0)
     assert shard.find_or_init(new, ctx=StepContext(event_time_s=1)).admitted_N.all()
     assert shard.size(0) <= 240
+
+
+def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [TableSpec(name=name, segments=SEGMENTS) for name in ("a", "b")]
+    shard = CudaShard(specs, device=DEVICE)
+    made: list[weakref.ref[Any]] = []
+    inner = device_memory.new_block
+
+    def new_block(*arguments: Any) -> Any:
+        if len(made) == 1:
+            made.append(made[0])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        assert len(made) < 2 or made[0]() is None
+        block = inner(*arguments)
+        made.append(weakref.ref(block.weights))
+        return block
+
+    monkeypatch.setattr(device_memory, "new_block", new_block)
+    ids = range(300)
+    shard.find_or_init(groups_of((0, ids), (1, ids), device=DEVICE), ctx=StepContext())
+    assert len(made) == 4
