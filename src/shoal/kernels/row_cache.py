@@ -203,14 +203,23 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
                 )
 
 
-@triton.jit(do_not_specialize=["base"])  # type: ignore[untyped-decorator]
-def _drop(handles_ptr, size_ptr, payload_ptr, home_ptr, dirty_ptr, base, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["base", "known"])  # type: ignore[untyped-decorator]
+def _drop(  # type: ignore[no-untyped-def]
+    handles_ptr,
+    size_ptr,
+    payload_ptr,
+    home_ptr,
+    dirty_ptr,
+    base,
+    known,
+    BLOCK: tl.constexpr,
+):
     size = tl.load(size_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)
         live = at < size
         handle = tl.load(handles_ptr + at, mask=live, other=0)
-        payload = tl.load(payload_ptr + handle, mask=live, other=-1)
+        payload = tl.load(payload_ptr + handle, mask=live & (handle < known), other=-1)
         held = live & (payload >= 0)
         slot = payload - base
         tl.store(payload_ptr + handle, handle * 0 - 1, mask=held)
@@ -220,6 +229,8 @@ def _drop(handles_ptr, size_ptr, payload_ptr, home_ptr, dirty_ptr, base, BLOCK: 
 
 def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
     """Forget rows that are no more: their slots are vacant, what was in them is lost.
+
+    Rows of chunks that the maps do not cover yet have no slots. Allocates nothing.
 
     handles_M: int32, distinct, the first `size_1` (on the device) of which count.
     """
@@ -236,5 +247,6 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
             maps.home_S,
             maps.dirty_S,
             maps.base,
+            maps.payload_H.numel(),
             BLOCK=_BLOCK,
         )

@@ -217,8 +217,8 @@ def drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr):  # type: ig
         tl.store(address.to(tl.pointer_type(tl.int32)), handle * 0, mask=gone)
 
 
-@triton.jit(do_not_specialize=["jobs", "most"])  # type: ignore[untyped-decorator]
-def _overdraw(counters_ptr, budgets_ptr, drops_ptr, jobs, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["jobs"])  # type: ignore[untyped-decorator]
+def _overdraw(counters_ptr, budgets_ptr, drops_ptr, jobs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     job = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = job < jobs
     table = tl.load(budgets_ptr + 3 * job, mask=live, other=0)
@@ -229,8 +229,7 @@ def _overdraw(counters_ptr, budgets_ptr, drops_ptr, jobs, most, BLOCK: tl.conste
     rows -= tl.load(counts + _FREE, mask=live, other=0)
     over = rows - tl.load(budgets_ptr + 3 * job + 1, mask=live, other=0)
     ahead = tl.load(budgets_ptr + 3 * job + 2, mask=live, other=0)
-    drops = tl.minimum(tl.where(over > 0, over + ahead, 0), most)
-    tl.store(drops_ptr + job, drops, mask=live)
+    tl.store(drops_ptr + job, tl.where(over > 0, over + ahead, 0), mask=live)
 
 
 @triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
@@ -278,11 +277,10 @@ def _expire(  # type: ignore[no-untyped-def]
         drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
 
 
-def overdrafts(layout: ShardLayout, budgets_EW: Tensor, most: int) -> Tensor:
+def overdrafts(layout: ShardLayout, budgets_EW: Tensor) -> Tensor:
     """Rows that tables have to drop, int64 [E]: what they hold too many, and a little ahead.
 
     budgets_EW: int64 [E, 3]: table, rows it may hold, rows to drop beyond those too many.
-    most: that one of them may drop.
     """
     jobs = len(budgets_EW)
     drops_E = torch.empty(jobs, dtype=torch.int64, device=budgets_EW.device)
@@ -293,7 +291,6 @@ def overdrafts(layout: ShardLayout, budgets_EW: Tensor, most: int) -> Tensor:
         budgets_EW,
         drops_E,
         jobs,
-        most,
         BLOCK=64,
     )
     return drops_E

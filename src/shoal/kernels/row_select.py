@@ -37,7 +37,7 @@ from shoal.kernels.row_scan import (
     scan_size,
     score_of,
 )
-from shoal.kernels.row_sift import finish_rows
+from shoal.kernels.row_sift import finish_bins, finish_rows
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import ShardLayout
 
@@ -262,19 +262,17 @@ def lowest_rows(
     size_1 = torch.zeros(1, dtype=torch.int32, device=device)
     if out_M.numel() == 0:
         return out_M, size_1
+    # Everything first: rows that were marked as free must not be left without their erase.
     rounds = _rounds(scan.rows)
-    # All memory is taken before a row goes: each round reads one list and writes the other.
-    lists = [
-        torch.empty(jobs, scan.rows, dtype=torch.int32, device=device)
-        for _ in range(min(max(rounds, 1), 2))
-    ]
-    work = torch.zeros(max(rounds, 1), 8 * jobs, dtype=torch.int64, device=device)
+    turns = max(rounds, 1)
+    lists = torch.empty(min(turns, 2), jobs, scan.rows, dtype=torch.int32, device=device)
+    works = torch.zeros(turns, 8 * jobs, dtype=torch.int64, device=device)
+    bins = finish_bins(jobs, device)
     rest, left_E = scan, drops_E
-    for number, own in enumerate(work):
-        rest, left_E = _narrowed(
-            layout, rest, left_E, out_M, size_1, own, lists[number % 2], bracketed=rounds > 0
-        )
-    finish_rows(layout, rest, left_E, out_M, size_1)
+    for turn in range(turns):
+        space = (lists[turn % 2], works[turn])
+        rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, space, bracketed=rounds > 0)
+    finish_rows(layout, rest, left_E, out_M, size_1, bins)
     return out_M, size_1
 
 
@@ -284,16 +282,16 @@ def _narrowed(
     drops_E: Tensor,
     out_M: Tensor,
     size_1: Tensor,
-    work: Tensor,
-    lists_EM: Tensor,
+    space: tuple[Tensor, Tensor],
     *,
     bracketed: bool,
 ) -> tuple[Scan, Tensor]:
     """A scan of the rows among which the last to go is, and how many of those go.
 
-    work: zeros, int64 [8 E]; lists_EM: int32 [E, rows], receives those rows.
+    space: int32 [E, rows] for a list, not the one that is scanned; int64 [8 * E] of zeros.
     """
     jobs = len(scan.jobs_EW)
+    lists_EM, work = space
     bounds, zones = work[: 4 * jobs], work[4 * jobs : 6 * jobs]
     rest_E, left_E = work[6 * jobs : 7 * jobs], work[7 * jobs :]
     shared = scan.arguments(layout)

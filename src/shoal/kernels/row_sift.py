@@ -22,7 +22,7 @@ from shoal.kernels.row_scan import (
 )
 from shoal.kernels.table_layout import ShardLayout
 
-__all__ = ["finish_rows"]
+__all__ = ["finish_bins", "finish_rows"]
 
 _BLOCK, _WARPS = 4096, 16
 _BINS = 256
@@ -180,15 +180,19 @@ def _finish(  # type: ignore[no-untyped-def]
         drop_rows(chunks_ptr, columns, handle, at < left, out_ptr, size_ptr)
 
 
+def finish_bins(jobs: int, device: torch.device) -> Tensor:
+    """Scratch of `finish_rows`."""
+    return torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=device)
+
+
 def finish_rows(
-    layout: ShardLayout, scan: Scan, left_E: Tensor, out_M: Tensor, size_1: Tensor
+    layout: ShardLayout, scan: Scan, left_E: Tensor, out_M: Tensor, size_1: Tensor, bins: Tensor
 ) -> None:
     """Drop the `left_E` rows of lowest key, or all, of each list of `scan`, which it uses up.
 
     Handles go behind the first `size_1` of `out_M`, int32.
     """
     jobs, rest_EM = len(scan.jobs_EW), scan.lists_EM
-    bins = torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=left_E.device)
     launch(
         _finish,
         (jobs,),

@@ -284,12 +284,11 @@ def add_sights(
     )
 
 
-def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
-    """Which of the `wanted_N` positions have been seen often enough: bool [N]."""
+def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
+    """Which of the `wanted_N` positions have been seen often enough, to bool [N]."""
     n = call.ids_N.numel()
-    admitted_N = torch.empty(n, dtype=torch.bool, device=call.ids_N.device)
     if n == 0:
-        return admitted_N
+        return
     launch(
         _admit,
         (blocks_of(n, _BLOCK),),
@@ -305,7 +304,6 @@ def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> Tensor:
         STEPS=search_steps(call.tables_G.numel()),
         BLOCK=_BLOCK,
     )
-    return admitted_N
 
 
 def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> None:

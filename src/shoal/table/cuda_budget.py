@@ -62,6 +62,8 @@ class CudaBudget(CudaCore):
             dtype=np.int64,
         )
         self._trims: dict[tuple[int, ...], _Trim] = {}
+        # Most rows beyond its budget that each table holds because a trim ran out of memory.
+        self._over_K: Counts = np.zeros(len(self._specs), dtype=np.int64)
 
     def _probe(self, call: CallGroups) -> tuple[Tensor, Tensor]:
         """Handles int32 [N], -1 where there is none, and bool [N]; inserts nothing."""
@@ -84,25 +86,26 @@ class CudaBudget(CudaCore):
         full_K &= kept_K <= self._capacity_K
         tables = tuple(np.flatnonzero(full_K).tolist())
         if tables:
-            self._memory.overdraw(np.where(full_K, shape.new_K, 0))
+            self._memory.overdraw(np.where(full_K, shape.new_K + self._over_K, 0))
         return tables
 
     def _trim(self, tables: tuple[int, ...], shape: CallShape, handles_N: Tensor) -> None:
         """Drop what these tables hold beyond their budgets, but no rows of live lookups."""
+        index = list(tables)
+        self._over_K[index] += shape.new_K[index]
         trim = self._trims.get(tables)
         if trim is None:
             if len(self._trims) >= _JOBS_KEPT:
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
-        index = list(tables)
-        # More than the call's ids are over only where an earlier trim failed for want of memory.
-        each = int((shape.new_K[index] + self._capacity_K[index] // _AHEAD).max())
-        drops_E = overdrafts(self._layout, trim.budgets_EW, each)
+        drops_E = overdrafts(self._layout, trim.budgets_EW)
         held = [ticket.handles_N for ticket in self._live_tickets()]
         marks = pin_marks([handles_N, *held], self._memory.chunks)
-        rows, most = int(self._memory.rows_room_K[index].max()), each * len(index)
+        rows = int(self._memory.rows_room_K[index].max())
+        most = int((self._over_K[index] + self._capacity_K[index] // _AHEAD).sum())
         gone_M, size_1 = lowest_many(self._layout, trim.jobs_EW, rows, drops_E, marks, most=most)
         self._erase(gone_M, size_1)
+        self._over_K[index] = 0
 
     def _made_trim(self, tables: tuple[int, ...]) -> _Trim:
         capacity_E = self._capacity_K[list(tables)]

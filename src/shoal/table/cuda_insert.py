@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.kernels import initial_values, table_index
 from shoal.kernels.refusals import count_refused
+from shoal.kernels.row_segments import device_form
 from shoal.kernels.table_layout import CallGroups
 from shoal.table.cuda_budget import CudaBudget
 from shoal.table.device_admission import Sights
@@ -54,7 +55,9 @@ class CudaInsert(CudaBudget):
             may_drop: make room in a full table as its spec says; False raises.
 
         Raises:
-            TableFull, OutOfDeviceMemory: no room; nothing was inserted.
+            TableFull, OutOfDeviceMemory: no room; nothing was inserted. Only where a full table
+                is trimmed may memory run out later: its new rows are there then, beyond the
+                budget until the next call.
         """
         sizes = {k: int(n) for k, n in enumerate(shape.new_K) if n}
         counting = self._sights.counts_any(sizes)
@@ -70,19 +73,24 @@ class CudaInsert(CudaBudget):
                 self._with_room(shape, call, wanted_N, loose=loose, may_drop=may_drop)
             )
             self._memory.make_free_lists(loose)
+            for form in shape.forms:
+                device_form(self._forms[form], self._device)
+            if missing_N is not None and wanted_N is not None and not admit_all:
+                count_refused(self._layout, call, missing_N, wanted_N)
         except Exception:
             if missing_N is not None and not admit_all:
                 self._sights.undo(call, counts_N, missing_N)
             raise
-        if missing_N is not None and wanted_N is not None:
-            if not admit_all:
-                count_refused(self._layout, call, missing_N, wanted_N)
+        # From here on nothing is allocated until all new rows are written.
+        if wanted_N is not None:
             self._sights.forget(call, wanted_N)
         table_index.probe(self._layout, call, handles_N, found_N, wanted_N, insert=True)
         self._initialise(shape, ctx)
-        if loose:
-            self._trim(loose, shape, handles_N)
-        self._memory.counters.send(self._layout, self._stream)
+        try:
+            if loose:
+                self._trim(loose, shape, handles_N)
+        finally:
+            self._memory.counters.send(self._layout, self._stream)
         return handles_N, found_N
 
     def _initialise(self, shape: CallShape, ctx: StepContext) -> None:

@@ -82,13 +82,17 @@ class Sights:
             )
             for table in self._all(sights.SKETCH)
         }
-        words = [self._words(table) for table in range(len(tables))]
+        words = [self._words(k, self._exact.get(k)) for k in range(len(tables))]
         self._tables = sights.SightTables(
             torch.tensor(words, dtype=torch.int64).reshape(-1, sights.SIGHT_WORDS).to(self._device),
             torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
         self._report: _Report | None = None
+        # Reports follow one another in the stream, so they may land in one place.
+        self._landing_KC = torch.zeros(
+            len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda"
+        )
 
     def add(
         self,
@@ -103,15 +107,20 @@ class Sights:
             counts_N: int64 [N], sights that each position stands for; None: 1 each.
             wanted_N: bool [N], ids without a row; others are neither counted nor admitted.
             sizes: table -> ids of the call that are its own; a host's upper bound will do.
+
+        Raises:
+            torch.OutOfMemoryError: nothing was counted.
         """
         if not self.counts_any(sizes):
             return wanted_N
         self._hear()
         for table in sizes.keys() & self._exact.keys():
             self._make_room(table, sizes[table])
+        admitted_N = torch.empty_like(wanted_N)
         sights.add_sights(self._tables, call, counts_N, wanted_N)
         self._ask()
-        return sights.admit(self._tables, call, wanted_N)
+        sights.admit(self._tables, call, wanted_N, admitted_N)
+        return admitted_N
 
     def undo(self, call: CallGroups, counts_N: Tensor | None, wanted_N: Tensor) -> None:
         """Take back what `add` with these arguments counted, for a call that is refused."""
@@ -196,15 +205,14 @@ class Sights:
     def _all(self, kind: int) -> list[int]:
         return [table for table, own in enumerate(self._kinds) if own == kind]
 
-    def _words(self, table: int) -> list[int]:
+    def _words(self, table: int, exact: _Exact | None) -> list[int]:
         words = [0] * sights.SIGHT_WORDS
         rule, values = self._rules[table], self._values[table]
         words[sights.SIGHT_KIND] = self._kinds[table]
         words[sights.SIGHT_SALT] = to_signed(salt(self._names[table]))
         words[sights.SIGHT_VALUES] = values.values_L.data_ptr()
         words[sights.SIGHT_SHIFT], words[sights.SIGHT_SLOTS] = values.shift, values.mask
-        if table in self._exact:
-            exact = self._exact[table]
+        if exact is not None:
             words[sights.SIGHT_KEYS] = exact.keys.data_ptr()
             words[sights.SIGHT_CELLS] = exact.cells.data_ptr()
             words[sights.SIGHT_MASK] = exact.slots - 1
@@ -230,7 +238,8 @@ class Sights:
             slots *= 2
         index = _Exact(slots, self._device)
         index.taken = kept
-        self._replace(table, index)
+        words = sent(self._words(table, index), self._device)
+        self._replace(table, index, words)
         move_sights(
             source.keys,
             source.cells,
@@ -240,9 +249,10 @@ class Sights:
             to_signed(salt(self._names[table])),
         )
 
-    def _replace(self, table: int, index: _Exact) -> None:
+    def _replace(self, table: int, index: _Exact, words_W: Tensor) -> None:
+        """Allocates nothing, lest kernels be left with the memory of an index that is gone."""
         self._exact[table] = index
-        self._tables.words_KW[table] = sent(self._words(table), self._device)
+        self._tables.words_KW[table].copy_(words_W)
         self._tables.tallies_KC[table].zero_()
         # Tallies under way are of the index that was.
         self._report = None
@@ -255,7 +265,7 @@ class Sights:
         if tallies_KC.device.type != "cuda":
             self._report = _Report(tallies_KC.clone(), None)
             return
-        host_KC = torch.empty(tallies_KC.shape, dtype=torch.int64, pin_memory=True)
+        host_KC = self._landing_KC
         host_KC.copy_(tallies_KC, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(tallies_KC.device))

@@ -9,6 +9,7 @@ rows never move.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -184,16 +185,17 @@ class DeviceMemory:
         return not (lacking_K | crowded_K).any()
 
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
-        try:
+        with suppress(torch.OutOfMemoryError, OutOfDeviceMemory):
             self._grow(rows_K)
-        except (torch.OutOfMemoryError, OutOfDeviceMemory):
-            # Bounds are loose while counters are under way: wait for them, ask for the least.
-            self.counters.wait()
-            least_K = self.counters.rows_bound_K + new_K
-            try:
-                self._grow(least_K, least=True)
-            except torch.OutOfMemoryError as error:
-                raise self._refused(least_K) from error
+            return
+        # Out here, since an error holds what was allocated before it as long as it is handled.
+        # Bounds are loose while counters are under way: wait for them, ask for the least.
+        self.counters.wait()
+        least_K = self.counters.rows_bound_K + new_K
+        try:
+            self._grow(least_K, least=True)
+        except torch.OutOfMemoryError as error:
+            raise self._refused(least_K) from error
 
     def _refused(self, rows_K: Counts) -> OutOfDeviceMemory:
         wanted = sum(growth.bytes_wanted for growth in self._growths(rows_K, least=True))

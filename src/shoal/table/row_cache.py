@@ -268,7 +268,6 @@ class RowCache:
     def drop(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Forget rows that are no more; see `kernels.row_cache.drop`."""
         if self._held:
-            self._follow()
             row_cache.drop(self._maps, handles_M, size_1)
             self.moves += 1
 

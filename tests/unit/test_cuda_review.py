@@ -1,0 +1,148 @@
+"""Faults of a GPU shard in the middle of a verb: rows, sights and bounds are right afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import OutOfDeviceMemory
+from shoal.kernels import row_cache, row_select
+from shoal.rules.admission import Admission
+from shoal.rules.initializers import Constant
+from shoal.rules.optimizers import SGD
+from shoal.table import cuda_budget, cuda_insert, device_admission, device_memory
+from shoal.table.cuda import CudaShard
+from shoal.table.shard import StepContext
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.tiered import TieredShard
+from support.id_groups import groups_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+SEGMENTS = (Segment(dim=1, optimizer=SGD(lr=1.0), initializer=Constant(0.5)),)
+
+
+def failing(inner: Callable[..., Any], *calls: int) -> Callable[..., Any]:
+    """A function that runs out of memory at some of its calls, counted from 0."""
+    count = iter(range(1 << 30))
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if next(count) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        return inner(*arguments, **named)
+
+    return call
+
+
+def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
+    shard = CudaShard([spec], device=DEVICE)
+    batches = [
+        groups_of((0, range(turn * 200, turn * 200 + 200)), device=DEVICE) for turn in range(6)
+    ]
+    shard.find_or_init(batches[0], ctx=StepContext()).end()
+    monkeypatch.setattr(cuda_budget, "lowest_many", failing(cuda_budget.lowest_many, 0, 1, 2))
+    for turn in range(1, 4):
+        with pytest.raises(OutOfDeviceMemory, match="row budget"):
+            shard.find_or_init(batches[turn], ctx=StepContext(event_time_s=turn))
+    shard.find_or_init(batches[4], ctx=StepContext(event_time_s=4)).end()
+    room, rows = shard._memory.rows_room_K[0], shard.size(0)
+    assert room >= 240 + 4 * 200
+    assert rows <= 240
+    ticket = shard.find_or_init(batches[5], ctx=StepContext(event_time_s=5))
+    assert ticket.handles_N.unique().numel() == 200
+    ids = shard.export(0).ids.tolist()
+    assert set(range(1000, 1200)) <= set(ids) and len(set(ids)) == len(ids) <= 240
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(device_admission, "sent"), (cuda_insert, "count_refused")]
+)
+def test_sights_of_a_call_without_memory_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    monkeypatch.setattr(device_admission, "_FIRST_SLOTS", 16)
+    spec = TableSpec(name="c", segments=SEGMENTS, admission=Admission(threshold=3))
+    shard = CudaShard([spec], device=DEVICE)
+    shard.find_or_init(groups_of((0, range(5)), device=DEVICE), ctx=StepContext())
+    more = groups_of((0, range(20)), device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), 0))
+        with pytest.raises(OutOfDeviceMemory):
+            shard.find_or_init(more, ctx=StepContext())
+    state = shard.admission_state(0)
+    assert (state.ids.tolist(), state.counts.tolist()) == ([0, 1, 2, 3, 4], [1] * 5)
+    for _ in range(2):
+        ticket = shard.find_or_init(more, ctx=StepContext())
+    assert ticket.admitted_N.tolist() == [True] * 5 + [False] * 15
+
+
+def _versions(shard: CudaShard) -> list[int]:
+    return sorted(shard.export(0).versions.tolist())
+
+
+@pytest.mark.parametrize("name", ["empty", "zeros"])
+def test_rows_are_not_marked_as_free_without_their_erase(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(row_select, "_SMALL", 4)
+    monkeypatch.setattr(row_select, "_SHRINKS", 4)
+    spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=60, on_full="lru")
+    nth = 0
+    while True:
+        shard = CudaShard([spec], device=DEVICE)
+        shard.find_or_init(groups_of((0, range(60)), device=DEVICE), ctx=StepContext()).end()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, failing(getattr(torch, name), nth))
+            try:
+                shard._drop([0], [30], None)
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                break
+        assert _versions(shard) == [1] * 60
+        nth += 1
+    assert nth > 1
+    assert _versions(shard) == [1] * 30
+
+
+def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
+    shard = TieredShard([spec], device=DEVICE, cache_bytes=1 << 12)
+    first = shard.find_or_init(groups_of((0, range(200)), device=DEVICE), ctx=StepContext())
+    shard.gather(first, ctx=StepContext())
+    first.end()
+    new = groups_of((0, range(1000, 1200)), device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_cache, "resized", failing(row_cache.resized, 0))
+        with pytest.raises(OutOfDeviceMemory):
+            shard.find_or_init(new, ctx=StepContext(event_time_s=1))
+    assert _versions(shard) == [1] * shard.size(0)
+    assert shard.find_or_init(new, ctx=StepContext(event_time_s=1)).admitted_N.all()
+    assert shard.size(0) <= 240
+
+
+def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [TableSpec(name=name, segments=SEGMENTS) for name in ("a", "b")]
+    shard = CudaShard(specs, device=DEVICE)
+    made: list[weakref.ref[Any]] = []
+    inner = device_memory.new_block
+
+    def new_block(*arguments: Any) -> Any:
+        if len(made) == 1:
+            made.append(made[0])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+        assert len(made) < 2 or made[0]() is None
+        block = inner(*arguments)
+        made.append(weakref.ref(block.weights))
+        return block
+
+    monkeypatch.setattr(device_memory, "new_block", new_block)
+    ids = range(300)
+    shard.find_or_init(groups_of((0, ids), (1, ids), device=DEVICE), ctx=StepContext())
+    assert len(made) == 4
