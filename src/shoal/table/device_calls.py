@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import CallGroups
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import retire, sent
 from shoal.table.shard import IdGroups
 
 __all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "check_rows"]
@@ -89,6 +89,8 @@ class CallShapes:
         if shape is None:
             shape = self._made(splits_G1.contiguous(), tables_G.contiguous())
             if len(self._kept) >= _SHAPES_KEPT:
+                for old in self._kept.values():
+                    retire(old.splits_G1, old.tables_G, *old.starts_FG)
                 self._kept.clear()
             self._kept[key] = shape
         if shape.splits[-1] != groups.ids_N.numel():

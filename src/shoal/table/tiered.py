@@ -122,7 +122,8 @@ class TieredShard(CudaShard):
         The best time is between a batch's gather and its backward: the rows then cross the bus
         while the model computes. Later verbs wait for them. Rows of live tickets keep their place.
         """
-        self._shapes.of(groups)
+        with self._turn():
+            self._shapes.of(groups)
         side = self._ahead
         if side is None:
             self._fetch(groups)
