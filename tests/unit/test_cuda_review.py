@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import OutOfDeviceMemory
+from shoal.embedding import EmbeddingCollection, Feature
+from shoal.errors import OutOfDeviceMemory, ShapeError
 from shoal.kernels import row_cache, row_select
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
 from shoal.table import cuda_budget, cuda_insert, device_admission, device_memory
 from shoal.table.cuda import CudaShard
-from shoal.table.shard import GradRecord, StepContext
+from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice, StepContext
 from shoal.table.spec import Segment, TableSpec
 from shoal.table.tiered import TieredShard
 from support.id_groups import groups_of
@@ -193,3 +195,47 @@ def test_verbs_leave_the_present_device_as_it_is() -> None:
         shard.apply([GradRecord(ticket, (torch.ones(50, 1, device="cuda:1"),))], ctx=StepContext())
         assert torch.cuda.current_device() == 0
         assert (shard.find(ids).weights[0] == -0.5).all()
+
+
+PLAN = PoolPlan((Pool("sum", (Slice(0, 1, 0, 0),)),), (Output(1),))
+
+
+def test_offsets_with_gaps_are_refused() -> None:
+    shard = CudaShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+    ids = groups_of((0, [1, 2, 3, 4]), device=DEVICE)
+    ticket = shard.find_or_init(ids, ctx=StepContext())
+    offsets = torch.tensor([0, 9, 2, 9, 4], device=DEVICE)[::2]
+    for call in (
+        lambda: shard.find_pooled(ids, PLAN, offsets, None),
+        lambda: shard.gather_pooled(ticket, PLAN, offsets, None, ctx=StepContext()),
+    ):
+        with pytest.raises(ShapeError, match=r"offsets: got .*contiguous=False"):
+            call()
+
+
+@pytest.mark.parametrize("error", [OutOfDeviceMemory("no room"), torch.OutOfMemoryError("none")])
+def test_a_staging_area_that_cannot_grow_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    shard = TieredShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(row_cache, "new_maps", refuse)
+    ids = groups_of((0, range(20)), device=DEVICE)
+    ticket = shard.find_or_init(ids, ctx=StepContext())
+    shard.apply([GradRecord(ticket, (torch.ones(20, 1, device=DEVICE),))], ctx=StepContext())
+    assert (shard.find(ids).weights[0] == -0.5).all()
+    assert "partly staged" in caplog.text
+
+
+def test_a_copy_of_a_collection_keeps_its_cache() -> None:
+    spec = TableSpec(name="t", segments=SEGMENTS)
+    shard = TieredShard([spec], device=DEVICE, cache_bytes=4096, policy="lfu")
+    shard.last_step = 7
+    twin = copy.deepcopy(EmbeddingCollection([spec], [Feature("f", "t")], shard=shard)).shard
+    assert isinstance(twin, TieredShard)
+    assert twin.settings == {"cache_bytes": 4096, "policy": "lfu"}
+    assert twin.cache_stats().slots == shard.cache_stats().slots
+    assert twin.last_step == 7

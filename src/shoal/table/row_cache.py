@@ -237,7 +237,7 @@ class RowCache:
         old = self._maps
         try:
             self._maps = dataclasses.replace(self._made(wanted), tallies=old.tallies)
-        except OutOfDeviceMemory as error:
+        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
             # Rows without a slot are read and written in place.
             self._full = True
             _log.warning("batches are only partly staged from now on: %s", error)

@@ -72,6 +72,7 @@ class TieredShard(CudaShard):
         policy: CachePolicy = "lru",
     ) -> None:
         _check(cache_bytes, policy)
+        self._settings = {"cache_bytes": cache_bytes, "policy": policy}
         super().__init__(specs, seed=seed, device=device)
         self._cache = RowCache(
             self._memory,
@@ -91,6 +92,11 @@ class TieredShard(CudaShard):
             cache_bytes,
             policy,
         )
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a copy is made with, beside specs, seed and device."""
+        return dict(self._settings)
 
     def _cached_forms(self) -> list[CachedForm]:
         """Forms, and shares of the cache by the bytes that their tables expect to hold."""
