@@ -208,6 +208,8 @@ class EmbeddingCollection(nn.Module):
         return {
             "module": state,
             "shard": (type(shard), shard.specs, shard.seed, str(shard.device)),
+            "settings": getattr(shard, "settings", {}),
+            "last_step": shard.last_step,
             "rows": [shard.export(k) for k in every],
             "sights": [shard.admission_state(k) for k in every],
         }
@@ -217,7 +219,9 @@ class EmbeddingCollection(nn.Module):
         kind, specs, seed, device = state["shard"]
         # Kinds that live on one device only do not ask for it.
         asks = "device" in inspect.signature(kind).parameters
-        shard = kind(specs, seed=seed, **({"device": device} if asks else {}))
+        named = {"device": device} if asks else {}
+        shard = kind(specs, seed=seed, **named, **state["settings"])
+        shard.last_step = state["last_step"]
         for k, chunk in enumerate(state["rows"]):
             shard.load(k, chunk)
         for k, sights in enumerate(state["sights"]):

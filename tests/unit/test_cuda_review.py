@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import OutOfDeviceMemory
+from shoal.embedding import EmbeddingCollection, Feature
+from shoal.errors import OutOfDeviceMemory, ShapeError
 from shoal.kernels import row_cache, row_select
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
 from shoal.table import cuda_budget, cuda_insert, device_admission, device_memory
 from shoal.table.cuda import CudaShard
-from shoal.table.shard import StepContext
+from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice, StepContext
 from shoal.table.spec import Segment, TableSpec
 from shoal.table.tiered import TieredShard
 from support.id_groups import groups_of
@@ -146,3 +148,94 @@ def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.Mo
     ids = range(300)
     shard.find_or_init(groups_of((0, ids), (1, ids), device=DEVICE), ctx=StepContext())
     assert len(made) == 4
+
+
+@pytest.mark.gpu
+def test_the_first_verb_waits_for_the_shard_on_whatever_stream() -> None:
+    ids = groups_of((0, range(500)), device=DEVICE)
+    spec = TableSpec(name="t", segments=SEGMENTS)
+    CudaShard([spec], device=DEVICE).find_or_init(ids, ctx=StepContext())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    shard = CudaShard([spec], device=DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        ticket = shard.find_or_init(ids, ctx=StepContext())
+        rows = shard.gather(ticket, ctx=StepContext())[0]
+        assert (rows == 0.5).all() and ticket.handles_N.unique().numel() == 500
+    assert shard.size(0) == 500
+
+
+@pytest.mark.gpu
+def test_a_ticket_s_memory_is_not_reused_while_another_stream_reads_it() -> None:
+    shard = CudaShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+    ids = groups_of((0, range(50_000)), device=DEVICE)
+    shard.assign(ids, (torch.arange(50_000.0, device=DEVICE)[:, None],), ctx=StepContext())
+    torch.cuda.synchronize()
+    lookups, reads = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(lookups):
+        ticket = shard.find_or_init(ids, ctx=StepContext())
+    with torch.cuda.stream(reads):
+        torch.cuda._sleep(200_000_000)
+        rows = shard.gather(ticket, ctx=StepContext())[0]
+    del ticket
+    with torch.cuda.stream(lookups):
+        others = [torch.zeros(50_000, dtype=torch.int32, device=DEVICE) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert rows[:, 0].tolist() == list(range(50_000)) and len(others) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_verbs_leave_the_present_device_as_it_is() -> None:
+    shard = CudaShard([TableSpec(name="t", segments=SEGMENTS)], device="cuda:1")
+    with torch.cuda.device(0):
+        ids = groups_of((0, range(50)), device="cuda:1")
+        ticket = shard.find_or_init(ids, ctx=StepContext())
+        assert (shard.gather(ticket, ctx=StepContext())[0] == 0.5).all()
+        shard.apply([GradRecord(ticket, (torch.ones(50, 1, device="cuda:1"),))], ctx=StepContext())
+        assert torch.cuda.current_device() == 0
+        assert (shard.find(ids).weights[0] == -0.5).all()
+
+
+PLAN = PoolPlan((Pool("sum", (Slice(0, 1, 0, 0),)),), (Output(1),))
+
+
+def test_offsets_with_gaps_are_refused() -> None:
+    shard = CudaShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+    ids = groups_of((0, [1, 2, 3, 4]), device=DEVICE)
+    ticket = shard.find_or_init(ids, ctx=StepContext())
+    offsets = torch.tensor([0, 9, 2, 9, 4], device=DEVICE)[::2]
+    for call in (
+        lambda: shard.find_pooled(ids, PLAN, offsets, None),
+        lambda: shard.gather_pooled(ticket, PLAN, offsets, None, ctx=StepContext()),
+    ):
+        with pytest.raises(ShapeError, match=r"offsets: got .*contiguous=False"):
+            call()
+
+
+@pytest.mark.parametrize("error", [OutOfDeviceMemory("no room"), torch.OutOfMemoryError("none")])
+def test_a_staging_area_that_cannot_grow_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    shard = TieredShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(row_cache, "new_maps", refuse)
+    ids = groups_of((0, range(20)), device=DEVICE)
+    ticket = shard.find_or_init(ids, ctx=StepContext())
+    shard.apply([GradRecord(ticket, (torch.ones(20, 1, device=DEVICE),))], ctx=StepContext())
+    assert (shard.find(ids).weights[0] == -0.5).all()
+    assert "partly staged" in caplog.text
+
+
+def test_a_copy_of_a_collection_keeps_its_cache() -> None:
+    spec = TableSpec(name="t", segments=SEGMENTS)
+    shard = TieredShard([spec], device=DEVICE, cache_bytes=4096, policy="lfu")
+    shard.last_step = 7
+    twin = copy.deepcopy(EmbeddingCollection([spec], [Feature("f", "t")], shard=shard)).shard
+    assert isinstance(twin, TieredShard)
+    assert twin.settings == {"cache_bytes": 4096, "policy": "lfu"}
+    assert twin.cache_stats().slots == shard.cache_stats().slots
+    assert twin.last_step == 7

@@ -90,7 +90,7 @@ _forms: dict[tuple[int, torch.device], DeviceForm] = {}
 
 
 def device_form(form: RowForm, device: torch.device) -> DeviceForm:
-    """The form's tensors on a device, made once for each form object (copied without a wait)."""
+    """The form's tensors on a device, made once for each form object."""
     key = (id(form), device)
     kept = _forms.get(key)
     if kept is not None:
@@ -128,7 +128,8 @@ def _device_quantiles(device: torch.device) -> Tensor:
         table = _quantiles(kind)
         steps = table[1:] - table[:-1]
         pairs.append(torch.stack([table[:-1], steps], dim=1))
-    return sent(torch.cat(pairs).contiguous().view(torch.int64).flatten(), device)
+    # Waits, once: all shards share it, and not all of them are on this stream.
+    return torch.cat(pairs).contiguous().view(torch.int64).flatten().to(device)
 
 
 def _line(segment: SegmentForm) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["sent", "staged"]
+__all__ = ["retire", "sent", "staged"]
 
 _SLOTS = 64
 _PART = 16  # slots that share an event
@@ -26,6 +26,15 @@ def sent(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
     if made.device.type == "cpu" and device.type == "cuda":
         return made.pin_memory().to(device, non_blocking=True)
     return made.to(device)
+
+
+def retire(*tensors: Tensor) -> None:
+    """Have memory that is about to be dropped reused only after all that the present stream has
+    been given: it may have been allocated on another stream, which does not wait for this one.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class _Ring:
@@ -53,7 +62,8 @@ class _Ring:
             if at % _PART == _PART - 1:
                 event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call]
                 self._events[at // _PART] = event
-                event.record()
+                # The present device may be another one.
+                event.record(torch.cuda.current_stream(device))
         return out
 
 

@@ -87,7 +87,7 @@ class CudaShard(CudaUpkeep):
                 lambda: self._runs_of(handles_N, shape.rooms), read, shape.rooms, self._stream
             )
             ticket = CudaTicket(
-                self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs
+                self, groups, shape, handles_N, met_N, counts, ctx.event_time_s, runs, self._stream
             )
             self._live.add(ticket)
             return ticket

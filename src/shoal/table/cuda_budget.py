@@ -18,7 +18,7 @@ from shoal.kernels import table_erase, table_index
 from shoal.kernels.dedup import dedup_first
 from shoal.kernels.row_scan import overdrafts, pin_marks
 from shoal.kernels.table_layout import CHUNK_ROWS, CallGroups
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import retire, sent
 from shoal.table import refusals
 from shoal.table.cuda_core import CudaCore
 from shoal.table.device_calls import CallShape
@@ -96,6 +96,8 @@ class CudaBudget(CudaCore):
         trim = self._trims.get(tables)
         if trim is None:
             if len(self._trims) >= _JOBS_KEPT:
+                for old in self._trims.values():
+                    retire(old.jobs_EW, old.budgets_EW)
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
         drops_E = overdrafts(self._layout, trim.budgets_EW)

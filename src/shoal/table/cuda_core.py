@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.errors import DeviceUnavailable, NonFiniteGradient, describe
 from shoal.kernels.table_layout import COUNT_ALARMED, CallGroups, ShardLayout
+from shoal.kernels.transfer import retire, sent
 from shoal.table import checks, refusals
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape, CallShapes
@@ -58,7 +59,12 @@ class CudaCore:
         self._rate_list = RateList(self._specs)
         self._rates_kept: tuple[list[float], Tensor] | None = None
         self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
+        # Whatever stream the first verb runs on, it waits for what was started here.
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            # Page-locked memory goes back to torch at once, but kernels may yet write to it.
+            weakref.finalize(self._memory, torch.cuda.synchronize, self._device).atexit = False
+        self._stream = torch.cuda.current_stream(self._device) if on_gpu else None
         self._epoch = 1
         self._last_step = 0
         self._alarms_told = 0
@@ -98,17 +104,22 @@ class CudaCore:
         Raises:
             OutOfDeviceMemory: an allocation of the verb's failed.
         """
-        with self._lock:
-            if self._device.type == "cuda":
+        with self._lock, self._present_device():
+            if self._stream is not None:
                 # Asking for the stream's number costs a tenth of asking for the stream.
                 number = torch._C._cuda_getCurrentRawStream(self._device.index)
-                if self._stream is None or number != self._stream.cuda_stream:
+                if number != self._stream.cuda_stream:
                     stream = torch.cuda.current_stream(self._device)
-                    if self._stream is not None:
-                        stream.wait_stream(self._stream)
+                    stream.wait_stream(self._stream)
                     self._stream = stream
             with refusals.enough_memory("a verb of a GPU shard", self._device):
                 yield
+
+    def _present_device(self) -> AbstractContextManager[object]:
+        """Makes the shard's device the present one: events and side streams go by that."""
+        if self._stream is None or torch._C._cuda_getDevice() == self._device.index:
+            return nullcontext()
+        return torch.cuda.device(self._device)
 
     def check(self) -> None:
         """Wait for the device and raise what its kernels found since the last call.
@@ -147,6 +158,8 @@ class CudaCore:
     def _own(self, ticket: object) -> CudaTicket:
         if not isinstance(ticket, CudaTicket) or ticket.shard is not self or not ticket.live:
             raise refusals.foreign_ticket()
+        if ticket.stream is not self._stream:
+            retire(ticket.groups.ids_N, *ticket.parts)
         return ticket
 
     def _live_tickets(self) -> list[CudaTicket]:
@@ -164,9 +177,9 @@ class CudaCore:
                 count = len(spec.segments)
                 rates_KR[k, :count] = torch.tensor(flat[at : at + count], dtype=torch.float64)
                 at += count
-            if self._device.type == "cuda":
-                rates_KR = rates_KR.pin_memory().to(self._device, non_blocking=True)
-            self._rates_kept = (flat, rates_KR)
+            if self._rates_kept is not None:
+                retire(self._rates_kept[1])
+            self._rates_kept = (flat, sent(rates_KR, self._device))
         return self._rates_kept[1]
 
 

@@ -26,6 +26,7 @@ class CudaTicket:
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
         runs: gives the runs of `handles_N` to a stream.
+        stream: the shard's, at the lookup.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class CudaTicket:
         "runs",
         "shape",
         "shard",
+        "stream",
     )
 
     def __init__(
@@ -52,6 +54,7 @@ class CudaTicket:
         counts_N: Tensor | None,
         event_time_s: int,
         runs: Callable[[torch.cuda.Stream | None], Runs],
+        stream: torch.cuda.Stream | None,
     ) -> None:
         self.shard = shard
         self.groups = groups
@@ -61,6 +64,7 @@ class CudaTicket:
         self.counts_N = counts_N
         self.event_time_s = event_time_s
         self.runs = runs
+        self.stream = stream
         self.live = True
         self._bags: tuple[Tensor, Tensor] | None = None
 
@@ -69,6 +73,12 @@ class CudaTicket:
         if self._bags is None or self._bags[0] is not offsets_GB1:
             self._bags = (offsets_GB1, bags_of(offsets_GB1, bags, self.shape.splits[-1]))
         return self._bags[1]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What it holds on the device but its runs."""
+        parts = (self.handles_N, self._met_N, self.counts_N, *(self._bags or ()))
+        return tuple(part for part in parts if part is not None)
 
     @property
     def admitted_N(self) -> Tensor:

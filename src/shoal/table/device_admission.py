@@ -19,7 +19,7 @@ from shoal.kernels import sights
 from shoal.kernels.refusals import count_refused
 from shoal.kernels.sight_index import SIDE_CELLS, move_sights
 from shoal.kernels.table_layout import EMPTY_KEY, ERASED_KEY, CallGroups
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import retire, sent
 from shoal.rules.admission import Admission
 from shoal.table.shard import AdmissionState
 from shoal.table.slot_values import SlotValues
@@ -251,6 +251,8 @@ class Sights:
 
     def _replace(self, table: int, index: _Exact, words_W: Tensor) -> None:
         """Allocates nothing, lest kernels be left with the memory of an index that is gone."""
+        replaced = self._exact[table]
+        retire(replaced.keys, replaced.cells)
         self._exact[table] = index
         self._tables.words_KW[table].copy_(words_W)
         self._tables.tallies_KC[table].zero_()

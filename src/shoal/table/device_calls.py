@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import CallGroups
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import retire, sent
 from shoal.table.shard import IdGroups
 
 __all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "check_rows"]
@@ -89,6 +89,8 @@ class CallShapes:
         if shape is None:
             shape = self._made(splits_G1.contiguous(), tables_G.contiguous())
             if len(self._kept) >= _SHAPES_KEPT:
+                for old in self._kept.values():
+                    retire(old.splits_G1, old.tables_G, *old.starts_FG)
                 self._kept.clear()
             self._kept[key] = shape
         if shape.splits[-1] != groups.ids_N.numel():
@@ -98,15 +100,7 @@ class CallShapes:
     def _check_ids(self, ids_N: Tensor) -> None:
         if ids_N.dtype is not torch.int64 or ids_N.device != self._device:
             raise _placed("ids", ids_N, str(self._device))
-        if ids_N.dim() != 1 or not ids_N.is_contiguous():
-            raise ShapeError(
-                describe(
-                    "ids",
-                    got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
-                    allowed="one contiguous dimension",
-                    remedy="Flatten with .reshape(-1).contiguous().",
-                )
-            )
+        _check_flat("ids", ids_N)
 
     def _made(self, splits_G1: Tensor, tables_G: Tensor) -> CallShape:
         count = tables_G.numel()
@@ -173,8 +167,9 @@ def check_bags(
     """Check bag offsets and weights of a pooled call; returns B. What they hold is not read."""
     if offsets_GB1.dtype is not torch.int64 or offsets_GB1.device != device:
         raise _placed("offsets", offsets_GB1, str(device))
+    _check_flat("offsets", offsets_GB1)
     count, cells = len(shape.tables), offsets_GB1.numel() - 1
-    if cells < 0 or offsets_GB1.dim() != 1 or (cells if count == 0 else cells % count):
+    if cells < 0 or (cells if count == 0 else cells % count):
         raise ShapeError(
             describe(
                 "offsets",
@@ -239,6 +234,18 @@ def check_rows(
         value = value.detach() if value.requires_grad else value
         ready.append(value if value.is_contiguous() else value.contiguous())
     return ready
+
+
+def _check_flat(what: str, value: Tensor) -> None:
+    if value.dim() != 1 or not value.is_contiguous():
+        raise ShapeError(
+            describe(
+                what,
+                got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
+                allowed="one contiguous dimension",
+                remedy="Flatten with .reshape(-1).contiguous().",
+            )
+        )
 
 
 def _placed(what: str, got: Tensor, where: str, dtype: torch.dtype = torch.int64) -> DTypeError:

@@ -38,7 +38,7 @@ from shoal.kernels.table_layout import (
     TABLE_WORDS,
     ShardLayout,
 )
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import retire, sent
 from shoal.table import refusals
 from shoal.table.device_chunks import chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
@@ -225,6 +225,7 @@ class DeviceMemory:
         for entries, part in zip(old, parts, strict=True):
             if part.entries is not None:
                 self._move_index(part.growth.table, entries, part.entries)
+        retire(self.layout.chunks_WC, *old)
         self._show(lines_KT, staged_KT, sent_WC)
 
     def _growths(self, rows_K: Counts, *, least: bool) -> list[Growth]:
@@ -317,6 +318,7 @@ class DeviceMemory:
     def _take(self, part: Part) -> None:
         table, growth = self._tables[part.growth.table], part.growth
         if part.directory is not None:
+            retire(table.directory)
             table.blocks.extend(block for block, _ in part.blocks)
             table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
             table.rows += sum(growth.sizes)
@@ -357,6 +359,7 @@ class DeviceMemory:
         if longer:
             staged_KT = _staged(lines_KT, self.device)
             for k, free_list in longer.items():
+                retire(self._tables[k].free_list)
                 self._tables[k].free_list = free_list
             self._show(lines_KT, staged_KT)
 
@@ -370,6 +373,7 @@ class DeviceMemory:
         entries = table_index.new_entries(table.slots, self.device)
         lines_KT[k, TABLE_ENTRIES] = entries.data_ptr()
         staged_KT = _staged(lines_KT, self.device)
+        retire(table.entries)
         table.entries = entries
         self._show(lines_KT, staged_KT)
 

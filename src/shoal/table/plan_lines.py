@@ -10,6 +10,7 @@ import torch
 from shoal.kernels.grad_sources import GradSlice, PooledGroup
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_pool import PoolLines, PoolPiece, pool_lines
+from shoal.kernels.transfer import retire
 from shoal.table import checks
 from shoal.table.shard import Pool, PoolPlan
 
@@ -58,6 +59,8 @@ class PlanCache:
         if kept is None:
             kept = self._made(plan, tables)
             if len(self._kept) >= _PLANS_KEPT:
+                for old in self._kept.values():
+                    retire(*(wave.lines_LW for wave in old.lines.launches))
                 self._kept.clear()
             self._kept[key] = kept
         return kept

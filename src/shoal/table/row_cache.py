@@ -28,6 +28,7 @@ from shoal.kernels.table_layout import (
     CHUNK_WORDS,
     ShardLayout,
 )
+from shoal.kernels.transfer import retire
 
 __all__ = ["CachePolicy", "CacheStats", "CachedForm", "ChunkLender", "RowCache"]
 
@@ -151,7 +152,7 @@ class RowCache:
         if first:
             replaced = self._memory.layout.chunks_WC
             base = self._memory.lend(np.concatenate(columns, axis=1)) << CHUNK_BITS
-            self._retire(replaced)
+            retire(replaced)
         maps = row_cache.new_maps(
             self._memory.chunks << CHUNK_BITS,
             base,
@@ -159,15 +160,9 @@ class RowCache:
             self._device,
             counted=self._lfu,
         )
-        self._retire(*self._storage)
+        retire(*self._storage)
         self._storage = storage
         return maps
-
-    def _retire(self, *replaced: Tensor) -> None:
-        """Let memory be reused only after the present stream, which may not be the one it is of."""
-        if self._device.type == "cuda":
-            for part in replaced:
-                part.record_stream(torch.cuda.current_stream(self._device))
 
     def _allocated(self, slots_F: Sequence[int]) -> list[Tensor]:
         sizes = [
@@ -194,7 +189,7 @@ class RowCache:
         known = self._maps.payload_H
         if handles > known.numel():
             longer = row_cache.resized(known, max(handles, known.numel() * 5 // 4))
-            self._retire(known)
+            retire(known)
             self._maps = dataclasses.replace(self._maps, payload_H=longer)
 
     def admit(self, runs: Runs, keep_from: int | None, *, most_F: Sequence[int]) -> int:
@@ -242,12 +237,12 @@ class RowCache:
         old = self._maps
         try:
             self._maps = dataclasses.replace(self._made(wanted), tallies=old.tallies)
-        except OutOfDeviceMemory as error:
+        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
             # Rows without a slot are read and written in place.
             self._full = True
             _log.warning("batches are only partly staged from now on: %s", error)
             return
-        self._retire(old.payload_H, old.home_S, old.used_S, old.uses_S, old.dirty_S)
+        retire(old.payload_H, old.home_S, old.used_S, old.uses_S, old.dirty_S)
 
     def places_N(self, handles_N: Tensor) -> Tensor:
         """Payload handles of positions, int32 [N]; -1 stays -1. They hold until `moves` changes."""

@@ -72,6 +72,7 @@ class TieredShard(CudaShard):
         policy: CachePolicy = "lru",
     ) -> None:
         _check(cache_bytes, policy)
+        self._settings = {"cache_bytes": cache_bytes, "policy": policy}
         super().__init__(specs, seed=seed, device=device)
         self._cache = RowCache(
             self._memory,
@@ -91,6 +92,11 @@ class TieredShard(CudaShard):
             cache_bytes,
             policy,
         )
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a copy is made with, beside specs, seed and device."""
+        return dict(self._settings)
 
     def _cached_forms(self) -> list[CachedForm]:
         """Forms, and shares of the cache by the bytes that their tables expect to hold."""
@@ -122,7 +128,8 @@ class TieredShard(CudaShard):
         The best time is between a batch's gather and its backward: the rows then cross the bus
         while the model computes. Later verbs wait for them. Rows of live tickets keep their place.
         """
-        self._shapes.of(groups)
+        with self._turn():
+            self._shapes.of(groups)
         side = self._ahead
         if side is None:
             self._fetch(groups)
