@@ -54,7 +54,8 @@ from shoal.kernels.table_layout import (
 
 __all__ = ["compose", "sum_runs"]
 
-_SLAB = 1 << 18  # runs
+_SLAB = 1 << 18  # runs of a slab at most
+_SLAB_BYTES = 1 << 28  # of their sums
 
 _TABLE = tl.constexpr(CHUNK_TABLE)
 _IDS = tl.constexpr(CHUNK_IDS)
@@ -261,8 +262,9 @@ def compose(
     device, room = runs.order_N.device, runs.rooms[number]
     plan = step_form(form)
     partials = add_pieces(number, form, runs, sources, counts_N)
-    for begin in range(0, room, _SLAB):
-        most = min(_SLAB, room - begin)
+    rows_each = max(min(_SLAB, _SLAB_BYTES // (plan.pitch * form.real.itemsize)), 1)
+    for begin in range(0, room, rows_each):
+        most = min(rows_each, room - begin)
         sums = torch.empty(most, plan.pitch, dtype=form.real, device=device)
         handles = torch.empty(most, dtype=torch.int32, device=device)
         places = torch.empty(most, dtype=torch.int64, device=device)

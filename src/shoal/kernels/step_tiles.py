@@ -14,6 +14,7 @@ from shoal.kernels.row_rounding import (
     stochastic_bits,
     wide_of_bits,
 )
+from shoal.kernels.runs import run_columns
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -265,11 +266,11 @@ def run_words(  # type: ignore[no-untyped-def]
     """Handle, first place or piece, items, places of the form's runs; long ones come first."""
     longs = tl.load(cursors_ptr + 4 * form + 1)
     run = tl.where(row < longs, last_run - row, first_run + row - longs)
-    at = runs_ptr + run.to(tl.int64)
-    handle = tl.load(at, mask=live, other=0)
-    first = tl.load(at + room, mask=live, other=0)
-    items = tl.load(at + 2 * room, mask=live, other=0)
-    return handle, first, items, tl.load(at + 3 * room, mask=live, other=0)
+    handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
+    handle = tl.load(handles, mask=live, other=0)
+    first = tl.load(firsts, mask=live, other=0)
+    items = tl.load(numbers, mask=live, other=0)
+    return handle, first, items, tl.load(lengths, mask=live, other=0)
 
 
 @triton.jit
