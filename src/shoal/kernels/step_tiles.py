@@ -34,6 +34,7 @@ from shoal.kernels.table_layout import (
 __all__ = [
     "accepted",
     "count_nonfinite",
+    "describe_rows",
     "item_rows",
     "item_tallies",
     "item_where",
@@ -44,6 +45,7 @@ __all__ = [
     "rates_of",
     "run_words",
     "runs_listed",
+    "settle_rows",
     "store_rows",
     "store_stamps",
     "store_weights",
@@ -257,6 +259,33 @@ def store_stamps(  # type: ignore[no-untyped-def]
     tl.store(versions, (last * 0 + epoch).to(tl.uint32), mask=live)
     tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
     tl.store(counts, tl.minimum(count + sights, _WORD).to(tl.uint32), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def settle_rows(  # type: ignore[no-untyped-def]
+    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, sights,
+    out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
+    those, -1 for rows that stay as they are, and first places.
+    """
+    count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
+    last, count = load_stamps(chunks_ptr, columns, handle, good)
+    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights)
+    tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
+    tl.store(places_ptr + out, place.to(tl.int64), mask=live)
+
+
+@triton.jit
+def describe_rows(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, live, out, sights, table, ids_ptr, sights_ptr, tables_ptr
+):  # fmt: skip
+    """Write what rows sums are of, at `out`: ids, occurrences, tables."""
+    ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+    id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+    tl.store(ids_ptr + out, id, mask=live)
+    tl.store(sights_ptr + out, sights, mask=live)
+    tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
 
 
 @triton.jit
