@@ -23,8 +23,9 @@ __all__ = ["CounterReader", "Counts"]
 
 Counts = NDArray[np.int64]
 
-# Copies on their way at most; a host further ahead than that waits for the oldest.
-_IN_FLIGHT = 16
+# Copies on their way at most; a host further ahead waits for the oldest. Few, for every call under
+# way loosens what the host can prove, and a device with three calls to do has no gap to fill.
+_IN_FLIGHT = 4
 
 
 @dataclass(slots=True)
