@@ -22,6 +22,11 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("parity.distribution_ops", "property.ops", "support")
 
+from support.interpreting import patch_once  # noqa: E402
+
+if not torch.cuda.is_available():
+    patch_once()
+
 TESTS = Path(__file__).parent
 # Packages that tests, or what they test, may do without on a GPU machine.
 OPTIONAL = ("fsspec", "hydra", "hypothesis", "omegaconf", "pyarrow", "pydantic", "rich", "typer")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.table.shard import (
@@ -18,8 +19,9 @@ from shoal.table.shard import (
     SummedGrads,
     Ticket,
 )
+from shoal.table.spec import TableSpec
 
-__all__ = ["PlacedShard", "PlacedTicket"]
+__all__ = ["PlacedCuda", "PlacedShard", "PlacedTicket"]
 
 
 class PlacedTicket:
@@ -50,6 +52,18 @@ class PlacedShard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def last_step(self) -> int:
+        return self.inner.last_step
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self.inner.last_step = step
+
     def there(self, value: Tensor) -> Tensor:
         return value.to(self.inner.device)
 
@@ -63,10 +77,9 @@ class PlacedShard:
         return tuple(self.there(value) for value in values)
 
     def record(self, record: GradRecord) -> GradRecord:
-        ticket = record.ticket
         return replace(
             record,
-            ticket=ticket.inner if isinstance(ticket, PlacedTicket) else ticket,
+            ticket=bare(record.ticket),
             grads=self.all(record.grads),
             offsets_GB1=self.some(record.offsets_GB1),
             weights_N=self.some(record.weights_N),
@@ -89,7 +102,7 @@ class PlacedShard:
         return PlacedTicket(self.inner.find_or_init(placed, self.some(counts_N), ctx=ctx), groups)
 
     def gather(self, ticket: Any, *, ctx: StepContext) -> tuple[Tensor, ...]:
-        return back(self.inner.gather(ticket.inner, ctx=ctx))
+        return back(self.inner.gather(bare(ticket), ctx=ctx))
 
     def gather_pooled(
         self,
@@ -101,7 +114,7 @@ class PlacedShard:
         ctx: StepContext,
     ) -> tuple[Tensor, ...]:
         inputs = self.there(offsets_GB1), self.some(weights_N)
-        return back(self.inner.gather_pooled(ticket.inner, plan, *inputs, ctx=ctx))
+        return back(self.inner.gather_pooled(bare(ticket), plan, *inputs, ctx=ctx))
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         self.inner.apply([self.record(record) for record in records], ctx=ctx)
@@ -143,6 +156,21 @@ class PlacedShard:
 
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
         return self.inner.reinitialize(self.groups(groups), ctx=ctx).cpu()
+
+
+class PlacedCuda(PlacedShard):
+    """A GPU's shard; where there is no GPU its kernels are interpreted, on CPU tensors."""
+
+    def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
+        # Only here, since other shards are tested where Triton is missing.
+        from shoal.table.cuda import CudaShard
+
+        where = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(CudaShard(specs, seed=seed, device=where))
+
+
+def bare(ticket: Any) -> Any:
+    return ticket.inner if isinstance(ticket, PlacedTicket) else ticket
 
 
 def back(values: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,23 +1,37 @@
 """The shards that tests run against: the reference, and each real one of this machine.
 
-A kind is one entry of `SHARDS`. Shards that do not wait for their device are in `RAISES_LATE`:
-there what a kernel finds in the data is raised by `check`, and other rows have stepped.
+A kind is one entry of `SHARDS`. A test that takes a shard of every kind runs on "cuda" where there
+is a GPU. Interpreted kernels are slow, so that elsewhere only tests marked `interpreted_too` do:
+those whose way through the GPU shard no other such test of their file takes.
+
+Shards that do not wait for their device are in `RAISES_LATE`: there what a kernel finds in the
+data is raised by `check`, and other rows have stepped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
 
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
+from .placed_shard import PlacedCuda
 from .reference_shard import ReferenceShard
 
 __all__ = [
+    "COMPILED",
+    "CUDA",
     "RAISES_LATE",
     "SHARDS",
     "SHARD_KINDS",
+    "WITH_INTERPRETED",
     "ShardFactory",
+    "interpreted_once",
+    "interpreted_too",
     "make_reference",
     "shard_factory",
 ]
@@ -35,20 +49,33 @@ def make_cpu(specs: Sequence[TableSpec]) -> Shard:
     return CpuShard(specs)
 
 
-def make_cuda(specs: Sequence[TableSpec]) -> Shard:
-    """Kernels interpreted, on CPU tensors."""
-    from shoal.table.cuda import CudaShard
-
-    return CudaShard(specs, device="cpu")
-
-
 SHARDS: Mapping[str, ShardFactory] = {
     "reference": make_reference,
     "cpu": make_cpu,
-    "cuda": make_cuda,
+    "cuda": PlacedCuda,
 }
-SHARD_KINDS = tuple(SHARDS)
 RAISES_LATE: frozenset[str] = frozenset({"cuda"})
+
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+"""On a GPU."""
+CUDA = COMPILED if torch.cuda.is_available() else pytest.param("cuda")
+"""On a GPU, elsewhere interpreted."""
+SHARD_KINDS: tuple[Any, ...] = ("reference", "cpu", COMPILED)
+WITH_INTERPRETED: tuple[Any, ...] = ("reference", "cpu", CUDA)
+interpreted_too = pytest.mark.parametrize("make_shard", WITH_INTERPRETED, indirect=True)
+
+
+def interpreted_once(name: str, values: Sequence[object], chosen: object) -> Any:
+    """Each value of an argument with each kind, of which interpreted kernels take one value."""
+    cases = [
+        pytest.param(kind, value, id=f"{kind}-{value!r}")
+        for kind in ("reference", "cpu")
+        for value in values
+    ]
+    for value in values:
+        mark = CUDA.marks if value == chosen else COMPILED.marks
+        cases.append(pytest.param("cuda", value, id=f"cuda-{value!r}", marks=mark))
+    return pytest.mark.parametrize(("make_shard", name), cases, indirect=["make_shard"])
 
 
 def shard_factory(kind: str) -> ShardFactory:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shoal.kernels.grad_sources import per_position, sources_of
 from shoal.kernels.row_form import RowForm, SegmentForm
+from shoal.kernels.runs import runs_of
+from shoal.kernels.step import apply
 from shoal.kernels.step_plan import Stamp
 from shoal.kernels.table_layout import CHUNK_BITS, COUNT_NONFINITE
 from shoal.rules.compressors import Compressor, Float32
@@ -17,7 +20,7 @@ from shoal.rules.optimizers import Optimizer, RuleContext
 
 from .device_tables import DeviceTables, TableSize, make_tables
 
-__all__ = ["Row", "StepWorld", "form_of"]
+__all__ = ["Row", "StepWorld", "drawn", "eighths", "form_of", "on", "step"]
 
 LARGEST_COUNT = 2**32 - 1
 
@@ -188,3 +191,45 @@ class StepWorld:
             assert got_words == [row.version, row.seen, row.count], handle
         counted = [self.memory.count(t, COUNT_NONFINITE) for t in range(len(self.tables))]
         assert counted == self.nonfinite
+
+
+def eighths(n: int, dim: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradients whose sums are exact in any order."""
+    made = torch.Generator().manual_seed(seed)
+    return (torch.randint(-8, 9, (n, dim), generator=made) / 8).to(dtype)
+
+
+def drawn(handles: Sequence[int], lengths: Sequence[int], seed: int = 0) -> list[int]:
+    """Each handle as often as asked, missing rows (-1) among them, in random order."""
+    flat = [h for h, many in zip(handles, lengths, strict=False) for _ in range(many)] + [-1] * 5
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    return [flat[i] for i in order.tolist()]
+
+
+def on(world: StepWorld, handles: Sequence[int]) -> Tensor:
+    return torch.tensor(handles, dtype=torch.int32, device=world.device)
+
+
+def step(
+    world: StepWorld,
+    handles: Sequence[int],
+    grads: Tensor,
+    stamp: Stamp,
+    *,
+    counts: Sequence[int] | None = None,
+    seen: Tensor | None = None,
+) -> None:
+    """One step of the device's rows and of the reference's, a gradient row per position."""
+    runs = runs_of(on(world, handles))
+    placed = None if seen is None else sources_of(runs, [per_position([seen.to(world.device)])])
+    apply(
+        world.memory.layout,
+        world.forms,
+        runs,
+        sources_of(runs, [per_position([grads.to(world.device)])]),
+        world.rates_KR,
+        stamp,
+        counts_N=None if counts is None else on(world, counts),
+        seen=placed,
+    )
+    world.expect(handles, list(grads), stamp, counts, None if seen is None else list(seen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,27 +21,32 @@ from shoal.rules.optimizers import SGD
 from shoal.table import Segment, Table, TableSpec, checks
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice, StepContext
-from support.shards import RAISES_LATE, SHARD_KINDS, shard_factory
+from support.shards import CUDA, RAISES_LATE, WITH_INTERPRETED, shard_factory
 from support.toy_collections import batch, one_table
 
 Verb = Callable[[Table], object]
 
 HELPFUL = r".+: got .+; allowed: .+\. .+"
 MAX_TIME_S = (1 << 32) - 1
-REAL_KINDS = tuple(kind for kind in SHARD_KINDS if kind != "reference")
 # What these numbers hold is on the device, where only kernels read it: they clamp and go on.
 UNREAD_LATE = {"counts below 0", "counts above 31 bits", "weights NaN", "weights infinite"}
 
 
-@pytest.fixture(params=REAL_KINDS)
+@pytest.fixture(params=["cpu", CUDA])
 def one(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """A table with rows, which no test may change."""
-    spec = TableSpec(name="t", segments=(Segment(dim=2, optimizer=SGD(lr=1.0)),))
-    table = Table(spec, shard=shard_factory(request.param)([spec]))
-    table.apply([1, 2, -3], [[1.0, 2.0]] * 3, event_time_s=100)
-    before = rows_of(table)
+    """A table with rows, which no test may change: they share it."""
+    table, before = filled(request.param)
     yield table
     assert rows_of(table) == before
+
+
+@functools.cache
+def filled(kind: str) -> tuple[Table, list[Any]]:
+    """A table of a kind of shard, and its rows."""
+    spec = TableSpec(name="t", segments=(Segment(dim=2, optimizer=SGD(lr=1.0)),))
+    table = Table(spec, shard=shard_factory(kind)([spec]))
+    table.apply([1, 2, -3], [[1.0, 2.0]] * 3, event_time_s=100)
+    return table, rows_of(table)
 
 
 def rows_of(table: Table) -> list[Any]:
@@ -200,7 +206,7 @@ def test_joint_steps_all_or_none(sparse_first: bool, read: bool) -> None:
     assert [rows_of(owner.table("t")) for owner in owners] == before
 
 
-@pytest.mark.parametrize("kind", SHARD_KINDS)
+@pytest.mark.parametrize("kind", WITH_INTERPRETED)
 @pytest.mark.parametrize("counter", ["exact", "sketch"])
 def test_copies_carry_sights(kind: str, counter: Any) -> None:
     admission = Admission(threshold=3, counter=counter, sketch_width=64, sketch_depth=2)

@@ -324,3 +324,16 @@ def test_threads_take_turns() -> None:
     assert not errors, errors
     assert shard.entry(1, 3).count == threads * turns
     assert shard.size(0) <= 64
+
+
+def test_loaded_rows_keep_their_stamps_and_later_ones_do_not_lie_before() -> None:
+    shards: list[Any] = [placed(spec("a")), CpuShard([spec("a")])]
+    for shard in shards:
+        shard.assign(groups_of((0, [1, 2])), (rows(1.0, 2.0),), ctx=CTX)
+        chunk = shard.export(0)
+        shard.load(0, replace(chunk, versions=torch.tensor([7, 0])))
+        shard.assign(groups_of((0, [3])), (rows(3.0),), ctx=CTX)
+    ours, theirs = (shard.export(0) for shard in shards)
+    assert ours.versions.tolist() == theirs.versions.tolist()
+    assert shards[0].cut() == shards[1].cut() == 7
+    assert shards[0].stats()[0].inserted == shards[1].stats()[0].inserted == 3

@@ -55,15 +55,15 @@ def test_rows_keep_their_handles_while_index_and_chunks_grow() -> None:
     first = torch.arange(200)
     before = insert(memory, first)
     slots, room = int(memory.slots_K[0]), int(memory.rows_room_K[0])
-    for start in range(200, 1000, 200):
+    for start in range(200, 600, 200):
         insert(memory, torch.arange(start, start + 200))
     assert memory.slots_K[0] > slots
     assert memory.rows_room_K[0] > room
-    assert insert(memory, first).tolist() == before.tolist()
-    every = insert(memory, torch.arange(1000))
-    assert every.unique().numel() == 1000
+    every = insert(memory, torch.arange(600))
+    assert every[:200].tolist() == before.tolist()
+    assert every.unique().numel() == 600
     memory.counters.wait()
-    assert memory.counters.rows_K.tolist() == [1000]
+    assert memory.counters.rows_K.tolist() == [600]
 
 
 def test_the_bound_counts_ids_that_are_under_way() -> None:
@@ -100,7 +100,7 @@ def test_erased_slots_come_back_at_a_rebuild() -> None:
     memory = memory_of(a=None)
     memory.make_free_lists([0])
     slots = None
-    for step in range(24):
+    for step in range(12):
         handles_N = insert(memory, torch.arange(step * 100, step * 100 + 100))
         memory.make_free_lists([0])
         table_erase.erase(memory.layout, handles_N, None)

@@ -12,7 +12,7 @@ from shoal.embedding import EmbeddingCollection, Feature, Layout
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 from support.toy_collections import (
     BATCH,
     FEATURES,
@@ -51,6 +51,7 @@ class TestLayouts:
         torch.testing.assert_close(out["history"], first)
         assert not torch.equal(ten, zero)
 
+    @interpreted_too
     def test_each_kind(self, make_shard: ShardFactory) -> None:
         plain = collection(make_shard)
         plain(BATCH)
@@ -250,6 +251,7 @@ class TestModes:
             got_gradient = [[1.0] * 3, [1.0, 1.0, 1.0, 0.0, 0.0]][name == "items"]
             torch.testing.assert_close(now, started - torch.tensor(got_gradient)[:, None].double())
 
+    @interpreted_too
     def test_rows_that_come_with_gradients_step_as_others_do(
         self, make_shard: ShardFactory
     ) -> None:

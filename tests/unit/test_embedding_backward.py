@@ -16,7 +16,7 @@ from shoal.errors import InputError, TicketError
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 from support.toy_collections import BATCH, collection, rows, table
 
 
@@ -59,6 +59,7 @@ class TestBackward:
         with pytest.raises(TicketError, match="not retained"):
             loss.backward()
 
+    @interpreted_too
     def test_each_output_may_go_backward_on_its_own(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)
         optimizer = SparseOptimizer(owner)
@@ -106,6 +107,7 @@ class TestBackward:
         with pytest.raises(InputError, match="a change in place since forward"):
             loss.backward()
 
+    @interpreted_too
     def test_a_gradient_changed_in_place(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)
         optimizer = SparseOptimizer(owner)
@@ -137,6 +139,7 @@ class TestTickets:
         del out
         assert not self.held(owner)
 
+    @interpreted_too
     def test_step_lets_go(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)
         optimizer = SparseOptimizer(owner)
@@ -177,6 +180,7 @@ class TestTickets:
         optimizer.step()
         torch.testing.assert_close(rows(owner, "users", [3]), before - 1)
 
+    @interpreted_too
     def test_a_recomputed_forward_is_one_sight(self, make_shard: ShardFactory) -> None:
         spec = table("t", 2, admission=Admission(threshold=2))
         owner = collection(make_shard, None, [Feature("a", "t")], [spec])

@@ -17,7 +17,7 @@ from shoal.rules.optimizers import FTRL, Adagrad, Optimizer
 from shoal.rules.schedules import Schedule
 from shoal.table import Segment, Table, TableSpec
 from support.monolith import GROWING, near, rows, slots, spec, table
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 
 
 @pytest.fixture(params=SHARD_KINDS)
@@ -100,6 +100,7 @@ class TestDistributedMultiTypeHashTable:
         near(tables["1"].lookup([1, 2]), [[-0.5], [-1]])
         near(tables["2"].lookup([3]), [[-1.5, -1.5]])
 
+    @interpreted_too
     def test_assign_and_reinitialize(self, make_shard: ShardFactory) -> None:
         specs = [spec("1", 1), spec("2", 2)]
         features = [Feature("a", "1"), Feature("b", "2")]
@@ -124,6 +125,7 @@ class TestDistributedMultiTypeHashTable:
         near(tables["1"].lookup([1, 2]), [[0.05], [0.1]])
         near(tables["2"].lookup([3]), [[0, 0]])
 
+    @interpreted_too
     def test_half_precision(self, make_shard: ShardFactory) -> None:
         tables = slots(make_shard, spec("1", 1, dtype="float16"), spec("2", 2, dtype="float16"))
         tables["1"].apply([1, 2], rows(2, 2))

@@ -23,7 +23,7 @@ from shoal.rules.optimizers import (
 )
 from shoal.table import Segment, StepContext, Table, TableSpec
 from shoal.table.shard import IdGroups
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 
 # rule, gradients of each step, weights after each step; all start at 0
 CASES: list[tuple[Optimizer, list[list[float]], list[list[float]]]] = [
@@ -125,6 +125,7 @@ def test_batch_softmax_at_step_one(make_shard: ShardFactory) -> None:
     near(table, [0.1])
 
 
+@interpreted_too
 def test_segments_with_rates_of_their_own(make_shard: ShardFactory) -> None:
     rules = [Adagrad(initial_accumulator=1.0), Adagrad(initial_accumulator=2.0)]
     table = make(make_shard, (1, rules[0]), (2, rules[1]))
@@ -135,6 +136,7 @@ def test_segments_with_rates_of_their_own(make_shard: ShardFactory) -> None:
     near(table, [-0.57735026, -1.264911, -1.3416407])
 
 
+@interpreted_too
 def test_delay_compensation(make_shard: ShardFactory) -> None:
     table = make(make_shard, (1, DelayCompensated(inner=Adadelta(lr=0.01), strength=0.1)))
     groups = IdGroups(torch.tensor([1]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))

@@ -23,7 +23,7 @@ from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, Shard, StepContext, Table, TableSpec
 from shoal.table.shard import IdGroups
 from support.monolith import near, rows, spec, table
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 
 DAY_S = 86_400
 
@@ -54,6 +54,7 @@ class TestExpiry:
     def test_nothing_lives_zero_seconds(self, make_shard: ShardFactory) -> None:
         assert self.kept(make_shard, {1: 0, 2: 5}, Expiry(ttl_s=0)) == []
 
+    @interpreted_too
     def test_per_slot(self, make_shard: ShardFactory) -> None:
         first, second = 1 << 48, 2 << 48
         expiry = Expiry(per_slot=((1, 0), (2, DAY_S)))
@@ -78,6 +79,7 @@ class TestAdmission:
             one.apply([0, 0, 1], rows(-1.0, -1.0, -1.0))
             near(one.lookup([0, 1]), rows(*expected))
 
+    @interpreted_too
     def test_intercepted_gradients(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, admission=self.RULE)
         for expected in ((0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)):
@@ -233,6 +235,7 @@ class TestFused:
         calls.apply(grads)
         assert calls.lookup() == pytest.approx(wanted)
 
+    @interpreted_too
     def test_native_rates(self, make_shard: ShardFactory) -> None:
         calls = Groups(hosted(make_shard, 1, 2), [0, 1, 2], [1, 2], 1)
         calls.apply([2.0, 1.0, 3.0, 2.0, 4.0], learning_rates={"slot0": (0.1,), "slot1": (0.1,)})

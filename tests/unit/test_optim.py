@@ -24,7 +24,15 @@ from shoal.rules.initializers import Ones
 from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, TableSpec
-from support.shards import RAISES_LATE, SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import (
+    CUDA,
+    RAISES_LATE,
+    SHARD_KINDS,
+    SHARDS,
+    ShardFactory,
+    interpreted_too,
+    shard_factory,
+)
 from support.toy_collections import (
     BATCH,
     IDS,
@@ -94,6 +102,7 @@ class TestAccumulation:
         torch.testing.assert_close(optimizer.step(closure), loss)
         torch.testing.assert_close(owner(batch([1]))["a"].sum(), loss - 2)
 
+    @interpreted_too
     def test_two_collections_on_one_shard_step_as_one(self, make_shard: ShardFactory) -> None:
         owner = one_table(make_shard)
         other = EmbeddingCollection(owner.shard.specs, [Feature("b", "t")], shard=owner.shard)
@@ -104,6 +113,7 @@ class TestAccumulation:
         torch.testing.assert_close(proxy.grad, columns(2))
         torch.testing.assert_close(moved(owner, optimizer.step), columns(2, 0, 0))
 
+    @interpreted_too
     def test_event_times_stamp_rows(self, make_shard: ShardFactory) -> None:
         owner = one_table(make_shard)
         optimizer = SparseOptimizer(owner)
@@ -150,6 +160,7 @@ class TestProxies:
         optimizer.zero_grad()
         assert users.grad is None
 
+    @interpreted_too
     def test_changes_in_place_are_applied(self, make_shard: ShardFactory) -> None:
         owner = one_table(make_shard)
         optimizer = SparseOptimizer(owner)
@@ -230,6 +241,7 @@ class TestRates:
             torch.testing.assert_close(items, torch.tensor(want).double())
         assert optimizer.rates() == {"items": pytest.approx((1.8, 0.5, 1.8))}
 
+    @interpreted_too
     def test_lookups_know_the_step(self, make_shard: ShardFactory) -> None:
         segment = Segment(
             dim=1,
@@ -284,7 +296,7 @@ class TestNonFinite:
         factors = torch.tensor([[1.0], [float("nan")], [float("-inf")]]).double()
         (owner(batch([1], [2], [3]))["a"] * factors).sum().backward()
 
-    @pytest.mark.parametrize("kind", sorted(set(SHARD_KINDS) - RAISES_LATE))
+    @pytest.mark.parametrize("kind", sorted(set(SHARDS) - RAISES_LATE))
     def test_raise_changes_nothing(self, kind: str) -> None:
         owner = one_table(shard_factory(kind))
         optimizer = SparseOptimizer(owner)
@@ -300,9 +312,9 @@ class TestNonFinite:
 
         assert not moved(owner, act).any()
 
-    @pytest.mark.parametrize("kind", sorted(RAISES_LATE))
-    def test_a_late_raise_leaves_bad_rows_alone(self, kind: str) -> None:
-        owner = one_table(shard_factory(kind))
+    @pytest.mark.parametrize("make_shard", [CUDA], indirect=True)
+    def test_a_late_raise_leaves_bad_rows_alone(self, make_shard: ShardFactory) -> None:
+        owner = one_table(make_shard)
         optimizer = SparseOptimizer(owner)
         owner(batch(IDS))
         before = owner.table("t").export()
@@ -330,6 +342,7 @@ class TestNonFinite:
             skipped = owner.table("t").stats().nonfinite_skipped
             assert skipped == (2 if policy == "skip" else 0)
 
+    @interpreted_too
     def test_no_shard_steps_when_one_refuses(self, make_shard: ShardFactory) -> None:
         good, bad = one_table(make_shard), one_table(make_shard)
         optimizer = SparseOptimizer([good, bad])

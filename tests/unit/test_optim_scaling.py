@@ -11,7 +11,7 @@ from torch import nn
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import CheckpointError, ConfigError
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
-from support.shards import SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 from support.toy_collections import IDS, batch, columns, moved, one_table
 
 
@@ -85,6 +85,7 @@ class TestScaler:
         torch.testing.assert_close(moved(owner, act), columns(1, 0, 1))
         assert optimizer.global_step == 1
 
+    @interpreted_too
     def test_overflow_skips_the_step(self, make_shard: ShardFactory) -> None:
         owner, optimizer, scaler = self.make(make_shard)
 

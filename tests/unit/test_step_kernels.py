@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ from shoal.rules.optimizers import (
 from shoal.rules.rounding import stochastic_round
 from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice
 from support.pooling import position_gradients
-from support.stepped_rows import StepWorld, form_of
+from support.stepped_rows import StepWorld, drawn, eighths, form_of, on, step
 
 HAS_GPU = torch.cuda.is_available()
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if HAS_GPU else pytest.param("cpu")]
@@ -83,54 +82,12 @@ def named(value: object) -> str:
     return value.kind if isinstance(value, Optimizer) else str(value)
 
 
-def eighths(n: int, dim: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Gradients whose sums are exact in any order."""
-    made = torch.Generator().manual_seed(seed)
-    return (torch.randint(-8, 9, (n, dim), generator=made) / 8).to(dtype)
-
-
-def drawn(handles: Sequence[int], lengths: Sequence[int], seed: int = 0) -> list[int]:
-    """Each handle as often as asked, missing rows (-1) among them, in random order."""
-    flat = [h for h, many in zip(handles, lengths, strict=False) for _ in range(many)] + [-1] * 5
-    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
-    return [flat[i] for i in order.tolist()]
-
-
-def on(world: StepWorld, handles: Sequence[int]) -> Tensor:
-    return torch.tensor(handles, dtype=torch.int32, device=world.device)
-
-
-def step(
-    world: StepWorld,
-    handles: Sequence[int],
-    grads: Tensor,
-    stamp: Stamp,
-    *,
-    counts: Sequence[int] | None = None,
-    seen: Tensor | None = None,
-) -> None:
-    """One step of the device's rows and of the reference's, a gradient row per position."""
-    runs = runs_of(on(world, handles))
-    placed = None if seen is None else sources_of(runs, [per_position([seen.to(world.device)])])
-    apply(
-        world.memory.layout,
-        world.forms,
-        runs,
-        sources_of(runs, [per_position([grads.to(world.device)])]),
-        world.rates_KR,
-        stamp,
-        counts_N=None if counts is None else on(world, counts),
-        seen=placed,
-    )
-    world.expect(handles, list(grads), stamp, counts, None if seen is None else list(seen))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rule", FUSED, ids=named)
 def test_rules_in_registers(rule: Optimizer, dtype: torch.dtype, device: str) -> None:
     world = StepWorld([form_of((5, rule), dtype=dtype)], [0, 0], 20, device)
     mine = world.handles[0][:7] + world.handles[1][:7]
-    for number in range(3):
+    for number in range(3 if HAS_GPU else 2):
         lengths = [1, 2, 3, COLD_RUN, COLD_RUN + 1, 0, 1] * 2
         handles = drawn(mine, lengths, seed=number)
         stamp = Stamp(epoch=number + 2, event_time_s=7 * number, global_step=number)

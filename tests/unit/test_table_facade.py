@@ -26,7 +26,14 @@ from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, Table, TableSpec
 from shoal.table.factory import resolve_device
-from support.shards import RAISES_LATE, SHARD_KINDS, ShardFactory, shard_factory
+from support.shards import (
+    RAISES_LATE,
+    SHARD_KINDS,
+    WITH_INTERPRETED,
+    ShardFactory,
+    interpreted_too,
+    shard_factory,
+)
 
 EXTREMES = [-(1 << 63), -1, 0, (1 << 63) - 1]
 
@@ -59,6 +66,7 @@ class TestVerbs:
         assert found.tolist() == [False, True, False] and len(one) == 1
         near(one.lookup(torch.tensor([7])), [[1, 2]])
 
+    @interpreted_too
     def test_find_or_init_and_gather(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, segment(initializer=Ones()), admission=Admission(threshold=2))
         one.assign([1], [[5.0, 6.0]])
@@ -114,6 +122,7 @@ class TestVerbs:
         one.assign_add([2], [[0.5]])
         near(one.lookup([1, 2]), [[13], [3]])
 
+    @interpreted_too
     def test_reinitialize(self, make_shard: ShardFactory) -> None:
         rule = Adagrad(lr=1.0, initial_accumulator=1.0)
         one = table(make_shard, segment(1, initializer=Ones(), optimizer=rule))
@@ -124,6 +133,7 @@ class TestVerbs:
         assert entry is not None
         near(entry.state, [1])
 
+    @interpreted_too
     def test_evict_by_age(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, expiry=Expiry(ttl_s=10))
         for id_, time_s in ((1, 0), (2, 5), (3, 6)):
@@ -133,6 +143,7 @@ class TestVerbs:
         ticket.end()
         assert one.evict(15) == 1 and len(one) == 1
 
+    @interpreted_too
     def test_cut_stamps_versions(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
         one.assign([1, 2], [[1.0, 1.0]] * 2)
@@ -143,6 +154,7 @@ class TestVerbs:
         assert (first.version, second.version) == (closed, closed + 1)
         assert one.cut() == closed + 1
 
+    @interpreted_too
     def test_export_and_load(self, make_shard: ShardFactory) -> None:
         rule = Adagrad(lr=1.0, initial_accumulator=1.0)
         one = table(make_shard, segment(2, optimizer=rule))
@@ -155,6 +167,7 @@ class TestVerbs:
         for name in ("ids", "weights", "state", "last_seen_s", "counts"):
             torch.testing.assert_close(getattr(again, name), getattr(chunk, name))
 
+    @interpreted_too
     def test_clear_and_stats(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, admission=Admission(threshold=2))
         one.assign([1, 2], [[1.0, 1.0]] * 2)
@@ -168,6 +181,7 @@ class TestVerbs:
         one.clear()
         assert len(one) == 0
 
+    @interpreted_too
     def test_nothing_at_all(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
         weights, found = one.find([])
@@ -177,6 +191,7 @@ class TestVerbs:
         assert one.gather(one.find_or_init([])).shape == (0, 2)
         assert one.reinitialize([]).tolist() == [] and len(one) == 0
 
+    @interpreted_too
     def test_all_ids_are_legal(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, segment(1))
         one.apply(EXTREMES, [[1.0], [2.0], [3.0], [4.0]])
@@ -189,6 +204,7 @@ class TestVerbs:
 
 
 class TestLimits:
+    @interpreted_too
     def test_a_full_table_refuses_whole(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, capacity_rows=2)
         one.assign([1], [[1.0, 1.0]])
@@ -204,6 +220,7 @@ class TestLimits:
         one.find_or_init([1, 2])
         assert len(one) == 2
 
+    @interpreted_too
     def test_least_recently_used_rows_make_room(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, capacity_rows=2, on_full="lru")
         one.apply([1], [[1.0, 1.0]], event_time_s=20)
@@ -211,6 +228,7 @@ class TestLimits:
         one.apply([3], [[1.0, 1.0]], event_time_s=30)
         assert one.find([1, 2, 3])[1].tolist() == [True, False, True]
 
+    @interpreted_too
     def test_least_frequently_used_rows_make_room(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, capacity_rows=2, on_full="lfu")
         one.apply([1, 1], [[1.0, 1.0]] * 2, event_time_s=1)
@@ -252,7 +270,7 @@ class TestBadInput:
             one.apply([1, 2], grads)  # type: ignore[arg-type]
         assert len(one) == 0
 
-    @pytest.mark.parametrize("kind", SHARD_KINDS)
+    @pytest.mark.parametrize("kind", WITH_INTERPRETED)
     def test_a_gradient_that_is_not_finite(self, kind: str) -> None:
         one = table(shard_factory(kind))
         with pytest.raises(NonFiniteGradient, match="gradient"):
@@ -260,6 +278,7 @@ class TestBadInput:
             one.check()
         assert kind in RAISES_LATE or len(one) == 0
 
+    @interpreted_too
     def test_counts(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
         with pytest.raises(ShapeError, match="counts"):
@@ -311,6 +330,7 @@ class TestWhere:
         assert resolve_device("auto") == ("cuda" if works else "cpu")
         assert resolve_device("cuda:1") == "cuda:1"
 
+    @interpreted_too
     def test_a_table_of_a_shared_shard(self, make_shard: ShardFactory) -> None:
         other = TableSpec(name="u", segments=(Segment(dim=3, initializer=Zeros()),))
         shard = make_shard([self.SPEC, other])

@@ -214,7 +214,8 @@ def per_position(
     words[:, _STRIDE] = [grad.stride(0) * grad.element_size() for grad in kept]
     words[:, _SCALE] = np.float64(scale).view(np.int64)
     counts = tuple(grad.shape[0] for grad in kept)
-    return GradGroups(words, counts, _forms(forms, len(kept)), scale != 1.0, kept)
+    forms_G = (0,) * len(kept) if forms is None else tuple(forms)
+    return GradGroups(words, counts, forms_G, scale != 1.0, kept)
 
 
 def pooled(
@@ -245,14 +246,8 @@ def pooled(
     kept = [bags_N, offsets_GB1, *rows]
     fixed = _pool_words(groups)
     words = fixed.words_GW.copy()
-    starts, strides, sizes = (
-        np.array(
-            [(grad.data_ptr(), grad.stride(0), grad.element_size()) for grad in rows],
-            dtype=np.int64,
-        )
-        .reshape(-1, 3)
-        .T
-    )
+    facts = [(grad.data_ptr(), grad.stride(0), grad.element_size()) for grad in rows]
+    starts, strides, sizes = np.array(facts, dtype=np.int64).reshape(-1, 3).T
     size = sizes[fixed.outputs_G]
     words[:, _BASE] = starts[fixed.outputs_G] + fixed.columns_G * size
     words[:, _STRIDE] = strides[fixed.outputs_G] * size
@@ -399,7 +394,3 @@ def _alignment(bits: Any) -> int:
     """The power of two, 16 at most, that all addresses are multiples of."""
     word = int(np.bitwise_or.reduce(bits)) | 16
     return word & -word
-
-
-def _forms(forms: Sequence[int] | None, groups: int) -> tuple[int, ...]:
-    return (0,) * groups if forms is None else tuple(forms)

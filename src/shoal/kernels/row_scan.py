@@ -285,7 +285,13 @@ def overdrafts(layout: ShardLayout, budgets_EW: Tensor) -> Tensor:
     jobs = len(budgets_EW)
     drops_E = torch.empty(jobs, dtype=torch.int64, device=budgets_EW.device)
     launch(
-        _overdraw, (blocks_of(jobs, 64),), layout.counters_KC, budgets_EW, drops_E, jobs, BLOCK=64
+        _overdraw,
+        (blocks_of(jobs, 64),),
+        layout.counters_KC,
+        budgets_EW,
+        drops_E,
+        jobs,
+        BLOCK=64,
     )
     return drops_E
 

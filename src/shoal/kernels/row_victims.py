@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 from shoal.kernels.launching import launch
 from shoal.kernels.row_cache import (
@@ -24,6 +25,7 @@ from shoal.kernels.row_cache import (
     TALLY_WRITTEN,
     VACANT,
     CacheMaps,
+    Pool,
     programs_of,
 )
 from shoal.kernels.row_form import RowForm
@@ -148,6 +150,17 @@ def _classes(  # type: ignore[no-untyped-def]
     tl.atomic_add(work_ptr + class_at, found, mask=found > 0, sem="relaxed")
 
 
+@triton.jit
+def _cut(work_ptr, need):  # type: ignore[no-untyped-def]
+    """The class that goes in part, if any does, the slots below it, which go, and all that go."""
+    class_at = tl.arange(0, _CLASS_COUNT)
+    counts = tl.load(work_ptr + class_at, mask=class_at < 255, other=0)
+    ends = tl.cumsum(counts, axis=0)
+    edge = tl.sum((ends < need).to(tl.int32), axis=0)
+    below = tl.max(tl.where(ends < need, ends, 0), axis=0)
+    return edge, below, tl.minimum(need, tl.max(ends, axis=0))
+
+
 @triton.jit(do_not_specialize=["first", "slots", "base", "tick", "keep_from"])  # type: ignore[untyped-decorator]
 def _take(  # type: ignore[no-untyped-def]
     payload_ptr,
@@ -170,13 +183,7 @@ def _take(  # type: ignore[no-untyped-def]
 ):
     """Gives slots to missing rows, in the maps, and lists what is to be moved."""
     need = tl.load(work_ptr + _NEED_WORD)
-    class_at = tl.arange(0, _CLASS_COUNT)
-    counts = tl.load(work_ptr + class_at, mask=class_at < 255, other=0)
-    ends = tl.cumsum(counts, axis=0)
-    # The class that goes in part, if any does: all slots below it go.
-    edge = tl.sum((ends < need).to(tl.int32), axis=0)
-    below = tl.max(tl.where(ends < need, ends, 0), axis=0)
-    moved = tl.minimum(need, tl.max(ends, axis=0))
+    edge, below, moved = _cut(work_ptr, need)
     if tl.program_id(0) == 0:
         tl.store(work_ptr + _MOVED_WORD, moved)
         tl.atomic_add(tallies_ptr + _PLACED, moved.to(tl.int64), sem="relaxed")
@@ -269,43 +276,59 @@ def _admit_form(
             LFU=lfu,
             BLOCK=_BLOCK,
         )
-        if pool.slots == 0:
-            return
-        grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), device),)
-        launch(
-            _classes,
-            grid,
-            maps.home_S,
-            maps.used_S,
-            uses,
-            pool.first,
-            pool.slots,
-            tick,
-            keep_from,
-            work,
-            LFU=lfu,
-            BLOCK=_BLOCK,
-        )
-        slots, outs = torch.empty(2, min(room, pool.slots), dtype=torch.int32, device=device)
-        launch(
-            _take,
-            grid,
-            maps.payload_H,
-            maps.home_S,
-            maps.used_S,
-            uses,
-            maps.dirty_S,
-            maps.tallies,
-            pool.first,
-            pool.slots,
-            maps.base,
-            tick,
-            keep_from,
-            work,
-            missing,
-            slots,
-            outs,
-            LFU=lfu,
-            BLOCK=_BLOCK,
-        )
-    move(layout, maps, form, Moves(work[_MOVED:], slots, outs, missing))
+        if pool.slots:
+            moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
+            move(layout, maps, form, moves)
+
+
+def _taken(
+    maps: CacheMaps,
+    pool: Pool,
+    work: Tensor,
+    missing: Tensor,
+    tick: int,
+    keep_from: int,
+    lfu: bool,
+) -> Moves:
+    """Give slots of a pool to missing rows, and say what is to be moved."""
+    uses = maps.uses_S if lfu else maps.used_S
+    grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), work.device),)
+    launch(
+        _classes,
+        grid,
+        maps.home_S,
+        maps.used_S,
+        uses,
+        pool.first,
+        pool.slots,
+        tick,
+        keep_from,
+        work,
+        LFU=lfu,
+        BLOCK=_BLOCK,
+    )
+    slots, outs = torch.empty(
+        2, min(len(missing), pool.slots), dtype=torch.int32, device=work.device
+    )
+    launch(
+        _take,
+        grid,
+        maps.payload_H,
+        maps.home_S,
+        maps.used_S,
+        uses,
+        maps.dirty_S,
+        maps.tallies,
+        pool.first,
+        pool.slots,
+        maps.base,
+        tick,
+        keep_from,
+        work,
+        missing,
+        slots,
+        outs,
+        LFU=lfu,
+        BLOCK=_BLOCK,
+    )
+    return Moves(work[_MOVED:], slots, outs, missing)

@@ -29,7 +29,7 @@ from shoal.kernels.table_layout import (
 )
 from shoal.kernels.transfer import staged
 
-__all__ = ["COLD_RUN", "Runs", "piece_room", "region_starts", "runs_of"]
+__all__ = ["COLD_RUN", "Runs", "piece_room", "region_starts", "run_columns", "runs_of"]
 
 COLD_RUN = 8  # positions of a run that one program adds in turn
 SHORTEST_PIECE = 64
@@ -81,6 +81,15 @@ class Runs:
 def piece_room(positions: int) -> int:
     """Most pieces that so many positions can have."""
     return positions // (COLD_RUN + 1)
+
+
+@triton.jit
+def run_columns(runs_ptr, room, run):  # type: ignore[no-untyped-def]
+    """Pointers to the words of each run; multiples of `room`, an int32, need not be one."""
+    handles = runs_ptr + run.to(tl.int64)
+    firsts = handles + room
+    numbers = firsts + room
+    return handles, firsts, numbers, numbers + room
 
 
 @triton.jit
@@ -155,10 +164,11 @@ def _list_runs(  # type: ignore[no-untyped-def]
         run = tl.where(length > _SHORT, long, short).to(tl.int64)
         slot = (first_piece + tl.cumsum(pieces, axis=0) - pieces).to(tl.int64)
         first = tl.where(hot, slot, at)
-        tl.store(runs_ptr + run, handle, mask=mine)
-        tl.store(runs_ptr + room + run, first.to(tl.int32), mask=mine)
-        tl.store(runs_ptr + 2 * room + run, items.to(tl.int32), mask=mine)
-        tl.store(runs_ptr + 3 * room + run, length.to(tl.int32), mask=mine)
+        handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
+        tl.store(handles, handle, mask=mine)
+        tl.store(firsts, first.to(tl.int32), mask=mine)
+        tl.store(numbers, items.to(tl.int32), mask=mine)
+        tl.store(lengths, length.to(tl.int32), mask=mine)
         for step in range(tl.max(pieces, axis=0)):
             cut = step < pieces
             start = at + step * piece

@@ -49,6 +49,38 @@ __all__ = ["Stamp", "apply"]
 _TABLE = tl.constexpr(CHUNK_TABLE)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _summed(  # type: ignore[no-untyped-def]
+    addresses_ptr, factors_ptr, counts_ptr, tallies_ptr, partials,
+    first, items, length, hot, column,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr,
+    FACTORS: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of a tile of runs, [R, D], and the occurrences that they stand for, int64 [R]."""
+    g = tl.zeros([ROWS, BLOCK_D], REAL)
+    sights = length.to(tl.int64)
+    if COUNTED:
+        sights = sights * 0
+    for item in range(0, tl.max(items, axis=0), 2):
+        # Both are asked for before either is added.
+        at, on, cold, address = item_where(
+            addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
+        )
+        next_at, next_on, next_cold, next_address = item_where(
+            addresses_ptr, partials, first, item + 1, items, hot, PITCH_BYTES
+        )
+        value = item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+        next_value = item_rows(
+            next_address, factors_ptr, next_at, next_cold, column, DIM, ALIGN, REAL, FACTORS
+        )
+        g += value
+        g += next_value
+        if COUNTED:
+            sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
+            sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
+    return g, sights
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "columns", "room", "form", "first_run", "last_run", "first_piece", "rate_columns",
@@ -89,27 +121,11 @@ def _step(  # type: ignore[no-untyped-def]
         last, count = load_stamps(chunks_ptr, columns, handle, live)
         table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
-        g = tl.zeros([ROWS, BLOCK_D], REAL)
-        sights = length.to(tl.int64)
-        if COUNTED:
-            sights = sights * 0
-        for item in range(0, tl.max(items, axis=0), 2):
-            # Both are asked for before either is added.
-            at, on, cold, address = item_where(
-                addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
-            )
-            next_at, next_on, next_cold, next_address = item_where(
-                addresses_ptr, partials, first, item + 1, items, hot, PITCH_BYTES
-            )
-            value = item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
-            next_value = item_rows(
-                next_address, factors_ptr, next_at, next_cold, column, DIM, ALIGN, REAL, FACTORS
-            )
-            g += value
-            g += next_value
-            if COUNTED:
-                sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
-                sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
+        g, sights = _summed(
+            addresses_ptr, factors_ptr, counts_ptr, tallies_ptr, partials,
+            first, items, length, hot, column,
+            DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, COUNTED, ROWS, BLOCK_D,
+        )  # fmt: skip
         g, good = accepted(g, live, LARGEST, CLIP)
         count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
         w, s0, s1, s2, p0, p1 = stepped(

@@ -158,4 +158,6 @@ def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
         "ROWS": rows_of_tile(segment.dim, form.real),
         "BLOCK_D": columns_of_tile(segment.dim),
         "num_warps": _WARPS,
+        # As the compiled core and the reference round: each operation by itself.
+        "enable_fp_fusion": False,
     }

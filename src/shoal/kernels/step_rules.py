@@ -47,7 +47,7 @@ _ROWWISE_ADAGRAD, _ADADELTA, _ADAM = tl.constexpr(3), tl.constexpr(4), tl.conste
 _AMSGRAD, _ADAMW, _FTRL = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 _RMSPROP, _BATCH_SOFTMAX, _SIGN_SGD = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
 _MOVING_AVERAGE, _LAMB, _GROUP_FTRL = tl.constexpr(12), tl.constexpr(13), tl.constexpr(14)
-_GROUP_ADAGRAD, _DYNAMIC_WD_ADAGRAD = tl.constexpr(15), tl.constexpr(16)
+_GROUP_ADAGRAD = tl.constexpr(15)  # and DynamicWdAdagrad is whatever is left
 # Bits of the low word of BatchSoftmax's last step.
 _STEP_BITS, _STEP_MASK = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 
@@ -319,26 +319,11 @@ def _dynamic_wd_adagrad(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def stepped(  # type: ignore[no-untyped-def]
-    w,
-    g,
-    s0,
-    s1,
-    s2,
-    p0,
-    p1,
-    rate,
-    inside,
-    global_step,
-    DIM: tl.constexpr,
-    RULE: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    F: tl.constexpr,
-    G: tl.constexpr,
-):
+    w, g, s0, s1, s2, p0, p1, rate, inside, global_step,
+    DIM: tl.constexpr, RULE: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """The rule's step; A to G are `KernelRule.params`. What a rule does not have stays as it is.
 
     inside: [R, D], true where there is a row and a column.

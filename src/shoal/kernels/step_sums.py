@@ -31,33 +31,26 @@ from shoal.kernels.step_rows import step_in_torch
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_tiles import (
     accepted,
-    count_nonfinite,
+    describe_rows,
     item_rows,
     item_tallies,
     item_where,
     load_rows,
-    load_stamps,
     payload_of,
     rates_of,
     run_words,
     runs_listed,
+    settle_rows,
     store_rows,
-    store_stamps,
 )
-from shoal.kernels.table_layout import (
-    CHUNK_IDS,
-    CHUNK_TABLE,
-    ShardLayout,
-    chunk_word,
-    row_address,
-)
+from shoal.kernels.table_layout import CHUNK_TABLE, ShardLayout, chunk_word
 
 __all__ = ["compose", "sum_runs"]
 
-_SLAB = 1 << 18  # runs
+_SLAB = 1 << 18  # runs of a slab at most
+_SLAB_BYTES = 1 << 28  # of their sums
 
 _TABLE = tl.constexpr(CHUNK_TABLE)
-_IDS = tl.constexpr(CHUNK_IDS)
 
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run"])  # type: ignore[untyped-decorator]
@@ -90,10 +83,10 @@ def _write_sums(  # type: ignore[no-untyped-def]
     runs_ptr, room, pieces_ptr, cursors_ptr, form, first_run, last_run, first_piece, begin, most,
     order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
     sums_ptr, handles_ptr, places_ptr, ids_ptr, sights_ptr, tables_ptr, epoch, event_time_s,
-    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr,
-    ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
-    FACTORS: tl.constexpr, COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
+    REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr, FACTORS: tl.constexpr,
+    COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Sums of runs `begin` on, `most` of them at the most.
 
@@ -116,8 +109,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
         if RANKED:
             position = tl.load(order_ptr + place, mask=live, other=0)
             out = tl.load(ranks_ptr + position, mask=live, other=1).to(tl.int64) - 1
-        good = live
-        most_items = tl.max(items, axis=0)
+        good, most_items = live, tl.max(items, axis=0)
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
             g = tl.zeros([ROWS, BLOCK_D], REAL)
@@ -135,22 +127,17 @@ def _write_sums(  # type: ignore[no-untyped-def]
         if COUNTED:
             sights = sights * 0
             for item in range(most_items):
-                at = first + item
-                sights += item_tallies(counts_ptr, tallies_ptr, at, item < items, hot)
+                sights += item_tallies(counts_ptr, tallies_ptr, first + item, item < items, hot)
         if SETTLE:
-            count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
-            last, count = load_stamps(chunks_ptr, columns, handle, good)
-            store_stamps(
-                chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights
+            settle_rows(
+                counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s,
+                sights, out, place, handles_ptr, places_ptr, CLIP,
             )  # fmt: skip
-            tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
-            tl.store(places_ptr + out, place.to(tl.int64), mask=live)
         else:
-            ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
-            id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-            tl.store(ids_ptr + out, id, mask=live)
-            tl.store(sights_ptr + out, sights, mask=live)
-            tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
+            describe_rows(
+                chunks_ptr, columns, handle, live, out, sights, table,
+                ids_ptr, sights_ptr, tables_ptr,
+            )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -261,8 +248,9 @@ def compose(
     device, room = runs.order_N.device, runs.rooms[number]
     plan = step_form(form)
     partials = add_pieces(number, form, runs, sources, counts_N)
-    for begin in range(0, room, _SLAB):
-        most = min(_SLAB, room - begin)
+    rows_each = max(min(_SLAB, _SLAB_BYTES // (plan.pitch * form.real.itemsize)), 1)
+    for begin in range(0, room, rows_each):
+        most = min(rows_each, room - begin)
         sums = torch.empty(most, plan.pitch, dtype=form.real, device=device)
         handles = torch.empty(most, dtype=torch.int32, device=device)
         places = torch.empty(most, dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ from shoal.kernels.row_rounding import (
     stochastic_bits,
     wide_of_bits,
 )
+from shoal.kernels.runs import run_columns
 from shoal.kernels.table_layout import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -33,6 +34,7 @@ from shoal.kernels.table_layout import (
 __all__ = [
     "accepted",
     "count_nonfinite",
+    "describe_rows",
     "item_rows",
     "item_tallies",
     "item_where",
@@ -43,6 +45,7 @@ __all__ = [
     "rates_of",
     "run_words",
     "runs_listed",
+    "settle_rows",
     "store_rows",
     "store_stamps",
     "store_weights",
@@ -258,6 +261,33 @@ def store_stamps(  # type: ignore[no-untyped-def]
     tl.store(counts, tl.minimum(count + sights, _WORD).to(tl.uint32), mask=live)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def settle_rows(  # type: ignore[no-untyped-def]
+    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, sights,
+    out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
+    those, -1 for rows that stay as they are, and first places.
+    """
+    count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
+    last, count = load_stamps(chunks_ptr, columns, handle, good)
+    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights)
+    tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
+    tl.store(places_ptr + out, place.to(tl.int64), mask=live)
+
+
+@triton.jit
+def describe_rows(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, live, out, sights, table, ids_ptr, sights_ptr, tables_ptr
+):  # fmt: skip
+    """Write what rows sums are of, at `out`: ids, occurrences, tables."""
+    ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+    id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+    tl.store(ids_ptr + out, id, mask=live)
+    tl.store(sights_ptr + out, sights, mask=live)
+    tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
+
+
 @triton.jit
 def run_words(  # type: ignore[no-untyped-def]
     runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
@@ -265,11 +295,11 @@ def run_words(  # type: ignore[no-untyped-def]
     """Handle, first place or piece, items, places of the form's runs; long ones come first."""
     longs = tl.load(cursors_ptr + 4 * form + 1)
     run = tl.where(row < longs, last_run - row, first_run + row - longs)
-    at = runs_ptr + run.to(tl.int64)
-    handle = tl.load(at, mask=live, other=0)
-    first = tl.load(at + room, mask=live, other=0)
-    items = tl.load(at + 2 * room, mask=live, other=0)
-    return handle, first, items, tl.load(at + 3 * room, mask=live, other=0)
+    handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
+    handle = tl.load(handles, mask=live, other=0)
+    first = tl.load(firsts, mask=live, other=0)
+    items = tl.load(numbers, mask=live, other=0)
+    return handle, first, items, tl.load(lengths, mask=live, other=0)
 
 
 @triton.jit

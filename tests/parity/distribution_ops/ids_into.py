@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -143,7 +144,10 @@ def test_no_form_with_outputs_waits_for_the_device() -> None:
     reorder = [reorder_outs(ids, 4, "cuda") for ids in (ids_N, rows_N2)]
     keys = key_outs(5000, 2, "cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # torch says that the mode is a prototype.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         ops.reorder_by_indices_into(ids_N, shards_N, 4, **reorder[0])
         ops.reorder_by_indices_into(rows_N2, shards_N[::2], 4, **reorder[1])
