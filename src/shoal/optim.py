@@ -81,7 +81,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     """Steps the rows of all embedding collections in some modules.
 
     Several forward and backward passes before a step add up; rows nobody touched stay put.
-    On CUDA a step does not wait for the device, but for a loss scaler or clipping that does.
+    On CUDA a step does not wait for the device, but for a loss scaler or clipping that does, and
+    for rules and compressors that kernels do not know.
     Works under `torch.amp.GradScaler` as it is. The scaler decides per optimizer whether to skip:
     put this one and the dense ones in a `JointOptimizer` to skip all or none.
 

@@ -12,7 +12,7 @@ import torch
 
 from shoal.embedding import EmbeddingCollection, Feature
 from shoal.errors import OutOfDeviceMemory, ShapeError
-from shoal.kernels import row_cache, row_select
+from shoal.kernels import row_cache, row_select, step
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
@@ -239,3 +239,20 @@ def test_a_copy_of_a_collection_keeps_its_cache() -> None:
     assert twin.settings == {"cache_bytes": 4096, "policy": "lfu"}
     assert twin.cache_stats().slots == shard.cache_stats().slots
     assert twin.last_step == 7
+
+
+def test_no_form_is_stepped_without_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Segment(dim=2, optimizer=SGD(lr=1.0), initializer=Constant(0.5))
+    specs = [TableSpec(name="a", segments=SEGMENTS), TableSpec(name="b", segments=(wide,))]
+    shard = CudaShard(specs, device=DEVICE)
+    ids = groups_of((0, range(20)), (1, range(20)), device=DEVICE)
+    for nth in range(2):
+        ticket = shard.find_or_init(ids, ctx=StepContext())
+        grads = tuple(torch.ones(20, dim, device=DEVICE) for dim in (1, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "add_pieces", failing(step.add_pieces, nth))
+            with pytest.raises(OutOfDeviceMemory):
+                shard.apply([GradRecord(ticket, grads)], ctx=StepContext())
+        assert all((rows == 0.5).all() for rows in shard.find(ids).weights)
+    shard.apply([GradRecord(ticket, grads)], ctx=StepContext())
+    assert all((rows == -0.5).all() for rows in shard.find(ids).weights)

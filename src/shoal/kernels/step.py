@@ -24,7 +24,7 @@ from shoal.kernels.piece_sums import add_pieces
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.runs import Runs
-from shoal.kernels.step_plan import Stamp, StepForm, programs_of, step_form
+from shoal.kernels.step_plan import Stamp, programs_of, step_form
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_sums import compose
 from shoal.kernels.step_tiles import (
@@ -167,31 +167,37 @@ def apply(
         payload_H: int32 by handle, a row's handle in a cache, or -1 where it has none.
     """
     counts = None if counts_N is None else counts_N[runs.order_N]
-    for number, form in enumerate(forms):
-        if runs.rooms[number] == 0:
-            continue
-        plan = step_form(form)
-        if plan.fused is None:
+    present = [number for number, room in enumerate(runs.rooms) if room]
+    # What needs memory comes first, so that a lack of it finds no form stepped.
+    pieces = {
+        number: add_pieces(number, forms[number], runs, sources, counts)
+        for number in present
+        if step_form(forms[number]).fused is not None
+    }
+    for number in present:
+        form = forms[number]
+        if number not in pieces:
             compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen, payload_H)
-        else:
-            _apply_fused(
-                layout, number, plan, plan.fused, runs, sources, rates_KR, stamp, counts, payload_H
-            )
+    for number, sums in pieces.items():
+        _apply_fused(
+            layout, number, forms[number], runs, sources, rates_KR, stamp, counts, sums, payload_H
+        )
 
 
 def _apply_fused(
     layout: ShardLayout,
     number: int,
-    plan: StepForm,
-    constants: dict[str, Any],
+    form: RowForm,
     runs: Runs,
     sources: Sources,
     rates_KR: Tensor,
     stamp: Stamp,
     counts_N: Tensor | None,
+    pieces: tuple[Tensor, Tensor],
     payload_H: Tensor | None,
 ) -> None:
-    partials, tallies = add_pieces(number, plan.form, runs, sources, counts_N)
+    plan, (partials, tallies) = step_form(form), pieces
+    constants: Any = plan.fused
     tiles = blocks_of(runs.rooms[number], constants["ROWS"])
     unused = sources.addresses_N
     launch(

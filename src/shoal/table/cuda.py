@@ -73,7 +73,8 @@ class CudaShard(CudaUpkeep):
     ) -> CudaTicket:
         """Probe, decide admission once, insert admitted ids with their initial value.
 
-        Waits for the device only when a table may reach its `capacity_rows`.
+        Waits for the device only where a table may reach its `capacity_rows` and have to refuse,
+        and, while tables grow, until the device is one call behind.
         """
         with self._turn():
             shape, call = self._call(groups)

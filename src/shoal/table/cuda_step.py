@@ -42,7 +42,11 @@ class CudaStep(CudaRead):
     """Sums gradients and applies rules. Arguments as `CudaShard`'s."""
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
-        """Sum the gradients per row over all records, one optimizer step per admitted row."""
+        """Sum the gradients per row over all records, one optimizer step per admitted row.
+
+        Waits for the device only where kernels do not know a segment's rule or compressor
+        (`step_plan`): plain torch steps it then.
+        """
         with self._turn():
             rates_KR = self._rates(ctx)
             joined = self._joined(records)
