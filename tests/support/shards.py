@@ -67,6 +67,7 @@ interpreted_too = pytest.mark.parametrize("make_shard", WITH_INTERPRETED, indire
 
 def interpreted_once(name: str, values: Sequence[object], chosen: object) -> Any:
     """Each value of an argument with each kind, of which interpreted kernels take one value."""
+    assert chosen in values
     cases = [
         pytest.param(kind, value, id=f"{kind}-{value!r}")
         for kind in ("reference", "cpu")

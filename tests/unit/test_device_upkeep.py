@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal import Expiry
+from shoal import Expiry, Segment, TableSpec
 from shoal.hashing import mix64, salt, to_signed
 from shoal.kernels import row_select
 from shoal.kernels.row_copy import read_metadata
 from shoal.kernels.table_erase import erase
 from shoal.kernels.table_index import probe
+from shoal.table import cuda_budget, device_evict
+from shoal.table.cpu import CpuShard
+from shoal.table.cuda import CudaShard
 from shoal.table.device_evict import (
     Lives,
     Scored,
@@ -27,8 +30,10 @@ from shoal.table.device_evict import (
     pin_marks,
     scored_jobs,
 )
+from shoal.table.shard import StepContext
 from support.device_fill import DEVICE, LANE, Meta, fill, filled
 from support.device_tables import DeviceTables, TableSize, make_tables
+from support.id_groups import groups_of
 
 SALT = salt("t")
 SIZE = TableSize(salt=SALT)
@@ -66,6 +71,23 @@ def drawn(rng: random.Random, number: int, seconds: int, counts: int) -> list[Me
         )
         for id_ in ids
     ]
+
+
+@pytest.mark.parametrize("least", [1, 1 << 25])
+@pytest.mark.parametrize("seed", range(5))
+def test_scans_take_twice_the_memory_of_their_tables_at_most(
+    least: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_evict, "_ROWS_AT_LEAST", least)
+    rng = random.Random(seed)
+    rooms = [1 << rng.randrange(8, 30) for _ in range(26)]
+    parts = device_evict.scanned_together(rooms)
+    assert sorted(index for part in parts for index in part) == list(range(26))
+    for part in parts:
+        own = [rooms[index] for index in part]
+        assert len(own) * max(own) <= max(least, 2 * sum(own))
+    assert device_evict.scanned_together([1000] * 26) == [list(range(26))]
+    assert device_evict.scanned_together([]) == []
 
 
 @pytest.mark.parametrize("device", LANE)
@@ -218,3 +240,29 @@ def test_large_tables(
     out_M, size_1 = lowest_many(tables.layout, jobs, rows, drops)
     got = read_metadata(tables.layout, out_M[: int(size_1)])[0]
     assert sorted(got.tolist()) == sorted(expected)
+
+
+@pytest.mark.parametrize("device", LANE)
+def test_tables_that_are_scanned_apart(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart(rooms: Sequence[int]) -> list[list[int]]:
+        return [[index] for index in reversed(range(len(rooms)))]
+
+    monkeypatch.setattr(cuda_budget, "scanned_together", apart)
+    specs = [
+        TableSpec(name=f"t{k}", segments=(Segment(dim=1),), capacity_rows=8 + k, **more)
+        for k, more in enumerate(({"on_full": "lru"}, {"on_full": "lfu"}, {}))
+    ]
+    specs += [TableSpec(name="old", segments=(Segment(dim=1),), expiry=Expiry(ttl_s=2))]
+    specs += [TableSpec(name="new", segments=(Segment(dim=1),), expiry=Expiry(ttl_s=3))]
+    shards: list[Any] = [CpuShard(specs), CudaShard(specs, device=device)]
+    for turn in range(4):
+        ids = [range(5 * turn, 5 * turn + 7), range(4 * turn, 4 * turn + 6), range(3)]
+        parts = [(k, part) for k, part in enumerate((*ids, [turn], [turn]))]
+        for shard in shards:
+            where = str(shard.device)
+            shard.find_or_init(groups_of(*parts, device=where), ctx=StepContext(event_time_s=turn))
+    assert len({shard.evict(4) for shard in shards}) == 1
+    for k in range(len(specs)):
+        theirs, ours = (shard.export(k).ids.tolist() for shard in shards)
+        assert ours == theirs
+    assert [shards[1].size(k) for k in range(5)] == [8, 9, 3, 1, 2]

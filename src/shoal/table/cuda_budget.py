@@ -23,7 +23,7 @@ from shoal.table import refusals
 from shoal.table.cuda_core import CudaCore
 from shoal.table.device_calls import CallShape
 from shoal.table.device_counters import Counts
-from shoal.table.device_evict import Scored, lowest_many, scored_jobs
+from shoal.table.device_evict import Scored, lowest_many, scanned_together, scored_jobs
 from shoal.table.spec import TableSpec
 
 __all__ = ["CudaBudget"]
@@ -91,8 +91,19 @@ class CudaBudget(CudaCore):
 
     def _trim(self, tables: tuple[int, ...], shape: CallShape, handles_N: Tensor) -> None:
         """Drop what these tables hold beyond their budgets, but no rows of live lookups."""
+        self._over_K[list(tables)] += shape.new_K[list(tables)]
+        held = [ticket.handles_N for ticket in self._live_tickets()]
+        marks = pin_marks([handles_N, *held], self._memory.chunks)
+        for part in self._scans(tables):
+            self._trim_part(part, marks)
+
+    def _scans(self, tables: Sequence[int]) -> list[tuple[int, ...]]:
+        """Tables that one scan takes."""
+        parts = scanned_together([int(self._memory.rows_room_K[k]) for k in tables])
+        return [tuple(tables[at] for at in part) for part in parts]
+
+    def _trim_part(self, tables: tuple[int, ...], marks: Tensor) -> None:
         index = list(tables)
-        self._over_K[index] += shape.new_K[index]
         trim = self._trims.get(tables)
         if trim is None:
             if len(self._trims) >= _JOBS_KEPT:
@@ -101,8 +112,6 @@ class CudaBudget(CudaCore):
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
         drops_E = overdrafts(self._layout, trim.budgets_EW)
-        held = [ticket.handles_N for ticket in self._live_tickets()]
-        marks = pin_marks([handles_N, *held], self._memory.chunks)
         rows = int(self._memory.rows_room_K[index].max())
         most = int((self._over_K[index] + self._capacity_K[index] // _AHEAD).sum())
         gone_M, size_1 = lowest_many(self._layout, trim.jobs_EW, rows, drops_E, marks, most=most)
@@ -208,10 +217,12 @@ class CudaBudget(CudaCore):
         """Drop so many rows of each of these tables, those of least score, but no marked ones."""
         # First, because selected rows are marked as free and must then leave the index.
         self._memory.make_free_lists(tables)
-        jobs_EW = self._jobs(tables)
-        rows = max(int(self._memory.rows_room_K[k]) for k in tables)
-        gone_M, size_1 = lowest_many(self._layout, jobs_EW, rows, drops, marks)
-        self._erase(gone_M, size_1)
+        drop_of = dict(zip(tables, drops, strict=True))
+        for part in self._scans(tables):
+            rows = max(int(self._memory.rows_room_K[k]) for k in part)
+            wanted = [drop_of[k] for k in part]
+            gone_M, size_1 = lowest_many(self._layout, self._jobs(part), rows, wanted, marks)
+            self._erase(gone_M, size_1)
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""

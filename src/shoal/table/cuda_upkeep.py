@@ -41,12 +41,13 @@ class CudaUpkeep(CudaWrite):
             before = int(counters.known_KC[:, COUNT_EVICTED].sum())
             held = [ticket.handles_N for ticket in self._live_tickets()]
             marks = pin_marks(held, self._memory.chunks) if held else None
-            expiring = [(k, s.expiry) for k, s in enumerate(self._specs) if s.expiry is not None]
+            expiring = {k: s.expiry for k, s in enumerate(self._specs) if s.expiry is not None}
             if expiring:
-                room = max(int(self._memory.rows_room_K[k]) for k, _ in expiring)
-                lives = Lives(expiring, self._device)
-                self._memory.make_free_lists([k for k, _ in expiring])
-                self._erase(*expired_many(self._layout, lives, room, now_s, marks))
+                self._memory.make_free_lists(list(expiring))
+                for part in self._scans(list(expiring)):
+                    room = max(int(self._memory.rows_room_K[k]) for k in part)
+                    lives = Lives([(k, expiring[k]) for k in part], self._device)
+                    self._erase(*expired_many(self._layout, lives, room, now_s, marks))
                 self._settled()
             over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
             tables = [int(k) for k in np.flatnonzero(over_K > 0)]

@@ -33,9 +33,21 @@ from shoal.kernels.transfer import sent
 from shoal.rules.expiry import Expiry
 from shoal.table.slot_values import SlotValues
 
-__all__ = ["Lives", "Scored", "expired", "expired_many", "lowest", "lowest_many", "pin_marks"]
+__all__ = [
+    "Lives",
+    "Scored",
+    "expired",
+    "expired_many",
+    "lowest",
+    "lowest_many",
+    "pin_marks",
+    "scanned_together",
+]
 
 Kind = Literal["lru", "lfu"]
+
+# Rows that a scan may have room for whatever its tables hold: 4 to 8 bytes each.
+_ROWS_AT_LEAST = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,24 @@ class Scored:
 
     table: int
     kind: Kind
+
+
+def scanned_together(rooms: Sequence[int]) -> list[list[int]]:
+    """Which of some tables to scan in one call, by their rooms: indices, the largest first.
+
+    Every table of a scan gets as much memory as the largest of them needs. So small tables are
+    not scanned with a huge one, unless all of that is little.
+    """
+    parts: list[list[int]] = []
+    largest = filled = 0
+    for index in sorted(range(len(rooms)), key=lambda at: -rooms[at]):
+        size = (len(parts[-1]) + 1) * largest if parts else 0
+        if not parts or size > max(_ROWS_AT_LEAST, 2 * (filled + rooms[index])):
+            parts.append([])
+            largest, filled = rooms[index], 0
+        parts[-1].append(index)
+        filled += rooms[index]
+    return parts
 
 
 class Lives:
