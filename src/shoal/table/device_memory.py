@@ -169,8 +169,8 @@ class DeviceMemory:
         counters = self.counters
         counters.poll()
         if not self._roomy(new_K):
-            # A host that is ahead knows little. It loses nothing by waiting until two calls are left
-            # under way: the device has those to do.
+            # A host that is ahead knows little. It loses nothing by waiting until two calls are
+            # left under way: the device has those to do.
             counters.wait(but=2)
             if not self._roomy(new_K):
                 self._make_room(counters.rows_bound_K + new_K, new_K)
