@@ -81,6 +81,8 @@ RULES: dict[str, Optimizer] = {
     "lamb": LAMB(lr=0.02),
     "delayed": DelayCompensated(inner=Adagrad(lr=0.1), strength=0.1),
 }
+# The same kernels with another constant; interpreted, `test_step_kernels` has them.
+VARIANTS = ("nesterov", "nadam", "rmsprop summed")
 
 
 class Pair:
@@ -150,7 +152,7 @@ def table(name: str, *rules: Optimizer, dtype: str = "float32", dim: int = DIM) 
     return TableSpec(name=name, segments=segments, dtype=dtype)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("name", [n for n in RULES if ON_GPU or n not in VARIANTS])
 def test_runs_of_a_rule_agree(name: str) -> None:
     """Alone in a row, beside another rule, and in float64."""
     rule = RULES[name]
@@ -183,7 +185,7 @@ def test_narrow_rows_agree_to_the_bit(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rules_on_narrow_rows_differ_in_few_draws(dtype: str) -> None:
-    rules = ("adam", "adagrad", "ftrl", "row-wise adagrad", "lamb")
+    rules = ("adam", "adagrad", "ftrl", "row-wise adagrad", "lamb")[: 5 if ON_GPU else 3]
     pair = Pair([table(name, RULES[name], dtype=dtype) for name in rules])
     differing = total = 0
     for step in range(min(STEPS, 20)):

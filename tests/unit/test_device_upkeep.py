@@ -102,8 +102,8 @@ class TestLowest:
         result = lowest_many(tables.layout, jobs, 256, [drop])
         assert dropped(tables, result) == sorted(core_order(rows, kind)[:drop])
 
-    @pytest.mark.parametrize("seconds", [1, 3, 1000])
-    @pytest.mark.parametrize("drop", [1, 20, 140, 299])
+    @pytest.mark.parametrize("seconds", [1, 3, 1000] if DEVICE == "cuda" else [3, 1000])
+    @pytest.mark.parametrize("drop", [1, 20, 140, 299] if DEVICE == "cuda" else [1, 140, 299])
     def test_with_a_sample(
         self, device: str, seconds: int, drop: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:

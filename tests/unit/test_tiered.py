@@ -86,7 +86,7 @@ def batch_of(number: int, size: int, most: int) -> list[list[int]]:
     ("cache", "policy"),
     [(cache, policy) for cache in CACHES for policy in ("lru", "lfu")]
     if torch.cuda.is_available()
-    else [("none", "lru"), ("less", "lfu"), ("all", "lru")],
+    else [("none", "lru"), ("less", "lfu")],
 )
 def test_steps_give_the_rows_of_a_shard_without_tiers(device: str, cache: str, policy: str) -> None:
     plain = CudaShard([ITEMS, USERS], seed=3, device=device)
