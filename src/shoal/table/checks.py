@@ -21,6 +21,7 @@ from shoal.table import scalars
 from shoal.table.shard import IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
 
+_CPU = torch.device("cpu")
 _MAX_COUNT = (1 << 31) - 1
 _MAX_UINT32 = (1 << 32) - 1
 
@@ -254,9 +255,11 @@ def plan(
 
 
 def grads(
-    values: Sequence[Tensor], shapes: Sequence[tuple[tuple[int, int], torch.dtype]]
+    values: Sequence[Tensor],
+    shapes: Sequence[tuple[tuple[int, int], torch.dtype]],
+    device: torch.device = _CPU,
 ) -> list[Tensor]:
-    """Check rows handed to a shard; returns them contiguous."""
+    """Check rows handed to a shard on a device; returns them contiguous."""
     if len(values) != len(shapes):
         raise ShapeError(
             describe(
@@ -277,16 +280,17 @@ def grads(
                     remedy="One row per id, as wide as its table (or output).",
                 )
             )
-        if value.dtype != dtype or value.device.type != "cpu":
+        if value.dtype != dtype or value.device != device:
             raise DTypeError(
                 describe(
                     "rows",
                     got=f"{value.dtype} on {value.device}",
-                    allowed=f"{dtype} on cpu",
-                    remedy=f"Convert with .to('cpu', {dtype}).",
+                    allowed=f"{dtype} on {device}",
+                    remedy=f"Convert with .to({str(device)!r}, {dtype}).",
                 )
             )
-        ready.append(value.detach().contiguous())
+        value = value.detach() if value.requires_grad else value
+        ready.append(value if value.is_contiguous() else value.contiguous())
     return ready
 
 

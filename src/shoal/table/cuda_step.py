@@ -16,7 +16,7 @@ from shoal.kernels.step_sums import sum_runs
 from shoal.table import checks, refusals
 from shoal.table.cuda_read import CudaRead
 from shoal.table.cuda_ticket import CudaTicket
-from shoal.table.device_calls import CallShape, check_bags, check_counts, check_rows
+from shoal.table.device_calls import CallShape, check_bags, check_counts
 from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
 
 __all__ = ["CudaStep"]
@@ -132,7 +132,7 @@ class CudaStep(CudaRead):
                 shape, call = self._call(groups)
                 counts_N = torch.cat(summed.counts)
                 check_counts(shape, counts_N, self._device)
-                sums = check_rows(summed.sums, self._group_shapes(shape), self._device)
+                sums = checks.grads(summed.sums, self._group_shapes(shape), self._device)
                 # Tickets end only after the step, so rows that were summed are still there.
                 later = replace(ctx, event_time_s=latest_s)
                 handles_N, _ = self._inserted(shape, call, counts_N, later)
@@ -155,8 +155,10 @@ class CudaStep(CudaRead):
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
             shapes = self._group_shapes(shape)
-            ready = check_rows(grads, shapes, self._device)
-            seen = None if seen_weights is None else check_rows(seen_weights, shapes, self._device)
+            ready = checks.grads(grads, shapes, self._device)
+            seen = (
+                None if seen_weights is None else checks.grads(seen_weights, shapes, self._device)
+            )
             checks.rates(ctx, self._specs)
             handles_N, _ = self._inserted(shape, call, counts_N, ctx)
             self._step_ids(shape, handles_N, ready, counts_N, seen, ctx.event_time_s, ctx)
@@ -233,7 +235,7 @@ class CudaStep(CudaRead):
         shape = ticket.shape
         forms_G = [self._form_of[k] for k in shape.tables]
         if record.plan is None:
-            grads = check_rows(record.grads, self._group_shapes(shape), self._device)
+            grads = checks.grads(record.grads, self._group_shapes(shape), self._device)
             return grad_sources.per_position(grads, scale=record.scale, forms=forms_G)
         if record.offsets_GB1 is None:
             raise refusals.plan_without_offsets()
@@ -241,7 +243,7 @@ class CudaStep(CudaRead):
         bags = check_bags(shape, record.offsets_GB1, record.weights_N, self._device)
         widths = [output.width for output in record.plan.outputs]
         shapes = [((bags, w), d) for w, d in zip(widths, compiled.dtypes, strict=True)]
-        grads = check_rows(record.grads, shapes, self._device)
+        grads = checks.grads(record.grads, shapes, self._device)
         return grad_sources.pooled(
             compiled.groups,
             grads,

@@ -10,8 +10,8 @@ from torch import Tensor
 from shoal.kernels.row_copy import Metadata, read_metadata, write_metadata, write_values
 from shoal.kernels.row_write import write_weights
 from shoal.rules.initializers import initial_values
+from shoal.table import checks
 from shoal.table.cuda_step import CudaStep
-from shoal.table.device_calls import check_rows
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import TableSpec
 
@@ -34,7 +34,7 @@ class CudaWrite(CudaStep):
     ) -> None:
         with self._turn():
             shape, call = self._call(groups)
-            ready = check_rows(values, self._group_shapes(shape), self._device)
+            ready = checks.grads(values, self._group_shapes(shape), self._device)
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)
             for form in shape.forms:
                 mine = [g for g, k in enumerate(shape.tables) if self._form_of[k] == form]

@@ -17,7 +17,7 @@ from shoal.kernels.table_layout import CallGroups
 from shoal.kernels.transfer import retire, sent
 from shoal.table.shard import IdGroups
 
-__all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "check_rows"]
+__all__ = ["CallShape", "CallShapes", "check_bags", "check_counts"]
 
 _SHAPES_KEPT = 256
 
@@ -194,46 +194,6 @@ def check_bags(
             )
         )
     return cells // count if count else 0
-
-
-def check_rows(
-    values: Sequence[Tensor],
-    shapes: Sequence[tuple[tuple[int, int], torch.dtype]],
-    device: torch.device,
-) -> list[Tensor]:
-    """Check rows handed to a shard; returns them contiguous."""
-    if len(values) != len(shapes):
-        raise ShapeError(
-            describe(
-                "tensors of rows",
-                got=len(values),
-                allowed=len(shapes),
-                remedy="Give one tensor per group (or per output of the plan).",
-            )
-        )
-    ready = []
-    for value, (shape, dtype) in zip(values, shapes, strict=True):
-        if tuple(value.shape) != shape:
-            raise ShapeError(
-                describe(
-                    "rows",
-                    got=tuple(value.shape),
-                    allowed=shape,
-                    remedy="One row per id, as wide as its table (or output).",
-                )
-            )
-        if value.dtype != dtype or value.device != device:
-            raise DTypeError(
-                describe(
-                    "rows",
-                    got=f"{value.dtype} on {value.device}",
-                    allowed=f"{dtype} on {device}",
-                    remedy=f"Convert with .to({str(device)!r}, {dtype}).",
-                )
-            )
-        value = value.detach() if value.requires_grad else value
-        ready.append(value if value.is_contiguous() else value.contiguous())
-    return ready
 
 
 def _check_flat(what: str, value: Tensor) -> None:
