@@ -10,13 +10,11 @@ from torch import Tensor
 
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.cuda_upkeep import CudaUpkeep
-from shoal.table.device_calls import check_counts
+from shoal.table.device_calls import check_counts, occurrences
 from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
 from shoal.table.spec import TableSpec
 
 __all__ = ["CudaShard", "CudaTicket"]
-
-_MAX_COUNT = (1 << 31) - 1
 
 
 class CudaShard(CudaUpkeep):
@@ -81,7 +79,7 @@ class CudaShard(CudaUpkeep):
             check_counts(shape, counts_N, self._device)
             self._tell()
             handles_N, met_N = self._inserted(shape, call, counts_N, ctx)
-            counts = None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
+            counts = occurrences(counts_N)
             # Growth replaces the columns of chunks while the side may still read the old ones.
             read = (handles_N, self._layout.chunks_WC) if len(self._forms) > 1 else (handles_N,)
             runs = self._side.start(

@@ -169,15 +169,10 @@ class CudaBudget(CudaCore):
         tables_N = torch.repeat_interleave(
             call.tables_G.to(torch.int64), sizes_G, output_size=shape.splits[-1]
         )[places]
-        firsts, size_1 = self._firsts(call.ids_N[places], tables_N)
+        _, _, firsts, _, size_1 = dedup_first(call.ids_N[places], tables_N)
         distinct = tables_N[firsts[: int(size_1)]]
         counts: Counts = torch.bincount(distinct, minlength=len(self._specs)).cpu().numpy()
         return counts
-
-    @staticmethod
-    def _firsts(ids_M: Tensor, tables_M: Tensor) -> tuple[Tensor, Tensor]:
-        _, _, firsts_M, _, size_1 = dedup_first(ids_M, tables_M)
-        return firsts_M, size_1
 
     def _drop_lowest(
         self, over_K: Counts, fresh_K: Counts, handles_N: Tensor, *, may_drop: bool
@@ -226,4 +221,4 @@ class CudaBudget(CudaCore):
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""
-        table_erase.erase(self._layout, handles_M, size_1.to(torch.int32))
+        table_erase.erase(self._layout, handles_M, size_1)

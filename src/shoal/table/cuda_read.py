@@ -59,19 +59,23 @@ class CudaRead(CudaInsert):
         initial: bool,
     ) -> tuple[Tensor, ...]:
         """Rows of handles, one [n_g, D_g] per group; -1 reads as zeros or as the initial value."""
-        outs = self._outs(shape)
+        places_N, outs = self._places_N(shape, handles_N), self._outs(shape)
         for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
             row_read.gather(
                 self._layout,
                 self._forms[form],
                 call,
-                handles_N,
+                places_N,
                 out,
                 None if len(shape.forms) == 1 else starts_G,
                 initial=initial,
                 global_step=global_step,
             )
         return self._by_group(shape, outs)
+
+    def _places_N(self, shape: CallShape, handles_N: Tensor) -> Tensor:
+        """Where the rows of these handles are read: at home, but for a cache's rows."""
+        return handles_N
 
     def _outs(self, shape: CallShape) -> list[Tensor]:
         forms = [self._forms[form] for form in shape.forms]
@@ -106,7 +110,7 @@ class CudaRead(CudaInsert):
             self._layout,
             compiled.lines,
             call,
-            handles_N,
+            self._places_N(shape, handles_N),
             offsets_GB1,
             weights_N,
             initial=initial,

@@ -16,12 +16,10 @@ from shoal.kernels.step_sums import sum_runs
 from shoal.table import checks, refusals
 from shoal.table.cuda_read import CudaRead
 from shoal.table.cuda_ticket import CudaTicket
-from shoal.table.device_calls import CallShape, check_bags, check_counts
+from shoal.table.device_calls import CallShape, check_bags, check_counts, occurrences
 from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
 
 __all__ = ["CudaStep"]
-
-_MAX_COUNT = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ class CudaStep(CudaRead):
             sources,
             self._rates(ctx),
             self._stamp(ctx, event_time_s),
-            counts_N=None if counts_N is None else _small(counts_N),
+            counts_N=occurrences(counts_N),
             seen=seen_sources,
             payload_H=self._payload_of(runs),
         )
@@ -259,10 +257,6 @@ class CudaStep(CudaRead):
             ((size, self._dims[k]), self._forms[self._form_of[k]].real)
             for size, k in zip(shape.sizes, shape.tables, strict=True)
         ]
-
-
-def _small(counts_N: Tensor) -> Tensor:
-    return counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
 
 
 def _counts(tickets: Sequence[CudaTicket]) -> Tensor | None:

@@ -17,9 +17,10 @@ from shoal.kernels.table_layout import CallGroups
 from shoal.kernels.transfer import retire, sent
 from shoal.table.shard import IdGroups
 
-__all__ = ["CallShape", "CallShapes", "check_bags", "check_counts"]
+__all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "occurrences"]
 
 _SHAPES_KEPT = 256
+_MAX_COUNT = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,11 @@ def check_counts(shape: CallShape, counts_N: Tensor | None, device: torch.device
                 remedy="Leave counts out when each position stands for one sight.",
             )
         )
+
+
+def occurrences(counts_N: Tensor | None) -> Tensor | None:
+    """Checked counts as kernels take them: int32 [N], clamped to 0..2^31-1; None stays None."""
+    return None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
 
 
 def check_bags(

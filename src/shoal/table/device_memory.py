@@ -156,10 +156,6 @@ class DeviceMemory:
         self._show(self._lines_KT, self.layout.tables_KT, sent_WC)
         return first
 
-    def entries(self, table: int) -> Tensor:
-        """The index of a table."""
-        return self._tables[table].entries
-
     def reserve(self, new_K: Counts) -> None:
         """Make sure that `new_K` more ids of each table can be inserted, and count them.
 

@@ -20,7 +20,7 @@ from shoal.table.cuda import CudaShard
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape
 from shoal.table.row_cache import CachedForm, CachePolicy, CacheStats, RowCache
-from shoal.table.shard import Entry, IdGroups, PoolPlan, RowChunk, StepContext, TableStats
+from shoal.table.shard import Entry, IdGroups, RowChunk, StepContext, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = ["TieredShard"]
@@ -175,35 +175,6 @@ class TieredShard(CudaShard):
         handles_N, found_N = self._probe(call)
         rows = self._rows_of(shape, call, handles_N, self._last_step, initial=False)
         return rows, found_N
-
-    def _rows_of(
-        self,
-        shape: CallShape,
-        call: CallGroups,
-        handles_N: Tensor,
-        global_step: int,
-        *,
-        initial: bool,
-    ) -> tuple[Tensor, ...]:
-        places_N = self._places_N(shape, handles_N)
-        return super()._rows_of(shape, call, places_N, global_step, initial=initial)
-
-    def _pooled(
-        self,
-        shape: CallShape,
-        call: CallGroups,
-        handles_N: Tensor,
-        plan: PoolPlan,
-        offsets_GB1: Tensor,
-        weights_N: Tensor | None,
-        global_step: int,
-        *,
-        initial: bool,
-    ) -> tuple[Tensor, ...]:
-        places_N = self._places_N(shape, handles_N)
-        return super()._pooled(
-            shape, call, places_N, plan, offsets_GB1, weights_N, global_step, initial=initial
-        )
 
     def _stepped(self, ctx: StepContext) -> None:
         super()._stepped(ctx)
