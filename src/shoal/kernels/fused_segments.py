@@ -89,7 +89,7 @@ def _fused(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lower_bounds(
-    tables: tl.tensor, fields: tl.constexpr, rounds: tl.tensor, block: tl.constexpr
+    tables: tl.tensor, rounds: tl.tensor, fields: tl.constexpr, block: tl.constexpr
 ) -> None:
     """Offsets of sorted indices: the first position that holds b or more, for each b."""
     table = tables + tl.program_id(1) * fields
@@ -183,7 +183,7 @@ def segment_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) 
     ]
     rounds = max(index_M.shape[0] for index_M in index).bit_length()
     grid = (max(lengths) // block + 1, len(outs))
-    launch(_lower_bounds, grid, sent(fields, index[0].device), 4, rounds, block)
+    launch(_lower_bounds, grid, sent(fields, index[0].device), rounds, fields=4, block=block)
     return outs
 
 
@@ -224,14 +224,14 @@ def _launch(
         grid,
         facts,
         facts[len(tables) :],
-        FIELDS,
-        ELEMENTS[dtype],
-        rows[0].element_size(),
-        wide_of(dtype),
-        step,
-        back,
-        order_M is not None,
-        block_s,
-        block_d,
-        UNROLL,
+        fields=FIELDS,
+        element=ELEMENTS[dtype],
+        size=rows[0].element_size(),
+        wide=wide_of(dtype),
+        step=step,
+        back=back,
+        ordered=order_M is not None,
+        block_s=block_s,
+        block_d=block_d,
+        unroll=UNROLL,
     )
