@@ -12,7 +12,7 @@ from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import BUCKET_BYTES, BUCKET_SLOTS
 from shoal.table.device_chunks import METADATA_BYTES, Block
 
-__all__ = ["Growth", "Part", "TableMemory", "longer_list"]
+__all__ = ["Growth", "Part", "TableMemory", "bytes_of_row", "longer_list"]
 
 _FIRST_SLOTS = 64
 
@@ -49,7 +49,7 @@ class Growth:
     @property
     def bytes_wanted(self) -> int:
         """Bytes of its chunks and its index."""
-        row_bytes = self.form.weight_bytes + self.form.state_bytes + METADATA_BYTES
+        row_bytes = bytes_of_row(self.form)
         buckets = self.slots // BUCKET_SLOTS + 1 if self.slots else 0
         return sum(self.sizes) * row_bytes + buckets * BUCKET_BYTES
 
@@ -66,6 +66,11 @@ class Part:
     blocks: tuple[tuple[Block, tuple[int, ...]], ...]
     directory: Tensor | None
     entries: Tensor | None
+
+
+def bytes_of_row(form: RowForm) -> int:
+    """Bytes that a row takes in its chunk."""
+    return form.weight_bytes + form.state_bytes + METADATA_BYTES
 
 
 def longer_list(handles: Tensor, size: int) -> Tensor:

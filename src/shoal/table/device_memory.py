@@ -42,7 +42,7 @@ from shoal.kernels.transfer import retire, sent
 from shoal.table import refusals
 from shoal.table.device_chunks import chunk_columns, chunks_for, new_block
 from shoal.table.device_counters import CounterReader, Counts
-from shoal.table.device_growth import Growth, Part, TableMemory, longer_list
+from shoal.table.device_growth import Growth, Part, TableMemory, bytes_of_row, longer_list
 from shoal.table.page_locked import PageLocked, grouped
 from shoal.table.spec import TableSpec
 
@@ -54,6 +54,7 @@ _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
+_GROWTH_BYTES = 64 << 20  # at most: a step waits while the driver maps what a table grows by
 MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
@@ -237,7 +238,8 @@ class DeviceMemory:
             want = min(int(rows_K[k]), limit)
             sizes: list[int] = []
             if want > table.rows:
-                target = want if least else max(want, table.rows + table.rows // _GROWTH)
+                ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
+                target = want if least else max(want, table.rows + ahead)
                 sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
             slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
             growths.append(Growth(k, table.form, tuple(sizes), slots))
