@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.comm.precision import WireKind, decode, encode, wire_dtype, wire_elements
 from shoal.errors import ConfigError, DTypeError, ShapeError
 
-SEGMENTS = ((3, 5), (0, 7), (2, 1), (4, 5), (1, 5), (2, 0), (6, 64))
+SEGMENTS = ((3, 5), (0, 7), (2, 1), (4, 5), (1, 5), (1, 9), (1, 2), (2, 0), (6, 64))
 KINDS: tuple[WireKind | None, ...] = (None, "bfloat16", "float16", "int8")
 # Largest error as a part of the row's largest value.
 BOUNDS = {None: 0.0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 254 + 1e-6}

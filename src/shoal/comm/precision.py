@@ -175,7 +175,9 @@ def _decode_bytes(wire: Tensor, segments: Segments, real: torch.dtype) -> Tensor
         read += size
         if not rows * width:
             continue
-        scales_N1 = row_bytes[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(real)
+        scale_bytes = torch.empty((rows, _SCALE_BYTES), dtype=torch.uint8, device=wire.device)
+        scale_bytes.copy_(row_bytes[:, :_SCALE_BYTES])  # at an address a float may have
+        scales_N1 = scale_bytes.view(torch.float32).to(real)
         steps_ND = row_bytes[:, _SCALE_BYTES:].view(torch.int8).to(real)
         values_ND = rows_E[written : written + rows * width].view(rows, width)
         torch.mul(steps_ND, scales_N1, out=values_ND)
