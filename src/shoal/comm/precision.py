@@ -11,8 +11,8 @@ splits of the wire follow from splits of rows.
 | "float16" | 2 D | 2^-11 of the value, or 2^-25; beyond 65504: 65504 |
 | "int8" | D + 4 | 1/254 of the row's largest |
 
-Infinities and NaN arrive as such. In one row with them, "int8" makes finite values 0, and infinities
-beside NaN, NaN.
+Infinities and NaN arrive as such. In one row with them, "int8" makes finite values 0, and
+infinities beside NaN, NaN.
 """
 
 from __future__ import annotations
