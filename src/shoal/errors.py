@@ -11,6 +11,7 @@ ShoalError
 ├── TableFull             a fixed-capacity table has no room for new ids
 ├── TicketError           a ticket was used after its end or by another shard
 ├── CheckpointError       saved state is missing, damaged or of another model
+├── CollectiveFailed      ranks did not finish a collective together          (RuntimeError)
 ├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
 └── DeviceUnavailable     a device or backend was asked for that is not here
 
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
+    "CollectiveFailed",
     "ConfigError",
     "DTypeError",
     "DataError",
@@ -37,6 +39,7 @@ __all__ = [
     "TableFull",
     "TicketError",
     "UnknownName",
+    "collective_failed",
     "describe",
     "out_of_device_memory",
     "unknown_name",
@@ -90,6 +93,13 @@ class CheckpointError(ShoalError):
     """Saved state is missing, damaged or of another model."""
 
 
+class CollectiveFailed(ShoalError, RuntimeError):
+    """A collective did not finish: a rank died, left, or did not come in time.
+
+    The ranks no longer agree on what was sent, so the job ends here and resumes from a checkpoint.
+    """
+
+
 class OutOfDeviceMemory(ShoalError, MemoryError):
     """A device allocation failed; the shard is unchanged."""
 
@@ -110,6 +120,28 @@ def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "")
     hint = remedy or "Check the spelling."
     return UnknownName(
         describe(f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint)
+    )
+
+
+def collective_failed(
+    what: str,
+    *,
+    rank: int,
+    world_size: int,
+    step: int,
+    elapsed_s: float,
+    timeout_s: float,
+    reason: str,
+) -> CollectiveFailed:
+    """Build a `CollectiveFailed` that names the collective, the rank, the step and the times."""
+    return CollectiveFailed(
+        describe(
+            f"collective {what!r} at step {step} on rank {rank} of {world_size}",
+            got=f"{reason} after {elapsed_s:.1f} s",
+            allowed=f"all ranks to take part within {timeout_s:.1f} s",
+            remedy="Look at the other ranks' logs for the first that stopped, and start again from "
+            "the last checkpoint.",
+        )
     )
 
 
