@@ -103,7 +103,6 @@ class EmbeddingCollection(nn.Module):
         self,
         exchange: Exchange,
         *,
-        tables: Sequence[TableSpec] | None = None,
         collectives: Collectives | None = None,
         silent: Collection[str] = (),
     ) -> None:
@@ -113,9 +112,7 @@ class EmbeddingCollection(nn.Module):
         changes.
 
         Args:
-            exchange: its shard may host parts of the tables.
-            tables: whole specs in the order that the exchange counts them; None means the
-                collection's own.
+            exchange: its `specs` are these tables, and others maybe; its shard may host parts.
             collectives: for what a step decides over ranks, apart from those of the exchange.
             silent: tables of the exchange's shard that another rank speaks for: replicas.
 
@@ -136,7 +133,7 @@ class EmbeddingCollection(nn.Module):
         ledger = GradientLedger(
             exchange.shard, inserts=self.init_on_lookup, collectives=collectives, silent=silent
         )
-        self._settle(tuple(self._tables.values()) if tables is None else tables, ledger)
+        self._settle(exchange.specs, ledger)
 
     def _check_at_rest(self) -> None:
         if len(self.ledger) or len(self._begun) or self.ledger.busy:
