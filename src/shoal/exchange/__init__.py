@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.local import LocalExchange
 from shoal.exchange.request import Exchange, PendingRecords, Request, Route, Sending
+from shoal.exchange.wire import Wire
 
 __all__ = [
     "AllToAllExchange",
@@ -15,4 +16,5 @@ __all__ = [
     "Request",
     "Route",
     "Sending",
+    "Wire",
 ]

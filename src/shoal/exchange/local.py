@@ -23,7 +23,7 @@ class LocalExchange:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._collectives = LocalCollectives()
+        self._collectives = LocalCollectives(shard.device)
 
     @property
     def shard(self) -> Shard:

@@ -54,20 +54,6 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leg:
-    """How much of one lane goes between this rank and each other: W entries each.
-
-    ids_sent, ids_received: ids. floats_sent, floats_received: floats of their rows (which go the
-    other way). In a replicated lane only gradients travel, all of them to every rank.
-    """
-
-    ids_sent: tuple[int, ...]
-    ids_received: tuple[int, ...]
-    floats_sent: tuple[int, ...]
-    floats_received: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Trip:
     """What crossed the wire for one request.
 
@@ -75,29 +61,10 @@ class Trip:
         parcel: what this rank sent.
         sizes: ids by rank and hosted table, sent and received; the last column is the sender's
             event time.
-        legs: splits of each lane.
     """
 
     parcel: Parcel
     sizes: Sizes
-    legs: tuple[Leg, ...]
-
-    @classmethod
-    def of(cls, parcel: Parcel, sizes: Sizes) -> Trip:
-        """The trip of a parcel, once sizes are known."""
-        legs = []
-        for lane in parcel.lanes.lanes:
-            sent_WK = sizes.sent_WX[:, lane.columns]
-            received_WK = sizes.received_WX[:, lane.columns]
-            legs.append(
-                Leg(
-                    tuple(sent_WK.sum(1).tolist()),
-                    tuple(received_WK.sum(1).tolist()),
-                    tuple((sent_WK @ lane.dims_K).tolist()),
-                    tuple((received_WK @ lane.dims_K).tolist()),
-                )
-            )
-        return cls(parcel, sizes, tuple(legs))
 
     @property
     def lanes(self) -> Lanes:
@@ -109,29 +76,31 @@ class Trip:
         """Latest event time of any sender."""
         return int(self.sizes.received_WX[:, -1].max())
 
+    def sizes_of(self, lane: Lane) -> tuple[Tensor, Tensor]:
+        """int64 [W, K] on the CPU: ids sent to and received from each rank, by table of a lane."""
+        return self.sizes.sent_WX[:, lane.columns], self.sizes.received_WX[:, lane.columns]
+
     def floats(self) -> list[int]:
         """Floats of the rows this rank reads, by lane."""
-        return [
-            leg.floats_sent[0] if lane.replicated else sum(leg.floats_sent)
-            for lane, leg in zip(self.lanes.lanes, self.legs, strict=True)
-        ]
+        found = []
+        for lane in self.lanes.lanes:
+            sent_WK, _ = self.sizes_of(lane)
+            floats_W = sent_WK @ lane.dims_K
+            found.append(int(floats_W[0] if lane.replicated else floats_W.sum()))
+        return found
 
     def id_parts(self, *, counted: bool) -> list[Part]:
         """Ids of each lane and, where they are counted, how often each occurs (int32)."""
         parts = []
-        for lane, packed, leg in zip(
-            self.lanes.lanes, self.parcel.packed, self.legs, strict=True
-        ):
-            sent = [packed.ids_N]
+        for lane, packed in zip(self.lanes.lanes, self.parcel.packed, strict=True):
+            sent_W, received_W = (tuple(sizes.sum(1).tolist()) for sizes in self.sizes_of(lane))
+            size = sent_W[0] if lane.replicated else sum(sent_W)
+            data = [packed.ids_N[:size]]
             if counted:
-                sent.append(packed.counts_N)
-            for index, data in enumerate(sent):
-                if lane.replicated:
-                    data = data[: leg.ids_sent[0]].repeat(self.lanes.world_size)
-                else:
-                    data = data[: sum(leg.ids_sent)]
-                data = data.to(torch.int32) if index else data
-                parts.append(Part(data, leg.ids_sent, leg.ids_received))
+                data.append(packed.counts_N[:size].to(torch.int32))
+            if lane.replicated:
+                data = [part.repeat(self.lanes.world_size) for part in data]
+            parts.extend(Part(part, sent_W, received_W) for part in data)
         return parts
 
 
