@@ -39,6 +39,7 @@ class GradientLedger:
     Attributes:
         global_step: optimizer steps done; the optimizer keeps it current.
         generation: times `apply` ended tickets.
+        revision: times something was written or cleared.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class GradientLedger:
         "generation",
         "global_step",
         "inserts",
+        "revision",
         "shard",
         "silent",
     )
@@ -76,6 +78,7 @@ class GradientLedger:
         self.silent = frozenset(silent)
         self.global_step = 0
         self.generation = 0
+        self.revision = 0
         self._claim: weakref.ref[object] | None = None
         self._context = StepContext()
         # Weak: a route lives as long as a graph or a record holds it, so that dropping a graph
@@ -147,6 +150,7 @@ class GradientLedger:
         """Add what one backward pass sent back; it may still be on its way."""
         self._pending.append(pending)
         self._written.append(route)
+        self.revision += 1
         if self.collectives is None:
             self._resolve()
         if route.event_time_s > self._event_time_s:
@@ -262,6 +266,7 @@ class GradientLedger:
         """Drop all records and sums. A ticket ends unless a retained graph still holds it."""
         for route in self._written:
             self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
+        self.revision += 1
         self._written = []
         self._pending = []
         self._resolved = 0
@@ -291,9 +296,7 @@ class GradientLedger:
         else:
             self._apply_sums(self._sum(records), records, ctx)
 
-    def _apply_sums(
-        self, summed: SummedGrads, records: list[GradRecord], ctx: StepContext
-    ) -> None:
+    def _apply_sums(self, summed: SummedGrads, records: list[GradRecord], ctx: StepContext) -> None:
         if self.inserts:
             self.shard.apply_summed(summed, records, ctx=ctx)
         else:

@@ -183,9 +183,7 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         raise _incomplete(missing, "some OMPI_COMM_WORLD_* variables, not all")
     local_rank = 0 if found.local_rank is None else found.local_rank
     local_size = local_rank + 1 if found.local_size is None else found.local_size
-    placed = Launch(
-        "mpi", found.rank, found.size, local_rank, local_size, LOOPBACK, DEFAULT_PORT
-    )
+    placed = Launch("mpi", found.rank, found.size, local_rank, local_size, LOOPBACK, DEFAULT_PORT)
     if environ.get("RANK"):
         return placed  # RANK's launcher says where the master is.
     remedy = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
