@@ -7,7 +7,6 @@ outputs; the sparse optimizer applies them at its step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from shoal.layouts import Feature, Layout, compile_layouts, default_layouts
 from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
 from shoal.table import Table, make_shard, scalars
+from shoal.table.factory import remake_shard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
@@ -301,10 +301,7 @@ class EmbeddingCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
         kind, specs, seed, device = state["shard"]
-        # Kinds that live on one device only do not ask for it.
-        asks = "device" in inspect.signature(kind).parameters
-        named = {"device": device} if asks else {}
-        shard = kind(specs, seed=seed, **named, **state["settings"])
+        shard = remake_shard(kind, specs, seed, device, state["settings"])
         shard.last_step = state["last_step"]
         for k, chunk in enumerate(state["rows"]):
             shard.load(k, chunk)
