@@ -225,7 +225,7 @@ class AllToAllExchange:
     def _trip(self, sending: Sending) -> Trip:
         if sending.parcel is None or sending.sizes is None:
             raise _foreign("a sending")
-        return Trip.of(sending.parcel, sending.sizes.wait())
+        return Trip(sending.parcel, sending.sizes.wait())
 
     def _received_ids(self, trip: Trip) -> tuple[Tensor, ...]:
         parts = trip.id_parts(counted=False)

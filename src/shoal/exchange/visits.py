@@ -47,7 +47,7 @@ def visits_by_sender(
 ) -> tuple[Visit, ...]:
     """One visit for each rank."""
     lanes = trip.lanes.lanes
-    splits = [tuple(trip.sizes_of(lane)[1].sum(1).tolist()) for lane in lanes]
+    splits: list[list[int]] = [trip.sizes_of(lane)[1].sum(1).tolist() for lane in lanes]
     ids_LW = [torch.split(part, cut) for part, cut in zip(ids, splits, strict=True)]
     counts_LW = [torch.split(part, cut) for part, cut in zip(counts, splits, strict=True)]
     return tuple(
