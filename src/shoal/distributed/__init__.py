@@ -1,4 +1,4 @@
-"""A model on many ranks: tables placed, the dense part replicated or split, one wrapper for both."""
+"""A model on many ranks: tables placed, the dense part replicated or split, in one wrapper."""
 
 from __future__ import annotations
 

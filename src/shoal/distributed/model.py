@@ -22,8 +22,10 @@ from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, describe, unknown_name
 from shoal.exchange import AllToAllExchange, Exchange, GradReduce
 from shoal.exchange.wire import Wire
+from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
+from shoal.table.spec import TableSpec
 
 __all__ = ["DenseWrapper", "DistributedModelParallel"]
 
@@ -138,9 +140,9 @@ class DistributedModelParallel(nn.Module):
         else:
             yield
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own: names have no prefix of this wrapper."""
-        return cast(dict[str, Any], self.module.state_dict(*args, **kwargs))
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """What `state_dict` returned, or that of the bare module."""
@@ -214,10 +216,10 @@ class DistributedModelParallel(nn.Module):
                 )
             )
         rank = self.mesh.rank
-        part = family.part_of(rank)
+        part, specs = family.part_of(rank), family.shard.specs
         for name, collection in family.collections.items():
-            self._waiting.append(_Waiting(name, collection, family, part))
-            later = LaterExchange(part, family.shard.specs, partial(self._opened, collection))
+            self._waiting.append(_Waiting(name, collection, part, family.placement, specs))
+            later = LaterExchange(part, specs, partial(self._opened, collection))
             collection.distribute(later, collectives=steps, silent=family.silent_on(rank))
 
     def _replicate(self, dense: DenseWrapper, steps: Collectives) -> None:
@@ -253,8 +255,8 @@ class DistributedModelParallel(nn.Module):
         for one in waiting:
             exchange = AllToAllExchange(
                 one.part,
-                one.family.placement,
-                one.family.shard.specs,
+                one.placement,
+                one.specs,
                 self.mesh.collectives(f"tables {one.name}", path=options.path),
                 grad_reduce=options.grad_reduce,
                 per_sender_steps=options.per_sender_steps,
@@ -277,5 +279,6 @@ class _Waiting:
 
     name: str
     collection: EmbeddingCollection
-    family: Family
     part: Shard
+    placement: Placement
+    specs: tuple[TableSpec, ...]
