@@ -56,7 +56,8 @@ def part_of(
     receive = tuple(rows(other, me) for other in ranks)
     sent = torch.cat([block(me, other) for other in ranks]).to(dtype)
     wanted = torch.cat([block(other, me) for other in ranks]).to(dtype)
-    return Part(sent, send, receive), wanted
+    device = collectives.device
+    return Part(sent.to(device), send, receive), wanted.to(device)
 
 
 def check_uneven(collectives: Collectives) -> None:
@@ -74,7 +75,7 @@ def check_uneven(collectives: Collectives) -> None:
         assert torch.equal(got, wanted)
         assert torch.equal(twice, wanted)
     part, wanted = part_of(collectives, torch.float32, (4,), 5)
-    wide = torch.empty(part.data.shape[0], 8)
+    wide = torch.empty(part.data.shape[0], 8, device=collectives.device)
     wide[:, ::2] = part.data
     strided = Part(wide[:, ::2].requires_grad_(), part.send, part.receive)
     (got,) = collectives.all_to_all([strided], what="rows with gaps").wait()
@@ -90,18 +91,18 @@ def check_dtypes(collectives: Collectives) -> None:
 
 
 def check_empty(collectives: Collectives) -> None:
-    world_size, me = collectives.world_size, collectives.rank
+    world_size, me, device = collectives.world_size, collectives.rank, collectives.device
     none = (0,) * world_size
-    part = Part(torch.empty(0, 3), none, none)
+    part = Part(torch.empty(0, 3, device=device), none, none)
     assert collectives.all_to_all([part], what="no rows").wait()[0].shape == (0, 3)
     assert collectives.all_to_all([], what="no parts").wait() == ()
     # Only rank 0 sends, and only to the last.
     last = world_size - 1
     send = tuple(4 if (me, other) == (0, last) else 0 for other in range(world_size))
     receive = tuple(4 if (other, me) == (0, last) else 0 for other in range(world_size))
-    part = Part(torch.full((sum(send), 2), 7.0), send, receive)
+    part = Part(torch.full((sum(send), 2), 7.0, device=device), send, receive)
     (got,) = collectives.all_to_all([part], what="one sender").wait()
-    assert torch.equal(got, torch.full((sum(receive), 2), 7.0))
+    assert torch.equal(got.cpu(), torch.full((sum(receive), 2), 7.0))
 
 
 def check_several_under_way(collectives: Collectives) -> None:
@@ -118,6 +119,9 @@ def check_sizes(collectives: Collectives) -> None:
     wanted_WX = torch.tensor([[10 * w + me, 1 << 40, -w] for w in range(world_size)])
     assert torch.equal(sizes.sent_WX, sizes_WX)
     assert torch.equal(sizes.received_WX, wanted_WX)
+    sizes = collectives.exchange_sizes(sizes_WX.to(collectives.device), what="sizes").wait()
+    assert torch.equal(sizes.sent_WX, sizes_WX)
+    assert torch.equal(sizes.received_WX, wanted_WX)
     none_W0 = torch.empty(world_size, 0, dtype=torch.int64)
     nothing = collectives.exchange_sizes(none_W0, what="no sizes").wait()
     assert nothing.received_WX.shape == (world_size, 0)
@@ -129,7 +133,7 @@ def check_reductions(collectives: Collectives) -> None:
     for dtype in DTYPES:
         if dtype in (torch.bool, torch.int16, torch.uint8):
             continue
-        values = all_R3[me].to(dtype)
+        values = all_R3[me].to(collectives.device, dtype)
         for op, wanted in (
             ("sum", all_R3.sum(0)),
             ("max", all_R3.amax(0)),
@@ -137,23 +141,25 @@ def check_reductions(collectives: Collectives) -> None:
         ):
             (got,) = collectives.all_reduce(values, op, what=op).wait()  # type: ignore[arg-type]
             assert got.dtype == dtype
-            assert torch.equal(got, wanted.to(dtype))
-        assert torch.equal(values, all_R3[me].to(dtype))
-    one = torch.tensor(float(me))
-    assert collectives.all_reduce(one, "sum", what="one").wait()[0].shape == ()
-    assert collectives.all_reduce(torch.empty(0), "sum", what="none").wait()[0].numel() == 0
+            assert torch.equal(got.cpu(), wanted.to(dtype))
+        assert torch.equal(values.cpu(), all_R3[me].to(dtype))
+    one, none = torch.tensor(float(me)), torch.empty(0)
+    for values in (one.to(collectives.device), none.to(collectives.device)):
+        (got,) = collectives.all_reduce(values, "sum", what="one or none").wait()
+        assert got.shape == values.shape
 
 
 def check_broadcasts(collectives: Collectives) -> None:
     source = collectives.world_size - 1
     for dtype in DTYPES:
-        values = (torch.arange(4) + collectives.rank).to(dtype)
+        values = (torch.arange(4) + collectives.rank).to(collectives.device, dtype)
         collectives.broadcast(values, source, what="values")
-        assert torch.equal(values, (torch.arange(4) + source).to(dtype))
-    table = torch.full((3, 4), float(collectives.rank))
+        assert torch.equal(values.cpu(), (torch.arange(4) + source).to(dtype))
+    table = torch.full((3, 4), float(collectives.rank), device=collectives.device)
     collectives.broadcast(table[:, 1:3], source, what="columns")
-    assert torch.equal(table[:, 1:3], torch.full((3, 2), float(source)))
-    assert torch.equal(table[:, 0], torch.full((3,), float(collectives.rank)))
+    wanted_34 = torch.full((3, 4), float(collectives.rank))
+    wanted_34[:, 1:3] = source
+    assert torch.equal(table.cpu(), wanted_34)
 
 
 def check_objects(collectives: Collectives) -> None:
@@ -166,14 +172,14 @@ def check_objects(collectives: Collectives) -> None:
 
 def check_mistakes(collectives: Collectives) -> None:
     """Refused before anything is sent: what follows works."""
-    world_size = collectives.world_size
-    ones, data = (1,) * world_size, torch.zeros(world_size, 2)
+    world_size, device = collectives.world_size, collectives.device
+    ones, data = (1,) * world_size, torch.zeros(world_size, 2, device=device)
     wrong: list[tuple[Part, type[Exception], str]] = [
         (Part(data, (2,) * world_size, ones), ShapeError, "add up"),
         (Part(data, (*ones, 0), ones), ShapeError, f"one for each of {world_size} ranks"),
         (Part(data, ones, (*ones, 0)), ShapeError, "receive splits"),
         (Part(data, ones, (*ones[1:], -1)), ShapeError, "0 rows or more"),
-        (Part(torch.tensor(1.0), ones, ones), ShapeError, "first dimension"),
+        (Part(torch.tensor(1.0, device=device), ones, ones), ShapeError, "first dimension"),
         (Part(torch.zeros(world_size, 2, device="meta"), ones, ones), DTypeError, "device"),
     ]
     for part, error, text in wrong:
@@ -186,9 +192,11 @@ def check_mistakes(collectives: Collectives) -> None:
     with pytest.raises(DTypeError, match="int64"):
         collectives.exchange_sizes(torch.zeros(world_size, 1), what="mistake")
     with pytest.raises(DTypeError, match="bool"):
-        collectives.all_reduce(torch.zeros(2, dtype=torch.bool), "sum", what="mistake")
+        collectives.all_reduce(
+            torch.zeros(2, dtype=torch.bool, device=device), "sum", what="mistake"
+        )
     with pytest.raises(InputError, match="mean"):
-        collectives.all_reduce(torch.zeros(2), "mean", what="mistake")  # type: ignore[arg-type]
+        collectives.all_reduce(data, "mean", what="mistake")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="below"):
-        collectives.broadcast(torch.zeros(2), world_size, what="mistake")
+        collectives.broadcast(data, world_size, what="mistake")
     check_uneven(collectives)

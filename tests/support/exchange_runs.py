@@ -71,7 +71,7 @@ class Case:
     insert: bool = True
     per_sender: bool = False
     early: bool = False
-    wire: Wire = Wire()
+    wire: Wire | None = None
     local_world_size: int | None = None
 
     def size(self, rank: int) -> int:
@@ -207,6 +207,8 @@ class Training:
 
 def _apply_ids(shard: Shard, records: Sequence[GradRecord], ctx: StepContext) -> None:
     summed = sum_by_id(records, [spec.dim for spec in shard.specs])
+    if not summed.tables:
+        return
     sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)])
     groups = IdGroups(
         torch.cat(summed.ids), sizes.cumsum(0), torch.tensor(summed.tables, dtype=torch.int32)
@@ -245,11 +247,19 @@ def local_run(case: Case, world_size: int) -> Outcome:
     ranks = range(world_size)
     for step in range(case.steps):
         ctx = training.context(step, late_s=world_size - 1)
-        batch = KeyedRagged.cat([batch_of(case, step, rank) for rank in ranks])
-        route, outputs = training.forward(batch, ctx)
+        batches = [batch_of(case, step, rank) for rank in ranks]
+        if case.per_sender:
+            passes = [training.forward(batch, ctx) for batch in batches]
+            for rank, (route, outputs) in enumerate(passes):
+                grads = grads_of(outputs, case, step, rank)
+                training.apply(exchange.back(route, grads).wait(), route, ctx)
+            columns = zip(*(outputs for _, outputs in passes), strict=True)
+            seen.append(_arrays(torch.cat(parts) for parts in columns))
+            continue
+        route, outputs = training.forward(KeyedRagged.cat(batches), ctx)
         pieces = [output.split([case.size(rank) for rank in ranks]) for output in outputs]
-        grads = [grads_of([p[rank] for p in pieces], case, step, rank) for rank in ranks]
-        joined = tuple(torch.cat(parts) for parts in zip(*grads, strict=True))
+        by_rank = [grads_of([p[rank] for p in pieces], case, step, rank) for rank in ranks]
+        joined = tuple(torch.cat(parts) for parts in zip(*by_rank, strict=True))
         training.apply(exchange.back(route, joined).wait(), route, ctx)
         seen.append(_arrays(outputs))
     last = KeyedRagged.cat([batch_of(case, case.steps, rank) for rank in ranks])

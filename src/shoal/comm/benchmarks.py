@@ -245,7 +245,7 @@ def bps_comm_benchmark(
     mesh: Mesh | None = None,
     tell: Callable[[str], None] = print,
 ) -> Summary:
-    """Run the benchmarks that are asked for; rank 0 tells each one's list of (length, mean goodput).
+    """Run the benchmarks asked for; rank 0 tells each one's list of (length, mean goodput).
 
     The all-reduce runs on the CPU and on the card; each all-to-all with the whole length, a half
     and a quarter. On a machine without cards "all" and "ar" leave out what needs one, and say so.

@@ -99,7 +99,8 @@ class CpuShard(CpuUpkeep):
         for real in {self._reals[t] for t in tables}:
             members = [g for g, t in enumerate(tables) if self._reals[t] is real]
             buffer = pooled.empty(sum(rooms[g] for g in members), 1, real).view(-1)
-            for g, part in zip(members, buffer.split([rooms[g] for g in members]), strict=True):
+            parts = torch.split(buffer, [rooms[g] for g in members])
+            for g, part in zip(members, parts, strict=True):
                 outputs[g] = part.view(sizes[g], self._dims[tables[g]])
         return [outputs[g] for g in range(len(tables))]
 
