@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shoal.combiners import ReduceMean
-from shoal.distributed import DistributedModelParallel
+from shoal.comm import launch
 from shoal.embedding import EmbeddingCollection, Feature
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Uniform, Zeros
-from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer
+from shoal.rules.optimizers import Adagrad, Adam, Optimizer
 from shoal.table import Segment, TableSpec
 
-__all__ = ["Outcome", "SpreadModel", "batches", "part_of", "rows_of", "specs", "whole_rows"]
+__all__ = [
+    "Data",
+    "Outcome",
+    "SpreadModel",
+    "batches",
+    "check_equal",
+    "loss_of",
+    "on_mesh",
+    "outcome_of",
+    "part_of",
+    "rows_of",
+    "specs",
+    "whole_rows",
+]
 
 DENSE = 3
 
 
 def specs(rule: Optimizer | None = None, *, zeros: bool = False) -> tuple[TableSpec, ...]:
-    """Two float64 tables, 4 and 6 wide."""
+    """Two float64 tables, 4 and 8 wide."""
     start = Zeros() if zeros else Uniform(-0.5, 0.5)
     rules = {"users": rule or Adam(lr=0.05), "items": rule or Adagrad(lr=0.1)}
     return tuple(
@@ -33,7 +48,7 @@ def specs(rule: Optimizer | None = None, *, zeros: bool = False) -> tuple[TableS
             segments=(Segment(name="s", dim=dim, optimizer=rules[name], initializer=start),),
             dtype="float64",
         )
-        for name, dim in (("users", 4), ("items", 6))
+        for name, dim in (("users", 4), ("items", 8))
     )
 
 
@@ -49,7 +64,7 @@ class SpreadModel(nn.Module):
         ]
         self.tables = EmbeddingCollection(tables, features, seed=5)
         torch.manual_seed(seed)
-        width = 4 + 6 + 6 + DENSE
+        width = 4 + 8 + 8 + DENSE
         middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
         self.mlp = nn.Sequential(nn.Linear(width, 8), middle, nn.Linear(8, 1)).double()
 
@@ -140,8 +155,45 @@ def whole_rows(parts: Sequence[dict[str, dict[int, list[float]]]]) -> dict[str, 
     }
 
 
-def wrapped(model: nn.Module, **options: Any) -> DistributedModelParallel:
-    return DistributedModelParallel(model, **options)
+def loss_of(model: nn.Module, data: Data, total: int, world_size: int) -> Tensor:
+    """A rank's part of the mean loss of the whole batch, for gradients that are averaged."""
+    dense, labels = data.tensors()
+    logits = model(data.batch(), dense)
+    loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    return loss * world_size / total
 
 
-__all__ += ["SGD", "wrapped"]
+def outcome_of(model: nn.Module, losses: Sequence[float]) -> Outcome:
+    """What this rank has now."""
+    state = {name: value.tolist() for name, value in model.state_dict().items()}
+    return Outcome(list(losses), rows_of(model), state)
+
+
+def check_equal(outcomes: Sequence[Outcome], expected: Outcome, *, exactly: bool = False) -> None:
+    """Ranks together have the losses, rows and parameters of one process."""
+    rows = whole_rows([outcome.rows for outcome in outcomes])
+    assert {name: set(ids) for name, ids in rows.items()} == {
+        name: set(ids) for name, ids in expected.rows.items()
+    }
+    if exactly:
+        assert rows == expected.rows
+    losses = [sum(parts) for parts in zip(*[o.losses for o in outcomes], strict=True)]
+    assert losses == pytest.approx(expected.losses, rel=1e-9)
+    for table, by_id in expected.rows.items():
+        for id_, row in by_id.items():
+            assert rows[table][id_] == pytest.approx(row, rel=1e-9, abs=1e-11)
+    for outcome in outcomes:
+        assert outcome.state == outcomes[0].state
+        assert list(outcome.state) == list(expected.state)
+        for name, value in expected.state.items():
+            got, want = torch.tensor(outcome.state[name]), torch.tensor(value)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+def on_mesh(act: Callable[..., Any], *args: Any) -> Any:
+    """`act(mesh, *args)` on this rank."""
+    mesh = launch.init(device="cpu", timeout_s=30)
+    try:
+        return act(mesh, *args)
+    finally:
+        launch.shutdown()

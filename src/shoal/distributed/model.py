@@ -58,7 +58,7 @@ class DistributedModelParallel(nn.Module):
         wire: precision of rows and gradients between ranks.
         dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
             (`torch.distributed.fsdp.fully_shard`).
-        exchange_path: what carries ids and rows; see `Mesh.collectives`.
+        exchange_path: what carries ids, rows and votes; see `Mesh.collectives`.
 
     Attributes:
         module: the wrapped module.
@@ -97,7 +97,7 @@ class DistributedModelParallel(nn.Module):
         )
         if self.mesh.world_size > 1:
             self._agree(families)
-            steps = self.mesh.collectives("steps")
+            steps = self.mesh.collectives("steps", path=exchange_path)
             for family in families:
                 self._place(family, steps)
             self._replicate(dense, steps)

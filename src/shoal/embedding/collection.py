@@ -18,7 +18,8 @@ from shoal.embedding.begun import BegunLookups
 from shoal.embedding.lookup import Lookup
 from shoal.embedding.requests import Requests
 from shoal.errors import ConfigError, TicketError, describe, unknown_name
-from shoal.exchange import Exchange, LocalExchange
+from shoal.exchange import AllToAllExchange, Exchange, LocalExchange
+from shoal.exchange.verbs import RoutedVerbs
 from shoal.layouts import Feature, Layout, compile_layouts, default_layouts
 from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
@@ -169,12 +170,24 @@ class EmbeddingCollection(nn.Module):
     def table(self, name: str) -> Table:
         """The verbs of one table, over the same rows.
 
+        Where the rows are spread over ranks, verbs reach them wherever they are, and every rank
+        calls the same verbs in the same order.
+
         Raises:
             UnknownName: no such table.
         """
         if name not in self._tables:
             raise unknown_name("table", name, self._tables)
-        return Table(self._tables[name], shard=self.shard)
+        return Table(self._tables[name], shard=self._verbs())
+
+    def _verbs(self) -> Shard:
+        if not self.distributed:
+            return self.shard
+        # One that waits for the first batch comes into being, and takes its own place, here.
+        _ = self._exchange.collectives
+        if isinstance(self._exchange, AllToAllExchange):
+            return RoutedVerbs(self._exchange)
+        return self.shard
 
     def forward(self, batch: KeyedRagged, *, event_time_s: int = 0) -> dict[str, Tensor]:
         """Look up one batch.
