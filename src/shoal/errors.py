@@ -2,7 +2,8 @@
 
 ShoalError
 ├── ConfigError           a setting, spec or override is wrong           (ValueError)
-│   └── UnknownName       a name that does not exist; lists the nearest  (KeyError)
+│   ├── UnknownName       a name that does not exist; lists the nearest  (KeyError)
+│   └── LaunchError       launcher variables that contradict each other
 ├── InputError            data handed to a call is wrong                 (ValueError)
 │   ├── ShapeError        wrong shape, length or offsets
 │   ├── DTypeError        wrong dtype or device                          (TypeError)
@@ -11,6 +12,7 @@ ShoalError
 ├── TableFull             a fixed-capacity table has no room for new ids
 ├── TicketError           a ticket was used after its end or by another shard
 ├── CheckpointError       saved state is missing, damaged or of another model
+├── CollectiveFailed      ranks did not finish a collective together          (RuntimeError)
 ├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
 └── DeviceUnavailable     a device or backend was asked for that is not here
 
@@ -25,11 +27,13 @@ from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
+    "CollectiveFailed",
     "ConfigError",
     "DTypeError",
     "DataError",
     "DeviceUnavailable",
     "InputError",
+    "LaunchError",
     "NonFiniteGradient",
     "OutOfDeviceMemory",
     "ShapeError",
@@ -37,6 +41,7 @@ __all__ = [
     "TableFull",
     "TicketError",
     "UnknownName",
+    "collective_failed",
     "describe",
     "out_of_device_memory",
     "unknown_name",
@@ -56,6 +61,10 @@ class UnknownName(ConfigError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class LaunchError(ConfigError):
+    """Variables of a launcher contradict each other, or do not say enough."""
 
 
 class InputError(ShoalError, ValueError):
@@ -90,6 +99,13 @@ class CheckpointError(ShoalError):
     """Saved state is missing, damaged or of another model."""
 
 
+class CollectiveFailed(ShoalError, RuntimeError):
+    """A collective did not finish: a rank died, left, or did not come in time.
+
+    The ranks no longer agree on what was sent, so the job ends here and resumes from a checkpoint.
+    """
+
+
 class OutOfDeviceMemory(ShoalError, MemoryError):
     """A device allocation failed; the shard is unchanged."""
 
@@ -110,6 +126,28 @@ def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "")
     hint = remedy or "Check the spelling."
     return UnknownName(
         describe(f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint)
+    )
+
+
+def collective_failed(
+    what: str,
+    *,
+    rank: int,
+    world_size: int,
+    step: int,
+    elapsed_s: float,
+    timeout_s: float,
+    reason: str,
+) -> CollectiveFailed:
+    """Build a `CollectiveFailed` that names the collective, the rank, the step and the times."""
+    return CollectiveFailed(
+        describe(
+            f"collective {what!r} at step {step} on rank {rank} of {world_size}",
+            got=f"{reason} after {elapsed_s:.1f} s",
+            allowed=f"all ranks to take part within {timeout_s:.1f} s",
+            remedy="Look at the other ranks' logs for the first that stopped, and start again from "
+            "the last checkpoint.",
+        )
     )
 
 

@@ -21,6 +21,7 @@ OnFull = Literal["raise", "lru", "lfu"]
 MAX_DIM = 1 << 14
 _MAX_ROWS = (1 << 31) - 2
 _MAX_CAPACITY = (1 << 63) - 1
+_MAX_FIRST_COLUMN = (1 << 30) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,9 @@ class TableSpec:
         expected_rows: rows to make room for at once; a hint, never a limit.
         admission: which ids get a row; None admits each at first sight.
         expiry: which rows `evict(now_s)` drops; None keeps all.
+        hashed_as: the name that keys hashes, initial values and rounding; None means `name`.
+        first_column: where this row starts in the row of `hashed_as`. A table of columns
+            [first_column, first_column + D) of another has the bits of those columns.
     """
 
     name: str
@@ -79,9 +83,12 @@ class TableSpec:
     expected_rows: int = 0
     admission: Admission | None = None
     expiry: Expiry | None = None
+    hashed_as: str | None = None
+    first_column: int = 0
 
     def __post_init__(self) -> None:
         self._check_limits()
+        self._check_origin()
         if not self.segments:
             raise ConfigError(
                 describe(
@@ -120,6 +127,23 @@ class TableSpec:
             remedy = "It is a hint: leave it out when unsure."
             allowed = f"an int, 0..{_MAX_ROWS}"
             raise _refused(f"expected_rows {table}", self.expected_rows, allowed, remedy)
+
+    def _check_origin(self) -> None:
+        table = f"of table {self.name!r}"
+        if self.hashed_as is not None and (
+            not isinstance(self.hashed_as, str) or not self.hashed_as
+        ):
+            remedy = "Leave it out unless the table is part of another."
+            raise _refused(f"hashed_as {table}", self.hashed_as, "None or a name", remedy)
+        if not _is_whole(self.first_column, 0, _MAX_FIRST_COLUMN):
+            remedy = "Leave it out unless the table is part of another."
+            allowed = f"an int, 0..{_MAX_FIRST_COLUMN}"
+            raise _refused(f"first_column {table}", self.first_column, allowed, remedy)
+
+    @property
+    def hash_name(self) -> str:
+        """The name whose salt keys hashes, initial values and rounding."""
+        return self.name if self.hashed_as is None else self.hashed_as
 
     @cached_property
     def dim(self) -> int:

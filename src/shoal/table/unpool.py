@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shoal.ops import segment_sum
-from shoal.table.shard import GradRecord, Pool, SummedGrads
+from shoal.table.read_ticket import ReadTicket
+from shoal.table.shard import GradRecord, Pool, SummedGrads, Ticket
 
 __all__ = ["position_grads", "sum_by_id"]
 
@@ -80,10 +81,14 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         # One lookup is one sight of its ids, however many losses read it.
         sights = 0 if id(record.ticket) in counted else 1
         counted.add(id(record.ticket))
+        counts_N = _counts(record.ticket) if sights else None
         for g, k in enumerate(tables):
             ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
             grads.setdefault(k, []).append(rows[g])
-            counts.setdefault(k, []).append(torch.full_like(ids[k][-1], sights))
+            seen = slice(cuts[g], cuts[g + 1])
+            counts.setdefault(k, []).append(
+                torch.full_like(ids[k][-1], sights) if counts_N is None else counts_N[seen]
+            )
     order = tuple(sorted(ids))
     summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
     return SummedGrads(
@@ -92,6 +97,11 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         sums=tuple(part[1] for part in summed),
         counts=tuple(part[2] for part in summed),
     )
+
+
+def _counts(ticket: Ticket) -> Tensor | None:
+    """Occurrences that each position of a lookup without rows stands for; None: 1 each."""
+    return ticket.counts_N if isinstance(ticket, ReadTicket) else None
 
 
 def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,249 @@
+"""Collectives over a process group of torch.distributed: Gloo on the CPU, NCCL on CUDA."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.collectives import (
+    Part,
+    Pending,
+    PendingSizes,
+    ReduceOp,
+    Sizes,
+    check_parts,
+    check_sizes,
+    check_source,
+    check_values,
+    gathered_objects,
+)
+from shoal.errors import CollectiveFailed, collective_failed
+
+__all__ = ["TorchCollectives"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_POLL_S = 50e-6
+
+
+class TorchCollectives:
+    """Collectives of a group's ranks; rows of any dtype travel as bytes.
+
+    Args:
+        group: its backend must serve `device`. Whoever made it destroys it. Its own timeout should
+            not be shorter than `timeout_s`, nor (Gloo) much longer: a process waits for Gloo's
+            threads when it ends.
+        device: where tensors are.
+        timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
+            where the host waits (sizes, barriers).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        device = torch.empty(0, device=device).device  # with its index
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = device
+        self.step = 0
+        self.timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = group
+        self._failure: CollectiveFailed | None = None
+        # Sizes are copied to the host beside the caller's stream, which need not wait for them.
+        self._sizes_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
+        """See `Collectives`."""
+        check_parts(parts, self, what)
+        sent, received, results, splits = [], [], [], []
+        for part in parts:
+            shape = (sum(part.receive), *part.data.shape[1:])
+            result = torch.empty(shape, dtype=part.data.dtype, device=self.device)
+            row_bytes = part.data[:1].numel() if part.data.shape[0] else _row_numel(part.data)
+            row_bytes *= part.data.element_size()
+            sent.append(_as_bytes(part.data.detach().contiguous()))
+            received.append(_as_bytes(result))
+            results.append(result)
+            splits.append(
+                ([n * row_bytes for n in part.receive], [n * row_bytes for n in part.send])
+            )
+        call = _Call(self, what)
+        for output, source, (receive, send) in zip(received, sent, splits, strict=True):
+            call.begin(
+                partial(dist.all_to_all_single, output, source, receive, send, async_op=True)
+            )
+        return _Arriving(call, tuple(results), tuple(sent))
+
+    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
+        """See `Collectives`."""
+        check_sizes(sizes_WX, self, what)
+        both = torch.empty((2, *sizes_WX.shape), dtype=torch.int64, device=self.device)
+        both[0].copy_(sizes_WX.detach(), non_blocking=True)
+        call = _Call(self, what)
+        call.begin(partial(dist.all_to_all_single, both[1], both[0], async_op=True))
+        if self._sizes_stream is None:
+            return _ArrivingSizes(call, both)
+        return _sizes_on_host(call, both, self._sizes_stream)
+
+    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
+        """See `Collectives`."""
+        check_values(values, op, self, what)
+        result = values.detach().clone(memory_format=torch.contiguous_format)
+        call = _Call(self, what)
+        call.begin(partial(dist.all_reduce, result, op=_OPS[op], async_op=True))
+        return _Arriving(call, (result,), ())
+
+    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
+        """See `Collectives`."""
+        check_source(values, source, self, what)
+        whole = values.detach().contiguous()
+        call = _Call(self, what)
+        call.begin(partial(dist.broadcast, _as_bytes(whole), group_src=source, async_op=True))
+        _Arriving(call, (whole,), ()).wait()
+        if whole.data_ptr() != values.data_ptr():
+            values.detach().copy_(whole)
+
+    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+        """See `Collectives`."""
+        return gathered_objects(self, value, what)
+
+    def barrier(self, *, what: str) -> None:
+        """See `Collectives`; on CUDA, the device has reached it too."""
+        sizes_W1 = torch.zeros((self.world_size, 1), dtype=torch.int64)
+        self.exchange_sizes(sizes_W1, what=what).wait()
+
+    def close(self) -> None:
+        """See `Collectives`; the group itself belongs to whoever made it."""
+        self._group = None
+
+
+class _Call:
+    """One collective under way: what was begun, when, and how a failure is told."""
+
+    def __init__(self, owner: TorchCollectives, what: str) -> None:
+        if owner._failure is not None:
+            raise owner._failure
+        self._owner, self._what, self._step = owner, what, owner.step
+        self._start = time.monotonic()
+        self._works: list[dist.Work] = []
+
+    def begin(self, operation: Callable[..., Any]) -> None:
+        """Start one operation of torch.distributed, given its group."""
+        if self._owner._group is None:
+            raise self.failed("the collectives were closed before it")
+        try:
+            self._works.append(operation(group=self._owner._group))
+        except RuntimeError as error:
+            raise self.failed(_reason(error)) from error
+
+    def wait(self) -> None:
+        """CPU: block until all has arrived. CUDA: order the present stream behind it."""
+        try:
+            for work in self._works:
+                if self._owner.device.type == "cuda":
+                    work.wait()  # a timeout here would make the host wait
+                else:
+                    work.wait(datetime.timedelta(seconds=max(self.left_s(), 1e-3)))
+        except RuntimeError as error:
+            raise self.failed(_reason(error)) from error
+
+    def left_s(self) -> float:
+        """Seconds until the collective counts as failed."""
+        return self._start + self._owner.timeout_s - time.monotonic()
+
+    def failed(self, reason: str) -> CollectiveFailed:
+        """The error; later collectives of the same ranks raise it at once."""
+        owner = self._owner
+        owner._failure = collective_failed(
+            self._what,
+            rank=owner.rank,
+            world_size=owner.world_size,
+            step=self._step,
+            elapsed_s=time.monotonic() - self._start,
+            timeout_s=owner.timeout_s,
+            reason=reason,
+        )
+        return owner._failure
+
+
+class _Arriving:
+    """A `Pending` of torch.distributed; keeps what is sent alive until it has been."""
+
+    def __init__(self, call: _Call, results: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
+        self._call, self._results, self._sent = call, results, sent
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See `Pending`."""
+        self._call.wait()
+        if self._results and self._results[0].is_cuda:
+            # The buffers may be of another stream: their memory must outlast this one's use, and
+            # this one runs behind the collective.
+            stream = torch.cuda.current_stream(self._results[0].device)
+            for buffer in (*self._results, *self._sent):
+                buffer.record_stream(stream)
+        self._sent = ()
+        return self._results
+
+
+class _ArrivingSizes:
+    """A `PendingSizes` on the CPU."""
+
+    def __init__(self, call: _Call, both: Tensor) -> None:
+        self._call, self._both = call, both
+
+    def wait(self) -> Sizes:
+        """See `PendingSizes`."""
+        self._call.wait()
+        return Sizes(self._both[0], self._both[1])
+
+
+class _SizesOnHost:
+    """A `PendingSizes` on CUDA: both sizes in page-locked memory once the event has passed."""
+
+    def __init__(self, call: _Call, host: Tensor, copied: torch.cuda.Event) -> None:
+        self._call, self._host, self._copied = call, host, copied
+
+    def wait(self) -> Sizes:
+        """See `PendingSizes`."""
+        try:
+            while not self._copied.query():  # type: ignore[no-untyped-call]
+                if self._call.left_s() < 0:
+                    raise self._call.failed("sizes did not arrive")
+                time.sleep(_POLL_S)
+        except CollectiveFailed:
+            raise
+        except RuntimeError as error:
+            raise self._call.failed(_reason(error)) from error
+        return Sizes(self._host[0], self._host[1])
+
+
+def _sizes_on_host(call: _Call, both: Tensor, stream: torch.cuda.Stream) -> PendingSizes:
+    host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
+    with torch.cuda.stream(stream):
+        call.wait()
+        host.copy_(both, non_blocking=True)
+        both.record_stream(stream)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(stream)
+    return _SizesOnHost(call, host, copied)
+
+
+def _row_numel(data: Tensor) -> int:
+    count = 1
+    for size in data.shape[1:]:
+        count *= size
+    return count
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 [its bytes], without a copy."""
+    return values.view(-1).view(torch.uint8)
+
+
+def _reason(error: RuntimeError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

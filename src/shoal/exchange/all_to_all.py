@@ -1,0 +1,345 @@
+"""The exchange between ranks: ids to their owners, rows back, and gradients the same way.
+
+One lookup of a batch, on every rank:
+
+1. `send`: ids made distinct per hosted table and grouped by owner; the sizes are exchanged.
+2. `probe`: ids and their counts reach their owners, who find or insert them as one lookup.
+3. `fetch`: owners read the rows and send them back; `combine` pools them.
+4. `back`: gradients per distinct id go to the owners, which keep them with the lookup's ticket.
+
+Tables that every rank holds are read at home; their ids and gradients go to every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Collectives, Pending
+from shoal.errors import ConfigError, DTypeError, describe, unknown_name
+from shoal.exchange.lanes import Lanes, compile_lanes
+from shoal.exchange.partition import OwnerRanks, Trip, partition
+from shoal.exchange.received import HostedColumns, ReceivedRows
+from shoal.exchange.request import PendingRecords, Request, Route, Sending
+from shoal.exchange.visits import (
+    Visit,
+    flat_lanes,
+    grads_by_sender,
+    grads_of_all,
+    visit_of_all,
+    visits_by_sender,
+)
+from shoal.exchange.wire import Load, Wire, send_loads
+from shoal.placement import Placement
+from shoal.table import scalars
+from shoal.table.hosting import hosted_specs
+from shoal.table.read_ticket import ReadTicket
+from shoal.table.shard import GradRecord, PoolPlan, Shard, StepContext, Ticket
+from shoal.table.spec import TableSpec
+
+__all__ = ["AllToAllExchange", "GradReduce"]
+
+GradReduce = Literal["mean", "sum"]
+
+_PLANS_KEPT = 64
+
+
+class AllToAllExchange:
+    """Rows live on the rank that a placement names; every verb is collective.
+
+    Args:
+        shard: this rank's; it holds `hosted_specs(specs, placement, rank)`.
+        placement: where every table's rows are, the same on every rank.
+        specs: the whole tables, the same on every rank.
+        collectives: of all ranks, used by this exchange alone.
+        grad_reduce: "mean" divides every gradient by the number of ranks, as DDP does with dense
+            ones; "sum" is Monolith's.
+        per_sender_steps: one lookup, and one record of gradients, per sender, so that the owner
+            can step once for each: Monolith's order of things.
+        wire: how rows and gradients travel; as they are, unless told otherwise.
+
+    Raises:
+        ConfigError: the shard, the placement and the ranks do not fit each other.
+        UnknownName: no such grad_reduce.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        placement: Placement,
+        specs: Sequence[TableSpec],
+        collectives: Collectives,
+        *,
+        grad_reduce: GradReduce = "mean",
+        per_sender_steps: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        if grad_reduce not in get_args(GradReduce):
+            raise unknown_name("grad_reduce", grad_reduce, get_args(GradReduce))
+        self._shard = shard
+        self._placement = placement
+        self._specs = tuple(specs)
+        self._collectives = collectives
+        self._check_fit()
+        self._scale = 1.0 / collectives.world_size if grad_reduce == "mean" else 1.0
+        self._per_sender = per_sender_steps
+        self._wire = Wire() if wire is None else wire
+        self._local = {spec.name: k for k, spec in enumerate(shard.specs)}
+        self._owner_ranks = OwnerRanks(shard.device)
+        self._lanes: dict[tuple[int, ...], Lanes] = {}
+        self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
+        self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
+        self._in_flight: Pending | None = None
+
+    def _check_fit(self) -> None:
+        ranks = self._collectives.world_size
+        if self._placement.world_size != ranks:
+            raise ConfigError(
+                describe(
+                    "world_size of the placement",
+                    got=self._placement.world_size,
+                    allowed=f"the number of ranks, {ranks}",
+                    remedy="Make the placement for this job.",
+                )
+            )
+        wanted = hosted_specs(self._specs, self._placement, self._collectives.rank)
+        missing = [spec.name for spec in wanted if spec not in self._shard.specs]
+        if missing:
+            raise ConfigError(
+                describe(
+                    f"tables of the shard of rank {self._collectives.rank}",
+                    got=f"no {', '.join(missing)} as the placement wants them",
+                    allowed="the tables that hosted_specs gives for this rank",
+                    remedy="Make the shard with hosted_specs(specs, placement, rank).",
+                )
+            )
+
+    @property
+    def shard(self) -> Shard:
+        """The rows this rank holds."""
+        return self._shard
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The whole tables."""
+        return self._specs
+
+    @property
+    def placement(self) -> Placement:
+        """Where they are."""
+        return self._placement
+
+    @property
+    def collectives(self) -> Collectives:
+        """What carries ids, rows and gradients."""
+        return self._collectives
+
+    def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
+        """Group a request's distinct ids by owner and begin to exchange sizes.
+
+        Raises:
+            InputError: a time outside 0..2^32-1; nothing was sent.
+            DTypeError: ids on another device than the shard; nothing was sent.
+        """
+        scalars.event_time(ctx.event_time_s)
+        ids_N = request.ordered.values_N
+        if ids_N.device != self._shard.device:
+            remedy = "Move the batch to the shard's device."
+            allowed = self._shard.device
+            raise DTypeError(
+                describe("device of a request", got=ids_N.device, allowed=allowed, remedy=remedy)
+            )
+        self._collectives.step = ctx.global_step
+        parcel = partition(self._lanes_of(request), request.ordered, self._owner_ranks)
+        sizes = self._collectives.exchange_sizes(
+            parcel.header(ctx.event_time_s), what="exchange of id counts"
+        )
+        return Sending(request, insert, ctx, parcel, sizes)
+
+    def probe(self, sending: Sending) -> Route:
+        """Send the ids; find or insert those that came here.
+
+        Raises:
+            TableFull: this rank's shard has no room; nothing was inserted here.
+            CollectiveFailed: another rank failed.
+        """
+        ctx = sending.ctx
+        self._collectives.step = ctx.global_step
+        trip = self._trip(sending)
+        visits = self._visits(trip)
+        here = StepContext(global_step=ctx.global_step, event_time_s=trip.event_time_s)
+        tickets: list[Ticket] = []
+        for visit in visits:
+            if sending.insert:
+                tickets.append(self._shard.find_or_init(visit.groups, visit.counts_N, ctx=here))
+            else:
+                tickets.append(ReadTicket(visit.groups, visit.counts_N))
+        return Route(sending.request, tuple(tickets), trip.event_time_s, trip)
+
+    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
+        """`probe(send(...))`."""
+        return self.probe(self.send(request, insert=insert, ctx=ctx))
+
+    def fetch(self, route: Route, *, ctx: StepContext) -> None:
+        """Begin to send back the route's rows as they are now."""
+        self._fetched[route] = self._sent_rows(route, ctx)
+
+    def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Pool the route's rows: what `fetch` began, or the rows as they are now."""
+        fetched = self._fetched.pop(route, None)
+        if fetched is None:
+            fetched = self._sent_rows(route, ctx)
+        return self._pool(route.request, fetched)
+
+    def read(self, request: Request) -> tuple[Tensor, ...]:
+        """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
+        ctx = StepContext(global_step=self._collectives.step)
+        trip = self._trip(self.send(request, insert=False, ctx=ctx))
+        visit = visit_of_all(trip, self._received_ids(trip), ())
+        rows = self._shard.find(visit.groups).weights
+        return self._pool(request, self._send_rows(trip, flat_lanes(trip, [rows])))
+
+    def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
+        """Send gradients per distinct id to the owners; their records, once they have arrived."""
+        trip, request = _trip_of(route), route.request
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        spread = self._received_rows(request).spread(
+            grads, trip.floats(), trip.parcel.offsets_N, request.ordered
+        )
+        loads = [
+            Load(data, lane.dims, *trip.sizes_of(lane), to_all=lane.replicated)
+            for lane, data in zip(trip.lanes.lanes, spread, strict=True)
+        ]
+        # Kept here until it has arrived: nobody may wait for gradients that are dropped.
+        self._in_flight = send_loads(
+            self._collectives, loads, self._wire.grads, what="exchange of gradients"
+        )
+        return _SentGrads(route, self._in_flight, self._scale, self._per_sender)
+
+    def _trip(self, sending: Sending) -> Trip:
+        if sending.parcel is None or sending.sizes is None:
+            raise _foreign("a sending")
+        return Trip.of(sending.parcel, sending.sizes.wait())
+
+    def _received_ids(self, trip: Trip) -> tuple[Tensor, ...]:
+        parts = trip.id_parts(counted=False)
+        return self._collectives.all_to_all(parts, what="exchange of ids").wait()
+
+    def _visits(self, trip: Trip) -> tuple[Visit, ...]:
+        parts = trip.id_parts(counted=True)
+        received = self._collectives.all_to_all(parts, what="exchange of ids").wait()
+        ids, counts = received[::2], received[1::2]
+        if self._per_sender:
+            return visits_by_sender(trip, ids, counts)
+        return (visit_of_all(trip, ids, counts),)
+
+    def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
+        self._collectives.step = ctx.global_step
+        rows = [
+            self._shard.find(ticket.groups).weights
+            if isinstance(ticket, ReadTicket)
+            else self._shard.gather(ticket, ctx=ctx)
+            for ticket in route.tickets
+        ]
+        trip = _trip_of(route)
+        return self._send_rows(trip, flat_lanes(trip, rows))
+
+    def _send_rows(self, trip: Trip, rows: Sequence[Tensor]) -> _Fetched:
+        """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
+        loads, home = [], []
+        for lane, data in zip(trip.lanes.lanes, rows, strict=True):
+            sent_WK, received_WK = trip.sizes_of(lane)
+            if lane.replicated:
+                floats_W = (received_WK @ lane.dims_K).tolist()
+                home.append(torch.split(data, floats_W)[self._collectives.rank])
+            else:
+                loads.append(Load(data, lane.dims, received_WK, sent_WK))
+        pending = send_loads(self._collectives, loads, self._wire.rows, what="exchange of rows")
+        return _Fetched(trip, pending, tuple(home))
+
+    def _pool(self, request: Request, fetched: _Fetched) -> tuple[Tensor, ...]:
+        # Lanes that are split come before those that are replicated.
+        banks = (*fetched.pending.wait(), *fetched.home)
+        offsets_N = fetched.trip.parcel.offsets_N
+        return self._received_rows(request).pool(banks, offsets_N, request.ordered)
+
+    def _lanes_of(self, request: Request) -> Lanes:
+        tables_G = tuple(request.tables_G.tolist())
+        if tables_G not in self._lanes:
+            rank = self._collectives.rank
+            self._lanes[tables_G] = compile_lanes(
+                self._specs, self._placement, self._local, rank, tables_G
+            )
+        return self._lanes[tables_G]
+
+    def _received_rows(self, request: Request) -> ReceivedRows:
+        tables_G = tuple(request.tables_G.tolist())
+        key = (id(request.plan), tables_G)
+        kept = self._received.get(key)
+        if kept is None:
+            lanes = self._lanes_of(request).lanes
+            hosted = [
+                HostedColumns(table.table, table.hosted.start, table.hosted.stop, bank)
+                for bank, lane in enumerate(lanes)
+                for table in lane.tables
+            ]
+            reals = [lane.real for lane in lanes]
+            if len(self._received) >= _PLANS_KEPT:
+                self._received.clear()
+            # The plan is held so that its identity stays its own.
+            kept = request.plan, ReceivedRows(request.plan, tables_G, hosted, reals)
+            self._received[key] = kept
+        return kept[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetched:
+    """Rows on their way, by lane, and those that are at home."""
+
+    trip: Trip
+    pending: Pending
+    home: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SentGrads:
+    """Gradients on their way; see `PendingRecords`."""
+
+    route: Route
+    pending: Pending
+    scale: float
+    per_sender: bool
+
+    def wait(self) -> tuple[GradRecord, ...]:
+        """The records, one per ticket."""
+        trip, received = _trip_of(self.route), self.pending.wait()
+        by_ticket = (
+            grads_by_sender(trip, received) if self.per_sender else (grads_of_all(trip, received),)
+        )
+        return tuple(
+            GradRecord(ticket, grads, scale=self.scale)
+            for ticket, grads in zip(self.route.tickets, by_ticket, strict=True)
+        )
+
+
+def _trip_of(route: Route) -> Trip:
+    if route.trip is None:
+        raise _foreign("a route")
+    return route.trip
+
+
+def _foreign(what: str) -> ConfigError:
+    return ConfigError(
+        describe(
+            f"{what} in an exchange between ranks",
+            got="one of another exchange",
+            allowed="what this exchange's own calls returned",
+            remedy="Use one exchange for all steps of a lookup.",
+        )
+    )

@@ -1,0 +1,196 @@
+"""A request's ids made distinct and grouped by owner; what crosses the wire for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Part, Sizes
+from shoal.exchange.lanes import HostedTable, Lane, Lanes
+from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
+from shoal.placement import hash_ids, ranks_of
+from shoal.ragged import KeyedRagged
+
+__all__ = ["Packed", "Parcel", "Trip", "partition"]
+
+_WHAT = "exchange of ids: owners"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Distinct ids of one lane.
+
+    Args:
+        ids_N: int64, by rank and then by table; once for all ranks where they are replicated. On
+            CUDA what lies behind the last id is unused.
+        counts_N: int64, occurrences of each.
+        sizes_WK: int64 [W, K], ids for each rank by table.
+        offsets_N: int64, for each position of each table's features: where its row starts in the
+            lane's buffer of received rows, in floats.
+    """
+
+    ids_N: Tensor
+    counts_N: Tensor
+    sizes_WK: Tensor
+    offsets_N: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """All that one rank sends for one request."""
+
+    lanes: Lanes
+    packed: tuple[Packed, ...]
+    offsets_N: Tensor
+
+    def header(self, event_time_s: int) -> Tensor:
+        """int64 [W, X + 1]: ids for each rank by table of each lane, and the time."""
+        parts = [packed.sizes_WK for packed in self.packed]
+        time = self.offsets_N.new_full((self.lanes.world_size, 1), event_time_s)
+        return torch.cat([*parts, time], dim=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trip:
+    """What crossed the wire for one request.
+
+    Args:
+        parcel: what this rank sent.
+        sizes: ids by rank and hosted table, sent and received; the last column is the sender's
+            event time.
+    """
+
+    parcel: Parcel
+    sizes: Sizes
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of its request."""
+        return self.parcel.lanes
+
+    @property
+    def event_time_s(self) -> int:
+        """Latest event time of any sender."""
+        return int(self.sizes.received_WX[:, -1].max())
+
+    def sizes_of(self, lane: Lane) -> tuple[Tensor, Tensor]:
+        """int64 [W, K] on the CPU: ids sent to and received from each rank, by table of a lane."""
+        return self.sizes.sent_WX[:, lane.columns], self.sizes.received_WX[:, lane.columns]
+
+    def floats(self) -> list[int]:
+        """Floats of the rows this rank reads, by lane."""
+        found = []
+        for lane in self.lanes.lanes:
+            sent_WK, _ = self.sizes_of(lane)
+            floats_W = sent_WK @ lane.dims_K
+            found.append(int(floats_W[0] if lane.replicated else floats_W.sum()))
+        return found
+
+    def id_parts(self, *, counted: bool) -> list[Part]:
+        """Ids of each lane and, where they are counted, how often each occurs (int32)."""
+        parts = []
+        for lane, packed in zip(self.lanes.lanes, self.parcel.packed, strict=True):
+            sent_W, received_W = (tuple(sizes.sum(1).tolist()) for sizes in self.sizes_of(lane))
+            size = sent_W[0] if lane.replicated else sum(sent_W)
+            data = [packed.ids_N[:size]]
+            if counted:
+                data.append(packed.counts_N[:size].to(torch.int32))
+            if lane.replicated:
+                data = [part.repeat(self.lanes.world_size) for part in data]
+            parts.extend(Part(part, sent_W, received_W) for part in data)
+        return parts
+
+
+def partition(lanes: Lanes, ordered: KeyedRagged, owner_ranks: OwnerRanks) -> Parcel:
+    """Make a request's ids distinct per hosted table and group them by owner.
+
+    Nothing waits for the device, but for a batch that was built on it (`host_splits`).
+    """
+    cuts = ordered.host_splits.tolist()
+    packed = tuple(
+        _replicated(lanes, lane, ordered.values_N, cuts)
+        if lane.replicated
+        else _split(lanes, lane, ordered.values_N, cuts, owner_ranks)
+        for lane in lanes.lanes
+    )
+    parts = [lane.offsets_N for lane in packed]
+    return Parcel(lanes, packed, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class OwnerRanks:
+    """Which rank owns each id of a split table; keeps what it needs on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ranks: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, table: HostedTable, ids_N: Tensor) -> Tensor:
+        """int64 [N], the owner of each id."""
+        ranks = table.hosted.ranks
+        if len(ranks) == 1:
+            return torch.full_like(ids_N, ranks[0])
+        shares_N = ranks_of(hash_ids(table.hash_name, ids_N), len(ranks))
+        if ranks == tuple(range(len(ranks))):
+            return shares_N
+        if ranks not in self._ranks:
+            self._ranks[ranks] = torch.tensor(ranks).to(self._device)
+        return self._ranks[ranks][shares_N]
+
+
+def _split(
+    lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int], owner_ranks: OwnerRanks
+) -> Packed:
+    spans, owners = [], []
+    for table in lane.tables:
+        span_N = _span(table.features, values_N, cuts)
+        spans.append(span_N)
+        owners.append(owner_ranks.of(table, span_N))
+    owners_N = owners[0] if len(owners) == 1 else torch.cat(owners)
+    ids, counts, sizes, offsets = _reordered(spans, lane.dims, lanes.world_size, "given", owners_N)
+    return Packed(ids, counts, sizes.view(lanes.world_size, -1), offsets)
+
+
+def _replicated(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
+    spans = [_span(table.features, values_N, cuts) for table in lane.tables]
+    ids, counts, sizes, offsets = _reordered(spans, lane.dims, 1, "floormod", None)
+    return Packed(ids, counts, sizes.view(1, -1).expand(lanes.world_size, -1), offsets)
+
+
+def _span(features: Sequence[int], values_N: Tensor, cuts: Sequence[int]) -> Tensor:
+    """Ids of some features of a batch, one after the other."""
+    first, last = features[0], features[-1]
+    if last - first + 1 == len(features):
+        return values_N[cuts[first] : cuts[last + 1]]
+    return torch.cat([values_N[cuts[f] : cuts[f + 1]] for f in features])
+
+
+def _reordered(
+    spans: list[Tensor], dims: Sequence[int], ranks: int, rule: str, owners_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, counts, sizes and offsets; on CUDA into buffers that are trimmed later."""
+    if spans[0].is_cpu:
+        found = fused_reorder(spans, None, list(dims), ranks, rule, owners_N, _WHAT)
+        ids_U, counts_U, sizes_WK, offsets_N = found
+        return ids_U, counts_U, sizes_WK, offsets_N
+    size = sum(span.numel() for span in spans)
+    like = spans[0]
+    ids_N, counts_N, offsets_N = (like.new_empty(size) for _ in range(3))
+    sizes_WK, size_1 = like.new_empty(ranks * len(dims)), like.new_empty(1)
+    fused_reorder_into(
+        spans,
+        None,
+        list(dims),
+        ranks,
+        rule,
+        owners_N,
+        ids_N,
+        counts_N,
+        sizes_WK,
+        offsets_N,
+        size_1,
+        _WHAT,
+    )
+    return ids_N, counts_N, sizes_WK, offsets_N

@@ -1,0 +1,239 @@
+"""From received rows to pooled outputs, and from their gradients to gradients of received rows.
+
+Rows arrive in flat buffers; every position knows where its row begins. Pooling them is the layout
+operators' work. Ids with weights go the long way (`weighted`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShapeError, describe
+from shoal.exchange import weighted
+from shoal.exchange.received_plan import BankLayout, HostedColumns, compile_plan
+from shoal.kernels.transfer import sent
+from shoal.ops.layout import layout_backward, layout_forward
+from shoal.ragged import KeyedRagged
+from shoal.table.shard import PoolPlan
+
+__all__ = ["HostedColumns", "ReceivedRows"]
+
+_SIZES_KEPT = 64
+
+
+class ReceivedRows:
+    """A pool plan over rows of hosted tables, compiled once; thread-safe.
+
+    Sums are in order of feature and position, so results are a local shard's.
+
+    Args:
+        plan: how the rows are pooled.
+        tables_G: each feature's table, by the number that `hosted` has for it.
+        hosted: which columns of which table are received, and in which bank.
+        reals: float32 or float64, of each bank.
+
+    Raises:
+        ConfigError: a feature's table is not hosted, or its columns are not covered once.
+        ShapeError, DTypeError: the plan does not fit its tables.
+    """
+
+    def __init__(
+        self,
+        plan: PoolPlan,
+        tables_G: Sequence[int],
+        hosted: Sequence[HostedColumns],
+        reals: Sequence[torch.dtype],
+    ) -> None:
+        self._compiled = compile_plan(plan, tables_G, hosted, reals)
+        self._hosted = tuple(hosted)
+        self._reals = tuple(reals)
+        self._widths = tuple(output.width for output in plan.outputs)
+        self._groups = len(plan.pools)
+        self._static: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._cells: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of each output."""
+        return self._compiled.dtypes
+
+    def pool(
+        self, rows: Sequence[Tensor], offsets_N: Tensor, ordered: KeyedRagged
+    ) -> tuple[Tensor, ...]:
+        """One [B, width] per output of the plan; columns that no slice covers are zeros.
+
+        Args:
+            rows: each bank's rows, flat.
+            offsets_N: int64 [N], the float at which each position's row begins in its bank:
+                hosted table by hosted table, in it feature by feature of its table, in order.
+            ordered: the batch in the plan's order.
+
+        Raises:
+            ShapeError: offsets_N of another length, or another number of banks or features.
+            InputError: a row leaves its bank (on CUDA only under `ops.set_bounds_checks`).
+        """
+        starts = self._starts(rows, offsets_N, ordered)
+        made: dict[int, Tensor] = {}
+        index = self._index(starts, offsets_N, ordered)
+        for number, layout in enumerate(self._compiled.layouts):
+            if layout.operators and layout.parts and ordered.weights_N is None:
+                outputs = layout_forward(
+                    [rows[bank] for bank in layout.banks],
+                    offsets_N,
+                    *index,
+                    *self._arguments(number, ordered, offsets_N.device),
+                )
+            else:
+                outputs = weighted.pool(layout, self._blocks(starts), rows, offsets_N, ordered)
+            for output, first, stop in layout.gaps:
+                outputs[output][:, first:stop] = 0
+            made.update(zip(layout.outputs, outputs, strict=True))
+        return tuple(made[output] for output in range(len(self._widths)))
+
+    def spread(
+        self,
+        grads: Sequence[Tensor],
+        sizes: Sequence[int],
+        offsets_N: Tensor,
+        ordered: KeyedRagged,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the outputs as gradients of the rows: one flat [size] per bank.
+
+        A row's gradient is summed over the positions that read it, in order; floats that nothing
+        reads are zeros.
+
+        Args:
+            grads: one [B, width] per output, of its dtype.
+            sizes: floats of each bank.
+            offsets_N, ordered: as given to `pool`.
+
+        Raises:
+            ShapeError, InputError: as `pool`; gradients that are not the outputs' shapes.
+        """
+        starts = self._starts(sizes, offsets_N, ordered)
+        self._check_grads(grads, ordered)
+        index = self._index(starts, offsets_N, ordered)
+        made: dict[int, Tensor] = {}
+        for number, layout in enumerate(self._compiled.layouts):
+            own = [grads[output] for output in layout.outputs]
+            floats = [sizes[bank] for bank in layout.banks]
+            if layout.operators and layout.parts and ordered.weights_N is None:
+                spread = layout_backward(
+                    own,
+                    None,
+                    floats,
+                    offsets_N,
+                    *index,
+                    *self._arguments(number, ordered, offsets_N.device),
+                )
+            else:
+                blocks = self._blocks(starts)
+                spread = weighted.spread(layout, blocks, own, floats, offsets_N, ordered)
+            made.update(zip(layout.banks, spread, strict=True))
+        return tuple(made[bank] for bank in range(len(self._reals)))
+
+    def _starts(
+        self, banks: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
+    ) -> list[int]:
+        """First position of each block, and the end; checks what costs nothing."""
+        cuts = ordered.host_splits.tolist()
+        if len(cuts) != self._groups + 1 or len(banks) != len(self._reals):
+            got = f"{len(cuts) - 1} features and {len(banks)} banks"
+            allowed = f"{self._groups} and {len(self._reals)}"
+            raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
+        lengths = (cuts[block.group + 1] - cuts[block.group] for block in self._compiled.blocks)
+        starts = list(itertools.accumulate(lengths, initial=0))
+        if offsets_N.shape != (starts[-1],):
+            remedy = "Give one per position of every hosted table."
+            raise _shape("offsets of rows", tuple(offsets_N.shape), (starts[-1],), remedy)
+        return starts
+
+    def _check_grads(self, grads: Sequence[Tensor], ordered: KeyedRagged) -> None:
+        got = [tuple(grad.shape) for grad in grads]
+        want = [(ordered.batch_size, width) for width in self._widths]
+        if got != want:
+            raise _shape("gradients", got, want, "Give one per output, in its shape.")
+
+    def _blocks(self, starts: Sequence[int]) -> list[weighted.Span]:
+        """Where each block's positions are, here and in the request, and how wide its rows."""
+        return [
+            weighted.Span(block.group, first, stop, self._hosted[block.hosted])
+            for block, first, stop in zip(
+                self._compiled.blocks, starts[:-1], starts[1:], strict=True
+            )
+        ]
+
+    def _index(
+        self, starts: Sequence[int], offsets_N: Tensor, ordered: KeyedRagged
+    ) -> tuple[Tensor, Tensor]:
+        """Buffer of each position, and where cells begin; the host waits for nothing."""
+        groups_K, buffers_K = self._on(offsets_N.device)
+        count, size = offsets_N.shape[0], ordered.batch_size
+        if not any(self._compiled.buffers_K):
+            buffer_N = offsets_N.new_zeros(count, dtype=torch.int32)
+        elif len(set(self._compiled.buffers_K)) == 1:
+            buffer_N = buffers_K[:1].expand(count).contiguous()
+        else:
+            lengths = [b - a for a, b in itertools.pairwise(starts)]
+            lengths_K = sent(lengths, offsets_N.device)
+            buffer_N = buffers_K.repeat_interleave(lengths_K, output_size=count)
+        if self._compiled.straight:
+            return buffer_N, ordered.offsets_FB1
+        if size == 0 or not self._compiled.blocks:
+            return buffer_N, offsets_N.new_zeros(1)
+        cuts = ordered.host_splits.tolist()
+        moves = [
+            first - cuts[block.group]
+            for first, block in zip(starts[:-1], self._compiled.blocks, strict=True)
+        ]
+        moves_K1 = sent([*moves, starts[-1]], offsets_N.device)
+        begins_FB = ordered.offsets_FB1[:-1].view(self._groups, size)
+        moved_KB = begins_FB.index_select(0, groups_K) + moves_K1[:-1, None]
+        return buffer_N, torch.cat([moved_KB.view(-1), moves_K1[-1:]])
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """int64 [K] feature and int32 [K] buffer of each block."""
+        found = self._static.get(device)
+        if found is None:
+            groups = [block.group for block in self._compiled.blocks]
+            buffers_K = torch.tensor(self._compiled.buffers_K, dtype=torch.int32)
+            found = self._static[device] = (
+                torch.tensor(groups, dtype=torch.int64).to(device),
+                buffers_K.to(device),
+            )
+        return found
+
+    def _arguments(
+        self, number: int, ordered: KeyedRagged, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int]]:
+        """Cells, the plan's tensors and numbers, as the layout operators take them."""
+        layout, size = self._compiled.layouts[number], ordered.batch_size
+        plan = layout.plan.on(device)
+        return (
+            self._cells_of(number, layout, size, device),
+            plan.features_F,
+            plan.slices_S,
+            plan.sums_AM,
+            [size],
+            list(plan.shapes),
+            [plan.widest, plan.floats],
+        )
+
+    def _cells_of(self, number: int, layout: BankLayout, size: int, device: torch.device) -> Tensor:
+        """int64 [1, parts, 3]: a cell per example; made once per batch size."""
+        key = (number, size, device)
+        found = self._cells.get(key)
+        if found is None:
+            rows = [[part.block * size, size, 0] if size else [0, 0, 0] for part in layout.parts]
+            if len(self._cells) >= _SIZES_KEPT:
+                self._cells.clear()
+            found = self._cells[key] = sent(torch.tensor([rows], dtype=torch.int64), device)
+        return found
+
+
+def _shape(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
+    return ShapeError(describe(f"ReceivedRows: {what}", got=got, allowed=allowed, remedy=remedy))

@@ -1,0 +1,166 @@
+"""How a batch's ids reach the shards that own them, and how gradients go back.
+
+`Exchange` is all that the embedding knows of where rows live. A `Route` is the frozen record of
+one dispatch; reading and the way back accept only that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.comm.collectives import Collectives, PendingSizes
+from shoal.exchange.partition import Parcel, Trip
+from shoal.ragged import KeyedRagged
+from shoal.table.shard import GradRecord, IdGroups, PoolPlan, Shard, StepContext, Ticket
+from shoal.table.spec import TableSpec
+
+__all__ = ["Exchange", "PendingRecords", "ReadyRecords", "Request", "Route", "Sending"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One batch, in the order a plan pools it.
+
+    Args:
+        batch: the batch as the user gave it; its identity tells a recomputed forward from a new.
+        ordered: the same with the plan's features in the plan's order.
+        tables_G: int32 [G], each feature's table in `Exchange.specs`.
+        plan: how the rows are pooled.
+    """
+
+    batch: KeyedRagged
+    ordered: KeyedRagged
+    tables_G: Tensor
+    plan: PoolPlan
+
+    def groups(self) -> IdGroups:
+        """Its ids, one group per feature."""
+        return IdGroups(self.ordered.values_N, self.ordered.host_splits, self.tables_G)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sending:
+    """A dispatch that has begun: what `Exchange.send` returns and `probe` finishes.
+
+    Args:
+        request, insert, ctx: what was sent, for what.
+        parcel: the ids as they are sent; None in one process.
+        sizes: how many ids come from each rank, on their way; None in one process.
+    """
+
+    request: Request
+    insert: bool
+    ctx: StepContext
+    parcel: Parcel | None = None
+    sizes: PendingSizes | None = None
+
+
+# No slots: routes are held weakly, and a weakref slot needs Python 3.11.
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What was sent where: a request, and the tickets its rows are held under.
+
+    Args:
+        request: what this rank asked for.
+        tickets: of the rows that this rank's shard gives: one, or one per sender.
+        event_time_s: latest event time of any sender.
+        trip: ids, sizes and splits of the exchange; None in one process.
+    """
+
+    request: Request
+    tickets: tuple[Ticket, ...]
+    event_time_s: int
+    trip: Trip | None = None
+
+    @property
+    def ticket(self) -> Ticket:
+        """The first ticket; the only one, but for one step per sender."""
+        return self.tickets[0]
+
+
+class PendingRecords(Protocol):
+    """Gradients on their way to their owner."""
+
+    def wait(self) -> tuple[GradRecord, ...]:
+        """What this rank's shard received: one record per ticket of the route, in their order.
+
+        May be called again, with the same result.
+
+        Raises:
+            CollectiveFailed: the exchange did not finish.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyRecords:
+    """Gradients that have arrived."""
+
+    records: tuple[GradRecord, ...]
+
+    def wait(self) -> tuple[GradRecord, ...]:
+        """The records."""
+        return self.records
+
+
+class Exchange(Protocol):
+    """From ids to pooled rows and back.
+
+    With several ranks every verb is collective: all ranks call it, in the same order.
+    """
+
+    @property
+    def shard(self) -> Shard:
+        """The shard of this process."""
+        ...
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The whole tables that requests name; the shard may hold parts of them."""
+        ...
+
+    @property
+    def collectives(self) -> Collectives:
+        """What carries ids, rows and gradients between ranks."""
+        ...
+
+    def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
+        """Begin a dispatch: make ids distinct, group them by owner, tell owners how many come.
+
+        insert: owners admit and insert unknown ids now; else they only read, and the rows come
+        into being when gradients are applied.
+        """
+        ...
+
+    def probe(self, sending: Sending) -> Route:
+        """Finish it: ids reach their owners, who find or insert them.
+
+        Raises:
+            TableFull: this rank's shard has no room; nothing was inserted. Other ranks fail at
+                their next collective.
+            CollectiveFailed: another rank failed.
+        """
+        ...
+
+    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
+        """`probe(send(...))`."""
+        ...
+
+    def fetch(self, route: Route, *, ctx: StepContext) -> None:
+        """Begin to read the route's rows as they are now, for its next `combine`."""
+        ...
+
+    def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """The route's rows as they are now, or were at `fetch`: one [B, width] per output."""
+        ...
+
+    def read(self, request: Request) -> tuple[Tensor, ...]:
+        """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
+        ...
+
+    def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
+        """Send the gradients of the outputs the same way back; the owner's records of them."""
+        ...

@@ -1,0 +1,137 @@
+"""What reaches the owner of rows: ids as one lookup, rows as flat buffers to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.exchange.lanes import Lane
+from shoal.exchange.partition import Trip
+from shoal.table.shard import IdGroups
+
+__all__ = [
+    "Visit",
+    "flat",
+    "flat_lanes",
+    "grads_by_sender",
+    "grads_of_all",
+    "visit_of_all",
+    "visits_by_sender",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """Ids of one lookup at their owner: groups by lane, then by sender, then by table.
+
+    Tables that this rank does not hold have no groups: nothing comes for them.
+    counts_N: int64, occurrences each position stands for; None where they did not travel.
+    """
+
+    groups: IdGroups
+    counts_N: Tensor | None
+
+
+def visit_of_all(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> Visit:
+    """One visit with the ids of all ranks; `ids`, `counts` received by lane (counts or none)."""
+    received_WX = trip.sizes.received_WX
+    sizes = [received_WX[:, lane.here_columns].flatten() for lane in trip.lanes.lanes]
+    return _visit(sizes, ids, counts, trip.lanes.here_G)
+
+
+def visits_by_sender(
+    trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]
+) -> tuple[Visit, ...]:
+    """One visit for each rank."""
+    lanes = trip.lanes.lanes
+    splits = [tuple(trip.sizes_of(lane)[1].sum(1).tolist()) for lane in lanes]
+    ids_LW = [torch.split(part, cut) for part, cut in zip(ids, splits, strict=True)]
+    counts_LW = [torch.split(part, cut) for part, cut in zip(counts, splits, strict=True)]
+    return tuple(
+        _visit(
+            [received_X[lane.here_columns] for lane in lanes],
+            [part[rank] for part in ids_LW],
+            [part[rank] for part in counts_LW],
+            trip.lanes.sender_G,
+        )
+        for rank, received_X in enumerate(trip.sizes.received_WX)
+    )
+
+
+def _visit(
+    sizes: Sequence[Tensor], ids: Sequence[Tensor], counts: Sequence[Tensor], tables_G: Tensor
+) -> Visit:
+    sizes_G = torch.cat([torch.zeros(1, dtype=torch.int64), *sizes])
+    return Visit(
+        IdGroups(_joined(ids), sizes_G.cumsum(0), tables_G),
+        _joined(counts).long() if counts else None,
+    )
+
+
+def flat_lanes(trip: Trip, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Rows [n, D] of each visit's groups as one flat buffer per lane, by sender and then table."""
+    senders = trip.lanes.world_size // len(rows)
+    buffers, first = [], 0
+    for lane in trip.lanes.lanes:
+        last = first + senders * len(lane.here)
+        views = [view for visit in rows for view in visit[first:last]]
+        device = trip.parcel.offsets_N.device
+        buffers.append(flat(views, lane.real, device))
+        first = last
+    return buffers
+
+
+def grads_of_all(trip: Trip, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients [n, D] of the groups of `visit_of_all`, views of each lane's buffer."""
+    return tuple(
+        view
+        for lane, buffer in zip(trip.lanes.lanes, received, strict=True)
+        for view in _views(trip, lane, buffer)
+    )
+
+
+def grads_by_sender(trip: Trip, received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    """The same for each of `visits_by_sender`."""
+    lanes = [
+        (len(lane.here), _views(trip, lane, buffer))
+        for lane, buffer in zip(trip.lanes.lanes, received, strict=True)
+    ]
+    return tuple(
+        tuple(view for size, views in lanes for view in views[rank * size : (rank + 1) * size])
+        for rank in range(trip.lanes.world_size)
+    )
+
+
+def _views(trip: Trip, lane: Lane, buffer: Tensor) -> list[Tensor]:
+    """A lane's buffer as [n, D] per sender and table held here."""
+    dims = [lane.dims[k] for k in lane.here]
+    sizes_WK = trip.sizes.received_WX[:, lane.here_columns].tolist()
+    shapes = [(n, dim) for sizes in sizes_WK for n, dim in zip(sizes, dims, strict=True)]
+    pieces = torch.split(buffer, [n * dim for n, dim in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def flat(views: Sequence[Tensor], real: torch.dtype, device: torch.device) -> Tensor:
+    """The views' elements one after the other, [E]: no copy where they lie so already."""
+    full = [view for view in views if view.numel()]
+    if not full:
+        return torch.empty(0, dtype=real, device=device)
+    first = full[0]
+    at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for view in full:
+        if (
+            not view.is_contiguous()
+            or view.storage_offset() != at
+            or view.untyped_storage().data_ptr() != storage
+        ):
+            return torch.cat([part.reshape(-1) for part in full])
+        at += view.numel()
+    start = first.storage_offset()
+    return first.as_strided((at - start,), (1,), start)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

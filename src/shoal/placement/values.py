@@ -1,0 +1,290 @@
+"""Placements as values: which columns and rows of each table every rank holds.
+
+A table is cut into column slices, and the rows of each slice are split over some ranks by the
+buckets of their hashes, or kept whole on every rank. Each sharding type is such a value:
+
+    row-wise         all columns, rows split over all ranks
+    table-wise       all columns, all rows on one rank
+    column-wise      column slices, each with all rows on one rank
+    table-row-wise   all columns, rows split over the ranks of one node
+    grid             column slices, the rows of each split over the ranks of one node
+    data-parallel    all columns and rows on every rank
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, describe
+from shoal.placement.arithmetic import BUCKETS, ranks_of
+
+__all__ = [
+    "Hosted",
+    "Placement",
+    "column_wise",
+    "data_parallel",
+    "grid",
+    "owners",
+    "row_wise",
+    "table_row_wise",
+    "table_wise",
+]
+
+_FORMAT = "shoal-placement"
+_WIDE_LOAD = 4  # columns: what one load of a row takes, and one block of random words fills
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Columns [start, stop) of a table's rows, as some ranks hold them.
+
+    Args:
+        table: its name.
+        start, stop: columns of the whole row.
+        ranks: share i of len(ranks) of the buckets is held by ranks[i]; each rank once.
+        replicated: every rank of `ranks` holds all rows instead.
+
+    Raises:
+        ConfigError: no such columns, no ranks, or a rank named twice.
+    """
+
+    table: str
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.table, str) and self.table != "",
+            "table of a placement",
+            repr(self.table),
+            "a name",
+            "Name the table that is placed.",
+        )
+        _require(
+            _whole(self.start) and _whole(self.stop) and self.start < self.stop,
+            f"columns of table {self.table!r} in a placement",
+            f"[{self.start!r}, {self.stop!r})",
+            "0 <= start < stop, ints",
+            "Give a slice one column or more.",
+        )
+        ranks = self.ranks
+        _require(
+            isinstance(ranks, tuple)
+            and 0 < len(ranks) <= BUCKETS
+            and all(_whole(rank) for rank in ranks)
+            and len(set(ranks)) == len(ranks),
+            f"ranks of table {self.table!r} in a placement",
+            repr(ranks),
+            f"a tuple of 1..{BUCKETS} distinct ranks, 0 or more each",
+            "Name each rank that holds rows once.",
+        )
+
+    @property
+    def shares(self) -> int:
+        """Parts that the rows are split into: 1 where every rank holds all."""
+        return 1 if self.replicated else len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where all tables of a job live.
+
+    Args:
+        world_size: ranks W of the job.
+        hosted: all slices of all tables; kept in the order of table names and then columns,
+            so that equal placements are equal values on every rank.
+
+    Raises:
+        ConfigError: ranks outside the world; slices of a table that overlap or leave a gap; a
+            replicated slice that is not on every rank.
+    """
+
+    world_size: int
+    hosted: tuple[Hosted, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            _whole(self.world_size) and 1 <= self.world_size <= BUCKETS,
+            "world_size of a placement",
+            repr(self.world_size),
+            f"1..{BUCKETS}",
+            "Pass the number of ranks of the job.",
+        )
+        ordered = tuple(sorted(self.hosted, key=lambda one: (one.table, one.start)))
+        object.__setattr__(self, "hosted", ordered)
+        for one in ordered:
+            self._check_ranks(one)
+        for table in self.tables():
+            _check_columns(table, self.of(table))
+
+    def of(self, table: str) -> tuple[Hosted, ...]:
+        """The slices of a table from left to right; none if it is not placed."""
+        return tuple(one for one in self.hosted if one.table == table)
+
+    def on(self, rank: int) -> tuple[Hosted, ...]:
+        """What a rank holds, in the placement's order."""
+        return tuple(one for one in self.hosted if rank in one.ranks)
+
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables placed, sorted."""
+        return tuple(dict.fromkeys(one.table for one in self.hosted))
+
+    def to_json(self) -> str:
+        """The placement as JSON text, the same text for equal placements."""
+        value = {
+            "format": _FORMAT,
+            "world_size": self.world_size,
+            "hosted": [asdict(one) for one in self.hosted],
+        }
+        return json.dumps(value, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: not such a text, or not a placement.
+        """
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _not_json(f"text that is no JSON ({error})") from None
+        keys = {"format", "world_size", "hosted"}
+        if not isinstance(value, dict) or set(value) != keys or value["format"] != _FORMAT:
+            raise _not_json(f"{str(text)[:80]!r}")
+        if not isinstance(value["hosted"], list):
+            raise _not_json("hosted that is no list")
+        return cls(value["world_size"], tuple(_hosted_of(one) for one in value["hosted"]))
+
+    def _check_ranks(self, one: Hosted) -> None:
+        _require(
+            max(one.ranks) < self.world_size,
+            f"ranks of table {one.table!r} in a placement",
+            one.ranks,
+            f"0..{self.world_size - 1}",
+            "Place tables on ranks of the job.",
+        )
+        _require(
+            not one.replicated or sorted(one.ranks) == list(range(self.world_size)),
+            f"ranks of the replicated table {one.table!r}",
+            one.ranks,
+            f"all of 0..{self.world_size - 1}",
+            "Replicate a table on every rank, or split its rows.",
+        )
+
+
+def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
+    """All columns, rows split over all ranks."""
+    return (Hosted(table, 0, dim, tuple(range(world_size))),)
+
+
+def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
+    """The whole table on one rank."""
+    return (Hosted(table, 0, dim, (rank,)),)
+
+
+def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
+    """One column slice for each of `ranks`, as even as can be; a rank may come several times.
+
+    Cuts are multiples of 4 columns where dim is one and leaves each slice 4.
+
+    Raises:
+        ConfigError: more ranks than columns.
+    """
+    return grid(table, dim, tuple((rank,) for rank in ranks))
+
+
+def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
+    """All columns, rows split over some ranks: those of one node."""
+    return (Hosted(table, 0, dim, tuple(ranks)),)
+
+
+def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
+    """One column slice for each tuple of ranks, over which the slice's rows are split.
+
+    Cuts as `column_wise` makes them.
+
+    Raises:
+        ConfigError: more slices than columns.
+    """
+    count = len(column_nodes)
+    _require(
+        _whole(dim) and 0 < count <= dim,
+        f"column slices of table {table!r}",
+        f"{count} of {dim!r} columns",
+        "at least one, each with one column or more",
+        "Cut the table into fewer slices.",
+    )
+    unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
+    cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]
+    return tuple(
+        Hosted(table, start, stop, tuple(ranks))
+        for (start, stop), ranks in zip(pairwise(cuts), column_nodes, strict=True)
+    )
+
+
+def data_parallel(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
+    """The whole table on every rank."""
+    return (Hosted(table, 0, dim, tuple(range(world_size)), replicated=True),)
+
+
+def owners(hosted: Hosted, hashes_N: Tensor) -> Tensor:
+    """The rank that holds each hash's row, int64 [N].
+
+    Raises:
+        ConfigError: the slice is replicated: every rank holds each row.
+    """
+    _require(
+        not hosted.replicated,
+        f"owner of rows of table {hosted.table!r}",
+        "a replicated table",
+        "a table whose rows are split",
+        "Read replicated rows from the rank's own shard.",
+    )
+    ranks_W = torch.tensor(hosted.ranks, dtype=torch.int64, device=hashes_N.device)
+    return ranks_W[ranks_of(hashes_N, len(hosted.ranks))]
+
+
+def _check_columns(table: str, slices: tuple[Hosted, ...]) -> None:
+    edges = [0, *(one.stop for one in slices)]
+    starts = [one.start for one in slices]
+    _require(
+        starts == edges[:-1],
+        f"column slices of table {table!r} in a placement",
+        ", ".join(f"[{one.start}, {one.stop})" for one in slices),
+        "slices that follow each other from column 0",
+        "Place each column exactly once.",
+    )
+
+
+def _hosted_of(value: Any) -> Hosted:
+    keys = {"table", "start", "stop", "ranks", "replicated"}
+    if not isinstance(value, dict) or set(value) != keys:
+        raise _not_json(f"{value!r} among hosted")
+    if not isinstance(value["ranks"], list) or not isinstance(value["replicated"], bool):
+        raise _not_json(f"{value!r} among hosted")
+    return Hosted(**{**value, "ranks": tuple(value["ranks"])})
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _require(fine: bool, what: str, got: object, allowed: str, remedy: str) -> None:
+    if not fine:
+        raise ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _not_json(got: str) -> ConfigError:
+    allowed = "what Placement.to_json writes"
+    remedy = "Write the placement again with to_json."
+    return ConfigError(describe("JSON of a placement", got=got, allowed=allowed, remedy=remedy))

@@ -1,0 +1,234 @@
+"""The sub-tables that a placement puts on a rank, and whether tables may be placed so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+from shoal.errors import ConfigError, describe, unknown_name
+from shoal.placement import (
+    Hosted,
+    Placement,
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from shoal.table.spec import Segment, TableSpec
+
+__all__ = ["Sharding", "check_placement", "hosted_spec", "hosted_specs", "plan_placement"]
+
+Sharding = Literal[
+    "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
+]
+
+_WIDE_LOAD = 4  # columns that a planned slice has at least, where the table has them
+
+
+def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
+    """The table that each of `hosted.ranks` keeps for these columns of `spec`.
+
+    It has the bits of the whole table's columns: hashes, initial values and rounding are keyed by
+    the whole table's name and column numbers. Segments keep their names, so learning rates bind
+    as before. `capacity_rows` and `expected_rows` are divided over the row shares, rounded up;
+    admission and expiry stay. A slice is named "table[start:stop]".
+
+    Raises:
+        ConfigError: another table's slice, columns that the table lacks, or a cut inside a
+            segment whose rule reads more than its own column.
+    """
+    _check_slice(spec, hosted)
+    whole = hosted.start == 0 and hosted.stop == spec.dim
+    return dataclasses.replace(
+        spec,
+        name=spec.name if whole else f"{spec.name}[{hosted.start}:{hosted.stop}]",
+        segments=tuple(_segments_of(spec, hosted)),
+        capacity_rows=_share(spec.capacity_rows, hosted.shares),
+        expected_rows=_share(spec.expected_rows, hosted.shares) or 0,
+        hashed_as=spec.hashed_as if whole else spec.hash_name,
+        first_column=spec.first_column + hosted.start,
+    )
+
+
+def hosted_specs(
+    specs: Sequence[TableSpec], placement: Placement, rank: int
+) -> tuple[TableSpec, ...]:
+    """The tables that a rank's shard holds: those of `specs` in order, slices left to right.
+
+    Raises:
+        ConfigError: the placement does not fit the tables (`check_placement`), or no such rank.
+    """
+    check_placement(specs, placement)
+    if not 0 <= rank < placement.world_size:
+        allowed = f"0..{placement.world_size - 1}"
+        raise _refused("rank of a placement", rank, allowed, "Ranks count from 0.")
+    return tuple(
+        hosted_spec(spec, one)
+        for spec in specs
+        for one in placement.of(spec.name)
+        if rank in one.ranks
+    )
+
+
+def check_placement(specs: Sequence[TableSpec], placement: Placement) -> None:
+    """Check that a placement places just these tables, each column once, no coupled range cut.
+
+    Any cut of a segment with an element-wise rule is legal.
+
+    Raises:
+        UnknownName: it places a table that is not there.
+        ConfigError: a table is not placed, columns are missing or too many, or a cut goes through
+            a range that a rule couples.
+    """
+    names = {spec.name for spec in specs}
+    for table in placement.tables():
+        if table not in names:
+            raise unknown_name("table of a placement", table, names)
+    for spec in specs:
+        slices = placement.of(spec.name)
+        stop = slices[-1].stop if slices else 0
+        if stop != spec.dim:
+            remedy = "Place each column of each table exactly once."
+            what = f"columns of table {spec.name!r} in a placement"
+            raise _refused(what, f"{stop} of them", f"all {spec.dim}", remedy)
+        for one in slices:
+            _check_slice(spec, one)
+
+
+def plan_placement(
+    specs: Sequence[TableSpec],
+    world_size: int,
+    *,
+    default: str = "row_wise",
+    kinds: Mapping[str, str] | None = None,
+    local_world_size: int | None = None,
+) -> Placement:
+    """A placement that gives each table the sharding type named for it.
+
+    Tables of one type take ranks (and nodes) in turn, starting where least of a row's bytes lie,
+    by expected rows. Column slices are even and 4 columns or wider where the table has as many.
+
+    Args:
+        specs: the tables; the same order on every rank.
+        world_size: ranks W.
+        default: the type of tables that `kinds` does not name.
+        kinds: table name -> "row_wise", "table_wise", "column_wise", "table_row_wise", "grid" or
+            "data_parallel".
+        local_world_size: ranks of a node; None takes the job for one node.
+
+    Raises:
+        ConfigError: no such type, table or node size, or a table that the type would cut wrongly.
+    """
+    kinds = dict(kinds or {})
+    names = [spec.name for spec in specs]
+    for table in kinds:
+        if table not in names:
+            raise unknown_name("table of a placement", table, names)
+    nodes = _nodes(world_size, local_world_size)
+    load = [0] * world_size
+    hosted: list[Hosted] = []
+    for spec in specs:
+        placed = _planned(spec, kinds.get(spec.name, default), nodes, load)
+        for one in placed:
+            for rank in one.ranks:
+                load[rank] += _weight(spec, one) // one.shares
+        hosted.extend(placed)
+    placement = Placement(world_size, tuple(hosted))
+    check_placement(specs, placement)
+    return placement
+
+
+def _planned(
+    spec: TableSpec, kind: str, nodes: list[tuple[int, ...]], load: list[int]
+) -> tuple[Hosted, ...]:
+    """The slices of one table, on the ranks or nodes that hold least so far."""
+    ranks = sorted(range(len(load)), key=load.__getitem__)
+    near = sorted(nodes, key=lambda node: sum(load[rank] for rank in node) / len(node))
+    slices = max(1, spec.dim // _WIDE_LOAD)
+    match kind:
+        case "row_wise":
+            return row_wise(spec.name, spec.dim, len(load))
+        case "table_wise":
+            return table_wise(spec.name, spec.dim, ranks[0])
+        case "column_wise":
+            return column_wise(spec.name, spec.dim, ranks[:slices])
+        case "table_row_wise":
+            return table_row_wise(spec.name, spec.dim, near[0])
+        case "grid":
+            return grid(spec.name, spec.dim, near[:slices])
+        case "data_parallel":
+            return data_parallel(spec.name, spec.dim, len(load))
+    what = f"sharding type of table {spec.name!r}"
+    raise _refused(what, repr(kind), ", ".join(get_args(Sharding)), "Name one of them.")
+
+
+def _nodes(world_size: int, local_world_size: int | None) -> list[tuple[int, ...]]:
+    """Ranks of each node, in order; the last may have fewer."""
+    size = world_size if local_world_size is None else local_world_size
+    for what, value in (("world_size", world_size), ("local_world_size", size)):
+        if value < 1:
+            raise _refused(f"{what} of a placement", value, "1 or more", "Count the ranks.")
+    return [
+        tuple(range(first, min(first + size, world_size))) for first in range(0, world_size, size)
+    ]
+
+
+def _weight(spec: TableSpec, hosted: Hosted) -> int:
+    """Floats of the rows of a slice, state as if spread evenly over columns."""
+    rows = spec.expected_rows or spec.capacity_rows or 1
+    return rows * (spec.dim + spec.state_width) * (hosted.stop - hosted.start)
+
+
+def _segments_of(spec: TableSpec, hosted: Hosted) -> Iterator[Segment]:
+    for first, last, segment in _ranges(spec):
+        start, stop = max(first, hosted.start), min(last, hosted.stop)
+        if start < stop:
+            whole = stop - start == segment.dim
+            yield segment if whole else dataclasses.replace(segment, dim=stop - start)
+
+
+def _ranges(spec: TableSpec) -> Iterator[tuple[int, int, Segment]]:
+    """Columns [first, last) of each segment."""
+    first = 0
+    for segment in spec.segments:
+        yield first, first + segment.dim, segment
+        first += segment.dim
+
+
+def _check_slice(spec: TableSpec, hosted: Hosted) -> None:
+    columns = f"[{hosted.start}, {hosted.stop})"
+    if hosted.table != spec.name or hosted.stop > spec.dim:
+        what = f"columns of table {spec.name!r} in a placement"
+        got = f"{columns} of table {hosted.table!r}"
+        raise _refused(what, got, f"columns of 0..{spec.dim}", "Place each table by its name.")
+    for first, last, segment in _ranges(spec):
+        coupling = segment.optimizer.coupling
+        if coupling == "row":
+            first, last = 0, spec.dim
+        if coupling != "element" and any(first < cut < last for cut in _edges(hosted)):
+            raise _refused(
+                f"column slice of table {spec.name!r}",
+                f"{columns}, which cuts columns {first}..{last - 1} of segment {segment.name!r}",
+                f"cuts outside those: one step of {_rule_name(segment)} reads the whole {coupling}",
+                "Cut between segments, split the table by rows, or use an element-wise rule.",
+            )
+
+
+def _edges(hosted: Hosted) -> tuple[int, int]:
+    return hosted.start, hosted.stop
+
+
+def _rule_name(segment: Segment) -> str:
+    inner = getattr(segment.optimizer, "inner", segment.optimizer)
+    return type(inner).__name__
+
+
+def _share(rows: int | None, shares: int) -> int | None:
+    return None if rows is None else -(-rows // shares)
+
+
+def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
