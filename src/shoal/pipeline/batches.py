@@ -25,14 +25,15 @@ __all__ = [
     "moved",
     "pinned",
     "weight_of",
+    "zeroed",
 ]
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on a device, without waiting for it; what is there already is not copied."""
+def moved(batch: Any, device: torch.device, *, wait: bool = False) -> Any:
+    """The batch on a device, which is waited for on demand; what is there is not copied."""
     if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    return _mapped(batch, lambda part: part.to(device, non_blocking=True))
+        return batch.to(device, non_blocking=not wait)
+    return _mapped(batch, lambda part: part.to(device, non_blocking=not wait))
 
 
 def pinned(batch: Any) -> Any:
@@ -53,6 +54,11 @@ def emptied(batch: Any) -> Any:
 def detached(tree: Any) -> Any:
     """The same tree outside of any graph."""
     return _mapped(tree, lambda part: part.detach() if isinstance(part, Tensor) else part)
+
+
+def zeroed(tree: Any) -> Any:
+    """The same tree with zeros for numbers."""
+    return _mapped(tree, lambda part: torch.zeros_like(part) if isinstance(part, Tensor) else part)
 
 
 def hold_for(batch: Any, stream: torch.cuda.Stream) -> None:
@@ -142,10 +148,12 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
     if isinstance(part, Ragged):
-        return Ragged.from_lengths(part.values[:0], torch.zeros_like(part.lengths))
+        return Ragged.from_lengths(part.values.new_empty(0), torch.zeros_like(part.lengths))
     lengths_FB = torch.zeros(len(part.keys), part.batch_size, dtype=torch.int64)
-    weights_N = None if part.weights_N is None else part.weights_N[:0]
-    device = part.values_N.device
-    return KeyedRagged.from_lengths(
-        part.keys, part.values_N[:0], lengths_FB.to(device), weights_N
-    )
+    weights_N = None if part.weights_N is None else part.weights_N.new_empty(0)
+    # Built on the host and moved, so that the host knows its splits.
+    ids_0 = torch.empty(0, dtype=torch.int64)
+    made = KeyedRagged.from_lengths(part.keys, ids_0, lengths_FB)
+    if weights_N is not None:
+        made = dataclasses.replace(made, weights_N=weights_N.cpu())
+    return made.to(part.values_N.device)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from shoal.comm.collectives import Pending
 from shoal.pipeline import batches
 from shoal.pipeline.loading import Loader, Reading
 from shoal.pipeline.scheduler import (
@@ -29,7 +30,7 @@ from shoal.pipeline.scheduler import (
     start,
 )
 from shoal.pipeline.stages import Stages, Step
-from shoal.pipeline.voting import Ballot, Ballots, Pending, Rules, Tally
+from shoal.pipeline.voting import Ballot, Ballots, Rules, Tally
 
 __all__ = ["Asking", "Executor", "Lanes", "Round"]
 
@@ -118,35 +119,36 @@ class _Slot:
     """A batch in flight."""
 
     reading: Reading
+    idle: bool = False
     fetched: torch.cuda.Event | None = None
 
 
-@dataclass(slots=True)
 class _Templates:
-    """What a rank without data trains on."""
+    """What a rank without data trains on: its first batch, or another rank's, without ids."""
 
-    emptied: Callable[[Any], Any]
-    device: torch.device
-    batch: Any = None
-    _last: Any = field(default=None)
+    def __init__(self, emptied: Callable[[Any], Any], device: torch.device) -> None:
+        self._emptied = emptied
+        self._device = device
+        self._kept: Any = None
 
     def saw(self, batch: Any) -> None:
-        """Remember the first batch; it is emptied when it is needed."""
-        if self._last is None:
-            self._last = batch
+        """Keep the first batch, emptied."""
+        if self._kept is None:
+            self._kept = self._emptied(batch)
 
     def share(self, ballots: Ballots, found: list[bool]) -> None:
-        """Give ranks whose data ends before it began a batch of another rank's."""
+        """Give ranks whose data ended before it began a batch of another rank's."""
         if not any(found) or all(found):
             return
+        host = torch.device("cpu")
         giver = ballots.rank == found.index(True)
-        given = batches.moved(self.emptied(self._last), torch.device("cpu")) if giver else None
+        given = batches.moved(self._kept, host, wait=True) if giver else None
         given = ballots.first_of(given, what="empty batch for ranks without data")
-        self.saw(batches.moved(given, self.device))
+        self.saw(batches.moved(given, self._device))
 
     def take(self) -> Any:
-        """The empty batch: a new object each time, as lookups go by the batch's identity."""
-        return self.emptied(self._last)
+        """An empty batch, a new object each time: lookups go by the identity of their batch."""
+        return self._emptied(self._kept)
 
 
 class Executor:
@@ -187,9 +189,10 @@ class Executor:
         self._templates = _Templates(self._asking.emptied, lanes.device)
         self._cut_asked = False
         self._dropped = 0
+        self._forwarded: Round | None = None
         self._round: Round | None = None
         self._state, commands = start(settings)
-        self._commands = self._sorted(commands)
+        self._following = self._sorted(commands)
 
     @property
     def tickets(self) -> int:
@@ -213,8 +216,8 @@ class Executor:
     def close(self) -> None:
         """End the loading thread; batches in flight are forgotten, their tickets end."""
         self._loader.close()
-        for index in sorted(self._slots):
-            self._drop(index)
+        self._slots.clear()
+        self._stages.drop()
 
     def round(self) -> Round | None:
         """Go on until one batch is trained, with the step of its window; None at the end.
@@ -224,17 +227,21 @@ class Executor:
         """
         self._round = None
         while not self._state.stopped:
-            following = self._commands
-            if self._round is not None and (
-                following is None or following.verb not in ("apply", "evict", "cut")
-            ):
+            following = self._following
+            if self._is_over(following):
                 break
             if following is None:
                 self._take_loaded()
             else:
-                self._commands = None
+                self._following = None
                 self._happened(self._run(following))
         return self._round
+
+    def _is_over(self, following: Command | None) -> bool:
+        """Whether a batch is trained and its window is done with."""
+        if self._round is None:
+            return False
+        return following is None or following.verb not in ("apply", "evict", "cut")
 
     def _sorted(self, commands: tuple[Command, ...]) -> Command | None:
         """Hand loads to their thread; at most one other command is out."""
@@ -250,7 +257,7 @@ class Executor:
         self._state, commands = advance(self._state, event)
         other = self._sorted(commands)
         if other is not None:
-            self._commands = other
+            self._following = other
 
     def _take_loaded(self) -> None:
         reading = self._loader.take()
@@ -272,7 +279,7 @@ class Executor:
         slot = self._slots.get(index)
         if slot is None or not slot.reading.found:
             empty = Reading(index, True, self._templates.take())
-            slot = self._slots[index] = _Slot(empty)
+            slot = self._slots[index] = _Slot(empty, idle=True)
         return slot.reading.batch
 
     def _vote(self, command: Command) -> None:
@@ -300,6 +307,7 @@ class Executor:
             raise slot.reading.error
         facts = self._tally.settle(ballots, probed)
         if index == 0 and facts.train:
+            self._lanes.wait(None if slot is None else slot.reading.sent)
             self._templates.share(self._ballots, [ballot.found for ballot in ballots])
         return Settled(index, facts)
 
@@ -323,11 +331,10 @@ class Executor:
         self._lanes.wait(slot.reading.sent)
         self._lanes.wait(slot.fetched)
         step = self._stages.forward(slot.reading.batch, last=self._ends_window(command.index))
-        idle = slot.reading.weight == 0.0 and not self._is_own(command.index)
-        if idle:
-            step = step._replace(predictions=None)
-        batch = None if idle else slot.reading.batch
-        self._round = Round(command.index, step, batch, slot.reading.weight)
+        if slot.idle:
+            step = Step(batches.zeroed(step.losses), None)
+        batch = None if slot.idle else slot.reading.batch
+        self._forwarded = Round(command.index, step, batch, slot.reading.weight)
 
     def _backward(self, command: Command) -> None:
         size = self._settings.accumulation
@@ -339,10 +346,7 @@ class Executor:
         share = own / total * self._ballots.world_size if total else 0.0
         self._stages.backward(share, last=self._ends_window(command.index))
         del self._slots[command.index]
-
-    def _is_own(self, index: int) -> bool:
-        dry_at = self._state.dry_at
-        return dry_at is None or index < dry_at
+        self._round, self._forwarded = self._forwarded, None
 
     def _ends_window(self, index: int) -> bool:
         return (index + 1) % self._settings.accumulation == 0 or index + 1 == self._state.end
@@ -365,9 +369,8 @@ class Executor:
 
     def _drop(self, index: int) -> None:
         slot = self._slots.pop(index)
-        if slot.reading.found:
-            self._dropped += 1
-            self._stages.drop(slot.reading.batch)
+        self._dropped += slot.reading.found
+        self._stages.drop()
 
     def _stop(self, command: Command) -> None:
         self.close()

@@ -286,9 +286,7 @@ def _pruned(state: State) -> State:
     needless = state.evicted * state.settings.accumulation - state.facts_from
     if needless <= 0:
         return state
-    return replace(
-        state, facts=state.facts[needless:], facts_from=state.facts_from + needless
-    )
+    return replace(state, facts=state.facts[needless:], facts_from=state.facts_from + needless)
 
 
 def _following(state: State) -> Command | None:
@@ -314,7 +312,7 @@ def _between_windows(state: State) -> Command | None:
         return Command("apply", state.applied)
     if state.evicted < state.applied:
         return Command("evict", state.evicted, _evict_s(state, state.evicted))
-    if state.cut_at is not None and state.trained == _barrier(state):
+    if state.cut_at is not None and state.trained == _barrier(state) != state.end:
         return Command("cut", state.trained)
     return None
 
@@ -343,6 +341,8 @@ def _ending(state: State) -> Command | None:
         return None
     if state.held:
         return Command("drop", min(state.held))
+    if state.cut_at is not None:
+        return Command("cut", state.trained)
     return Command("stop", state.trained)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, describe
 from shoal.pipeline.batches import detached, event_time_of, ids_of
 from shoal.ragged import KeyedRagged
+from shoal.table.shard import Shard
 
 __all__ = ["InferenceStages", "Losses", "Stages", "Step", "TrainingStages"]
 
@@ -62,8 +63,8 @@ class Stages(Protocol):
         """Drop rows expired at this event time."""
         ...
 
-    def drop(self, batch: Any) -> None:
-        """Forget a batch that will not be trained; its tickets end."""
+    def drop(self) -> None:
+        """Forget all batches that have begun and will not be trained; their tickets end."""
         ...
 
     def incoming(self, batch: Any) -> tuple[int, ...]:
@@ -79,8 +80,8 @@ class TrainingStages:
     """Stages over a model's embedding collections.
 
     Args:
-        model: called with the batch; holds the collections. Collections that cannot begin a batch
-            ahead look up in their forward.
+        model: called with the batch; holds the collections, which see the very `KeyedRagged` that
+            `ids_of` gives.
         optimizer: steps dense and sparse parameters; see `shoal.optim.JointOptimizer`.
         loss_of: losses from (what the model gave, batch); None: the model gives (losses,
             predictions, ...). A loss is a mean over the batch; several by name add up.
@@ -114,12 +115,6 @@ class TrainingStages:
             for name, part in model.named_modules()
             if isinstance(part, EmbeddingCollection)
         }
-        self._early = [
-            name
-            for name, part in self._collections.items()
-            if all(hasattr(part, verb) for verb in ("begin", "probe", "fetch", "drop"))
-        ]
-        self._limited = _limited(self._collections)
         self._total: Tensor | None = None
 
     def begin(self, batch: Any) -> None:
@@ -135,9 +130,9 @@ class TrainingStages:
         for collection, ids in self._lookups(batch):
             collection.fetch(ids)
 
-    def drop(self, batch: Any) -> None:
-        for collection, ids in self._lookups(batch):
-            collection.drop(ids)
+    def drop(self) -> None:
+        for collection in self._collections.values():
+            collection.drop_begun()
 
     def forward(self, batch: Any, *, last: bool) -> Step:
         with self._reducing(last):
@@ -176,12 +171,10 @@ class TrainingStages:
             shard.evict(now_s)
 
     def incoming(self, batch: Any) -> tuple[int, ...]:
-        counts = dict.fromkeys(self._limited, 0)
-        given = self._ids_of(batch) if counts else {}
-        for name, collection in self._collections.items() if counts else ():
-            ids = given[name] if isinstance(given, Mapping) else given
+        counts = dict.fromkeys(self._limited(), 0)
+        for collection, ids in self._lookups(batch) if counts else ():
             for feature in collection.features:
-                key = (name, feature.table)
+                key = (id(collection.shard), feature.table)
                 if key in counts and feature.name in ids.keys:
                     at = ids.keys.index(feature.name)
                     splits = ids.host_splits
@@ -189,15 +182,23 @@ class TrainingStages:
         return tuple(counts.values())
 
     def room(self) -> tuple[int, ...]:
-        return tuple(_room(self._collections[name], table) for name, table in self._limited)
+        limited = self._limited().items()
+        return tuple(_room(collection.shard, table) for (_, table), collection in limited)
 
-    def _lookups(self, batch: Any) -> list[tuple[Any, KeyedRagged]]:
-        if not self._early:
-            return []
-        given = self._ids_of(batch)
+    def _limited(self) -> dict[tuple[int, str], EmbeddingCollection]:
+        """Tables with a row budget, as (shard, table); in the same order on all ranks."""
+        return {
+            (id(part.shard), table): part
+            for part in self._collections.values()
+            for table, spec in part.tables.items()
+            if spec.capacity_rows is not None
+        }
+
+    def _lookups(self, batch: Any) -> list[tuple[EmbeddingCollection, KeyedRagged]]:
+        given = self._ids_of(batch) if self._collections else {}
         return [
-            (self._collections[name], given[name] if isinstance(given, Mapping) else given)
-            for name in self._early
+            (collection, given[name] if isinstance(given, Mapping) else given)
+            for name, collection in self._collections.items()
         ]
 
     def _reducing(self, last: bool) -> AbstractContextManager[Any]:
@@ -223,7 +224,10 @@ class InferenceStages:
     def begin(self, batch: Any) -> None:
         """Nothing runs ahead."""
 
-    probe = fetch = drop = begin
+    probe = fetch = begin
+
+    def drop(self) -> None:
+        """Nothing has begun."""
 
     def forward(self, batch: Any, *, last: bool) -> Step:
         with torch.inference_mode():
@@ -245,22 +249,12 @@ class InferenceStages:
         return ()
 
 
-def _limited(collections: Mapping[str, EmbeddingCollection]) -> Sequence[tuple[str, str]]:
-    """Tables with a row budget, as (collection, table)."""
-    return [
-        (name, table)
-        for name, part in collections.items()
-        for table, spec in part.tables.items()
-        if spec.capacity_rows is not None
-    ]
-
-
-def _room(collection: EmbeddingCollection, table: str) -> int:
-    """Rows that this rank's share of a table may still take; all there are where it has none."""
-    shard = collection.shard
+def _room(shard: Shard, table: str) -> int:
+    """Rows that this rank's share of a table may still take; no end of them where it has none."""
     left = [
         spec.capacity_rows - shard.size(k)
         for k, spec in enumerate(shard.specs)
+        # Column slices are named "table[start:stop]".
         if spec.capacity_rows is not None and spec.name.partition("[")[0] == table
     ]
     return min(left, default=1 << 50)

@@ -7,37 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from shoal.comm.collectives import Collectives, Pending
 from shoal.errors import DataError, describe
 from shoal.pipeline.scheduler import Facts
 
-__all__ = ["Ballot", "Ballots", "Pending", "Rules", "Tally", "Votes"]
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Its result."""
-        ...
-
-
-class Votes(Protocol):
-    """Collectives between the hosts: what `shoal.comm` calls `Collectives`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def all_reduce(self, values: Tensor, op: Any, *, what: str) -> Pending: ...
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]: ...
+__all__ = ["Ballot", "Ballots", "Rules", "Tally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,46 +62,40 @@ class Ballot:
 
 
 class Ballots:
-    """Gathers the ballots of all ranks. `votes` None: this is the only one."""
+    """Gathers the ballots of all ranks.
 
-    def __init__(self, votes: Votes | None) -> None:
-        self._votes = None if votes is None or votes.world_size == 1 else votes
+    votes: collectives between the hosts of all ranks.
+    """
+
+    def __init__(self, votes: Collectives) -> None:
+        self._votes = votes
 
     @property
     def rank(self) -> int:
-        return 0 if self._votes is None else self._votes.rank
+        """This rank."""
+        return self._votes.rank
 
     @property
     def world_size(self) -> int:
-        return 1 if self._votes is None else self._votes.world_size
+        """All ranks."""
+        return self._votes.world_size
 
     def begin(self, ballot: Ballot, index: int) -> Pending:
         """Send a ballot; `read` the result."""
-        own = torch.tensor(ballot.numbers(), dtype=torch.float64)
-        if self._votes is None:
-            return _Known(own)
-        every_WX = torch.zeros(self.world_size, own.numel(), dtype=torch.float64)
-        every_WX[self.rank] = own
+        numbers = ballot.numbers()
+        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         return self._votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
 
     def read(self, pending: Pending) -> tuple[Ballot, ...]:
         """The ballots, by rank; waits for them."""
         (every_WX,) = pending.wait()
-        return tuple(Ballot.of(row) for row in every_WX.reshape(self.world_size, -1).tolist())
+        return tuple(Ballot.of(row) for row in every_WX.tolist())
 
     def first_of(self, value: Any, *, what: str) -> Any:
         """The value of the lowest rank that has one that is not None."""
-        if self._votes is None:
-            return value
-        return next((v for v in self._votes.gather_objects(value, what=what) if v is not None), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    values: Tensor
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return (self.values,)
+        given = self._votes.gather_objects(value, what=what)
+        return next((one for one in given if one is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
