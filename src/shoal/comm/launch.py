@@ -147,10 +147,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     other = _mpi(environ) or _slurm(environ)
     if environ.get("RANK"):
         return _torchrun(environ, other)
-    stray = [name for name in _VARIABLES["torchrun"][1:3] if environ.get(name)]
     if other is None:
-        if stray and any(environ[name] not in ("0", "1") for name in stray):
-            raise _incomplete("RANK", f"{', '.join(stray)} without RANK")
+        for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+            if environ.get(name, alone) not in ("", alone):
+                raise _incomplete("RANK", f"{name} without RANK")
         return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ, DEFAULT_PORT))
     if environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != other.world_size:
         raise _contradiction(f"WORLD_SIZE={environ['WORLD_SIZE']}", other)
