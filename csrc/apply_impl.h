@@ -258,8 +258,9 @@ void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place,
   }
   if constexpr (sizeof(T) == 4) {
     if (narrow) {
-      store_stochastic(RowMaker{t.segments, t.n_segments, t.key}, t.rows.dtype, row_id(t.rows, row),
-                       job.step.global_step, w, place.weights, t.rows.dim);
+      const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
+      store_stochastic(maker, t.rows.dtype, row_id(t.rows, row), job.step.global_step, w,
+                       place.weights, t.rows.dim);
     }
   }
 }

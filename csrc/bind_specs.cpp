@@ -141,6 +141,7 @@ TableSpec table_from(const nb::dict& d) {
   }
   t.salt = get<std::uint64_t>(d, "salt");
   t.key = mix64(get<std::uint64_t>(d, "seed") ^ t.salt);
+  t.first_column = get<int>(d, "first_column");
   t.capacity_rows = get<std::int64_t>(d, "capacity_rows");
   t.on_full = named(policies, get<std::string>(d, "on_full"));
   t.expected_rows = get<std::int64_t>(d, "expected_rows");

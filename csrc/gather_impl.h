@@ -137,7 +137,7 @@ inline void read_row(const TableView& t, std::uint32_t row, std::int64_t global_
 }
 
 inline void read_initial(const TableView& t, std::int64_t id, float* out) {
-  initial_row(RowMaker{t.segments, t.n_segments, t.key}, id, out);
+  initial_row(RowMaker{t.segments, t.n_segments, t.key, t.first_column}, id, out);
   if (t.rows.dtype == DType::f16) {
     for (int i = 0; i < t.rows.dim; ++i) out[i] = half_to_float(float_to_half(out[i]));
   } else if (t.rows.dtype == DType::bf16) {
@@ -146,7 +146,7 @@ inline void read_initial(const TableView& t, std::int64_t id, float* out) {
 }
 inline void read_initial(const TableView& t, std::int64_t id, double* out) {
   float* narrow = reinterpret_cast<float*>(out + t.rows.dim);
-  initial_row(RowMaker{t.segments, t.n_segments, t.key}, id, narrow);
+  initial_row(RowMaker{t.segments, t.n_segments, t.key, t.first_column}, id, narrow);
   for (int i = 0; i < t.rows.dim; ++i) out[i] = narrow[i];
 }
 

@@ -29,6 +29,7 @@ struct TableView {
   const Segment* segments = nullptr;
   int n_segments = 0;
   std::uint64_t key = 0;
+  int first_column = 0;
   bool plain = true;  // weights are read as stored: fp32 or fp64, no retriever
 };
 

@@ -42,7 +42,7 @@ void fill_state(const TableView& t, T* state) {
 void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* numbers,
                std::int64_t n, StepParams step) {
   const RowView v = t.rows;
-  const RowMaker maker{t.segments, t.n_segments, t.key};
+  const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
   const std::size_t weight_bytes = static_cast<std::size_t>(v.dim) * element_size(v.dtype);
   const std::size_t real = is_double(t) ? 8 : 4;
   const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * real;

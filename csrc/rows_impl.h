@@ -110,23 +110,25 @@ struct RowMaker {
   const Segment* segments;
   int n_segments;
   std::uint64_t key;  // mix64(seed ^ salt)
+  int first_column;   // of the row that words are counted in: column c draws the word of c + this
 };
 
 inline void initial_row(const RowMaker& maker, std::int64_t id, float* out) {
   for (int k = 0; k < maker.n_segments; ++k) {
     const Segment& s = maker.segments[k];
-    const int stop = s.column + s.dim;
     if (s.init.kind == InitKind::constant) {
-      for (int c = s.column; c < stop; ++c) out[c] = s.init.a;
+      std::fill(out + s.column, out + s.column + s.dim, s.init.a);
       continue;
     }
     const float width = s.init.b - s.init.a;
-    for (int block = s.column / 4; block * 4 < stop; ++block) {
+    const int start = maker.first_column + s.column, stop = start + s.dim;
+    for (int block = start / 4; block * 4 < stop; ++block) {
       const PhiloxBlock bits = philox(maker.key, static_cast<std::uint64_t>(id),
                                       static_cast<std::uint32_t>(block), 0);
       for (int lane = 0; lane < 4; ++lane) {
         const int c = block * 4 + lane;
-        if (c >= s.column && c < stop) out[c] = initial_value(s.init, width, bits.lane[lane]);
+        if (c < start || c >= stop) continue;
+        out[c - maker.first_column] = initial_value(s.init, width, bits.lane[lane]);
       }
     }
   }
@@ -156,26 +158,25 @@ inline void initial_rows(const RowMaker& maker, const std::int64_t (&ids)[kPhilo
   const PhiloxIds lanes = philox_ids(ids);
   for (int k = 0; k < maker.n_segments; ++k) {
     const Segment& s = maker.segments[k];
-    const int start = s.column, stop = s.column + s.dim;
     if (s.init.kind == InitKind::constant) {
-      for (float* row : rows) std::fill(row + start, row + stop, s.init.a);
+      for (float* row : rows) std::fill(row + s.column, row + s.column + s.dim, s.init.a);
       continue;
     }
+    const int start = maker.first_column + s.column, stop = start + s.dim;
     const float width = s.init.b - s.init.a;
     for (int block = start / 4; block * 4 < stop; ++block) {
       PhiloxBlock words[kPhiloxLanes];
       float values[kPhiloxLanes][4];
       philox_lanes(maker.key, lanes, static_cast<std::uint32_t>(block), 0, words);
       block_values(s.init, width, words, values);
-      const int c = block * 4;
-      if (c >= start && c + 4 <= stop) {
+      const int first = std::max(start - block * 4, 0), last = std::min(stop - block * 4, 4);
+      const int c = block * 4 - maker.first_column;  // of the row; with `first`, not negative
+      if (last - first == 4) {
         for (int l = 0; l < kPhiloxLanes; ++l) std::memcpy(rows[l] + c, values[l], 16);
         continue;
       }
       for (int l = 0; l < kPhiloxLanes; ++l) {
-        for (int j = 0; j < 4; ++j) {
-          if (c + j >= start && c + j < stop) rows[l][c + j] = values[l][j];
-        }
+        for (int j = first; j < last; ++j) rows[l][c + j] = values[l][j];
       }
     }
   }
@@ -242,11 +243,13 @@ inline void store_stochastic(const RowMaker& maker, DType dtype, std::int64_t id
                              std::int64_t global_step, const float* in, char* row, int d) {
   const auto domain = static_cast<std::uint32_t>(1 | ((global_step & 0x7fffffff) << 1));
   auto* out = reinterpret_cast<std::uint16_t*>(row);
-  for (int block = 0; block * 4 < d; ++block) {
+  const int stop = maker.first_column + d;
+  for (int block = maker.first_column / 4; block * 4 < stop; ++block) {
     const PhiloxBlock bits = philox(maker.key, static_cast<std::uint64_t>(id),
                                     static_cast<std::uint32_t>(block), domain);
-    for (int lane = 0; lane < 4 && block * 4 + lane < d; ++lane) {
-      const int c = block * 4 + lane;
+    const int last = std::min(stop - block * 4, 4);
+    for (int lane = std::max(maker.first_column - block * 4, 0); lane < last; ++lane) {
+      const int c = block * 4 + lane - maker.first_column;
       out[c] = dtype == DType::f16 ? stochastic_half(in[c], bits.lane[lane])
                                    : stochastic_bf16(in[c], bits.lane[lane]);
     }

@@ -21,6 +21,7 @@ struct TableSpec {
   std::vector<Segment> segments;
   std::uint64_t salt = 0;
   std::uint64_t key = 0;           // mix64(seed ^ salt): what initial values are drawn with
+  int first_column = 0;            // where this row starts in the row that columns count in
   std::int64_t capacity_rows = 0;  // 0: grows without limit
   OnFull on_full = OnFull::raise;
   std::int64_t expected_rows = 0;

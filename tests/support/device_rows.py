@@ -44,7 +44,8 @@ def form_of(spec: TableSpec) -> RowForm:
             )
         )  # fmt: skip
         column, state_column = column + s.dim, state_column + s.state_width
-    return RowForm(column, state_column, DTYPES[spec.dtype], tuple(segments))
+    shift = spec.first_column % 4
+    return RowForm(column, state_column, DTYPES[spec.dtype], tuple(segments), shift)
 
 
 def draw_ids(number: int, seed: int = 0) -> list[int]:

@@ -67,13 +67,13 @@ class ReferenceTicket:
 
 
 def initial_row(spec: TableSpec, id_: int, seed: int, dtype: torch.dtype) -> Tensor:
-    parts, start = [], 0
+    parts, start = [], spec.first_column
     for segment in spec.segments:
         values = initial_values(
             segment.initializer,
             torch.tensor([id_]),
             seed=seed,
-            table=spec.name,
+            table=spec.hash_name,
             column_start=start,
             dim=segment.dim,
         )

@@ -68,7 +68,7 @@ class ReferenceShard(AdmissionVerbs):
         self.seed = seed
         self.dtype = dtype
         self._rows: list[dict[int, Row]] = [{} for _ in self.specs]
-        self._counters = [make_counter(s.admission or Admission(), s.name) for s in self.specs]
+        self._counters = [make_counter(s.admission or Admission(), s.hash_name) for s in self.specs]
         self._tallies: list[Counter[str]] = [Counter() for _ in self.specs]
         self._epoch = 1
         self._global_step = 0
@@ -216,7 +216,7 @@ class ReferenceShard(AdmissionVerbs):
     def export(self, table: int) -> RowChunk:
         spec, rows = self.specs[table], self._rows[table]
         ids = torch.tensor(sorted(rows), dtype=torch.int64)
-        ids = ids[sort_key(hash_ids(spec.name, ids)).argsort()]
+        ids = ids[sort_key(hash_ids(spec.hash_name, ids)).argsort()]
         kept = [rows[id_] for id_ in ids.tolist()]
         meta = torch.tensor([(r.version, r.last_seen_s, r.count) for r in kept], dtype=torch.int64)
         meta = meta.reshape(-1, 3)

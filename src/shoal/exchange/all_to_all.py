@@ -26,14 +26,7 @@ from shoal.exchange.lanes import Lanes, compile_lanes
 from shoal.exchange.partition import OwnerRanks, Trip, partition
 from shoal.exchange.received import HostedColumns, ReceivedRows
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
-from shoal.exchange.visits import (
-    Visit,
-    flat_lanes,
-    grads_by_sender,
-    grads_of_all,
-    visit_of_all,
-    visits_by_sender,
-)
+from shoal.exchange.visits import Visit, flat_lanes, grads_of, visits_of
 from shoal.exchange.wire import Load, Wire, send_loads
 from shoal.placement import Placement
 from shoal.table import scalars
@@ -171,7 +164,7 @@ class AllToAllExchange:
         ctx = sending.ctx
         self._collectives.step = ctx.global_step
         trip = self._trip(sending)
-        visits = self._visits(trip)
+        visits = self._visits(trip, counted=True)
         here = StepContext(global_step=ctx.global_step, event_time_s=trip.event_time_s)
         tickets: list[Ticket] = []
         for visit in visits:
@@ -200,9 +193,9 @@ class AllToAllExchange:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
         ctx = StepContext(global_step=self._collectives.step)
         trip = self._trip(self.send(request, insert=False, ctx=ctx))
-        visit = visit_of_all(trip, self._received_ids(trip), ())
-        rows = self._shard.find(visit.groups).weights
-        return self._pool(request, self._send_rows(trip, flat_lanes(trip, [rows])))
+        visits = self._visits(trip, counted=False)
+        rows = [self._shard.find(visit.groups).weights for visit in visits]
+        return self._pool(request, self._send_rows(trip, flat_lanes(trip, rows)))
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
@@ -220,24 +213,18 @@ class AllToAllExchange:
         self._in_flight = send_loads(
             self._collectives, loads, self._wire.grads, what="exchange of gradients"
         )
-        return _SentGrads(route, self._in_flight, self._scale, self._per_sender)
+        return _SentGrads(route, self._in_flight, self._scale)
 
     def _trip(self, sending: Sending) -> Trip:
         if sending.parcel is None or sending.sizes is None:
             raise _foreign("a sending")
-        return Trip.of(sending.parcel, sending.sizes.wait())
+        return Trip(sending.parcel, sending.sizes.wait())
 
-    def _received_ids(self, trip: Trip) -> tuple[Tensor, ...]:
-        parts = trip.id_parts(counted=False)
-        return self._collectives.all_to_all(parts, what="exchange of ids").wait()
-
-    def _visits(self, trip: Trip) -> tuple[Visit, ...]:
-        parts = trip.id_parts(counted=True)
+    def _visits(self, trip: Trip, *, counted: bool) -> tuple[Visit, ...]:
+        parts = trip.id_parts(counted=counted)
         received = self._collectives.all_to_all(parts, what="exchange of ids").wait()
-        ids, counts = received[::2], received[1::2]
-        if self._per_sender:
-            return visits_by_sender(trip, ids, counts)
-        return (visit_of_all(trip, ids, counts),)
+        by_sender = counted and self._per_sender
+        return visits_of(trip, received, counted=counted, by_sender=by_sender)
 
     def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
         self._collectives.step = ctx.global_step
@@ -314,17 +301,14 @@ class _SentGrads:
     route: Route
     pending: Pending
     scale: float
-    per_sender: bool
 
     def wait(self) -> tuple[GradRecord, ...]:
         """The records, one per ticket."""
-        trip, received = _trip_of(self.route), self.pending.wait()
-        by_ticket = (
-            grads_by_sender(trip, received) if self.per_sender else (grads_of_all(trip, received),)
-        )
+        tickets, trip = self.route.tickets, _trip_of(self.route)
+        by_ticket = grads_of(trip, self.pending.wait(), len(tickets))
         return tuple(
             GradRecord(ticket, grads, scale=self.scale)
-            for ticket, grads in zip(self.route.tickets, by_ticket, strict=True)
+            for ticket, grads in zip(tickets, by_ticket, strict=True)
         )
 
 

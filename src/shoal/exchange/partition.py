@@ -91,7 +91,7 @@ class Trip:
 
     def id_parts(self, *, counted: bool) -> list[Part]:
         """Ids of each lane and, where they are counted, how often each occurs (int32)."""
-        parts = []
+        parts: list[Part] = []
         for lane, packed in zip(self.lanes.lanes, self.parcel.packed, strict=True):
             sent_W, received_W = (tuple(sizes.sum(1).tolist()) for sizes in self.sizes_of(lane))
             size = sent_W[0] if lane.replicated else sum(sent_W)

@@ -16,10 +16,8 @@ __all__ = [
     "Visit",
     "flat",
     "flat_lanes",
-    "grads_by_sender",
-    "grads_of_all",
-    "visit_of_all",
-    "visits_by_sender",
+    "grads_of",
+    "visits_of",
 ]
 
 
@@ -35,21 +33,30 @@ class Visit:
     counts_N: Tensor | None
 
 
-def visit_of_all(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> Visit:
-    """One visit with the ids of all ranks; `ids`, `counts` received by lane (counts or none)."""
+def visits_of(
+    trip: Trip, received: Sequence[Tensor], *, counted: bool, by_sender: bool
+) -> tuple[Visit, ...]:
+    """What came to this rank: one visit, or one per sender; none where it holds no such table.
+
+    received: ids of each lane, each followed by its counts where they are counted.
+    """
+    if not any(lane.here for lane in trip.lanes.lanes):
+        return ()
+    ids, counts = (received[::2], received[1::2]) if counted else (received, ())
+    return _by_sender(trip, ids, counts) if by_sender else (_of_all(trip, ids, counts),)
+
+
+def _of_all(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> Visit:
     received_WX = trip.sizes.received_WX
     sizes = [received_WX[:, lane.here_columns].flatten() for lane in trip.lanes.lanes]
     return _visit(sizes, ids, counts, trip.lanes.here_G)
 
 
-def visits_by_sender(
-    trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]
-) -> tuple[Visit, ...]:
-    """One visit for each rank."""
+def _by_sender(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Visit, ...]:
     lanes = trip.lanes.lanes
-    splits = [tuple(trip.sizes_of(lane)[1].sum(1).tolist()) for lane in lanes]
+    splits: list[list[int]] = [trip.sizes_of(lane)[1].sum(1).tolist() for lane in lanes]
     ids_LW = [torch.split(part, cut) for part, cut in zip(ids, splits, strict=True)]
-    counts_LW = [torch.split(part, cut) for part, cut in zip(counts, splits, strict=True)]
+    counts_LW = [torch.split(part, cut) for part, cut in zip(counts, splits, strict=bool(counts))]
     return tuple(
         _visit(
             [received_X[lane.here_columns] for lane in lanes],
@@ -73,7 +80,7 @@ def _visit(
 
 def flat_lanes(trip: Trip, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Rows [n, D] of each visit's groups as one flat buffer per lane, by sender and then table."""
-    senders = trip.lanes.world_size // len(rows)
+    senders = trip.lanes.world_size // max(len(rows), 1)
     buffers, first = [], 0
     for lane in trip.lanes.lanes:
         last = first + senders * len(lane.here)
@@ -84,24 +91,18 @@ def flat_lanes(trip: Trip, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return buffers
 
 
-def grads_of_all(trip: Trip, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients [n, D] of the groups of `visit_of_all`, views of each lane's buffer."""
-    return tuple(
-        view
-        for lane, buffer in zip(trip.lanes.lanes, received, strict=True)
-        for view in _views(trip, lane, buffer)
-    )
-
-
-def grads_by_sender(trip: Trip, received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
-    """The same for each of `visits_by_sender`."""
+def grads_of(trip: Trip, received: Sequence[Tensor], visits: int) -> tuple[tuple[Tensor, ...], ...]:
+    """Gradients [n, D] of each visit's groups: views of each lane's buffer."""
+    if visits == 0:
+        return ()
+    senders = trip.lanes.world_size // visits
     lanes = [
-        (len(lane.here), _views(trip, lane, buffer))
+        (senders * len(lane.here), _views(trip, lane, buffer))
         for lane, buffer in zip(trip.lanes.lanes, received, strict=True)
     ]
     return tuple(
-        tuple(view for size, views in lanes for view in views[rank * size : (rank + 1) * size])
-        for rank in range(trip.lanes.world_size)
+        tuple(view for size, views in lanes for view in views[at * size : (at + 1) * size])
+        for at in range(visits)
     )
 
 

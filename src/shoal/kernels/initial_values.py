@@ -11,7 +11,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
-from shoal.kernels.random_bits import quad_words, stream_key
+from shoal.kernels.random_bits import quad_words, stream_key, words_at
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_rounding import row_pointers, storage_of, store_nearest
 from shoal.kernels.row_segments import device_form, initial_tile, processors
@@ -26,6 +26,7 @@ from shoal.kernels.table_layout import (
     COUNT_ISSUED,
     COUNT_READY,
     COUNT_WORDS,
+    TABLE_FIRST_COLUMN,
     TABLE_FORM,
     TABLE_SALT,
     TABLE_SEED,
@@ -50,6 +51,7 @@ _COUNT_WORDS = tl.constexpr(COUNT_WORDS)
 _SALT = tl.constexpr(TABLE_SALT)
 _SEED = tl.constexpr(TABLE_SEED)
 _FORM = tl.constexpr(TABLE_FORM)
+_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
 _WEIGHT_BYTES = tl.constexpr(TABLE_WEIGHT_BYTES)
 _STATE_BYTES = tl.constexpr(TABLE_STATE_BYTES)
 _ISSUED = tl.constexpr(COUNT_ISSUED)
@@ -64,14 +66,18 @@ _COUNTS = tl.constexpr(CHUNK_COUNTS)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_weights(  # type: ignore[no-untyped-def]
-    address_R, id_R, live_R, key, segments_ptr, segments, quantiles_ptr,
-    DIM: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
+    address_R, id_R, live_R, key, first_column, segments_ptr, segments, quantiles_ptr,
+    DIM: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, DIM, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
         word = tl.zeros([id_R.shape[0], BLOCK_D], tl.uint32)
         if DRAWN:
-            word = quad_words(key, id_R, start // 4, 0, BLOCK_D // 4)
+            if SHIFT == 0 and BLOCK_D % 4 == 0:
+                word = quad_words(key, id_R, (first_column + start) // 4, 0, BLOCK_D // 4)
+            else:
+                word = words_at(key, id_R[:, None], (first_column + column)[None, :], 0)
         value = tl.zeros([id_R.shape[0], BLOCK_D], tl.float32)
         value = initial_tile(value, word, column, segments_ptr, segments, quantiles_ptr)
         inside = live_R[:, None] & (column < DIM)[None, :]
@@ -93,7 +99,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
     tables_ptr, chunks_ptr, columns, table, handle_R, live_R,
     segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Everything of the fresh rows of one table but their ids, which are there.
 
@@ -105,9 +111,10 @@ def _write_rows(  # type: ignore[no-untyped-def]
     id_R = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live_R, other=0)
     weights = tl.load(line + _WEIGHT_BYTES)
     address = row_address(chunks_ptr, columns, handle_R, weights, live_R, _WEIGHTS)
+    first_column = tl.load(line + _FIRST_COLUMN).to(tl.int32)
     _write_weights(
-        address, id_R, live_R, key, segments_ptr, segments, quantiles_ptr,
-        DIM, STORAGE, DRAWN, BLOCK_D,
+        address, id_R, live_R, key, first_column, segments_ptr, segments, quantiles_ptr,
+        DIM, STORAGE, DRAWN, SHIFT, BLOCK_D,
     )  # fmt: skip
     if STATE > 0:
         states = tl.load(line + _STATE_BYTES)
@@ -127,7 +134,8 @@ def _initialise(  # type: ignore[no-untyped-def]
     tables_ptr, counters_ptr, chunks_ptr, columns, tables, form,
     segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
-    TABLES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHIFT: tl.constexpr, TABLES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows are numbered through all tables; programs take them in turn."""
     tile = tl.program_id(0).to(tl.int64)
@@ -157,7 +165,7 @@ def _initialise(  # type: ignore[no-untyped-def]
                 _write_rows(
                     tables_ptr, chunks_ptr, columns, one, handle, live,
                     segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
-                    DIM, STATE, STORAGE, DRAWN, BLOCK_D, BLOCK_S,
+                    DIM, STATE, STORAGE, DRAWN, SHIFT, BLOCK_D, BLOCK_S,
                 )  # fmt: skip
                 tile += tl.num_programs(0)
             start = total
@@ -206,7 +214,7 @@ def initialise(
         tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
         ready.state_S, _int32(epoch), _int32(event_time_s),
         DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
-        STORAGE=storage_of(form.dtype), DRAWN=ready.drawn,
+        STORAGE=storage_of(form.dtype), DRAWN=ready.drawn, SHIFT=form.shift,
         TABLES=min(max(power_of_2(tables), 16), _MOST_TABLES),
         ROWS=_ROWS, BLOCK_D=_SECTOR // form.dtype.itemsize,
         BLOCK_S=_SECTOR // form.real.itemsize, enable_fp_fusion=False,

@@ -1,8 +1,9 @@
 """Philox4x32-10 words in kernels: the bits of `shoal.rules.philox`.
 
-A word belongs to (key, id, column, domain), the column counted from the row's first. `quad_words`
-draws each block of four columns once and is what whole rows take; `words_at` draws a block for
-every lane, for columns in any order.
+A word belongs to (key, id, column, domain), the column counted from the first of the whole row: a
+table of some columns of another starts at its `TABLE_FIRST_COLUMN`. `quad_words` draws each block
+of four columns once and is what whole rows take; `words_at` draws a block for every lane, for
+columns in any order.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ def philox(key, id, block, domain):  # type: ignore[no-untyped-def]
 def quad_words(key, id_R, first_quad, domain, QUADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """uint32 [R, 4 * QUADS]: words of columns 4 * first_quad on, of each id; int64 [R] ids.
 
-    `key` is one int64, or int64 [R].
+    `key` is one int64, or int64 [R]; `first_quad` one int32, or int32 [R].
     """
-    quad = first_quad + tl.arange(0, QUADS)
     if key.type.is_block():
         key = key[:, None]
-    c0, c1, c2, c3 = philox(key, id_R[:, None], quad[None, :], domain)
+    if first_quad.type.is_block():
+        quad = first_quad[:, None] + tl.arange(0, QUADS)[None, :]
+    else:
+        quad = (first_quad + tl.arange(0, QUADS))[None, :]
+    c0, c1, c2, c3 = philox(key, id_R[:, None], quad, domain)
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
 
 

@@ -33,12 +33,17 @@ class SegmentForm:
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """Row dim D, optimizer-state width S, storage dtype, segments from left to right."""
+    """Row dim D, optimizer-state width S, storage dtype, segments from left to right.
+
+    shift: the tables' first column modulo 4, 0..3: where their rows start in a block of random
+    words.
+    """
 
     dim: int
     state_width: int
     dtype: torch.dtype
     segments: tuple[SegmentForm, ...]
+    shift: int = 0
 
     @property
     def real(self) -> torch.dtype:

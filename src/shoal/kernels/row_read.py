@@ -19,6 +19,7 @@ from shoal.kernels.table_index import first_bucket, stored_key, walk
 from shoal.kernels.table_layout import (
     CHUNK_WEIGHTS,
     TABLE_ENTRIES,
+    TABLE_FIRST_COLUMN,
     TABLE_MASK,
     TABLE_SALT,
     TABLE_SEED,
@@ -43,6 +44,7 @@ _ENTRIES = tl.constexpr(TABLE_ENTRIES)
 _MASK = tl.constexpr(TABLE_MASK)
 _SALT = tl.constexpr(TABLE_SALT)
 _SEED = tl.constexpr(TABLE_SEED)
+_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
 _WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
 
 
@@ -64,7 +66,8 @@ def initial_rows(  # type: ignore[no-untyped-def]
     """[R, C] values that the ids' rows would hold when new, as they read from storage."""
     seed = table_word(tables_ptr, table_R, live_R, _SEED)
     key = stream_key(seed, table_word(tables_ptr, table_R, live_R, _SALT))
-    word = words_at(key[:, None], id_R[:, None], column_C[None, :], 0)
+    start = table_word(tables_ptr, table_R, live_R, _FIRST_COLUMN).to(tl.int32)
+    word = words_at(key[:, None], id_R[:, None], start[:, None] + column_C[None, :], 0)
     value = tl.zeros(word.shape, tl.float32)
     value = initial_tile(value, word, column_C, segments_ptr, segments, quantiles_ptr)
     return as_read(value, STORAGE)

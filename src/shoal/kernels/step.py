@@ -95,7 +95,7 @@ def _step(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
-    FACTORS: tl.constexpr, COUNTED: tl.constexpr, CACHED: tl.constexpr,
+    SHIFT: tl.constexpr, FACTORS: tl.constexpr, COUNTED: tl.constexpr, CACHED: tl.constexpr,
     VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
@@ -135,7 +135,7 @@ def _step(  # type: ignore[no-untyped-def]
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, payload, table, good, column,
             inside & good[:, None], w, s0, s1, s2, p0, p1, domain, 0, 0, DIM,
-            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
+            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D, SHIFT,
         )  # fmt: skip
         store_stamps(
             chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights

@@ -157,6 +157,7 @@ def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
         **dict(zip("ABCDEFG", rule.params, strict=True)),
         "ROWS": rows_of_tile(segment.dim, form.real),
         "BLOCK_D": columns_of_tile(segment.dim),
+        "SHIFT": form.shift,
         "num_warps": _WARPS,
         # As the compiled core and the reference round: each operation by itself.
         "enable_fp_fusion": False,

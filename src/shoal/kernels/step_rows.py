@@ -62,7 +62,7 @@ def _write(  # type: ignore[no-untyped-def]
     layout_ptr, chunks_ptr, columns, handles_ptr, payloads_ptr, values_ptr, size, domain,
     WIDTH: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, STATE: tl.constexpr,
     STORAGE: tl.constexpr, REAL: tl.constexpr, CACHED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Write [U, WIDTH] to rows' weights, or to their STATE, columns COLUMN on."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -82,7 +82,7 @@ def _write(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
         store_weights(
             layout_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside,
-            value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D,
+            value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
         )  # fmt: skip
 
 
@@ -207,4 +207,5 @@ def _stored(
         CACHED=payload_H is not None,
         ROWS=rows,
         BLOCK_D=columns,
+        SHIFT=form.shift,
     )

@@ -154,7 +154,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
     REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
-    CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One segment of the rows whose sums `_write_sums` has settled."""
     column = tl.arange(0, BLOCK_D)
@@ -181,7 +181,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, payload, table, live, column, inside,
             w, s0, s1, s2, p0, p1, domain, COLUMN, STATE_COLUMN, DIM,
-            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D,
+            WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D, SHIFT,
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from shoal.kernels.table_layout import (
     COUNT_ALARMED,
     COUNT_NONFINITE,
     COUNT_WORDS,
+    TABLE_FIRST_COLUMN,
     TABLE_SALT,
     TABLE_SEED,
     row_address,
@@ -55,6 +56,7 @@ _WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
 _IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
 _SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
 _SALT, _SEED = tl.constexpr(TABLE_SALT), tl.constexpr(TABLE_SEED)
+_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
 _COUNT_WORDS, _NONFINITE = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_NONFINITE)
 _ALARMED = tl.constexpr(COUNT_ALARMED)
 _FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
@@ -186,7 +188,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 def store_weights(  # type: ignore[no-untyped-def]
     tables_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside, w, domain,
     COLUMN: tl.constexpr, WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr,
-    REAL: tl.constexpr, BLOCK_D: tl.constexpr,
+    REAL: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store weights of a segment's columns from `start` on; 16-bit ones are rounded by chance."""
     address = row_address(chunks_ptr, columns, payload, WEIGHT_BYTES, live, _WEIGHTS)
@@ -198,10 +200,11 @@ def store_weights(  # type: ignore[no-untyped-def]
         id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
         seed = table_word(tables_ptr, table, live, _SEED)
         key = stream_key(seed, table_word(tables_ptr, table, live, _SALT))
-        if COLUMN % 4 == 0 and BLOCK_D % 4 == 0:
-            word = quad_words(key, id, COLUMN // 4 + start // 4, domain, BLOCK_D // 4)
+        first = table_word(tables_ptr, table, live, _FIRST_COLUMN).to(tl.int32) + COLUMN
+        if (COLUMN + SHIFT) % 4 == 0 and BLOCK_D % 4 == 0:
+            word = quad_words(key, id, (first + start) // 4, domain, BLOCK_D // 4)
         else:
-            word = words_at(key[:, None], id[:, None], (COLUMN + column)[None, :], domain)
+            word = words_at(key[:, None], id[:, None], first[:, None] + column[None, :], domain)
         rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
         bits = stochastic_bits(w, word, STORAGE)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], bits, mask=inside)
@@ -214,11 +217,12 @@ def store_rows(  # type: ignore[no-untyped-def]
     COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store what `load_rows` loaded."""
     store_weights(
         tables_ptr, chunks_ptr, columns, handle, payload, table, live, 0, column, inside, w, domain,
-        COLUMN, WEIGHT_BYTES, STORAGE, REAL, BLOCK_D,
+        COLUMN, WEIGHT_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
     )  # fmt: skip
     if VECTORS + SCALARS > 0:
         address = row_address(chunks_ptr, columns, payload, STATE_BYTES, live, _STATE)

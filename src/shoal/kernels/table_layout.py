@@ -68,6 +68,7 @@ TABLE_DIRECTORY = 4  # int32 chunk numbers of the table, in the order of their s
 TABLE_FREE = 5  # int32 handles, a stack
 TABLE_WEIGHT_BYTES, TABLE_STATE_BYTES = 6, 7
 TABLE_FORM = 8  # index of the table's row form
+TABLE_FIRST_COLUMN = 9  # of the row that random words are counted in, where this row starts
 
 COUNT_WORDS = 16
 COUNT_ISSUED, COUNT_FREE, COUNT_FRESH = 0, 1, 2

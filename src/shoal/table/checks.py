@@ -41,14 +41,14 @@ __all__ = [
 
 
 def distinct_names(specs: Sequence[TableSpec]) -> None:
-    """Check that there are tables and that their names differ."""
+    """Check that names of tables differ. A rank may have none: fewer tables than ranks."""
     names = [spec.name for spec in specs]
-    if not names or len(set(names)) != len(names):
+    if len(set(names)) != len(names):
         raise ConfigError(
             describe(
                 "tables of a shard",
                 got=names,
-                allowed="one or more, with distinct names",
+                allowed="distinct names",
                 remedy="Merge equal tables or rename one.",
             )
         )

@@ -91,11 +91,18 @@ class CpuShard(CpuUpkeep):
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
         if len(self._dims) == 1 and groups.tables_G.numel() == 1:
             return [pooled.empty(groups.ids_N.numel(), self._dims[0], self._reals[0])]
-        splits = groups.splits_G1.tolist()
-        return [
-            pooled.empty(splits[g + 1] - splits[g], self._dims[t], self._reals[t])
-            for g, t in enumerate(groups.tables_G.tolist())
-        ]
+        tables = groups.tables_G.tolist()
+        sizes = groups.splits_G1.diff().tolist()
+        rooms = [size * self._dims[t] for size, t in zip(sizes, tables, strict=True)]
+        # Rows of one dtype lie in one buffer, in group order: an exchange sends it as it is.
+        outputs: dict[int, Tensor] = {}
+        for real in {self._reals[t] for t in tables}:
+            members = [g for g, t in enumerate(tables) if self._reals[t] is real]
+            buffer = pooled.empty(sum(rooms[g] for g in members), 1, real).view(-1)
+            parts = torch.split(buffer, [rooms[g] for g in members])
+            for g, part in zip(members, parts, strict=True):
+                outputs[g] = part.view(sizes[g], self._dims[tables[g]])
+        return [outputs[g] for g in range(len(tables))]
 
     def _plan(self, plan: PoolPlan, groups: IdGroups) -> tuple[Any, tuple[torch.dtype, ...]]:
         """The compiled plan, checked for the tables of these groups, and its outputs' dtypes."""

@@ -32,7 +32,7 @@ class CudaInsert(CudaBudget):
         host_rows: bool,
     ) -> None:
         super().__init__(specs, seed=seed, device=device, host_rows=host_rows)
-        self._sights = Sights([(s.name, s.admission) for s in self._specs], self._device)
+        self._sights = Sights([(s.hash_name, s.admission) for s in self._specs], self._device)
 
     def _may_lack_rows(self, shape: CallShape) -> bool:
         """Whether admission may have refused ids of a training lookup."""

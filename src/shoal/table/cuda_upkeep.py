@@ -68,7 +68,8 @@ class CudaUpkeep(CudaWrite):
         with self._turn():
             self._settled()
             form, spec = self._forms[self._form_of[table]], self._specs[table]
-            return export_rows(self._layout, form, spec.name, self._handles_of(table))
+            handles_R = self._handles_of(table)
+            return export_rows(self._layout, form, spec.name, handles_R, hashed_as=spec.hash_name)
 
     def _handles_of(self, table: int) -> Tensor:
         size = int(self._memory.counters.rows_K[table])

@@ -85,14 +85,14 @@ class CudaWrite(CudaStep):
 
 
 def _initial_weights(spec: TableSpec, ids_M: Tensor, seed: int) -> Tensor:
-    parts, start = [], 0
+    parts, start = list[Tensor](), spec.first_column
     for segment in spec.segments:
         parts.append(
             initial_values(
                 segment.initializer,
                 ids_M,
                 seed=seed,
-                table=spec.name,
+                table=spec.hash_name,
                 column_start=start,
                 dim=segment.dim,
             )

@@ -59,7 +59,7 @@ class Sights:
     """Counters of sights of all tables of a shard; not thread-safe.
 
     Args:
-        tables: name and rule of each table, in the shard's order; None admits at first sight.
+        tables: hash name and rule of each table, in the shard's order; None admits at first sight.
         device: where the shard is.
     """
 

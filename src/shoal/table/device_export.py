@@ -35,17 +35,25 @@ class _Landing:
     arrived: torch.cuda.Event | None
 
 
-def export_rows(layout: ShardLayout, form: RowForm, name: str, handles_R: Tensor) -> RowChunk:
+def export_rows(
+    layout: ShardLayout,
+    form: RowForm,
+    name: str,
+    handles_R: Tensor,
+    *,
+    hashed_as: str | None = None,
+) -> RowChunk:
     """Rows in full, on the CPU, ordered by hash. Waits for the device.
 
     Besides ids and handles, the device holds no more of them than two pieces.
 
     Args:
-        name: of the table; it salts the hash.
+        name: of the table.
         handles_R: int32 [R], distinct, of rows of one table.
+        hashed_as: the name that salts the hash; None means `name`.
     """
     rows = len(handles_R)
-    hashes_R = sort_key(hash_ids(name, read_metadata(layout, handles_R)[0]))
+    hashes_R = sort_key(hash_ids(hashed_as or name, read_metadata(layout, handles_R)[0]))
     handles_R = handles_R[hashes_R.argsort()]
     weights = torch.empty(rows, form.dim, dtype=form.dtype)
     state = torch.empty(rows, form.state_width, dtype=form.real)

@@ -28,6 +28,7 @@ from shoal.kernels.table_layout import (
     COUNT_WORDS,
     TABLE_DIRECTORY,
     TABLE_ENTRIES,
+    TABLE_FIRST_COLUMN,
     TABLE_FORM,
     TABLE_FREE,
     TABLE_MASK,
@@ -95,9 +96,9 @@ class DeviceMemory:
         self._chunks = 0
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
-            line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.name)), to_signed(seed)
+            line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.hash_name)), to_signed(seed)
             line[TABLE_WEIGHT_BYTES], line[TABLE_STATE_BYTES] = form.weight_bytes, form.state_bytes
-            line[TABLE_FORM] = form_of[k]
+            line[TABLE_FORM], line[TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
         counters_KC = torch.zeros(len(specs), COUNT_WORDS, dtype=torch.int64, device=device)
         self.counters = CounterReader(counters_KC)
         self.layout = ShardLayout(

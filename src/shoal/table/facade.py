@@ -98,7 +98,9 @@ class Table:
         return self._shard.size(self._index)
 
     def __repr__(self) -> str:
-        return f"Table({self._spec.name!r}, dim={self._spec.dim}, rows={len(self)})"
+        # Counting rows of several ranks is a collective call: a debugger must not make one.
+        rows = "" if getattr(self._shard, "collective", False) else f", rows={len(self)}"
+        return f"Table({self._spec.name!r}, dim={self._spec.dim}{rows})"
 
     def find(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Read rows: weights [N, D], zeros where missing, and bool [N]; never inserts."""

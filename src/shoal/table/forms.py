@@ -12,6 +12,8 @@ from shoal.table.spec import TableSpec
 
 __all__ = ["form_of", "forms_of"]
 
+_WORDS_OF_A_BLOCK = 4
+
 
 def form_of(spec: TableSpec) -> RowForm:
     """The form of a table's rows; learning rates are no part of it."""
@@ -32,7 +34,8 @@ def form_of(spec: TableSpec) -> RowForm:
         )
         column += segment.dim
         state_column += segment.state_width
-    return RowForm(column, state_column, weight_dtype(spec), tuple(segments))
+    shift = spec.first_column % _WORDS_OF_A_BLOCK
+    return RowForm(column, state_column, weight_dtype(spec), tuple(segments), shift)
 
 
 def forms_of(specs: Sequence[TableSpec]) -> tuple[tuple[RowForm, ...], tuple[int, ...]]:

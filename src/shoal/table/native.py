@@ -19,14 +19,15 @@ _NEVER = -1
 
 
 def table_dict(spec: TableSpec, seed: int) -> dict[str, Any]:
-    """A table spec as the core reads it; initial values are keyed by (seed, table name)."""
+    """A table spec as the core reads it; initial values are keyed by (seed, hash name)."""
     return {
         "name": spec.name,
         "dim": spec.dim,
         "state_width": spec.state_width,
         "dtype": spec.dtype,
         "segments": _segment_dicts(spec),
-        "salt": salt(spec.name),
+        "salt": salt(spec.hash_name),
+        "first_column": spec.first_column,
         "seed": seed & ((1 << 64) - 1),
         "capacity_rows": spec.capacity_rows or 0,
         "on_full": spec.on_full,

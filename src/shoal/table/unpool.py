@@ -47,7 +47,9 @@ def _rows_of(
     bags_B = torch.arange(lengths_B.numel(), device=device)
     # The size is known on the host: a device need not be asked for it.
     bags_N = bags_B.repeat_interleave(lengths_B, output_size=count)
-    rows = grads[0].new_zeros(shape)
+    # Outputs differ in dtype where tables do.
+    like = next((part.output for part in pool.slices), 0)
+    rows = grads[like].new_zeros(shape)
     for part in pool.slices:
         width = part.stop - part.start
         floats = width * (pool.length if pool.pooling == "first_n" else 1)

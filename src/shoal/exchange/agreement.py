@@ -1,0 +1,108 @@
+"""Ranks that make one call together: they agree that it is good, and learn how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Collectives
+from shoal.errors import CollectiveFailed, InputError, ShoalError, describe
+
+__all__ = ["Agreed", "agree", "finish"]
+
+_CALL, _TIME, _BAD, _SETS = range(4)
+_WORDS = 4
+
+
+class Agreed:
+    """What ranks told each other before a call.
+
+    sizes: int64 [W, X] on the CPU, sent and received. time_s: latest of any rank. sets: sets of
+    values that ranks with ids send, -1 if no rank has any.
+    """
+
+    __slots__ = ("sets", "sizes", "time_s")
+
+    def __init__(self, sent_WX: Tensor, received_WX: Tensor) -> None:
+        self.sizes = sent_WX[:, _WORDS:], received_WX[:, _WORDS:]
+        self.time_s = int(received_WX[:, _TIME].max())
+        self.sets = int(received_WX[:, _SETS].max())
+
+
+def agree(
+    collectives: Collectives,
+    calls: tuple[str, ...],
+    call: str,
+    sizes_WX: Tensor,
+    *,
+    time_s: int,
+    sets: int,
+    wrong: ShoalError | None,
+) -> Agreed:
+    """Exchange sizes, and raise on every rank alike unless all came with the same good call.
+
+    Args:
+        calls: all names, in the same order on every rank.
+        sets: sets of values this rank sends, or -1 if it has no ids.
+        wrong: what is wrong with this rank's input; it is raised once the others know.
+
+    Raises:
+        InputError: another rank's input is wrong, or it made another call.
+    """
+    ranks = collectives.world_size
+    header_WX = torch.zeros(ranks, _WORDS, dtype=torch.int64)
+    header_WX[:, _CALL] = calls.index(call)
+    header_WX[:, _TIME] = time_s if wrong is None else 0
+    header_WX[:, _BAD] = wrong is not None
+    header_WX[:, _SETS] = sets
+    both_WX = torch.cat([header_WX, sizes_WX], dim=1)
+    found = collectives.exchange_sizes(both_WX, what=call).wait()
+    if wrong is not None:
+        raise wrong
+    heads_WX = found.received_WX
+    bad = heads_WX[:, _BAD].nonzero().flatten().tolist()
+    made = [calls[int(number)] for number in heads_WX[:, _CALL].tolist()]
+    counts = {int(number) for number in heads_WX[:, _SETS].tolist() if number >= 0}
+    if bad:
+        got, allowed = f"wrong input on ranks {bad}", "good input on every rank"
+    elif set(made) != {call}:
+        got, allowed = f"{made} by rank", "the same verb on every rank"
+    elif len(counts) > 1:
+        got, allowed = "seen_weights on some ranks", "on all ranks or none"
+    else:
+        return Agreed(found.sent_WX, heads_WX)
+    remedy = "Nothing was changed; see the other ranks' errors."
+    raise InputError(describe(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy))
+
+
+def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> None:
+    """Do this rank's part, then learn how the others' went.
+
+    Raises:
+        CollectiveFailed: another rank's part failed; this rank's is done.
+        ShoalError: this rank's part failed, as it raised.
+    """
+    wrong: ShoalError | None = None
+    try:
+        work()
+    except ShoalError as error:
+        wrong = error
+    flags_W1 = torch.full((collectives.world_size, 1), int(wrong is not None), dtype=torch.int64)
+    found = collectives.exchange_sizes(flags_W1, what=call).wait()
+    if not found.received_WX.any():
+        return
+    text = None if wrong is None else f"{type(wrong).__name__}: {wrong}"
+    texts = collectives.gather_objects(text, what=call)
+    if wrong is not None:
+        raise wrong
+    rank = next(i for i, told in enumerate(texts) if told is not None)
+    raise CollectiveFailed(
+        describe(
+            f"{call} on rank {rank}",
+            got=texts[rank],
+            allowed="success on every rank",
+            remedy="Other ranks did their part; see that rank's error.",
+        )
+    )

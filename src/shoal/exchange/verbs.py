@@ -1,0 +1,413 @@
+"""The verbs of tables whose rows lie on several ranks.
+
+Every verb is collective: all ranks call the same verbs in the same order, each with its own ids,
+possibly none. Ids and values go to the ranks that hold the rows, answers come back. An error on
+one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Collectives
+from shoal.errors import DTypeError, ShoalError, describe
+from shoal.exchange.agreement import agree, finish
+from shoal.exchange.forwarding import Arrived, Hosting, Outgoing, outgoing, receive, reply
+from shoal.exchange.one_rank_only import OneRankOnly
+from shoal.exchange.whole_rows import joined_chunk, joined_entry, joined_stats
+from shoal.placement import Placement
+from shoal.table import checks, scalars
+from shoal.table.hosting import hosted_spec
+from shoal.table.rows import real_dtype
+from shoal.table.shard import Entry, Found, IdGroups, RowChunk, Shard, StepContext, TableStats
+from shoal.table.spec import TableSpec
+
+__all__ = ["Placed", "RoutedVerbs"]
+
+_VERBS = ("find", "assign", "assign_add", "reinitialize", "apply_ids")
+
+
+class Placed(Protocol):
+    """What `RoutedVerbs` reads of an exchange."""
+
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def specs(self) -> tuple[TableSpec, ...]: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def collectives(self) -> Collectives: ...
+
+
+class RoutedVerbs(OneRankOnly):
+    """Table verbs over all ranks; tables are named by their index in `specs`.
+
+    `Table(spec, shard=RoutedVerbs(exchange))` is a table of the whole job. Duplicates across
+    ranks are taken in order of rank, then of position: of several `assign` the last rank's wins,
+    `assign_add` and `apply_ids` add up. The event time of a verb is the latest of any rank.
+
+    Args:
+        exchange: this rank's; its collectives carry the verbs.
+    """
+
+    __slots__ = ("_collectives", "_hostings", "_placement", "_shard", "_specs")
+
+    def __init__(self, exchange: Placed) -> None:
+        self._shard = exchange.shard
+        self._specs = exchange.specs
+        self._placement = exchange.placement
+        self._collectives = exchange.collectives
+        local = {spec.name: k for k, spec in enumerate(self._shard.specs)}
+        rank = self._collectives.rank
+        self._hostings = tuple(
+            Hosting(
+                table,
+                hosted,
+                spec.hash_name,
+                real_dtype(spec),
+                local[hosted_spec(spec, hosted).name] if rank in hosted.ranks else None,
+            )
+            for table, spec in enumerate(self._specs)
+            for hosted in self._placement.of(spec.name)
+        )
+
+    @property
+    def collective(self) -> bool:
+        """Every verb, `size` too, is a call that all ranks make together."""
+        return True
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The whole tables."""
+        return self._specs
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's ids are given and rows are returned."""
+        return self._shard.device
+
+    @property
+    def seed(self) -> int:
+        """Of initial values."""
+        return self._shard.seed
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update on this rank."""
+        return self._shard.last_step
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._shard.last_step = step
+
+    def find(self, groups: IdGroups) -> Found:
+        """Read rows; never inserts. Rows of replicated tables are read at home."""
+        sent, arrived, _ = self._send("find", groups, (), None, StepContext(), to_all=False)
+        found = self._shard.find(arrived.groups)
+        flags = torch.split(found.found_N.to(torch.int32), _lengths(arrived.groups))
+        rows = self._reply(arrived, found.weights, sent, scalar=False)
+        there = self._reply(arrived, flags, sent, scalar=True)
+        found_N = torch.zeros(groups.ids_N.shape, dtype=torch.bool, device=self.device)
+        weights = self._empty(groups)
+        cuts, tables = groups.splits_G1.tolist(), groups.tables_G.tolist()
+        for leg, rows_nD, there_n in zip(sent.legs, rows, there, strict=True):
+            hosting = self._hostings[leg.hosting]
+            if hosting.hosted.start == 0:
+                found_N[leg.positions_n] = there_n != 0
+            columns = slice(hosting.hosted.start, hosting.hosted.stop)
+            for g, (start, stop) in enumerate(pairwise(cuts)):
+                if tables[g] == hosting.table:
+                    mine_n = (leg.positions_n >= start) & (leg.positions_n < stop)
+                    weights[g][leg.positions_n[mine_n] - start, columns] = rows_nD[mine_n]
+        return Found(tuple(weights), found_N)
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Upsert weights; of duplicates the last wins, of ranks the highest."""
+        _, arrived, ctx = self._send("assign", groups, [weights], None, ctx)
+        self._finish(
+            "assign", lambda: self._shard.assign(arrived.groups, arrived.values[0], ctx=ctx)
+        )
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Add to rows; a missing id is initialised first. Duplicates add up, over ranks too."""
+        _, arrived, ctx = self._send("assign_add", groups, [deltas], None, ctx)
+        self._finish(
+            "assign_add", lambda: self._shard.assign_add(arrived.groups, arrived.values[0], ctx=ctx)
+        )
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        """Initial value and state again: int32 [N] in input order: 1 existed, 0 inserted,
+        -1 of a table that does not exist.
+        """
+        sent, arrived, ctx = self._send("reinitialize", groups, (), None, ctx)
+        status: list[Tensor] = []
+        self._finish(
+            "reinitialize", lambda: status.append(self._shard.reinitialize(arrived.groups, ctx=ctx))
+        )
+        answers = torch.split(status[0], _lengths(arrived.groups))
+        status_N = torch.full(groups.ids_N.shape, -1, dtype=torch.int32, device=self.device)
+        for leg, found_n in zip(
+            sent.legs, self._reply(arrived, answers, sent, scalar=True), strict=True
+        ):
+            # Every replica answers; its last answer is as good as the others.
+            if self._hostings[leg.hosting].hosted.start == 0:
+                status_N[leg.positions_n] = found_n
+        return status_N
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Sum gradients per id over all ranks, then one optimizer step per row.
+
+        Raises:
+            InputError: seen_weights on some ranks only; nothing was sent.
+        """
+        counted_N = torch.ones_like(groups.ids_N) if counts_N is None else counts_N
+        values = [grads] if seen_weights is None else [grads, seen_weights]
+        _, arrived, ctx = self._send("apply_ids", groups, values, counted_N, ctx)
+        seen = arrived.values[1] if len(arrived.values) > 1 else None
+        here = replace(ctx, learning_rates=self._rates(ctx))
+        self._finish(
+            "apply_ids",
+            lambda: self._shard.apply_ids(
+                arrived.groups, arrived.values[0], arrived.counts_N, ctx=here, seen_weights=seen
+            ),
+        )
+
+    def evict(self, now_s: int) -> int:
+        """Drop what has expired on any rank; how many rows of the whole tables went."""
+        before = [stats.evicted for stats in self._shard.stats()]
+        self._finish("evict", lambda: self._shard.evict(now_s))
+        gone = [
+            stats.evicted - earlier
+            for stats, earlier in zip(self._shard.stats(), before, strict=True)
+        ]
+        return self._total("evict", sum(gone[k] for k in self._counted()))
+
+    def cut(self) -> int:
+        """Close every rank's epoch and open the next; the closed one, the latest of any rank."""
+        closed: list[int] = []
+        self._finish("cut", lambda: closed.append(self._shard.cut()))
+        epochs = torch.tensor(closed, device=self.device)
+        return int(self._collectives.all_reduce(epochs, "max", what="cut").wait()[0])
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table, everywhere."""
+        checks.table_index(table, len(self._specs))
+        local = [k for k in self._local(table) if k is not None]
+
+        def work() -> None:
+            for number in local:
+                self._shard.clear(number)
+
+        self._finish("clear", work)
+
+    def size(self, table: int) -> int:
+        """Rows of a table on all ranks; replicas once."""
+        checks.table_index(table, len(self._specs))
+        counted = set(self._counted())
+        local = [k for k in self._local(table) if k in counted]
+        return self._total("size", sum(self._shard.size(k) for k in local if k is not None))
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of the whole tables: rows once, bytes of all ranks."""
+        own = self._shard.stats()
+        mine = {
+            number: own[hosting.local]
+            for number, hosting in enumerate(self._hostings)
+            if hosting.local is not None
+        }
+        everyone = self._collectives.gather_objects(mine, what="stats")
+        return tuple(
+            joined_stats(
+                spec,
+                [
+                    (self._hostings[number].hosted, rank, stats)
+                    for rank, theirs in enumerate(everyone)
+                    for number, stats in theirs.items()
+                    if self._hostings[number].table == table
+                ],
+            )
+            for table, spec in enumerate(self._specs)
+        )
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None; every rank may ask for another."""
+        checks.table_index(table, len(self._specs))
+        asked = self._collectives.gather_objects((table, id), what="entry")
+        answers = [self._slices_of(*question) for question in asked]
+        everyone = self._collectives.gather_objects(answers, what="entry")
+        found = {
+            number: entry
+            for theirs in everyone
+            for number, entry in theirs[self._collectives.rank].items()
+        }
+        parts = [(self._hostings[number].hosted, entry) for number, entry in found.items()]
+        return joined_entry(self._specs[table], parts)
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table on every rank, ordered by hash: for small tables."""
+        checks.table_index(table, len(self._specs))
+        mine = [
+            (number, self._shard.export(hosting.local))
+            for number, hosting in enumerate(self._hostings)
+            if hosting.table == table and hosting.local is not None and self._first(hosting)
+        ]
+        everyone = self._collectives.gather_objects(mine, what="export")
+        parts = [(self._hostings[k].hosted, chunk) for theirs in everyone for k, chunk in theirs]
+        return joined_chunk(self._specs[table], parts)
+
+    def check(self) -> None:
+        """Raise what kernels of any rank found since the last call; waits for the device."""
+        self._finish("check", self._shard.check)
+
+    def _first(self, hosting: Hosting) -> bool:
+        """Whether this rank speaks for a replica, or holds rows of its own."""
+        hosted = hosting.hosted
+        return not hosted.replicated or self._collectives.rank == hosted.ranks[0]
+
+    def _counted(self) -> list[int]:
+        """Tables of this rank's shard in which rows are counted: leftmost slices, replicas once."""
+        return [
+            hosting.local
+            for hosting in self._hostings
+            if hosting.local is not None and hosting.hosted.start == 0 and self._first(hosting)
+        ]
+
+    def _local(self, table: int) -> list[int | None]:
+        return [hosting.local for hosting in self._hostings if hosting.table == table]
+
+    def _slices_of(self, table: int, id: int) -> dict[int, Entry]:
+        found = {}
+        for number, hosting in enumerate(self._hostings):
+            if hosting.table == table and hosting.local is not None and self._first(hosting):
+                entry = self._shard.entry(hosting.local, id)
+                if entry is not None:
+                    found[number] = entry
+        return found
+
+    def _total(self, what: str, number: int) -> int:
+        numbers = torch.tensor([number], device=self.device)
+        return int(self._collectives.all_reduce(numbers, "sum", what=what).wait()[0])
+
+    def _rates(self, ctx: StepContext) -> dict[str, tuple[float, ...]]:
+        """Rates of the shard's tables: a slice has those of the segments it holds."""
+        rates: dict[str, tuple[float, ...]] = {}
+        for hosting in self._hostings:
+            spec = self._specs[hosting.table]
+            if hosting.local is None or spec.name not in ctx.learning_rates:
+                continue
+            own = ctx.learning_rates[spec.name]
+            hosted, first, kept = hosting.hosted, 0, []
+            for segment, rate in zip(spec.segments, own, strict=True):
+                if max(first, hosted.start) < min(first + segment.dim, hosted.stop):
+                    kept.append(rate)
+                first += segment.dim
+            rates[self._shard.specs[hosting.local].name] = tuple(kept)
+        return rates
+
+    def _empty(self, groups: IdGroups) -> list[Tensor]:
+        cuts = groups.splits_G1.tolist()
+        return [
+            torch.zeros(
+                stop - start,
+                self._specs[table].dim,
+                dtype=real_dtype(self._specs[table]),
+                device=self.device,
+            )
+            for (start, stop), table in zip(pairwise(cuts), groups.tables_G.tolist(), strict=True)
+        ]
+
+    def _send(
+        self,
+        verb: str,
+        groups: IdGroups,
+        values: Sequence[Sequence[Tensor]],
+        counts_N: Tensor | None,
+        ctx: StepContext,
+        *,
+        to_all: bool = True,
+    ) -> tuple[Outgoing, Arrived, StepContext]:
+        """Ids and values to their owners; what came here, and the context with the latest time."""
+        ranks, rank = self._collectives.world_size, self._collectives.rank
+        self._collectives.step = ctx.global_step
+        wrong: ShoalError | None = None
+        ready: list[Sequence[Tensor]] = []
+        try:
+            ready = self._checked(verb, groups, values, counts_N, ctx)
+            sent = outgoing(groups, self._hostings, rank, ranks, to_all=to_all)
+        except ShoalError as error:
+            wrong, sent = error, Outgoing(groups, ())
+        known = agree(
+            self._collectives,
+            _VERBS,
+            verb,
+            sent.sizes(len(self._hostings), ranks),
+            time_s=ctx.event_time_s,
+            sets=len(values) if groups.ids_N.numel() else -1,
+            wrong=wrong,
+        )
+        if not groups.ids_N.numel():
+            ready = [self._empty(groups)] * max(known.sets, min(len(values), 1))
+        sizes = known.sizes
+        arrived = receive(sent, ready, counts_N, sizes, self._hostings, self._collectives, verb)
+        return sent, arrived, replace(ctx, event_time_s=known.time_s)
+
+    def _checked(
+        self,
+        verb: str,
+        groups: IdGroups,
+        values: Sequence[Sequence[Tensor]],
+        counts_N: Tensor | None,
+        ctx: StepContext,
+    ) -> list[Sequence[Tensor]]:
+        """What a shard would check, before anything is sent."""
+        scalars.event_time(ctx.event_time_s)
+        if groups.ids_N.device != self.device:
+            remedy = "Move them to the shard's device."
+            got, allowed = groups.ids_N.device, self.device
+            raise DTypeError(describe("device of ids", got=got, allowed=allowed, remedy=remedy))
+        if verb != "reinitialize":
+            for table in groups.tables_G.tolist():
+                checks.table_index(table, len(self._specs))
+        if counts_N is not None:
+            checks.counts(groups, counts_N)
+        checks.rates(ctx, self._specs)
+        if not values:
+            return []
+        shapes = [(tuple(part.shape), part.dtype) for part in self._empty(groups)]
+        return [checks.grads(rows, shapes, self.device) for rows in values]  # type: ignore[arg-type]
+
+    def _reply(
+        self, arrived: Arrived, answers: Sequence[Tensor], sent: Outgoing, *, scalar: bool
+    ) -> list[Tensor]:
+        return reply(
+            arrived,
+            answers,
+            sent,
+            self._hostings,
+            self._collectives,
+            scalar=scalar,
+            what="answers of a table verb",
+        )
+
+    def _finish(self, verb: str, work: Callable[[], object]) -> None:
+        finish(self._collectives, verb, work)
+
+
+def _lengths(groups: IdGroups) -> list[int]:
+    lengths: list[int] = groups.splits_G1.diff().tolist()
+    return lengths
