@@ -254,9 +254,9 @@ class GradientLedger:
         if len(self._turns) > 1:
             for turn in self._turns:
                 self._apply_turn(turn, ctx)
-        elif self._summed is not None or not self.inserts:
+        elif self._turns and (self._summed is not None or not self.inserts):
             self._apply_sums(self.summed(), self._turns[0], ctx)
-        else:
+        elif self._turns:
             self._check_unchanged()
             self._apply_turn(self._turns[0], ctx)
         self.generation += 1
@@ -282,7 +282,8 @@ class GradientLedger:
             records = self._pending[self._resolved].wait()
             while len(self._turns) < len(records):
                 self._turns.append([])
-            for turn, record in zip(self._turns, records, strict=True):
+            # A rank that has no table of a request gets no record of it.
+            for turn, record in zip(self._turns, records, strict=False):
                 turn.append(record)
                 if self.collectives is None:
                     # Autograd may share this gradient; one that was received is ours alone.

@@ -7,7 +7,6 @@ outputs; the sparse optimizer applies them at its step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,13 @@ from shoal.embedding.begun import BegunLookups
 from shoal.embedding.lookup import Lookup
 from shoal.embedding.requests import Requests
 from shoal.errors import ConfigError, TicketError, describe, unknown_name
-from shoal.exchange import Exchange, LocalExchange
+from shoal.exchange import AllToAllExchange, Exchange, LocalExchange
+from shoal.exchange.verbs import RoutedVerbs
 from shoal.layouts import Feature, Layout, compile_layouts, default_layouts
 from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
 from shoal.table import Table, make_shard, scalars
+from shoal.table.factory import remake_shard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
@@ -169,12 +170,24 @@ class EmbeddingCollection(nn.Module):
     def table(self, name: str) -> Table:
         """The verbs of one table, over the same rows.
 
+        Where the rows are spread over ranks, verbs reach them wherever they are, and every rank
+        calls the same verbs in the same order.
+
         Raises:
             UnknownName: no such table.
         """
         if name not in self._tables:
             raise unknown_name("table", name, self._tables)
-        return Table(self._tables[name], shard=self.shard)
+        return Table(self._tables[name], shard=self._verbs())
+
+    def _verbs(self) -> Shard:
+        if not self.distributed:
+            return self.shard
+        # One that waits for the first batch comes into being, and takes its own place, here.
+        _ = self._exchange.collectives
+        if isinstance(self._exchange, AllToAllExchange):
+            return RoutedVerbs(self._exchange)
+        return self.shard
 
     def forward(self, batch: KeyedRagged, *, event_time_s: int = 0) -> dict[str, Tensor]:
         """Look up one batch.
@@ -301,10 +314,7 @@ class EmbeddingCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
         kind, specs, seed, device = state["shard"]
-        # Kinds that live on one device only do not ask for it.
-        asks = "device" in inspect.signature(kind).parameters
-        named = {"device": device} if asks else {}
-        shard = kind(specs, seed=seed, **named, **state["settings"])
+        shard = remake_shard(kind, specs, seed, device, state["settings"])
         shard.last_step = state["last_step"]
         for k, chunk in enumerate(state["rows"]):
             shard.load(k, chunk)

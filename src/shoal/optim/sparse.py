@@ -192,10 +192,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return
         found: ShoalError | None = None
         for ledger in self.ledgers:
-            try:
-                ledger.shard.check()
-            except NonFiniteGradient as error:
-                found = error
+            found = _found(ledger) or found
         self._raise_together(torch.tensor(found is not None), found)
 
     def check_finite(self) -> None:
@@ -221,6 +218,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise found
         if ranks:
             raise _not_finite(f"{_names(self.ledgers)} on ranks {ranks}")
+
+
+def _found(ledger: GradientLedger) -> NonFiniteGradient | None:
+    try:
+        ledger.shard.check()
+    except NonFiniteGradient as error:
+        return error
+    return None
 
 
 def _names(ledgers: Iterable[GradientLedger]) -> str:
