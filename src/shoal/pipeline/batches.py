@@ -1,0 +1,159 @@
+"""What a pipeline asks of a batch, which may be any tree of tensors and ids.
+
+A tree is a tensor, `KeyedRagged`, `Ragged`, dataclass, mapping, list or tuple of trees; what else
+it holds passes through. Batches with `pin_memory` and `to` of their own move themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError, describe
+from shoal.ragged import KeyedRagged, Ragged
+
+__all__ = [
+    "detached",
+    "emptied",
+    "event_time_of",
+    "hold_for",
+    "ids_of",
+    "moved",
+    "pinned",
+    "weight_of",
+    "zeroed",
+]
+
+
+def moved(batch: Any, device: torch.device, *, wait: bool = False) -> Any:
+    """The batch on a device, which is waited for on demand; what is there is not copied."""
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=not wait)
+    return _mapped(batch, lambda part: part.to(device, non_blocking=not wait))
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in page-locked memory, from which a copy to a GPU does not block the host."""
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    return _mapped(batch, lambda part: part.pin_memory())
+
+
+def emptied(batch: Any) -> Any:
+    """The same batch without ids: as many examples, each with empty lists.
+
+    What a rank without data trains on with weight 0, so that its collectives match the others'.
+    """
+    return _mapped(batch, lambda part: part if isinstance(part, Tensor) else _without_ids(part))
+
+
+def detached(tree: Any) -> Any:
+    """The same tree outside of any graph."""
+    return _mapped(tree, lambda part: part.detach() if isinstance(part, Tensor) else part)
+
+
+def zeroed(tree: Any) -> Any:
+    """The same tree with zeros for numbers."""
+    return _mapped(tree, lambda part: torch.zeros_like(part) if isinstance(part, Tensor) else part)
+
+
+def hold_for(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of a batch's CUDA tensors until what `stream` was given by then is done."""
+    for part in _leaves(batch):
+        for tensor in [part] if isinstance(part, Tensor) else _tensors_of(part):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+def ids_of(batch: Any) -> KeyedRagged:
+    """The one `KeyedRagged` of a batch: its `ids`, itself, or the only one it holds.
+
+    Raises:
+        InputError: none, or several.
+    """
+    named = getattr(batch, "ids", None)
+    if isinstance(named, KeyedRagged):
+        return named
+    found = [part for part in _leaves(batch) if isinstance(part, KeyedRagged)]
+    if len(found) != 1:
+        raise InputError(
+            describe(
+                "ids of a batch",
+                got=f"{type(batch).__name__} with {len(found)} KeyedRagged",
+                allowed="one",
+                remedy="Say which collection reads what: ids_of=lambda batch: ...",
+            )
+        )
+    return found[0]
+
+
+def weight_of(batch: Any) -> float:
+    """What a batch's mean loss weighs: the sum of its `weights`, or its number of examples."""
+    weights_B = getattr(batch, "weights", None)
+    if isinstance(weights_B, Tensor):
+        return float(weights_B.sum())
+    labels = getattr(batch, "labels", None)
+    if isinstance(labels, Tensor) and labels.dim():
+        return float(labels.shape[0])
+    for part in _leaves(batch):
+        if isinstance(part, KeyedRagged | Ragged):
+            return float(part.batch_size)
+        if part.dim():
+            return float(part.shape[0])
+    return 1.0
+
+
+def event_time_of(batch: Any) -> int:
+    """When a batch happened, whole seconds: its `event_time_s`, or 0."""
+    return int(getattr(batch, "event_time_s", 0))
+
+
+def _leaves(tree: Any) -> Iterator[Tensor | KeyedRagged | Ragged]:
+    found: list[Any] = []
+
+    def keep(part: Any) -> Any:
+        found.append(part)
+        return part
+
+    _mapped(tree, keep)
+    yield from found
+
+
+def _tensors_of(part: KeyedRagged | Ragged) -> Iterator[Tensor]:
+    for one in dataclasses.fields(part):
+        value = getattr(part, one.name)
+        if isinstance(value, Tensor):
+            yield value
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree with its tensors and ids changed."""
+    if isinstance(tree, Tensor | KeyedRagged | Ragged):
+        return change(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        return dataclasses.replace(tree, **{k: _mapped(v, change) for k, v in parts.items()})
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*[_mapped(value, change) for value in tree])
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(value, change) for value in tree)
+    return tree
+
+
+def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
+    if isinstance(part, Ragged):
+        return Ragged.from_lengths(part.values.new_empty(0), torch.zeros_like(part.lengths))
+    lengths_FB = torch.zeros(len(part.keys), part.batch_size, dtype=torch.int64)
+    weights_N = None if part.weights_N is None else part.weights_N.new_empty(0)
+    # Built on the host and moved, so that the host knows its splits.
+    ids_0 = torch.empty(0, dtype=torch.int64)
+    made = KeyedRagged.from_lengths(part.keys, ids_0, lengths_FB)
+    if weights_N is not None:
+        made = dataclasses.replace(made, weights_N=weights_N.cpu())
+    return made.to(part.values_N.device)

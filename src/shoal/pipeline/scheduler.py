@@ -1,0 +1,414 @@
+"""When each stage of each batch runs: a pure function from states and events to commands.
+
+A batch passes load, vote, settle, begin (to the device; dedup, partition, ids on their way), probe
+(the owner finds or inserts), fetch (rows on their way back), forward, backward (gradients on their
+way); A batches make a window, which ends in one apply, and perhaps an eviction or a cut.
+
+Loads run beside everything else. All other commands follow one order that depends only on the
+settings and on what the ranks settled in votes, never on timing: a command whose turn it is waits
+for its batch to be loaded, and nothing overtakes it. So every rank calls the same collectives in
+the same order, however unevenly their data arrives.
+
+What may run before what, with k the staleness and w(i) the window of batch i:
+
+- fetch(i) after apply of window w(i) - 1 - k, and before apply of window w(i) - k: rows lack
+  exactly k updates (fewer in the first windows, and in those after a cut);
+- probe(i) at any time before, unless its inserts are deferred (a table is near its budget) or an
+  eviction is due by then: then after apply of window w(i) - 1 - k and that eviction;
+- a cut before batch i waits until all earlier windows are applied, and nothing of batch i or later
+  begins before it: no ticket is open at a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shoal.errors import ConfigError, ShoalError, describe
+
+__all__ = [
+    "Command",
+    "Done",
+    "Event",
+    "Facts",
+    "Loaded",
+    "Settings",
+    "Settled",
+    "State",
+    "Verb",
+    "advance",
+    "start",
+]
+
+Verb = Literal[
+    "load",
+    "vote",
+    "settle",
+    "begin",
+    "probe",
+    "fetch",
+    "forward",
+    "backward",
+    "apply",
+    "evict",
+    "cut",
+    "drop",
+    "stop",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a pipeline may do at the same time.
+
+    Args:
+        staleness: updates a fetched row may lack; 0 trains exactly as without a pipeline.
+        accumulation: batches of one optimizer step.
+        depth: most batches in flight, from load to backward; None takes what all stages need to
+            overlap. 1 (without accumulation) is no pipeline.
+
+    Raises:
+        ConfigError: out of range.
+    """
+
+    staleness: int = 0
+    accumulation: int = 1
+    depth: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("staleness", self.staleness, 0)
+        _whole("accumulation", self.accumulation, 1)
+        if self.depth is not None:
+            _whole("depth", self.depth, (self.staleness + 1) * self.accumulation)
+
+    @property
+    def in_flight(self) -> int:
+        """Most batches in flight."""
+        return self.ahead("vote") if self.depth is None else self.depth
+
+    def ahead(self, stage: Literal["probe", "begin", "vote"]) -> int:
+        """Batches that may have passed a stage while the first of them is trained."""
+        least = {"probe": 2, "begin": 3, "vote": 4}[stage]
+        # Windows are weighed as a whole, so the votes of one are settled before it is trained.
+        wanted = max(least, self.accumulation) + self.staleness * self.accumulation
+        return wanted if self.depth is None else min(wanted, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the ranks settled about batch i; the same on every rank.
+
+    Args:
+        train: the round takes place; False at the end of the data.
+        drain: at the end, batches before it are trained; False drops them.
+        defer_inserts: its new ids may not fit beside those of batches under way.
+        cut: a cut is wanted before it (before the next window, if it is in the midst of one).
+        evict_s: event time to evict at, once its window is applied; None: not due.
+    """
+
+    train: bool = True
+    drain: bool = True
+    defer_inserts: bool = False
+    cut: bool = False
+    evict_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something to do now. `index` is a batch, or a window for "apply" and "evict"."""
+
+    verb: Verb
+    index: int
+    evict_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to "load"; found is False at the end of this rank's data."""
+
+    index: int
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The answer to "settle"."""
+
+    index: int
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to any other command."""
+
+    command: Command
+
+
+Event = Loaded | Settled | Done
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where everything stands. Counters say how many batches (windows) have passed a stage."""
+
+    settings: Settings = field(default_factory=Settings)
+    loads: int = 0
+    answered: int = 0
+    held: frozenset[int] = frozenset()
+    dry_at: int | None = None
+    votes: int = 0
+    settled: int = 0
+    begun: int = 0
+    probed: int = 0
+    fetched: int = 0
+    forwarded: int = 0
+    trained: int = 0
+    applied: int = 0
+    evicted: int = 0
+    facts: tuple[Facts, ...] = ()
+    facts_from: int = 0
+    cut_at: int | None = None
+    end: int | None = None
+    running: Command | None = None
+    stopped: bool = False
+
+    @property
+    def tickets(self) -> int:
+        """Batches whose rows are held: probed, and neither applied nor dropped."""
+        if self.stopped:
+            return 0
+        ended = self.applied * self.settings.accumulation
+        return self.probed - min(ended, self.trained)
+
+    @property
+    def windows(self) -> int:
+        """Windows whose batches are all trained; the last one may be short."""
+        size = self.settings.accumulation
+        return -(-self.trained // size) if self.trained == self.end else self.trained // size
+
+
+def start(settings: Settings) -> tuple[State, tuple[Command, ...]]:
+    """The first state, and the commands to begin with."""
+    return _released(State(settings))
+
+
+def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+    """The state after an event, and the commands that became possible.
+
+    At most one command other than "load" is out at a time; "load" commands are answered in any
+    order among the others, each once.
+
+    Raises:
+        ShoalError: an event that answers nothing that is out.
+    """
+    if isinstance(event, Loaded):
+        return _released(_loaded(state, event))
+    if isinstance(event, Settled):
+        _check_running(state, event, "settle", event.index)
+        return _released(_settled(replace(state, running=None), event))
+    _check_running(state, event, event.command.verb, event.command.index)
+    return _released(_done(replace(state, running=None), event.command))
+
+
+def _released(state: State) -> tuple[State, tuple[Command, ...]]:
+    commands = []
+    while _may_load(state):
+        commands.append(Command("load", state.loads))
+        state = replace(state, loads=state.loads + 1)
+    if state.running is None and not state.stopped:
+        following = _following(state)
+        if following is not None:
+            commands.append(following)
+            state = replace(state, running=following)
+    return state, tuple(commands)
+
+
+def _may_load(state: State) -> bool:
+    if state.dry_at is not None or state.end is not None:
+        return False
+    return state.loads < state.trained + state.settings.in_flight
+
+
+def _loaded(state: State, event: Loaded) -> State:
+    if not state.answered <= event.index < state.loads:
+        raise _unexpected(event, f"loads {state.answered}..{state.loads - 1}, in order")
+    state = replace(state, answered=event.index + 1)
+    if event.found:
+        return replace(state, held=state.held | {event.index})
+    return replace(state, dry_at=event.index if state.dry_at is None else state.dry_at)
+
+
+def _settled(state: State, event: Settled) -> State:
+    state = replace(state, settled=state.settled + 1)
+    if state.end is not None:
+        return state
+    facts = event.facts
+    state = replace(state, facts=(*state.facts, facts))
+    if facts.cut and state.cut_at is None:
+        size = state.settings.accumulation
+        state = replace(state, cut_at=-(-event.index // size) * size)
+    if not facts.train:
+        state = replace(state, end=event.index if facts.drain else state.trained)
+    return state
+
+
+_PASSED = {
+    "vote": "votes",
+    "begin": "begun",
+    "probe": "probed",
+    "fetch": "fetched",
+    "forward": "forwarded",
+    "backward": "trained",
+    "apply": "applied",
+    "evict": "evicted",
+}
+
+
+def _done(state: State, command: Command) -> State:
+    counter = _PASSED.get(command.verb)
+    if counter is not None:
+        state = replace(state, **{counter: getattr(state, counter) + 1})
+    if command.verb in ("backward", "drop"):
+        state = replace(state, held=state.held - {command.index})
+    elif command.verb == "cut":
+        state = replace(state, cut_at=None)
+    elif command.verb == "stop":
+        state = replace(state, stopped=True)
+    # Windows after which nothing is due are passed over.
+    while state.evicted < state.applied and _evict_s(state, state.evicted) is None:
+        state = replace(state, evicted=state.evicted + 1)
+    return _pruned(state)
+
+
+def _pruned(state: State) -> State:
+    needless = state.evicted * state.settings.accumulation - state.facts_from
+    if needless <= 0:
+        return state
+    return replace(state, facts=state.facts[needless:], facts_from=state.facts_from + needless)
+
+
+def _following(state: State) -> Command | None:
+    """The next command of the one order; None while its batch is not loaded."""
+    if state.forwarded > state.trained:
+        return Command("backward", state.trained)
+    between = _between_windows(state)
+    if between is not None:
+        return between
+    if state.end is not None and state.trained == state.end:
+        return _ending(state)
+    early = _early(state)
+    if early is not None:
+        return early
+    if state.votes < _bound(state, "vote") and state.end is None:
+        known = state.answered > state.votes or state.dry_at is not None
+        return Command("vote", state.votes) if known else None
+    return Command("forward", state.trained)
+
+
+def _between_windows(state: State) -> Command | None:
+    if state.applied < state.windows:
+        return Command("apply", state.applied)
+    if state.evicted < state.applied:
+        return Command("evict", state.evicted, _evict_s(state, state.evicted))
+    if state.cut_at is not None and state.trained == _barrier(state) != state.end:
+        return Command("cut", state.trained)
+    return None
+
+
+def _early(state: State) -> Command | None:
+    """What can run ahead of the batch to be trained: later stages first."""
+    settings = state.settings
+    if state.fetched < state.probed and state.applied >= _needs(state, state.fetched):
+        return Command("fetch", state.fetched)
+    barrier = _barrier(state)
+    if state.probed < min(state.begun, barrier, _bound(state, "probe")) and _may_probe(state):
+        return Command("probe", state.probed)
+    begin_before = _bound(state, "begin")
+    if state.begun < min(state.settled, barrier, begin_before):
+        return Command("begin", state.begun)
+    window_end = (state.trained // settings.accumulation + 1) * settings.accumulation
+    if state.settled < min(state.votes, max(begin_before, window_end)):
+        return Command("settle", state.settled)
+    return None
+
+
+def _ending(state: State) -> Command | None:
+    if state.settled < state.votes:
+        return Command("settle", state.settled)
+    if state.answered < state.loads and state.dry_at is None:
+        return None
+    if state.held:
+        return Command("drop", min(state.held))
+    if state.cut_at is not None:
+        return Command("cut", state.trained)
+    return Command("stop", state.trained)
+
+
+def _bound(state: State, stage: Literal["probe", "begin", "vote"]) -> int:
+    bound = state.trained + state.settings.ahead(stage)
+    return bound if state.end is None else min(bound, state.end)
+
+
+def _barrier(state: State) -> int:
+    """The first batch that may not begin yet: what a cut or the end holds back."""
+    edges = [edge for edge in (state.cut_at, state.end) if edge is not None]
+    return min(edges, default=state.trained + state.settings.in_flight)
+
+
+def _needs(state: State, batch: int) -> int:
+    """Windows that are applied before a batch's rows are read."""
+    return batch // state.settings.accumulation - state.settings.staleness
+
+
+def _may_probe(state: State) -> bool:
+    needs = _needs(state, state.probed)
+    if any(_evict_s(state, window) is not None for window in range(state.evicted, needs)):
+        return False
+    facts = state.facts[state.probed - state.facts_from]
+    return not facts.defer_inserts or state.applied >= needs
+
+
+def _evict_s(state: State, window: int) -> int | None:
+    times = [facts.evict_s for facts in _facts_of(state, window) if facts.evict_s is not None]
+    return max(times, default=None)
+
+
+def _facts_of(state: State, window: int) -> Iterator[Facts]:
+    size = state.settings.accumulation
+    first = max(window * size - state.facts_from, 0)
+    yield from state.facts[first : (window + 1) * size - state.facts_from]
+
+
+def _check_running(state: State, event: Event, verb: Verb, index: int) -> None:
+    running = state.running
+    if running is None or (running.verb, running.index) != (verb, index):
+        raise _unexpected(event, str(running))
+    if verb == "settle" and not isinstance(event, Settled):
+        raise _unexpected(event, "Settled, with what the ranks settled")
+
+
+def _unexpected(event: Event, allowed: str) -> ShoalError:
+    return ShoalError(
+        describe(
+            "event of a pipeline",
+            got=event,
+            allowed=allowed,
+            remedy="Answer each command once, with the event that its verb asks for.",
+        )
+    )
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(
+            describe(
+                f"{name} of a pipeline",
+                got=repr(value),
+                allowed=f"an int, at least {least}",
+                remedy="Rows of staleness + 1 windows have to fit the batches in flight."
+                if name == "depth"
+                else "Leave it out for the default.",
+            )
+        )

@@ -1,0 +1,260 @@
+"""The stages of a batch, as a model with embedding collections does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.embedding import EmbeddingCollection
+from shoal.errors import ConfigError, describe
+from shoal.pipeline.batches import detached, event_time_of, ids_of
+from shoal.ragged import KeyedRagged
+from shoal.table.shard import Shard
+
+__all__ = ["InferenceStages", "Losses", "Stages", "Step", "TrainingStages"]
+
+Losses = Tensor | Mapping[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What one batch gave.
+
+    losses: as the model gave them, before weighing; without a graph.
+    predictions: the rest of what the model gave; None on a rank whose data has ended while
+        others still have some.
+    """
+
+    losses: Any
+    predictions: Any
+
+
+class Stages(Protocol):
+    """What an executor calls, in the scheduler's order, all from one thread."""
+
+    def begin(self, batch: Any) -> None:
+        """Dedup and partition ids; send them on their way."""
+        ...
+
+    def probe(self, batch: Any) -> None:
+        """Owners find or insert the ids that arrive."""
+        ...
+
+    def fetch(self, batch: Any) -> None:
+        """Begin reading rows and sending them back."""
+        ...
+
+    def forward(self, batch: Any, *, last: bool) -> Step:
+        """Run the model. last: the batch ends its window."""
+        ...
+
+    def backward(self, share: float, *, last: bool) -> None:
+        """Send back the gradients of the last forward's losses, times `share`."""
+        ...
+
+    def apply(self) -> None:
+        """One optimizer step over what backward recorded."""
+        ...
+
+    def evict(self, now_s: int) -> None:
+        """Drop rows expired at this event time."""
+        ...
+
+    def drop(self) -> None:
+        """Forget all batches that have begun and will not be trained; their tickets end."""
+        ...
+
+    def incoming(self, batch: Any) -> tuple[int, ...]:
+        """Ids of the batch that look up each limited table."""
+        ...
+
+    def room(self) -> tuple[int, ...]:
+        """Rows each limited table may still take on this rank; the same tables on all ranks."""
+        ...
+
+
+class TrainingStages:
+    """Stages over a model's embedding collections.
+
+    Args:
+        model: called with the batch; holds the collections, which see the very `KeyedRagged` that
+            `ids_of` gives.
+        optimizer: steps dense and sparse parameters; see `shoal.optim.JointOptimizer`.
+        loss_of: losses from (what the model gave, batch); None: the model gives (losses,
+            predictions, ...). A loss is a mean over the batch; several by name add up.
+        scaler: of the losses, under mixed precision.
+        ids_of: what the collections read of a batch, by the collection's name in the model, or
+            one for all.
+        event_time_of: a batch's event time, whole seconds.
+        step: does the optimizer's step instead, clipping for example; zeroes gradients too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_of: Callable[[Any, Any], Losses] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ids_of: Callable[[Any], KeyedRagged | Mapping[str, KeyedRagged]] = ids_of,
+        event_time_of: Callable[[Any], int] = event_time_of,
+        step: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self._optimizer = optimizer
+        self._loss_of = loss_of
+        self._scaler = scaler
+        self._ids_of = ids_of
+        self._event_time_of = event_time_of
+        self._step = self._plain_step if step is None else step
+        self._collections = {
+            name: part
+            for name, part in model.named_modules()
+            if isinstance(part, EmbeddingCollection)
+        }
+        self._total: Tensor | None = None
+
+    def begin(self, batch: Any) -> None:
+        event_time_s = self._event_time_of(batch)
+        for collection, ids in self._lookups(batch):
+            collection.begin(ids, event_time_s=event_time_s)
+
+    def probe(self, batch: Any) -> None:
+        for collection, ids in self._lookups(batch):
+            collection.probe(ids)
+
+    def fetch(self, batch: Any) -> None:
+        for collection, ids in self._lookups(batch):
+            collection.fetch(ids)
+
+    def drop(self) -> None:
+        for collection in self._collections.values():
+            collection.drop_begun()
+
+    def forward(self, batch: Any, *, last: bool) -> Step:
+        with self._reducing(last):
+            given = self.model(batch)
+        if self._loss_of is not None:
+            losses, predictions = self._loss_of(given, batch), given
+        elif isinstance(given, tuple) and len(given) > 1:
+            losses, predictions = given[0], given[1]
+        else:
+            raise ConfigError(
+                describe(
+                    "output of a model in a training pipeline",
+                    got=type(given).__name__,
+                    allowed="(losses, predictions)",
+                    remedy="Return both, or pass loss_of=lambda outputs, batch: loss.",
+                )
+            )
+        values = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        self._total = torch.stack([value.reshape(()) for value in values]).sum()
+        return Step(detached(losses), detached(predictions))
+
+    def backward(self, share: float, *, last: bool) -> None:
+        total, self._total = self._total, None
+        assert total is not None, "forward comes first"
+        loss = total * share
+        with self._reducing(last):
+            if self._scaler is not None:
+                loss = self._scaler.scale(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def apply(self) -> None:
+        self._step()
+
+    def evict(self, now_s: int) -> None:
+        for shard in {id(part.shard): part.shard for part in self._collections.values()}.values():
+            shard.evict(now_s)
+
+    def incoming(self, batch: Any) -> tuple[int, ...]:
+        counts = dict.fromkeys(self._limited(), 0)
+        for collection, ids in self._lookups(batch) if counts else ():
+            for feature in collection.features:
+                key = (id(collection.shard), feature.table)
+                if key in counts and feature.name in ids.keys:
+                    at = ids.keys.index(feature.name)
+                    splits = ids.host_splits
+                    counts[key] += int(splits[at + 1] - splits[at])
+        return tuple(counts.values())
+
+    def room(self) -> tuple[int, ...]:
+        limited = self._limited().items()
+        return tuple(_room(collection.shard, table) for (_, table), collection in limited)
+
+    def _limited(self) -> dict[tuple[int, str], EmbeddingCollection]:
+        """Tables with a row budget, as (shard, table); in the same order on all ranks."""
+        return {
+            (id(part.shard), table): part
+            for part in self._collections.values()
+            for table, spec in part.tables.items()
+            if spec.capacity_rows is not None
+        }
+
+    def _lookups(self, batch: Any) -> list[tuple[EmbeddingCollection, KeyedRagged]]:
+        given = self._ids_of(batch) if self._collections else {}
+        return [
+            (collection, given[name] if isinstance(given, Mapping) else given)
+            for name, collection in self._collections.items()
+        ]
+
+    def _reducing(self, last: bool) -> AbstractContextManager[Any]:
+        """Dense gradients are reduced over ranks once a window."""
+        pause = None if last else getattr(self.model, "no_sync", None)
+        return nullcontext() if pause is None else pause()
+
+    def _plain_step(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        self._optimizer.zero_grad()
+
+
+class InferenceStages:
+    """Stages of a model in evaluation: forward alone, which inserts nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def begin(self, batch: Any) -> None:
+        """Nothing runs ahead."""
+
+    probe = fetch = begin
+
+    def drop(self) -> None:
+        """Nothing has begun."""
+
+    def forward(self, batch: Any, *, last: bool) -> Step:
+        with torch.inference_mode():
+            return Step(None, self.model(batch))
+
+    def backward(self, share: float, *, last: bool) -> None:
+        """Nothing is learned."""
+
+    def apply(self) -> None:
+        """Nothing is learned."""
+
+    def evict(self, now_s: int) -> None:
+        """Nothing is evicted."""
+
+    def incoming(self, batch: Any) -> tuple[int, ...]:
+        return ()
+
+    def room(self) -> tuple[int, ...]:
+        return ()
+
+
+def _room(shard: Shard, table: str) -> int:
+    """Rows that this rank's share of a table may still take; no end of them where it has none."""
+    left = [
+        spec.capacity_rows - shard.size(k)
+        for k, spec in enumerate(shard.specs)
+        # Column slices are named "table[start:stop]".
+        if spec.capacity_rows is not None and spec.name.partition("[")[0] == table
+    ]
+    return min(left, default=1 << 50)

@@ -1,0 +1,339 @@
+"""Training and prediction loops whose stages overlap: `progress(iterator)`, one batch a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.embedding import EmbeddingCollection
+from shoal.errors import ConfigError, InputError, describe
+from shoal.pipeline import batches
+from shoal.pipeline.executor import Asking, Executor, Lanes, Round
+from shoal.pipeline.scheduler import Settings
+from shoal.pipeline.stages import InferenceStages, Losses, Stages, Step, TrainingStages
+from shoal.pipeline.voting import Ballots, Rules
+from shoal.ragged import KeyedRagged
+
+__all__ = [
+    "PredictPipeline",
+    "TrainPipeline",
+    "create_predict_pipeline",
+    "create_train_pipeline",
+]
+
+
+class TrainPipeline:
+    """Trains one batch a call while it prepares the next ones; see `create_train_pipeline`.
+
+    Attributes:
+        last: the batch that the last `progress` trained, with its weight and whether its window
+            is applied; None before the first.
+        on_cut: called on every rank at a cut with the number of batches of this run trained so
+            far. No ticket is open then and every trained window is applied: the time to save.
+    """
+
+    def __init__(
+        self, model: nn.Module, make: Callable[[Iterator[Any]], Executor], what: str
+    ) -> None:
+        self._model = model
+        self._make = make
+        self._what = what
+        self._source: Iterator[Any] | None = None
+        self._executor: Executor | None = None
+        self._attached = True
+        self._on_cut: Callable[[int], None] | None = None
+        self.last: Round | None = None
+
+    def progress(self, iterator: Iterator[Any]) -> Step:
+        """Train one batch.
+
+        iterator: this rank's batches; the same object until StopIteration. A thread reads it
+            ahead.
+
+        Returns:
+            (losses, predictions) of the batch, without a graph. On a rank whose data has ended
+            while others go on: zeros, and None for predictions, so that all ranks come back
+            equally often.
+
+        Raises:
+            StopIteration: the data has ended; on all ranks in the same call. The next call starts
+                over with another iterator.
+            InputError: another iterator in the midst of a run.
+            DataError: a rank could not load its batch; there, what its iterator raised.
+            CollectiveFailed: a rank died or did not come in time.
+        """
+        if not self._attached:
+            self.attach()
+        self._check_mode()
+        executor = self._executor_for(iterator)
+        try:
+            done = executor.round()
+        except BaseException:
+            self.close()
+            raise
+        if done is None:
+            self._executor = self._source = None
+            raise StopIteration
+        self.last = done
+        return done.step
+
+    def request_cut(self) -> None:
+        """Ask all ranks for a cut before the next window that has not begun.
+
+        One rank's asking is enough. Batches under way are trained first; then `on_cut` is called
+        on every rank. A request in a run's last batches may come too late: nothing is under way
+        once `progress` has raised StopIteration.
+        """
+        if self._executor is not None:
+            self._executor.ask_cut()
+
+    @property
+    def on_cut(self) -> Callable[[int], None] | None:
+        return self._on_cut
+
+    @on_cut.setter
+    def on_cut(self, act: Callable[[int], None] | None) -> None:
+        self._on_cut = act
+        if self._executor is not None:
+            self._executor.on_cut = act
+
+    @property
+    def tickets(self) -> int:
+        """Batches under way whose rows are held."""
+        return 0 if self._executor is None else self._executor.tickets
+
+    def detach(self) -> nn.Module:
+        """The model, for use without the pipeline; batches under way stay.
+
+        The model is not changed by a pipeline, so this is for symmetry with TorchRec's: `progress`
+        attaches it again.
+        """
+        self._attached = False
+        return self._model
+
+    def attach(self, model: nn.Module | None = None) -> None:
+        """Take the model back.
+
+        Raises:
+            ConfigError: it is another model.
+        """
+        if model is not None and model is not self._model:
+            raise ConfigError(
+                describe(
+                    "model to attach",
+                    got="another model than the pipeline was made for",
+                    allowed="the same model",
+                    remedy=f"Make another pipeline: create_{self._what}_pipeline(model, ...).",
+                )
+            )
+        self._attached = True
+
+    def close(self) -> None:
+        """Give up the run: batches under way are forgotten. The same on all ranks."""
+        executor, self._executor, self._source = self._executor, None, None
+        if executor is not None:
+            executor.close()
+
+    def _check_mode(self) -> None:
+        if not self._model.training:
+            raise ConfigError(
+                describe(
+                    "model of a training pipeline",
+                    got="a model in eval()",
+                    allowed="a model in train()",
+                    remedy="Call model.train(), or use create_predict_pipeline.",
+                )
+            )
+
+    def _executor_for(self, iterator: Iterator[Any]) -> Executor:
+        if self._executor is None:
+            self._executor, self._source = self._make(iter(iterator)), iterator
+            self._executor.on_cut = self._on_cut
+        elif iterator is not self._source:
+            raise InputError(
+                describe(
+                    f"iterator of a {self._what} pipeline",
+                    got="another one while batches of the first are under way",
+                    allowed="the same iterator until StopIteration",
+                    remedy="Call iter(loader) once a pass; close() gives a run up.",
+                )
+            )
+        return self._executor
+
+
+class PredictPipeline(TrainPipeline):
+    """Predicts one batch a call while the next ones load; see `create_predict_pipeline`."""
+
+    def progress(self, iterator: Iterator[Any]) -> Any:
+        """What the model gives for the next batch; nothing is inserted or changed.
+
+        A rank whose data has ended runs empty batches until all ranks' has, then raises
+        StopIteration; the call after the last batch may therefore take a while.
+
+        Raises:
+            StopIteration, InputError, DataError, CollectiveFailed: as `TrainPipeline.progress`.
+        """
+        while True:
+            step = super().progress(iterator)
+            if self.last is not None and self.last.batch is not None:
+                return step.predictions
+
+    def _check_mode(self) -> None:
+        if self._model.training:
+            raise ConfigError(
+                describe(
+                    "model of a predict pipeline",
+                    got="a model in train()",
+                    allowed="a model in eval()",
+                    remedy="Call model.eval().",
+                )
+            )
+
+
+def create_train_pipeline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    check_all_workers_data_status: bool = False,
+    *,
+    staleness: int = 0,
+    accumulation: int = 1,
+    execute_all_batches: bool = True,
+    loss_of: Callable[[Any, Any], Losses] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    depth: int | None = None,
+    evict_every_s: int | None = None,
+    ids_of: Callable[[Any], KeyedRagged | Mapping[str, KeyedRagged]] = batches.ids_of,
+    weight_of: Callable[[Any], float] = batches.weight_of,
+    event_time_of: Callable[[Any], int] = batches.event_time_of,
+    step: Callable[[], None] | None = None,
+    device: torch.device | str | None = None,
+    votes: Collectives | None = None,
+) -> TrainPipeline:
+    """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
+
+    Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch by batch) and
+    overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
+    the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
+    dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
+    windows before the update of the present one: rows lack exactly k updates (Monolith's
+    `embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
+    step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
+    everything under way, at every staleness.
+
+    Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
+    over all ranks, so that uneven batches give the gradient of the whole window's mean.
+
+    Args:
+        model: in train(); called with a batch, on `device`.
+        optimizer: dense and sparse; see `shoal.optim.JointOptimizer`.
+        check_all_workers_data_status: all ranks stop as soon as one is out of data; what others
+            have loaded is dropped, and counted in a log line. False: all go on until every rank
+            is out; ranks without data run empty batches of weight 0, so nothing hangs.
+        staleness: updates a row may lack.
+        accumulation: batches of one optimizer step, a window; the last one may be short.
+        execute_all_batches: at the end, batches under way are trained; False drops them, and then
+            the end is when any rank's data ends.
+        loss_of: losses from (what the model gave, batch); None: the model gives
+            (losses, predictions).
+        scaler: of losses under mixed precision.
+        depth: most batches in flight; None takes what all stages need.
+        evict_every_s: evict expired rows once event time has gone on this far; None: never.
+        ids_of: what collections read of a batch; by their name in the model, or one for all.
+        weight_of: what a batch's mean loss weighs: the sum of its `weights`, or its examples.
+        event_time_of: a batch's event time in whole seconds: its `event_time_s`.
+        step: one optimizer step, clipping for example, and zero_grad; None: the plain one.
+        device: where batches go; None: where the tables or parameters are.
+        votes: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
+
+    Raises:
+        ConfigError: a setting out of range, or several ranks without votes.
+    """
+    settings = Settings(staleness=staleness, accumulation=accumulation, depth=depth)
+    rules = Rules(
+        stop_at_first=check_all_workers_data_status or not execute_all_batches,
+        drain=execute_all_batches,
+        accumulation=accumulation,
+        evict_every_s=evict_every_s,
+    )
+    stages = TrainingStages(
+        model,
+        optimizer,
+        loss_of=loss_of,
+        scaler=scaler,
+        ids_of=ids_of,
+        event_time_of=event_time_of,
+        step=step,
+    )
+    asking = Asking(weight=weight_of, event_time_s=event_time_of)
+    make = _maker(model, settings, rules, stages, asking, device, votes)
+    return TrainPipeline(model, make, "train")
+
+
+def create_predict_pipeline(
+    model: nn.Module,
+    *,
+    depth: int = 2,
+    device: torch.device | str | None = None,
+    votes: Collectives | None = None,
+) -> PredictPipeline:
+    """A pipeline that predicts: batches load ahead, and uneven ranks never hang.
+
+    Args:
+        model: in eval(); called with a batch. What it gives is what `progress` returns.
+        depth: most batches in flight.
+        device, votes: as for `create_train_pipeline`.
+    """
+    settings = Settings(depth=depth)
+    stages = InferenceStages(model)
+    make = _maker(model, settings, Rules(), stages, Asking(), device, votes)
+    return PredictPipeline(model, make, "predict")
+
+
+def _maker(
+    model: nn.Module,
+    settings: Settings,
+    rules: Rules,
+    stages: Stages,
+    asking: Asking,
+    device: torch.device | str | None,
+    votes: Collectives | None,
+) -> Callable[[Iterator[Any]], Executor]:
+    def make(source: Iterator[Any]) -> Executor:
+        ballots = Ballots(_votes_of(model) if votes is None else votes)
+        place = _device_of(model) if device is None else torch.device(device)
+        # One rank's lookup has no exchange to hide, and its shard is busy in forward.
+        lanes = Lanes(place, beside=ballots.world_size > 1)
+        return Executor(settings, rules, stages, ballots, lanes, source, asking=asking)
+
+    return make
+
+
+def _collections(model: nn.Module) -> list[EmbeddingCollection]:
+    return [part for part in model.modules() if isinstance(part, EmbeddingCollection)]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for collection in _collections(model):
+        return collection.shard.device
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _votes_of(model: nn.Module) -> Collectives:
+    mesh = getattr(model, "mesh", None)
+    if mesh is not None:
+        votes: Collectives = mesh.votes
+        return votes
+    if any(collection.distributed for collection in _collections(model)):
+        raise ConfigError(
+            describe(
+                "votes of a pipeline",
+                got="none, for tables that are spread over ranks",
+                allowed="collectives between the hosts",
+                remedy="Pass votes=shoal.comm.init().votes.",
+            )
+        )
+    return LocalCollectives()

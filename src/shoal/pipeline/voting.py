@@ -1,0 +1,195 @@
+"""What the ranks tell each other about each batch, and what follows: `Facts`, alike on all.
+
+A vote is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.comm.collectives import Collectives, Pending
+from shoal.errors import DataError, describe
+from shoal.pipeline.scheduler import Facts
+
+__all__ = ["Ballot", "Ballots", "Rules", "Tally"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank says about one batch.
+
+    Args:
+        found: it has the batch.
+        failed: its source raised instead.
+        weight: what the batch weighs in a loss; 0 without one.
+        event_time_s: when it happened.
+        cut: a cut is asked for.
+        incoming: ids that look up each limited table.
+        room: rows that each limited table may still take on this rank.
+    """
+
+    found: bool
+    failed: bool = False
+    weight: float = 0.0
+    event_time_s: int = 0
+    cut: bool = False
+    incoming: tuple[int, ...] = ()
+    room: tuple[int, ...] = ()
+
+    def numbers(self) -> list[float]:
+        """As float64 numbers, exact below 2^53."""
+        flags = [float(self.found), float(self.failed), self.weight]
+        return [*flags, float(self.event_time_s), float(self.cut), *self.incoming, *self.room]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Ballot:
+        """From `numbers`."""
+        rest = [int(number) for number in numbers[5:]]
+        half = len(rest) // 2
+        return cls(
+            found=bool(numbers[0]),
+            failed=bool(numbers[1]),
+            weight=numbers[2],
+            event_time_s=int(numbers[3]),
+            cut=bool(numbers[4]),
+            incoming=tuple(rest[:half]),
+            room=tuple(rest[half:]),
+        )
+
+
+class Ballots:
+    """Gathers the ballots of all ranks.
+
+    votes: collectives between the hosts of all ranks.
+    """
+
+    def __init__(self, votes: Collectives) -> None:
+        self._votes = votes
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._votes.rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self._votes.world_size
+
+    def begin(self, ballot: Ballot, index: int) -> Pending:
+        """Send a ballot; `read` the result."""
+        numbers = ballot.numbers()
+        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        return self._votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
+
+    def read(self, pending: Pending) -> tuple[Ballot, ...]:
+        """The ballots, by rank; waits for them."""
+        (every_WX,) = pending.wait()
+        return tuple(Ballot.of(row) for row in every_WX.tolist())
+
+    def first_of(self, value: Any, *, what: str) -> Any:
+        """The value of the lowest rank that has one that is not None."""
+        given = self._votes.gather_objects(value, what=what)
+        return next((one for one in given if one is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a run ends and evicts.
+
+    Args:
+        stop_at_first: the data ends when any rank's does; else when all ranks' do.
+        drain: batches before the end are trained.
+        accumulation: batches of one optimizer step.
+        evict_every_s: event time between evictions; None: never.
+    """
+
+    stop_at_first: bool = False
+    drain: bool = True
+    accumulation: int = 1
+    evict_every_s: int | None = None
+
+
+class Tally:
+    """Turns ballots, in the order of their batches, into facts.
+
+    Attributes:
+        ended: the round that does not take place is settled.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._settled = 0
+        self._incoming: dict[int, tuple[int, ...]] = {}
+        self._latest_s: int | None = None
+        self._due_s: int | None = None
+        self._weights: dict[int, float] = {}
+        self.ended = False
+
+    def settle(self, ballots: Sequence[Ballot], probed: int) -> Facts:
+        """What the ranks settled about the next batch.
+
+        probed: batches that had been probed when the ballots were cast.
+
+        Raises:
+            DataError: a rank could not load its batch.
+        """
+        index = self._settled
+        failed = [rank for rank, ballot in enumerate(ballots) if ballot.failed]
+        if failed:
+            raise DataError(
+                describe(
+                    f"batch {index}",
+                    got=f"an error while rank {', '.join(map(str, failed))} loaded it",
+                    allowed="batches or the end of the data",
+                    remedy="See what that rank raised.",
+                )
+            )
+        self._settled += 1
+        self._weights[index] = sum(ballot.weight for ballot in ballots)
+        self._incoming[index] = tuple(map(sum, zip(*(b.incoming for b in ballots), strict=True)))
+        train = (all if self._rules.stop_at_first else any)(ballot.found for ballot in ballots)
+        times = [ballot.event_time_s for ballot in ballots if ballot.found] if train else []
+        facts = Facts(
+            train=train,
+            drain=self._rules.drain,
+            defer_inserts=train and self._tight(ballots, probed, index),
+            cut=any(ballot.cut for ballot in ballots),
+            evict_s=None if self.ended else self._evict_s(index, train, times),
+        )
+        self.ended = self.ended or not train
+        return facts
+
+    def weight(self, first: int, stop: int) -> float:
+        """What batches first..stop-1 weigh over all ranks; earlier ones are forgotten."""
+        self._weights = {i: weight for i, weight in self._weights.items() if i >= first}
+        return sum(weight for i, weight in self._weights.items() if i < stop)
+
+    def _tight(self, ballots: Sequence[Ballot], probed: int, index: int) -> bool:
+        """Whether the ids since the last probe might not fit a rank, were they all new to it."""
+        self._incoming = {i: ids for i, ids in self._incoming.items() if i >= probed}
+        wanted = map(sum, zip(*self._incoming.values(), strict=True))
+        room = map(min, zip(*(ballot.room for ballot in ballots), strict=True))
+        return any(more > left for more, left in zip(wanted, room, strict=True))
+
+    def _evict_s(self, index: int, train: bool, times: Sequence[int]) -> int | None:
+        """The time to evict at once this batch's window, which it closes, is applied."""
+        every_s = self._rules.evict_every_s
+        if every_s is None:
+            return None
+        if times:
+            self._latest_s = max(times if self._latest_s is None else [self._latest_s, *times])
+        now_s = self._latest_s
+        closes = not train or (index + 1) % self._rules.accumulation == 0
+        if not closes or now_s is None:
+            return None
+        self._latest_s = None
+        due = self._due_s is not None and now_s >= self._due_s
+        if due or self._due_s is None:
+            self._due_s = now_s + every_s
+        return now_s if due else None

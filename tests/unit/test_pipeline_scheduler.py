@@ -1,0 +1,301 @@
+"""The scheduler: whatever order events come in, commands keep the rules and nothing gets stuck."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.pipeline.scheduler import (
+    Command,
+    Done,
+    Event,
+    Facts,
+    Loaded,
+    Settings,
+    Settled,
+    State,
+    advance,
+    start,
+)
+
+# Which of the commands that are out is answered next: 0 the main one, 1 the oldest load.
+Order = Callable[[], int]
+
+
+@dataclass
+class World:
+    """Plays the executor, and checks each command against what has happened so far."""
+
+    settings: Settings
+    facts: list[Facts]  # the last one is the end
+    found: int  # batches of this rank
+    order: Order
+    log: list[Command] = field(default_factory=list)
+    loads: deque[int] = field(default_factory=deque)
+    main: Command | None = None
+    done: dict[str, list[int]] = field(default_factory=dict)
+    ended: int | None = None
+    dry: bool = False
+    cuts: list[int] = field(default_factory=list)
+
+    def run(self) -> State:
+        state, commands = start(self.settings)
+        self.take(state, commands)
+        for _ in range(10_000):
+            if state.stopped:
+                return state
+            assert self.main is not None or self.loads, f"stuck at {state}"
+            event = self.next_event(state)
+            state, commands = advance(state, event)
+            self.take(state, commands)
+        raise AssertionError("no end")
+
+    def next_event(self, state: State) -> Event:
+        if self.loads and (self.main is None or self.order()):
+            index = self.loads.popleft()
+            self.dry = self.dry or index >= self.found
+            return Loaded(index, index < self.found)
+        command, self.main = self.main, None
+        assert command is not None
+        if command.verb != "evict":
+            assert command.index == len(self.done.get(command.verb, ())) or command.verb in (
+                "cut",
+                "drop",
+                "stop",
+            )
+        self.done.setdefault(command.verb, []).append(command.index)
+        if command.verb == "cut":
+            self.cuts.append(command.index)
+        if command.verb == "settle":
+            facts = self.facts[min(command.index, len(self.facts) - 1)]
+            if self.ended is None and not facts.train:
+                self.ended = command.index if facts.drain else self.count("backward")
+            return Settled(command.index, facts)
+        return Done(command)
+
+    def count(self, verb: str) -> int:
+        return len(self.done.get(verb, ()))
+
+    def take(self, state: State, commands: tuple[Command, ...]) -> None:
+        for command in commands:
+            if command.verb == "load":
+                self.loads.append(command.index)
+                assert command.index - self.count("backward") < self.settings.in_flight
+                continue
+            assert self.main is None
+            self.main = command
+            self.log.append(command)
+            self.check(command)
+
+    def check(self, command: Command) -> None:
+        i, size, k = command.index, self.settings.accumulation, self.settings.staleness
+        window = i // size
+        before = {"vote": None, "settle": "vote", "begin": "settle", "probe": "begin"}
+        before |= {"fetch": "probe", "forward": "fetch", "backward": "forward"}
+        earlier = before.get(command.verb)
+        if earlier is not None:
+            assert self.count(earlier) > i, f"{command} before its {earlier}"
+        if command.verb == "vote":
+            assert i not in self.loads or self.dry
+        if command.verb in ("begin", "probe", "fetch", "forward"):
+            assert self.ended is None or i < self.ended
+        if command.verb == "fetch":
+            assert self.count("apply") == max(window - k, 0) or self.after_cut(window)
+            assert self.count("apply") >= window - k
+        if command.verb == "probe":
+            self.check_probe(command, window - k)
+        if command.verb == "forward":
+            closed = self.count("settle") >= (window + 1) * size or self.ended is not None
+            assert closed and self.count("apply") == window
+        if command.verb == "apply":
+            trained = self.count("backward")
+            assert trained == (i + 1) * size or trained == self.ended
+        if command.verb == "evict":
+            assert self.count("apply") == i + 1
+            assert command.evict_s == self.evict_s(i)
+        if command.verb == "cut":
+            assert i in (self.count("probe"), self.ended)
+            assert self.count("begin") == i or not self.facts[-1].drain
+            assert self.count("backward") == i
+            assert self.count("apply") == -(-i // size)
+
+    def after_cut(self, window: int) -> bool:
+        """Rows of the windows after a cut are fetched with all updates before it."""
+        first = max((cut for cut in self.cuts), default=None)
+        size = self.settings.accumulation
+        return first is not None and window - self.settings.staleness < first // size
+
+    def check_probe(self, command: Command, needs: int) -> None:
+        applied = self.count("apply")
+        if self.facts[command.index].defer_inserts:
+            assert applied >= needs
+        for window in range(needs):
+            if self.evict_s(window) is not None:
+                assert window in self.done.get("evict", ())
+
+    def evict_s(self, window: int) -> int | None:
+        size = self.settings.accumulation
+        times = [f.evict_s for f in self.facts[window * size : (window + 1) * size]]
+        return max((t for t in times if t is not None), default=None)
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> Settings:
+    k, size = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    depth = draw(st.none() | st.integers((k + 1) * size, (k + 1) * size + 6))
+    return Settings(staleness=k, accumulation=size, depth=depth)
+
+
+ROUND = st.builds(
+    Facts,
+    defer_inserts=st.booleans(),
+    cut=st.sampled_from([False, False, False, True]),
+    evict_s=st.sampled_from([None, None, 5, 9]),
+)
+END = st.builds(Facts, train=st.just(False), drain=st.booleans(), cut=st.booleans())
+
+
+@given(
+    settings_of(),
+    st.lists(ROUND, max_size=14),
+    END,
+    st.integers(0, 16),
+    st.data(),
+)
+def test_any_order_keeps_the_rules(
+    settings: Settings, rounds: list[Facts], end: Facts, found: int, data: st.DataObject
+) -> None:
+    def order() -> int:
+        return data.draw(st.integers(0, 1))
+
+    world = World(settings, [*rounds, end], found, order)
+    state = world.run()
+    trained = world.done.get("backward", [])
+    assert trained == list(range(len(trained)))
+    assert len(trained) == world.ended
+    if end.drain:
+        assert len(trained) == len(rounds)
+    assert state.tickets == 0
+    assert not state.held
+    assert world.count("settle") == world.count("vote")
+    # What was loaded and not trained is dropped, once.
+    dropped = world.done.get("drop", [])
+    answered = min(found, state.answered)
+    assert sorted(dropped) == [i for i in range(answered) if i >= len(trained)]
+
+
+@given(settings_of(), st.lists(ROUND, max_size=10), END, st.data())
+def test_ranks_call_in_one_order(
+    settings: Settings, rounds: list[Facts], end: Facts, data: st.DataObject
+) -> None:
+    """Neither a rank's timing nor how much data it has changes its commands."""
+    logs = []
+    for rank in range(2):
+        found = data.draw(st.integers(0, 12), label=f"batches of rank {rank}")
+        world = World(settings, [*rounds, end], found, lambda: data.draw(st.integers(0, 1)))
+        world.run()
+        logs.append([c for c in world.log if c.verb not in ("drop", "stop")])
+    assert logs[0] == logs[1]
+
+
+def verbs(settings: Settings, facts: list[Facts]) -> list[str]:
+    world = World(settings, facts, len(facts) - 1, lambda: 1)
+    world.run()
+    return [f"{c.verb} {c.index}" for c in world.log if c.verb not in ("vote", "settle")]
+
+
+def test_staleness_0_probes_ahead_and_fetches_late() -> None:
+    facts = [Facts()] * 3 + [Facts(train=False)]
+    assert verbs(Settings(), facts) == [
+        "begin 0",
+        "probe 0",
+        "fetch 0",
+        "begin 1",
+        "probe 1",
+        "begin 2",
+        "forward 0",
+        "backward 0",
+        "apply 0",
+        "fetch 1",
+        "probe 2",
+        "forward 1",
+        "backward 1",
+        "apply 1",
+        "fetch 2",
+        "forward 2",
+        "backward 2",
+        "apply 2",
+        "stop 3",
+    ]
+
+
+def test_deferred_inserts_wait_for_the_update_and_the_eviction() -> None:
+    facts = [Facts(evict_s=7), Facts(defer_inserts=True), Facts(train=False)]
+    listed = verbs(Settings(), facts)
+    assert listed[-9:] == [
+        "backward 0",
+        "apply 0",
+        "evict 0",
+        "probe 1",
+        "fetch 1",
+        "forward 1",
+        "backward 1",
+        "apply 1",
+        "stop 2",
+    ]
+
+
+def test_staleness_k_fetches_k_windows_ahead() -> None:
+    facts = [Facts()] * 4 + [Facts(train=False)]
+    listed = verbs(Settings(staleness=1), facts)
+    assert listed.index("fetch 1") < listed.index("apply 0") < listed.index("fetch 2")
+    assert listed.index("fetch 2") < listed.index("apply 1") < listed.index("fetch 3")
+
+
+def test_a_cut_drains_first() -> None:
+    facts = [Facts(), Facts(), Facts(cut=True), Facts(), Facts(train=False)]
+    listed = verbs(Settings(staleness=1), facts)
+    at = listed.index("cut 2")
+    assert "apply 1" in listed[:at] and "begin 2" in listed[at:]
+
+
+def test_depth_1_is_a_plain_loop() -> None:
+    facts = [Facts()] * 2 + [Facts(train=False)]
+    one = ["begin", "probe", "fetch", "forward", "backward", "apply"]
+    assert verbs(Settings(depth=1), facts) == [
+        *(f"{verb} 0" for verb in one),
+        *(f"{verb} 1" for verb in one),
+        "stop 2",
+    ]
+
+
+def test_a_cut_in_a_window_waits_for_its_end() -> None:
+    facts = [Facts(), Facts(cut=True), Facts(), Facts(train=False)]
+    listed = verbs(Settings(accumulation=2), facts)
+    assert listed.index("apply 0") < listed.index("cut 2") < listed.index("begin 2")
+
+
+def test_no_data_ends_at_once() -> None:
+    assert verbs(Settings(), [Facts(train=False)]) == ["stop 0"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"staleness": -1}, {"accumulation": 0}, {"depth": 3}, {"staleness": True}]
+)
+def test_settings_out_of_range(change: dict[str, int]) -> None:
+    good = Settings(staleness=1, accumulation=2)
+    with pytest.raises(ConfigError, match=r"of a pipeline: got"):
+        replace(good, **change)
+
+
+def test_an_event_that_answers_nothing_is_refused() -> None:
+    state, _ = start(Settings())
+    for event in (Done(Command("apply", 0)), Settled(0, Facts()), Loaded(9, True)):
+        with pytest.raises(ShoalError, match="event of a pipeline"):
+            advance(state, event)
