@@ -1,0 +1,129 @@
+"""Collectives on several ranks: what arrives, and that nobody hangs when a rank stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.comm import Collectives, LocalCollectives, Part, TorchCollectives
+from shoal.errors import CollectiveFailed, ShapeError
+from support.collective_checks import check_collectives
+from support.ranks import run_ranks, start_ranks
+
+pytestmark = pytest.mark.multiproc
+
+TIMEOUT_S = 4.0
+
+
+@contextmanager
+def gloo(timeout_s: float = 20.0) -> Iterator[TorchCollectives]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    dist.barrier()  # processes start at different times
+    collectives = TorchCollectives(group, torch.device("cpu"), timeout_s)
+    yield collectives
+    collectives.close()
+    dist.destroy_process_group()
+
+
+def all_checks() -> None:
+    with gloo() as collectives:
+        check_collectives(collectives)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gloo(world_size: int) -> None:
+    run_ranks(world_size, all_checks)
+
+
+def test_one_rank_alone() -> None:
+    check_collectives(LocalCollectives())
+    part = Part(torch.zeros(2), (2,), (1,))
+    with pytest.raises(ShapeError, match="only rank"):
+        LocalCollectives().all_to_all([part], what="mistake")
+
+
+def exchange(collectives: Collectives, what: str, rows: int = 4) -> torch.Tensor:
+    splits = (rows,) * collectives.world_size
+    data = torch.full((sum(splits),), float(collectives.rank))
+    return collectives.all_to_all([Part(data, splits, splits)], what=what).wait()[0]
+
+
+def loop_until(stops: str) -> dict[str, str]:
+    """Exchanges in a loop; at step 3 rank 1 stops in the way named. What the others saw."""
+    with gloo(TIMEOUT_S) as collectives:
+        try:
+            for step in range(1000):
+                collectives.step = step
+                if step == 3 and collectives.rank == 1:
+                    stop(stops)
+                exchange(collectives, "rows")
+        except CollectiveFailed as error:
+            try:
+                collectives.barrier(what="after it")
+                later = ""
+            except CollectiveFailed as again:
+                later = str(again)
+            return {"error": str(error), "later": later}
+    return {}
+
+
+def stop(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise ValueError("a batch is wrong")
+    time.sleep(1.5 * TIMEOUT_S)  # late
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "late"])
+def test_a_rank_that_stops_ends_the_others(how: str) -> None:
+    found = start_ranks(3, loop_until, how, timeout_s=40).outcomes()
+    assert not found[1][0]
+    for rank in (0, 2):
+        good, saw = found[rank]
+        assert good, saw
+        for part in ("'rows'", "step 3", f"rank {rank} of 3", f"within {TIMEOUT_S} s"):
+            assert part in saw["error"]
+        assert saw["later"] == saw["error"], "later collectives fail at once, with the first error"
+
+
+def other_sizes() -> str:
+    """Rank 1 sends less than rank 0 was told; Gloo ends a process that gets more than it expects."""
+    with gloo(TIMEOUT_S) as collectives:
+        rows = 4 if collectives.rank == 0 else 3
+        try:
+            exchange(collectives, "gradients", rows)
+        except CollectiveFailed as error:
+            return str(error)
+        return "arrived"
+
+
+def test_splits_that_do_not_match_hang_nobody() -> None:
+    found = start_ranks(2, other_sizes, timeout_s=30).outcomes()
+    texts = [str(outcome) for _, outcome in found.values()]
+    assert "hung" not in texts
+    assert texts != ["arrived", "arrived"]
+
+
+def closed() -> str:
+    with gloo() as collectives:
+        exchange(collectives, "rows")
+        collectives.barrier(what="all here")
+        collectives.close()
+        with pytest.raises(CollectiveFailed, match="closed"):
+            exchange(collectives, "too late")
+    return "done"
+
+
+def test_no_call_follows_a_close() -> None:
+    assert run_ranks(2, closed) == ["done", "done"]
