@@ -14,6 +14,7 @@ from shoal.comm.launch import Launch, current, detect, init, shutdown
 from shoal.comm.mesh import Mesh
 from shoal.comm.run_hooks import get_sync_run_hooks
 from shoal.comm.session import SessionConfig, update_session_config_for_gpu
+from shoal.comm.shared_memory import SharedMemoryCollectives
 from shoal.comm.sync_training import (
     SyncFlags,
     bps_init,
@@ -39,6 +40,7 @@ __all__ = [
     "PendingSizes",
     "ReduceOp",
     "SessionConfig",
+    "SharedMemoryCollectives",
     "Sizes",
     "SyncFlags",
     "TorchCollectives",
