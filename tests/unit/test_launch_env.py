@@ -646,3 +646,17 @@ def test_benchmark_choice(which: str) -> None:
 def test_a_benchmark_must_be_chosen(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"MONOLITH_BENCHMARK_BPS: got none; allowed: c2g, g2g"):
         benchmark_settings(environ)
+
+
+def test_documentation_names_every_variable() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-monolith.md").read_text()
+    for flag in FLAGS.values():
+        values = ", ".join(map(str, flag.allowed))
+        assert f"| {flag.variable} | {flag.default} | {values} | {flag.here} |" in page
+    binding = {
+        "BYTEPS_GPU_NIC_BINDING_MODE": "1",
+        "MONOLITH_WITH_BYTEPS_FWD_GDR": "1",
+        "BYTEPS_NUMA_ID": "0",
+    }
+    for name in (*environment_of({**mpi(0, 2, 2), **binding}), *binding, *BENCHMARK_VARIABLES):
+        assert name in page
