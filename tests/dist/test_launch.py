@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -226,12 +227,14 @@ def test_two_agents_of_torchrun_on_loopback() -> None:
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
 def test_mpirun_needs_no_address_on_one_host() -> None:
     command = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n", "2"]
-    command += [sys.executable, str(PROGRAM)]
+    command += [sys.executable, str(PROGRAM), "mpi"]
     places = told([command], MASTER_PORT=str(free_port()))
     assert [place["rank"] for place in places] == [0, 1]
     assert {place["launcher"] for place in places} == {"mpi"}
+    assert {place["carrier"] for place in places} == {"MpiCollectives"}
     assert {place["total"] for place in places} == {3.0}
 
 
