@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "bind_ops.h"
+#include "bind_shared_memory.h"
 #include "bind_specs.h"
 #include "buffers.h"
 #include "shard.h"
@@ -368,5 +369,6 @@ NB_MODULE(_core, m) {
   bind_rows_ops(m);
   bind_segment_ops(m);
   bind_layout_ops(m);
+  bind_shared_memory(m);
   m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
 }

@@ -1,4 +1,9 @@
-"""Collectives over a process group of torch.distributed: Gloo on the CPU, NCCL on CUDA."""
+"""Collectives over a process group of torch.distributed: Gloo on the CPU, NCCL on CUDA.
+
+Several tensors of one call are several operations at once, not one packed buffer. Packing would
+save a quarter of the time of 1 KiB over Gloo and cost half as much again from 1 MiB on, and ranks
+would have to agree on it although each knows its own sizes only.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,7 @@ from shoal.errors import CollectiveFailed, collective_failed
 __all__ = ["TorchCollectives"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_SPIN_S = 2e-3
 _POLL_S = 50e-6
 
 
@@ -63,8 +69,7 @@ class TorchCollectives:
         for part in parts:
             shape = (sum(part.receive), *part.data.shape[1:])
             result = torch.empty(shape, dtype=part.data.dtype, device=self.device)
-            row_bytes = part.data[:1].numel() if part.data.shape[0] else _row_numel(part.data)
-            row_bytes *= part.data.element_size()
+            row_bytes = part.data.shape[1:].numel() * part.data.element_size()
             sent.append(_as_bytes(part.data.detach().contiguous()))
             received.append(_as_bytes(result))
             results.append(result)
@@ -137,7 +142,7 @@ class _Call:
             raise self.failed("the collectives were closed before it")
         try:
             self._works.append(operation(group=self._owner._group))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: of a group that is gone
             raise self.failed(_reason(error)) from error
 
     def wait(self) -> None:
@@ -209,11 +214,12 @@ class _SizesOnHost:
 
     def wait(self) -> Sizes:
         """See `PendingSizes`."""
+        spun = time.monotonic() + _SPIN_S
         try:
             while not self._copied.query():  # type: ignore[no-untyped-call]
                 if self._call.left_s() < 0:
                     raise self._call.failed("sizes did not arrive")
-                time.sleep(_POLL_S)
+                time.sleep(0 if time.monotonic() < spun else _POLL_S)
         except CollectiveFailed:
             raise
         except RuntimeError as error:
@@ -232,18 +238,11 @@ def _sizes_on_host(call: _Call, both: Tensor, stream: torch.cuda.Stream) -> Pend
     return _SizesOnHost(call, host, copied)
 
 
-def _row_numel(data: Tensor) -> int:
-    count = 1
-    for size in data.shape[1:]:
-        count *= size
-    return count
-
-
 def _as_bytes(values: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, uint8 [its bytes], without a copy."""
     return values.view(-1).view(torch.uint8)
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
