@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shoal import errors, fid, metrics, models, optim, placement
 from shoal.combiners import FirstN, ReduceMean, ReduceSum
+from shoal.distributed import DistributedModelParallel
 from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged, Ragged
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "DistributedModelParallel",
     "EmbeddingCollection",
     "Expiry",
     "Feature",

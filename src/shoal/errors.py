@@ -2,7 +2,8 @@
 
 ShoalError
 ├── ConfigError           a setting, spec or override is wrong           (ValueError)
-│   └── UnknownName       a name that does not exist; lists the nearest  (KeyError)
+│   ├── UnknownName       a name that does not exist; lists the nearest  (KeyError)
+│   └── LaunchError       launcher variables that contradict each other
 ├── InputError            data handed to a call is wrong                 (ValueError)
 │   ├── ShapeError        wrong shape, length or offsets
 │   ├── DTypeError        wrong dtype or device                          (TypeError)
@@ -32,6 +33,7 @@ __all__ = [
     "DataError",
     "DeviceUnavailable",
     "InputError",
+    "LaunchError",
     "NonFiniteGradient",
     "OutOfDeviceMemory",
     "ShapeError",
@@ -59,6 +61,10 @@ class UnknownName(ConfigError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class LaunchError(ConfigError):
+    """Variables of a launcher contradict each other, or do not say enough."""
 
 
 class InputError(ShoalError, ValueError):

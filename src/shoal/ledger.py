@@ -3,17 +3,22 @@
 The embedding writes here, the sparse optimizer drains. Backward only adds records: nothing is
 summed or applied. Per-id sums come into being when somebody reads them (a loss scaler, clipping,
 a person); if nobody does, the shard reduces and applies all records of the step in one pass.
+
+Gradients that travel between ranks are written down while they are on their way, and waited for
+when they are first needed.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from shoal.errors import InputError, ShapeError, describe
-from shoal.exchange import Route
+from shoal.comm.collectives import Collectives
+from shoal.errors import ConfigError, InputError, ShapeError, describe
+from shoal.exchange import PendingRecords, Route
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, Shard, StepContext, SummedGrads
 from shoal.table.unpool import sum_by_id
@@ -27,32 +32,54 @@ class GradientLedger:
     Args:
         shard: the shard whose rows the records are about.
         inserts: lookups insert unknown ids; else rows come into being when records are applied.
+        collectives: of the ranks that share the tables, for what a step decides together; None
+            in one process. It must not be the one that batches travel through.
+        silent: tables of the shard, by name, that another rank speaks for: replicas.
 
     Attributes:
         global_step: optimizer steps done; the optimizer keeps it current.
         generation: times `apply` ended tickets.
+        revision: times something was written or cleared.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_claim",
         "_context",
         "_event_time_s",
-        "_records",
+        "_pending",
+        "_resolved",
         "_routes",
         "_summed",
         "_summed_records",
+        "_turns",
         "_versions",
         "_written",
+        "collectives",
         "generation",
         "global_step",
         "inserts",
+        "revision",
         "shard",
+        "silent",
     )
 
-    def __init__(self, shard: Shard, *, inserts: bool = True) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        inserts: bool = True,
+        collectives: Collectives | None = None,
+        silent: Collection[str] = (),
+    ) -> None:
         self.shard = shard
         self.inserts = inserts
+        self.collectives = collectives
+        self.silent = frozenset(silent)
         self.global_step = 0
         self.generation = 0
+        self.revision = 0
+        self._claim: weakref.ref[object] | None = None
         self._context = StepContext()
         # Weak: a route lives as long as a graph or a record holds it, so that dropping a graph
         # ends its ticket.
@@ -60,19 +87,43 @@ class GradientLedger:
             weakref.WeakValueDictionary()
         )
         self._written: list[Route] = []
-        self._records: list[GradRecord] = []
-        self._versions: list[tuple[int, ...]] = []
+        self._pending: list[PendingRecords] = []
+        self._resolved = 0
+        # Records that are applied together; several lists where each sender steps on its own.
+        self._turns: list[list[GradRecord]] = []
+        self._versions: list[tuple[GradRecord, tuple[int, ...]]] = []
         self._event_time_s = 0
         self._summed: SummedGrads | None = None
         self._summed_records = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        """Backward passes of the step; the same on every rank."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a lookup or a gradient of the present step is open."""
+        return bool(self._pending) or bool(self._routes)
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether an optimizer that still exists steps these rows."""
+        return self._claim is not None and self._claim() is not None
+
+    def claim(self, optimizer: object) -> None:
+        """Note who steps these rows."""
+        self._claim = weakref.ref(optimizer)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the tables."""
+        return 1 if self.collectives is None else self.collectives.world_size
 
     @property
     def records(self) -> tuple[GradRecord, ...]:
-        """The step's records, in the order backward wrote them."""
-        return tuple(self._records)
+        """The step's records, turn by turn, in the order backward wrote them; waits for them."""
+        self._resolve()
+        return tuple(record for turn in self._turns for record in turn)
 
     @property
     def event_time_s(self) -> int:
@@ -95,36 +146,54 @@ class GradientLedger:
         """Remember a route until its gradient is applied or dropped, or its graph goes away."""
         self._routes[id(route.request.batch), id(route.request.plan)] = route
 
-    def write(self, route: Route, record: GradRecord) -> None:
-        """Add what one backward pass sent back."""
-        self._records.append(record)
+    def write(self, route: Route, pending: PendingRecords) -> None:
+        """Add what one backward pass sent back; it may still be on its way."""
+        self._pending.append(pending)
         self._written.append(route)
-        self._versions.append(tuple([grad._version for grad in record.grads]))
+        self.revision += 1
+        if self.collectives is None:
+            self._resolve()
         if route.event_time_s > self._event_time_s:
             self._event_time_s = route.event_time_s
 
     def take_over(self, other: GradientLedger) -> None:
         """Add another ledger's records and routes of the same shard, and empty it."""
-        for route, record in zip(other._written, other._records, strict=True):
-            self.write(route, record)
+        for route, pending in zip(other._written, other._pending, strict=True):
+            self.write(route, pending)
         for route in list(other._routes.values()):
             self.opened(route)
         other.clear()
 
     def summed(self) -> SummedGrads:
-        """Sums per id over all records so far; what is changed in them is what gets applied."""
-        if self._summed is None or self._summed_records < len(self._records):
+        """Sums per id over all records so far; what is changed in them is what gets applied.
+
+        Raises:
+            ConfigError: each sender steps on its own, so nothing is summed over them.
+            InputError: a gradient was changed in place since backward.
+        """
+        self._resolve()
+        if len(self._turns) > 1:
+            raise ConfigError(
+                describe(
+                    "summed gradients of tables",
+                    got="per_sender_steps=True, whose senders' gradients are applied one by one",
+                    allowed="one step for the gradients of all ranks",
+                    remedy="Clip and scale losses with per_sender_steps=False.",
+                )
+            )
+        records = self._turns[0] if self._turns else []
+        if self._summed is None or self._summed_records < len(records):
             self._check_unchanged()
-            fresh = self._sum(self._records[self._summed_records :])
+            fresh = self._sum(records[self._summed_records :])
             if self._summed is not None and self._summed_records:
-                fresh = _merge(self._summed, fresh, self._sum(self._records))
+                fresh = _merge(self._summed, fresh, self._sum(records))
             self._summed = fresh
-            self._summed_records = len(self._records)
+            self._summed_records = len(records)
         return self._summed
 
     def sums_of(self, table: int) -> Tensor | None:
         """Sums [U, D] of one table; None before any backward, or when they were dropped."""
-        if not self._records:
+        if not self._pending:
             return None
         summed = self.summed()
         return summed.sums[summed.tables.index(table)] if table in summed.tables else None
@@ -135,7 +204,7 @@ class GradientLedger:
         Raises:
             ShapeError: not the shape of the sums they replace.
         """
-        if not self._records:
+        if not self._pending:
             if sums_UD is None:
                 return
             raise _no_sums(table, sums_UD)
@@ -154,33 +223,42 @@ class GradientLedger:
         )
 
     def finite(self) -> bool:
-        """Whether every recorded gradient is finite; sums are read where they exist.
+        """Whether every gradient recorded on this rank is finite; sums are read where they exist.
 
         Waits for the device, once.
         """
+        return bool(self.all_finite())
+
+    def all_finite(self) -> Tensor:
+        """`finite` as a bool scalar on the shard's device, which is not waited for."""
+        self._resolve()
         self._check_unchanged()
-        parts = [grad for record in self._records for grad in record.grads]
+        parts = [grad for record in self.records for grad in record.grads]
         if self._summed is not None:
             parts = list(self.summed().sums)
-        return not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
+        if not parts:
+            return torch.ones((), dtype=torch.bool, device=self.shard.device)
+        return torch.stack([part.isfinite().all() for part in parts]).all()
 
     def apply(self, ctx: StepContext) -> None:
-        """One optimizer step of every row that has a gradient; ends the tickets.
+        """One optimizer step of every row that has a gradient, or one per sender; ends the tickets.
 
         Raises:
             NonFiniteGradient: under the policy "raise"; nothing was changed. A CUDA shard raises
                 it later (`StepContext.nan_policy`).
             InputError: a gradient was changed in place since backward.
         """
-        if not self._records:
+        if not self._pending:
             return
-        if not self.inserts:
-            self._apply_ids(self.summed(), ctx)
-        elif self._summed is None:
+        self._resolve()
+        if len(self._turns) > 1:
+            for turn in self._turns:
+                self._apply_turn(turn, ctx)
+        elif self._turns and (self._summed is not None or not self.inserts):
+            self._apply_sums(self.summed(), self._turns[0], ctx)
+        elif self._turns:
             self._check_unchanged()
-            self.shard.apply(self._records, ctx=ctx)
-        else:
-            self.shard.apply_summed(self.summed(), self._records, ctx=ctx)
+            self._apply_turn(self._turns[0], ctx)
         self.generation += 1
         self.clear()
 
@@ -188,12 +266,42 @@ class GradientLedger:
         """Drop all records and sums. A ticket ends unless a retained graph still holds it."""
         for route in self._written:
             self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
+        self.revision += 1
         self._written = []
-        self._records = []
+        self._pending = []
+        self._resolved = 0
+        self._turns = []
         self._versions = []
         self._event_time_s = 0
         self._summed = None
         self._summed_records = 0
+
+    def _resolve(self) -> None:
+        """Wait for what was written since the last time."""
+        while self._resolved < len(self._pending):
+            records = self._pending[self._resolved].wait()
+            while len(self._turns) < len(records):
+                self._turns.append([])
+            # A rank that has no table of a request gets no record of it.
+            for turn, record in zip(self._turns, records, strict=False):
+                turn.append(record)
+                if self.collectives is None:
+                    # Autograd may share this gradient; one that was received is ours alone.
+                    versions = tuple([grad._version for grad in record.grads])
+                    self._versions.append((record, versions))
+            self._resolved += 1
+
+    def _apply_turn(self, records: list[GradRecord], ctx: StepContext) -> None:
+        if self.inserts:
+            self.shard.apply(records, ctx=ctx)
+        else:
+            self._apply_sums(self._sum(records), records, ctx)
+
+    def _apply_sums(self, summed: SummedGrads, records: list[GradRecord], ctx: StepContext) -> None:
+        if self.inserts:
+            self.shard.apply_summed(summed, records, ctx=ctx)
+        else:
+            self._apply_ids(summed, ctx)
 
     def _sum(self, records: list[GradRecord]) -> SummedGrads:
         if self.inserts:
@@ -205,12 +313,12 @@ class GradientLedger:
         if not missing:
             return summed
         # A lookup without ids has an empty gradient, not none.
-        like = records[0].grads[0]
-        none = tuple(like.new_empty(0, dtype=torch.int64) for _ in missing)
+        device = self.shard.device
+        none = tuple(_no_ids(self.shard) for _ in missing)
         sums = []
         for spec in (self.shard.specs[k] for k in missing):
             dtype = torch.float64 if spec.dtype == "float64" else torch.float32
-            sums.append(like.new_empty(0, spec.dim, dtype=dtype))
+            sums.append(torch.empty(0, spec.dim, dtype=dtype, device=device))
         return SummedGrads(
             tables=summed.tables + tuple(missing),
             ids=summed.ids + none,
@@ -229,7 +337,7 @@ class GradientLedger:
         self.shard.apply_ids(groups, summed.sums, counts, ctx=ctx)
 
     def _check_unchanged(self) -> None:
-        for record, versions in zip(self._records, self._versions, strict=True):
+        for record, versions in self._versions:
             if tuple([grad._version for grad in record.grads]) != versions:
                 raise InputError(
                     describe(

@@ -37,6 +37,7 @@ LEVELS: dict[str, int] = {
     "metrics": 6,
     "ps": 6,
     "optim": 7,
+    "distributed": 7,
     "data": 7,
     "models": 7,
     "sync": 7,

@@ -9,6 +9,7 @@ import shoal
 
 FROZEN = [
     "Admission",
+    "DistributedModelParallel",
     "EmbeddingCollection",
     "Expiry",
     "Feature",

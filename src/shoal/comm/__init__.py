@@ -1,5 +1,6 @@
-"""How ranks talk: collectives over torch.distributed, MPI or nothing, and what travels."""
+"""How ranks start and talk: launchers, groups, collectives, and Monolith's names for them."""
 
+from shoal.comm.benchmarks import bps_comm_benchmark, byteps_benchmark_a2a, byteps_benchmark_ar
 from shoal.comm.collectives import (
     Collectives,
     LocalCollectives,
@@ -9,15 +10,55 @@ from shoal.comm.collectives import (
     ReduceOp,
     Sizes,
 )
+from shoal.comm.launch import Launch, current, detect, init, shutdown
+from shoal.comm.mesh import Mesh
+from shoal.comm.run_hooks import get_sync_run_hooks
+from shoal.comm.session import SessionConfig, update_session_config_for_gpu
+from shoal.comm.sync_training import (
+    SyncFlags,
+    bps_init,
+    enable_sync_training,
+    get_device_str,
+    get_mpi_local_rank,
+    get_mpi_local_size,
+    get_mpi_rank,
+    get_mpi_size,
+    init_sync_train_and_update_conf,
+    try_init_cuda,
+    use_flags,
+)
 from shoal.comm.torch_collectives import TorchCollectives
 
 __all__ = [
     "Collectives",
+    "Launch",
     "LocalCollectives",
+    "Mesh",
     "Part",
     "Pending",
     "PendingSizes",
     "ReduceOp",
+    "SessionConfig",
     "Sizes",
+    "SyncFlags",
     "TorchCollectives",
+    "bps_comm_benchmark",
+    "bps_init",
+    "byteps_benchmark_a2a",
+    "byteps_benchmark_ar",
+    "current",
+    "detect",
+    "enable_sync_training",
+    "get_device_str",
+    "get_mpi_local_rank",
+    "get_mpi_local_size",
+    "get_mpi_rank",
+    "get_mpi_size",
+    "get_sync_run_hooks",
+    "init",
+    "init_sync_train_and_update_conf",
+    "shutdown",
+    "try_init_cuda",
+    "update_session_config_for_gpu",
+    "use_flags",
 ]

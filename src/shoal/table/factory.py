@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
-from typing import cast
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -13,7 +14,7 @@ from shoal.errors import ConfigError, DeviceUnavailable, describe
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
-__all__ = ["make_shard", "resolve_device"]
+__all__ = ["make_shard", "remake_shard", "resolve_device", "shard_like"]
 
 _KNOWN = "cpu, cuda, cuda:N"
 
@@ -36,6 +37,22 @@ def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu"
         raise missing
     cuda = importlib.import_module("shoal.table.cuda")
     return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device))
+
+
+def remake_shard(
+    kind: type[Any], specs: Sequence[TableSpec], seed: int, device: str, settings: Mapping[str, Any]
+) -> Shard:
+    """An empty shard of a kind that is known already."""
+    # Kinds that live on one device only do not ask for it.
+    asks = "device" in inspect.signature(kind).parameters
+    named = {"device": device} if asks else {}
+    return cast(Shard, kind(specs, seed=seed, **named, **settings))
+
+
+def shard_like(shard: Shard, specs: Sequence[TableSpec]) -> Shard:
+    """An empty shard of other tables, otherwise as a given one."""
+    settings = getattr(shard, "settings", {})
+    return remake_shard(type(shard), specs, shard.seed, str(shard.device), settings)
 
 
 def resolve_device(device: str) -> str:

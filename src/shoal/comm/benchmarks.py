@@ -1,0 +1,351 @@
+"""Monolith's micro-benchmarks of communication, over this job's collectives.
+
+Goodput is float32 payload per rank over time, in Gbit/s: length x 32 / latency in ms / 1e6. It is
+taken every 20 iterations, logged by rank 0, and the first (which warms up) is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shoal.comm.collectives import Collectives, Part
+from shoal.comm.launch import init
+from shoal.comm.mesh import Mesh, Path
+from shoal.errors import ConfigError, DeviceUnavailable, describe
+
+__all__ = [
+    "BENCHMARKS",
+    "BenchmarkSettings",
+    "benchmark_settings",
+    "bps_comm_benchmark",
+    "byteps_benchmark_a2a",
+    "byteps_benchmark_ar",
+]
+
+_log = logging.getLogger("shoal.comm")
+
+Clock = Callable[[], float]
+Summary = dict[str, list[tuple[int, float]]]
+
+BENCHMARKS = ("c2g", "g2g", "c2c", "g2c", "ar")
+INTERVAL = 20
+_CPU_SHARE = 8  # ids and rows on the CPU are that much shorter in real use
+_LENGTHS = 3  # of an all-to-all: whole, half, a quarter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkSettings:
+    """What `bps_comm_benchmark` runs.
+
+    Args:
+        which: one of `BENCHMARKS`, or "all": from c(pu) or g(pu) to either, or the all-reduce.
+        iterations: of each; 40 or more, as the first 20 are not counted.
+        all_reduce_length, all_to_all_length: float32 values of a rank.
+        path: what carries them, see `Mesh.collectives`.
+    """
+
+    which: str
+    iterations: int = 200
+    all_reduce_length: int = 65_536_000
+    all_to_all_length: int = 65_536_000
+    path: Path = "auto"
+
+    def __post_init__(self) -> None:
+        if self.which not in (*BENCHMARKS, "all"):
+            raise _refused("MONOLITH_BENCHMARK_BPS", self.which, ", ".join((*BENCHMARKS, "all")))
+        if self.iterations < 2 * INTERVAL:
+            raise _refused("MONOLITH_BENCHMARK_ITERS", self.iterations, f"{2 * INTERVAL} or more")
+        for name, length in (("AR", self.all_reduce_length), ("A2A", self.all_to_all_length)):
+            if length < 1:
+                raise _refused(f"MONOLITH_BENCHMARK_BPS_{name}_LEN", length, "1 or more")
+
+
+def benchmark_settings(
+    environ: Mapping[str, str] | None = None,
+    *,
+    which: str | None = None,
+    iterations: int | None = None,
+    all_reduce_length: int | None = None,
+    all_to_all_length: int | None = None,
+    path: Path = "auto",
+) -> BenchmarkSettings:
+    """Settings from what is given, then from the MONOLITH_BENCHMARK_* variables.
+
+    MONOLITH_BENCHMARK_BPS (default "none", which must be changed), _ITERS (200), _BPS_AR_LEN and
+    _BPS_A2A_LEN (65,536,000).
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    environ = os.environ if environ is None else environ
+    return BenchmarkSettings(
+        which=which or environ.get("MONOLITH_BENCHMARK_BPS", "none"),
+        iterations=_whole(environ, "MONOLITH_BENCHMARK_ITERS", iterations, 200),
+        all_reduce_length=_whole(
+            environ, "MONOLITH_BENCHMARK_BPS_AR_LEN", all_reduce_length, 65_536_000
+        ),
+        all_to_all_length=_whole(
+            environ, "MONOLITH_BENCHMARK_BPS_A2A_LEN", all_to_all_length, 65_536_000
+        ),
+        path=path,
+    )
+
+
+def _whole(environ: Mapping[str, str], name: str, given: int | None, default: int) -> int:
+    if given is not None:
+        return given
+    text = environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise _refused(name, repr(text), "a whole number") from None
+
+
+def byteps_benchmark_ar(
+    total_len: int,
+    total_niter: int = 10_000,
+    use_cpu: bool = False,
+    op: str = "pushpull",
+    *,
+    collectives: Collectives | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
+    """Goodputs in Gbit/s of averaging `total_len` float32 values over the ranks.
+
+    Args:
+        total_len: values of a rank, [total_len, 1].
+        total_niter: iterations; a goodput for every 20.
+        use_cpu: values on the CPU instead of the card.
+        op: part of the name in logs.
+        collectives: on that device; those of `shoal.comm.init` when left out.
+        clock: seconds.
+
+    Returns:
+        The goodputs without the first.
+
+    Raises:
+        DeviceUnavailable: the card is asked for and this rank has none.
+    """
+    own = collectives is None
+    if collectives is None:
+        collectives = _collectives(init(), use_cpu, "all-reduce benchmark", "auto")
+    rank, size = collectives.rank, collectives.world_size
+    values = torch.full((total_len, 1), float(rank + 1), device=collectives.device)
+    name = f"data_len_{total_len}_{op}_{'cpu' if use_cpu else 'gpu'}"
+
+    def once() -> None:
+        (summed,) = collectives.all_reduce(values, "sum", what=name).wait()
+        summed.div_(size)
+
+    _log.info("start %s benchmark %d/%d total_len=%d", op, rank, size, total_len)
+    goodputs = _goodputs(once, total_len, total_niter, collectives, clock, f", is_cpu={use_cpu}")
+    _log.info("end %s benchmark %d/%d total_len=%d", op, rank, size, total_len)
+    if own:
+        collectives.close()
+    return goodputs[1:]
+
+
+def byteps_benchmark_a2a(
+    total_len: int,
+    total_niter: int = 10_000,
+    dst_gpu: bool = True,
+    src_gpu: bool = True,
+    *,
+    collectives: Collectives | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
+    """Goodputs in Gbit/s of an even all-to-all of `total_len` float32 values of each rank.
+
+    From the CPU to the CPU the length is divided by 8. Where one end is a card, the exchange is
+    between cards, and the copy from or to the host is part of the time.
+
+    Args:
+        total_len: values of a rank, a multiple of the number of ranks (after the division).
+        total_niter: iterations; a goodput for every 20.
+        dst_gpu, src_gpu: whether what is received, and what is sent, is on a card.
+        collectives: on the card if there is one among the ends, else on the CPU; those of
+            `shoal.comm.init` when left out.
+        clock: seconds.
+
+    Returns:
+        The goodputs without the first.
+
+    Raises:
+        DeviceUnavailable: a card is asked for and this rank has none.
+        ConfigError: the ranks cannot share the values evenly.
+    """
+    on_cpu = not (dst_gpu or src_gpu)
+    if on_cpu:
+        total_len //= _CPU_SHARE
+    own = collectives is None
+    if collectives is None:
+        collectives = _collectives(init(), on_cpu, "all-to-all benchmark", "auto")
+    rank, size = collectives.rank, collectives.world_size
+    if total_len % size or not total_len:
+        raise _refused("values of the all-to-all", total_len, f"a multiple of {size} ranks")
+    splits = (total_len // size,) * size
+    source = torch.full(
+        (total_len, 1), float(rank + 1), device=collectives.device if src_gpu else "cpu"
+    )
+    name = f"data_len_{total_len}_{'cg'[src_gpu]}2{'cg'[dst_gpu]}"
+
+    def once() -> None:
+        part = Part(source.to(collectives.device), splits, splits)
+        (received,) = collectives.all_to_all([part], what=name).wait()
+        if not dst_gpu:
+            received.cpu()
+
+    _log.info("start all2all benchmark %d/%d total_len=%d", rank, size, total_len)
+    goodputs = _goodputs(once, total_len, total_niter, collectives, clock, "")
+    _log.info("end all2all benchmark %d/%d total_len=%d", rank, size, total_len)
+    if own:
+        collectives.close()
+    return goodputs[1:]
+
+
+def _goodputs(
+    once: Callable[[], None],
+    total_len: int,
+    total_niter: int,
+    collectives: Collectives,
+    clock: Clock,
+    said: str,
+) -> list[float]:
+    goodputs: list[float] = []
+    began_s = clock()
+    for done in range(1, total_niter + 1):
+        once()
+        if done % INTERVAL:
+            continue
+        if collectives.device.type == "cuda":
+            torch.cuda.synchronize(collectives.device)
+        latency_ms = max(clock() - began_s, 1e-9) / INTERVAL * 1000
+        goodputs.append(total_len * 32 / latency_ms / 1e6)
+        if collectives.rank == 0:
+            _log.info(
+                "DONE iter=%d, latency=%.3g ms, Goodput=%.5g Gb/s%s",
+                done,
+                latency_ms,
+                goodputs[-1],
+                said,
+            )
+        began_s = clock()
+    return goodputs
+
+
+def bps_comm_benchmark(
+    settings: BenchmarkSettings | None = None,
+    *,
+    mesh: Mesh | None = None,
+    tell: Callable[[str], None] = print,
+) -> Summary:
+    """Run the benchmarks asked for; rank 0 tells each one's list of (length, mean goodput).
+
+    The all-reduce runs on the CPU and on the card; each all-to-all with the whole length, a half
+    and a quarter. On a machine without cards "all" and "ar" leave out what needs one, and say so.
+
+    Args:
+        settings: what to run; from MONOLITH_BENCHMARK_* when left out.
+        mesh: the job's; that of `shoal.comm.init` when left out.
+        tell: gets a line of text.
+
+    Returns:
+        What was told, by benchmark.
+
+    Raises:
+        ConfigError: MONOLITH_BENCHMARK_BPS is not one of c2g, g2g, c2c, g2c, ar, all.
+        DeviceUnavailable: one benchmark is asked for, and it needs a card.
+    """
+    settings = settings or benchmark_settings()
+    mesh = mesh or init()
+    carriers = _Carriers(mesh, settings.path)
+    has_card = mesh.device.type == "cuda"
+    summaries: Summary = {}
+    for name in BENCHMARKS if settings.which == "all" else (settings.which,):
+        if name == "ar":
+            results = _all_reduces(settings, carriers, has_card)
+        elif "g" in name and not has_card and settings.which == "all":
+            results = []
+        else:
+            results = _all_to_alls(settings, carriers, src_gpu=name[0] == "g", dst_gpu="2g" in name)
+        if mesh.rank == 0 and not has_card and ("g" in name or name == "ar"):
+            tell(f"{name}: no card on this machine; its part on cards is left out")
+        if results:
+            summaries[name] = results
+            if mesh.rank == 0:
+                tell(f"{name}_summary: {results}")
+    carriers.close()
+    return summaries
+
+
+class _Carriers:
+    """Collectives of a benchmark on the CPU and on the card, made when first used."""
+
+    def __init__(self, mesh: Mesh, path: Path) -> None:
+        self._mesh, self._path = mesh, path
+        self._made: dict[bool, Collectives] = {}
+
+    def on(self, cpu: bool) -> Collectives:
+        """Those on the CPU, or on the card."""
+        if cpu not in self._made:
+            name = f"benchmark on {'cpu' if cpu else 'cuda'}"
+            self._made[cpu] = _collectives(self._mesh, cpu, name, self._path)
+        return self._made[cpu]
+
+    def close(self) -> None:
+        """Close what was made."""
+        for made in self._made.values():
+            made.close()
+
+
+def _all_reduces(
+    settings: BenchmarkSettings, carriers: _Carriers, has_card: bool
+) -> list[tuple[int, float]]:
+    length = settings.all_reduce_length
+    results = []
+    for use_cpu in (True, False) if has_card else (True,):
+        goodputs = byteps_benchmark_ar(
+            length, settings.iterations, use_cpu, collectives=carriers.on(use_cpu)
+        )
+        results.append((length, sum(goodputs) / len(goodputs)))
+    return results
+
+
+def _all_to_alls(
+    settings: BenchmarkSettings, carriers: _Carriers, *, src_gpu: bool, dst_gpu: bool
+) -> list[tuple[int, float]]:
+    carrier = carriers.on(not (src_gpu or dst_gpu))
+    length = settings.all_to_all_length
+    results = []
+    for _ in range(_LENGTHS):
+        goodputs = byteps_benchmark_a2a(
+            length, settings.iterations, dst_gpu, src_gpu, collectives=carrier
+        )
+        results.append((length, sum(goodputs) / len(goodputs)))
+        length //= 2
+    return results
+
+
+def _collectives(mesh: Mesh, cpu: bool, name: str, path: Path) -> Collectives:
+    if not cpu and mesh.device.type != "cuda":
+        raise DeviceUnavailable(
+            describe(
+                name,
+                got=f"rank {mesh.rank} on {mesh.device}",
+                allowed="a rank with a CUDA card",
+                remedy="Ask for c2c, or for the all-reduce on the CPU.",
+            )
+        )
+    return mesh.collectives(name, path=path, device=torch.device("cpu") if cpu else mesh.device)
+
+
+def _refused(name: str, got: object, allowed: str) -> ConfigError:
+    return ConfigError(
+        describe(name, got=got, allowed=allowed, remedy="Correct it, then run again.")
+    )

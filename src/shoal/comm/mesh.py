@@ -1,0 +1,375 @@
+"""All ranks of a job, their device, and the process groups: who owns them and how they start."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.torch_collectives import TorchCollectives
+from shoal.errors import (
+    ConfigError,
+    DeviceUnavailable,
+    LaunchError,
+    ShoalError,
+    collective_failed,
+    describe,
+)
+
+if TYPE_CHECKING:
+    from shoal.comm.launch import Launch
+
+__all__ = ["Mesh", "Path", "effective_settings", "pick_backend", "pick_device", "seed_all", "start"]
+
+_log = logging.getLogger("shoal.comm")
+
+Path = Literal["auto", "torch", "shared_memory", "mpi"]
+
+_BACKENDS = ("nccl", "gloo")
+_TIMEOUT_S: Mapping[str, float] = {"nccl": 600.0, "gloo": 1800.0, "local": 1800.0}
+_LOGGED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
+_LOGGED_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES")
+
+
+class Mesh:
+    """All ranks of a job: this rank's place, its device and the groups that it talks in.
+
+    Made by `shoal.comm.init`. One rank alone has no process groups; its backend is "local".
+
+    Args:
+        launch: place of this rank.
+        device: where this rank's tensors are.
+        backend: "nccl", "gloo" or "local": of the groups that `new_group` makes.
+        timeout_s: of every collective unless a group is told another.
+        owns_world: whether closing ends torch's default process group too.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+        *,
+        owns_world: bool = False,
+    ) -> None:
+        self.launch = launch
+        self.device = device
+        self.backend = backend
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.timeout_s = timeout_s
+        self._owns_world = owns_world
+        self._groups: list[dist.ProcessGroup] = []
+        self._open: list[Collectives] = []
+        self.votes: Collectives = self._host_votes()
+
+    def new_group(
+        self, name: str, *, timeout_s: float | None = None, device: torch.device | None = None
+    ) -> dist.ProcessGroup | None:
+        """A group of all ranks, say for one collection's exchange; None for one rank alone.
+
+        Every rank calls this, with the same names in the same order. The mesh ends the group.
+
+        Args:
+            name: what the group is for, in logs and in torch's messages.
+            timeout_s: of its collectives; the mesh's when left out.
+            device: what the group serves; the mesh's device when left out.
+
+        Raises:
+            ConfigError: ranks ask for different groups.
+            CollectiveFailed: a rank did not take part.
+        """
+        if self.world_size == 1:
+            return None
+        self._agree(f"group {name!r}", name)
+        return self._make_group(name, timeout_s or self.timeout_s, device or self.device)
+
+    def collectives(
+        self,
+        name: str,
+        *,
+        path: Path = "auto",
+        timeout_s: float | None = None,
+        device: torch.device | None = None,
+    ) -> Collectives:
+        """Collectives of all ranks over a way of their own. Every rank calls this alike.
+
+        Args:
+            name: what they are for.
+            path: "auto" picks: one rank talks to itself; NCCL on CUDA; shared memory where all
+                ranks are on this host; Gloo otherwise. "torch" is NCCL or Gloo, "mpi" is mpi4py.
+            timeout_s: of each collective; the mesh's when left out.
+            device: where tensors are; the mesh's device when left out.
+
+        Raises:
+            ConfigError: an unknown path, one that cannot serve the device, or ranks that ask for
+                different ones.
+            CollectiveFailed: a rank did not take part.
+        """
+        device = device or self.device
+        timeout_s = timeout_s or self.timeout_s
+        carrier = self._carrier(path, device)
+        if self.world_size == 1:
+            made: Collectives = LocalCollectives(device)
+        else:
+            self._agree(f"collectives {name!r}", (name, carrier))
+            made = self._over(carrier, name, device, timeout_s)
+        self._open.append(made)
+        _log.debug("collectives %r of rank %d: %s on %s", name, self.rank, carrier, device)
+        return made
+
+    def close(self) -> None:
+        """Close all collectives and end the groups that this mesh made. Not a collective call."""
+        for made in (*self._open, self.votes):
+            made.close()
+        self._open.clear()
+        groups, self._groups = self._groups, []
+        if self._owns_world:
+            dist.destroy_process_group()  # with every group of it
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    def _carrier(self, path: Path, device: torch.device) -> str:
+        if path not in get_args(Path):
+            raise ConfigError(
+                describe(
+                    "path of collectives",
+                    got=repr(path),
+                    allowed=", ".join(get_args(Path)),
+                    remedy='"auto" picks the fastest that serves the device.',
+                )
+            )
+        on_cpu = device.type == "cpu"
+        if path in ("shared_memory", "mpi") and not on_cpu:
+            raise _cannot(path, f"tensors on {device}", "tensors on the CPU")
+        if path == "shared_memory" and not self.launch.one_host:
+            raise _cannot(
+                path,
+                f"{self.launch.local_world_size} of {self.world_size} ranks on this host",
+                "all ranks on one host",
+            )
+        if path != "auto":
+            return path
+        if self.world_size == 1:
+            return "local"
+        return "shared_memory" if on_cpu and self.launch.one_host else "torch"
+
+    def _over(self, carrier: str, name: str, device: torch.device, timeout_s: float) -> Collectives:
+        return TorchCollectives(self._make_group(name, timeout_s, device), device, timeout_s)
+
+    def _make_group(
+        self, name: str, timeout_s: float, device: torch.device, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        if backend is None:
+            backend = self.backend if device.type == self.device.type else "gloo"
+        group: dist.ProcessGroup = dist.new_group(
+            timeout=datetime.timedelta(seconds=timeout_s), backend=backend, group_desc=name
+        )
+        self._groups.append(group)
+        return group
+
+    def _host_votes(self) -> Collectives:
+        host = torch.device("cpu")
+        if self.world_size == 1:
+            return LocalCollectives(host)
+        group = self._make_group("votes", self.timeout_s, host, backend="gloo")
+        return TorchCollectives(group, host, self.timeout_s)
+
+    def _agree(self, what: str, wanted: object) -> None:
+        every = self.votes.gather_objects(wanted, what=f"agreement on {what}")
+        if any(other != wanted for other in every):
+            raise ConfigError(
+                describe(
+                    f"{what} on rank {self.rank}",
+                    got=", ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(every)),
+                    allowed="the same on every rank",
+                    remedy="Make groups and collectives in the same order on every rank.",
+                )
+            )
+
+
+def _cannot(path: str, got: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        describe(f"collectives over {path}", got=got, allowed=allowed, remedy='Use path="auto".')
+    )
+
+
+def start(
+    launch: Launch,
+    *,
+    device: str = "auto",
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout_s: float | None = None,
+) -> Mesh:
+    """Start the process groups of one rank; `shoal.comm.init` says what the arguments mean.
+
+    Raises:
+        DeviceUnavailable, ConfigError: a device or backend that is not here or do not go together.
+        LaunchError: torch.distributed was started before, with other ranks than `launch` says.
+        CollectiveFailed: the other ranks did not come within the timeout.
+    """
+    place = pick_device(device, launch.local_rank)
+    chosen = pick_backend(backend, place) if launch.world_size > 1 else "local"
+    timeout_s = _TIMEOUT_S[chosen] if timeout_s is None else timeout_s
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    owns = launch.world_size > 1 and not dist.is_initialized()
+    if owns:
+        _start_world(launch, place, chosen, timeout_s)
+    elif dist.is_initialized():
+        _check_world(launch)
+    if seed is not None:
+        seed_all(seed + launch.rank)
+    try:
+        mesh = Mesh(launch, place, chosen, timeout_s, owns_world=owns)
+    except ShoalError:
+        if owns:
+            dist.destroy_process_group()
+        raise
+    if launch.rank == 0:
+        _log.info("%s", effective_settings(mesh, os.environ))
+    return mesh
+
+
+def _start_world(launch: Launch, device: torch.device, backend: str, timeout_s: float) -> None:
+    host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
+    began = time.monotonic()
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{host}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise collective_failed(
+            f"start of the process groups at {host}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            step=0,
+            elapsed_s=time.monotonic() - began,
+            timeout_s=timeout_s,
+            reason=str(error).partition("\n")[0],
+        ) from error
+
+
+def _check_world(launch: Launch) -> None:
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (launch.rank, launch.world_size):
+        raise LaunchError(
+            describe(
+                "torch.distributed, started before shoal.comm.init",
+                got=f"rank {found[0]} of {found[1]}",
+                allowed=f"rank {launch.rank} of {launch.world_size}, as the {launch.launcher} "
+                "variables say",
+                remedy="Let shoal.comm.init start it, or set RANK, WORLD_SIZE and LOCAL_RANK.",
+            )
+        )
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """The device of a rank: the CPU, or the card of its local rank.
+
+    A process that was shown one card only (CUDA_VISIBLE_DEVICES) takes that one.
+
+    Raises:
+        DeviceUnavailable: CUDA is not here, or has fewer cards than local ranks.
+        ConfigError: no such kind of device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return torch.device("cpu")
+    if device != "auto" and not _names_cuda(device):
+        raise ConfigError(
+            describe(
+                "device",
+                got=repr(device),
+                allowed="auto, cpu, cuda, cuda:0 and so on",
+                remedy='"auto" takes the card of the local rank where there is one.',
+            )
+        )
+    index = int(device[5:]) if device.startswith("cuda:") else local_rank
+    only = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(",")
+    if device in ("auto", "cuda") and count == 1 and only and "," not in only:
+        index = 0
+    if index >= count:
+        raise DeviceUnavailable(
+            describe(
+                f"device {device!r} of local rank {local_rank}",
+                got=f"{count} CUDA devices",
+                allowed="a card for every rank of this host",
+                remedy="Start one rank per card, or pass device='cpu'.",
+            )
+        )
+    return torch.device("cuda", index)
+
+
+def _names_cuda(device: str) -> bool:
+    return device == "cuda" or (device.startswith("cuda:") and device[5:].isdigit())
+
+
+def pick_backend(backend: str | None, device: torch.device) -> str:
+    """The backend of a device's groups: what was asked for, or NCCL on CUDA and Gloo on the CPU.
+
+    Raises:
+        ConfigError: an unknown backend, or NCCL without CUDA.
+        DeviceUnavailable: this torch was built without it.
+    """
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    error: type[ShoalError] | None = None
+    if backend not in _BACKENDS or (backend == "nccl" and device.type != "cuda"):
+        error, allowed = ConfigError, "nccl with CUDA, gloo"
+    elif not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+        error, allowed = DeviceUnavailable, "a backend that this torch was built with"
+    if error is None:
+        return backend
+    raise error(
+        describe(
+            "backend of the process groups",
+            got=f"{backend!r} on {device}",
+            allowed=allowed,
+            remedy="Leave it out: NCCL with CUDA, Gloo otherwise.",
+        )
+    )
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's `random`, NumPy's global generator and torch (CPU and CUDA)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def effective_settings(mesh: Mesh, environ: Mapping[str, str]) -> str:
+    """What a mesh runs with, on one line: launcher, device, backend, NCCL and thread settings."""
+    launch = mesh.launch
+    said = [
+        f"{launch.launcher}: {launch.world_size} ranks, {launch.local_world_size} on this host",
+        f"device {mesh.device.type}",
+        f"backend {mesh.backend}",
+        f"timeout {mesh.timeout_s:g} s",
+        f"threads {torch.get_num_threads()} (interop {torch.get_num_interop_threads()})",
+    ]
+    if mesh.backend == "nccl":
+        said.append("NCCL " + ".".join(str(part) for part in torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    named = [
+        name
+        for name in sorted(environ)
+        if name.startswith(_LOGGED_PREFIXES) or name in _LOGGED_THREADS
+    ]
+    said += [f"{name}={environ[name]}" for name in named]
+    return ", ".join(said)

@@ -1,0 +1,284 @@
+"""`DistributedModelParallel`: one wrapper that spreads a model over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.collectives import Collectives
+from shoal.comm.launch import init
+from shoal.comm.mesh import Mesh, Path
+from shoal.distributed.later import LaterExchange
+from shoal.distributed.placing import Family, Placing, families_of
+from shoal.embedding import EmbeddingCollection
+from shoal.errors import ConfigError, describe, unknown_name
+from shoal.exchange import AllToAllExchange, Exchange, GradReduce
+from shoal.exchange.wire import Wire
+from shoal.placement import Placement
+from shoal.ragged import KeyedRagged
+from shoal.table.shard import Shard
+from shoal.table.spec import TableSpec
+
+__all__ = ["DenseWrapper", "DistributedModelParallel"]
+
+DenseWrapper = Literal["ddp", "fsdp2"]
+
+
+class DistributedModelParallel(nn.Module):
+    """A model whose tables are spread over ranks and whose dense part is on every rank.
+
+    Every rank builds the same model and wraps it. Tables go where the placement says, with the
+    rows they have: each rank keeps, of its own rows, those that it will own. Parameters and
+    buffers become those of rank 0. Every rank calls forward, backward and the optimizer's step
+    the same number of times, in the same order; a rank without data calls `idle_step`.
+
+    Make the optimizers after wrapping: `SparseOptimizer(wrapped)` finds the tables, and
+    `wrapped.dense_parameters()` are what a dense optimizer steps. One rank alone needs no process
+    group and computes what the bare module does.
+
+    Args:
+        module: holds one or more `EmbeddingCollection`s, or none. Collections that share a shard
+            go on sharing one.
+        placement: where tables are: a `Placement` of all tables; or table name -> "row_wise",
+            "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel" (others
+            row-wise); None splits the rows of all tables over all ranks.
+        mesh: the ranks; None takes those that `shoal.comm.init()` finds.
+        grad_reduce: "mean" averages gradients of rows over ranks, as DDP does dense ones; "sum"
+            adds them.
+        per_sender_steps: one optimizer step of a row per rank that sent it a gradient, in order
+            of rank.
+        wire: precision of rows and gradients between ranks.
+        dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
+            (`torch.distributed.fsdp.fully_shard`).
+        exchange_path: what carries ids, rows and votes; see `Mesh.collectives`.
+
+    Attributes:
+        module: the wrapped module.
+        mesh: the ranks.
+
+    Raises:
+        ConfigError: ranks that build different tables, a placement that does not fit, tables on
+            another kind of device than the ranks, or optimizers made before.
+        TicketError: a lookup or a gradient of the tables is open.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placing = None,
+        *,
+        mesh: Mesh | None = None,
+        grad_reduce: GradReduce = "mean",
+        per_sender_steps: bool = False,
+        wire: Wire | None = None,
+        dense: DenseWrapper = "ddp",
+        exchange_path: Path = "auto",
+    ) -> None:
+        super().__init__()
+        if dense not in get_args(DenseWrapper):
+            raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
+        self.module = module
+        self.mesh = init() if mesh is None else mesh
+        self._options = _Options(grad_reduce, per_sender_steps, wire, exchange_path)
+        self._waiting: list[_Waiting] = []
+        self._wrapped: DistributedDataParallel | None = None
+        self._splits_dense = False
+        launch = self.mesh.launch
+        families = families_of(
+            self.collections(), placement, self.mesh.world_size, launch.local_world_size
+        )
+        if self.mesh.world_size > 1:
+            self._agree(families)
+            steps = self.mesh.collectives("steps", path=exchange_path)
+            for family in families:
+                self._place(family, steps)
+            self._replicate(dense, steps)
+
+    def collections(self) -> dict[str, EmbeddingCollection]:
+        """The collections of the module, by the name they have there."""
+        return {
+            name: part
+            for name, part in self.module.named_modules()
+            if isinstance(part, EmbeddingCollection)
+        }
+
+    def dense_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the dense part."""
+        return self.module.parameters()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. In training with gradients, backward averages dense ones."""
+        self._open()
+        if self._wrapped is not None and self.training and torch.is_grad_enabled():
+            return self._wrapped(*args, **kwargs)
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward only adds up dense gradients; the next one outside reduces them.
+
+        Gradients of rows travel at every backward and add up where rows are owned.
+        """
+        if self._splits_dense:
+            root = cast(Any, self.module)
+            root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                root.set_requires_gradient_sync(True)
+        elif self._wrapped is not None:
+            with self._wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own: names have no prefix of this wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """What `state_dict` returned, or that of the bare module."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def dummy_batch(self) -> KeyedRagged:
+        """One example without ids, with the features of all collections."""
+        keys = {
+            feature.name: None
+            for collection in self.collections().values()
+            for feature in collection.features
+        }
+        batch = KeyedRagged.from_lists({key: [[]] for key in keys})
+        return batch if self.mesh.device.type == "cpu" else batch.to(self.mesh.device)
+
+    def idle_step(self, loss_of: Callable[[KeyedRagged], Tensor]) -> None:
+        """Forward and backward of a rank without data, so that the other ranks need not wait.
+
+        Call it for each forward and backward of the others, then the optimizers' steps as they
+        do. Lookups have no ids, gradients are zero. Batch normalisation runs as in `eval`, so
+        that its statistics stay as they are; synchronised batch normalisation, which takes part in
+        other ranks' statistics, counts one example.
+
+        Args:
+            loss_of: gets `dummy_batch()` and returns a loss of it that went through this
+                wrapper's forward, with zeros for dense inputs.
+        """
+        resting = [
+            part
+            for part in self.modules()
+            if isinstance(part, _BatchNorm)
+            and not isinstance(part, nn.SyncBatchNorm)
+            and part.training
+        ]
+        for part in resting:
+            part.eval()
+        try:
+            loss = loss_of(self.dummy_batch())
+            (loss * 0.0).sum().backward()  # type: ignore[no-untyped-call]
+        finally:
+            for part in resting:
+                part.train()
+
+    def _agree(self, families: tuple[Family, ...]) -> None:
+        """Refuse ranks that built different tables."""
+        mine = [
+            (repr(family.placement), repr(family.shard.specs), family.shard.seed, name)
+            for family in families
+            for name in family.collections
+        ]
+        said = self.mesh.votes.gather_objects(mine, what="tables of a model")
+        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
+        if other is not None:
+            raise ConfigError(
+                describe(
+                    "tables, seeds and placement of a model",
+                    got=f"others on rank {other} than on rank 0",
+                    allowed="the same on every rank",
+                    remedy="Build the model from the same configuration and seed on each rank.",
+                )
+            )
+
+    def _place(self, family: Family, steps: Collectives) -> None:
+        if family.shard.device.type != self.mesh.device.type:
+            raise ConfigError(
+                describe(
+                    "device of tables",
+                    got=family.shard.device,
+                    allowed=f"that of the ranks, {self.mesh.device}",
+                    remedy="Build the collection with device=str(mesh.device).",
+                )
+            )
+        rank = self.mesh.rank
+        part, specs = family.part_of(rank), family.shard.specs
+        for name, collection in family.collections.items():
+            self._waiting.append(_Waiting(name, collection, part, family.placement, specs))
+            later = LaterExchange(part, specs, partial(self._opened, collection))
+            collection.distribute(later, collectives=steps, silent=family.silent_on(rank))
+
+    def _replicate(self, dense: DenseWrapper, steps: Collectives) -> None:
+        parameters, buffers = list(self.module.parameters()), list(self.module.buffers())
+        with torch.no_grad():
+            for tensor in (*parameters, *buffers):
+                steps.broadcast(tensor.data, 0, what="parameters and buffers of rank 0")
+        if not any(parameter.requires_grad for parameter in parameters):
+            return
+        if dense == "fsdp2":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            ranks = init_device_mesh(self.mesh.device.type, (self.mesh.world_size,))
+            fully_shard(self.module, mesh=ranks)
+            self._splits_dense = True
+        else:
+            # Not a submodule: names of parameters and of saved state are the module's own.
+            group = self.mesh.new_group("dense")
+            wrapped = DistributedDataParallel(
+                self.module, process_group=group, broadcast_buffers=True
+            )
+            object.__setattr__(self, "_wrapped", wrapped)
+
+    def _opened(self, collection: EmbeddingCollection) -> Exchange:
+        self._open()
+        return collection.exchange
+
+    def _open(self) -> None:
+        """Make the exchanges, in the same order on every rank: the first batch is here."""
+        waiting, self._waiting = self._waiting, []
+        options = self._options
+        for one in waiting:
+            exchange = AllToAllExchange(
+                one.part,
+                one.placement,
+                one.specs,
+                self.mesh.collectives(f"tables {one.name}", path=options.path),
+                grad_reduce=options.grad_reduce,
+                per_sender_steps=options.per_sender_steps,
+                wire=options.wire,
+            )
+            one.collection.distribute(exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    grad_reduce: GradReduce
+    per_sender_steps: bool
+    wire: Wire | None
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A collection whose tables are placed and whose exchange has not been made."""
+
+    name: str
+    collection: EmbeddingCollection
+    part: Shard
+    placement: Placement
+    specs: tuple[TableSpec, ...]

@@ -1,0 +1,95 @@
+"""Several optimizers that step as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.optim.sparse import SparseOptimizer
+
+__all__ = ["JointOptimizer"]
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, so that a loss scaler skips the step of all or of none.
+
+    `param_groups` are the members' own, so learning-rate schedulers of the members keep working.
+
+    Args:
+        optimizers: dense and sparse ones, in the order they step.
+
+    Raises:
+        ConfigError: none given, or a parameter in two of them.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        groups = [group for member in self.optimizers for group in member.param_groups]
+        params = [param for group in groups for param in group["params"]]
+        if not params or len({id(param) for param in params}) != len(params):
+            raise ConfigError(
+                describe(
+                    "members of a JointOptimizer",
+                    got="a parameter twice" if params else "no parameters",
+                    allowed="optimizers of distinct parameters",
+                    remedy="Give each parameter to one optimizer.",
+                )
+            )
+        super().__init__([{"params": params}], {})
+        self.param_groups = groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all members, or none if `check_finite` raises; a closure runs once, before that."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.check_finite()
+        for member in self.optimizers:
+            member.step()
+        return loss
+
+    def check_finite(self) -> None:
+        """`SparseOptimizer.check_finite` of the sparse members, before any has stepped."""
+        for member in self.optimizers:
+            if isinstance(member, SparseOptimizer | JointOptimizer):
+                member.check_finite()
+
+    def check(self) -> None:
+        """`SparseOptimizer.check` of the sparse members; waits for the device."""
+        for member in self.optimizers:
+            if isinstance(member, SparseOptimizer | JointOptimizer):
+                member.check()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients of all members."""
+        for member in self.optimizers:
+            member.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The members' states, in order."""
+        return {"optimizers": [member.state_dict() for member in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hand each member its state.
+
+        Raises:
+            CheckpointError: not one state per member.
+        """
+        states = state_dict.get("optimizers", ())
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                describe(
+                    "state of a JointOptimizer",
+                    got=f"{len(states)} states",
+                    allowed=f"{len(self.optimizers)}, one per optimizer",
+                    remedy="Load what JointOptimizer.state_dict() returned.",
+                )
+            )
+        for member, state in zip(self.optimizers, states, strict=True):
+            member.load_state_dict(state)
+        self.param_groups = [g for member in self.optimizers for g in member.param_groups]
