@@ -106,11 +106,15 @@ struct Forward {
       const std::int64_t at = splits[c] - splits[0];
       const std::int64_t count = splits[c + 1] - splits[c];
       touch(feature, rows, next, at + count, end);
-      const T divisor = feature.pooling == kMean ? static_cast<T>(count) : T(1);
+      T* const out = pooled - feature.low;
       if (count == 0) {
         zero_floats(pooled, width);
+      } else if (feature.pooling == kShares && count > 1) {
+        const Shared<T> scale{T(1) / static_cast<T>(count)};
+        pool_rows(rows + at, count, feature.low, feature.high, scale, out);
       } else {
-        pool_rows(rows + at, count, feature.low, feature.high, divisor, pooled - feature.low);
+        const Divided<T> scale{feature.pooling == kMean ? static_cast<T>(count) : T(1)};
+        pool_rows(rows + at, count, feature.low, feature.high, scale, out);
       }
     }
   }
@@ -128,6 +132,36 @@ struct Forward {
           add_floats(to, from, width);
         } else {
           copy_floats(to, from, width);
+        }
+      }
+    }
+  }
+
+  // Every row straight to the outputs, in order of id and then of slice.
+  void lay_rows(const LayoutFeature& feature, const std::int64_t* splits, bool shared,
+                const T* const* rows, std::int64_t example, std::int64_t examples) const {
+    const std::int64_t end = shared ? 0 : splits[examples] - splits[0];
+    std::int64_t next = 0;
+    for (std::int64_t b = 0; b < examples; ++b) {
+      const std::int64_t* cell = splits + (shared ? 0 : b);
+      const std::int64_t count = cell[1] - cell[0];
+      const T* const* own = rows + (cell[0] - splits[0]);
+      touch(feature, rows, next, cell[1] - splits[0], end);
+      const bool mean = feature.pooling == (kByRow | kShares) && count > 1;
+      const T factor = mean ? T(1) / static_cast<T>(count) : T(1);
+      for (std::int64_t s = feature.first; count == 0 && s < feature.last; ++s) {
+        const LayoutSlice& slice = plan.slices[s];
+        if (slice.role != kAdded) zero_floats(output_at(slice, example + b), slice.width);
+      }
+      for (std::int64_t j = 0; j < count; ++j) {
+        for (std::int64_t s = feature.first; s < feature.last; ++s) {
+          const LayoutSlice& slice = plan.slices[s];
+          T* to = output_at(slice, example + b);
+          if (slice.role == kAdded || j > 0) {
+            add_scaled(to, own[j] + slice.start, factor, slice.width);
+          } else {
+            for (std::int64_t i = 0; i < slice.width; ++i) to[i] = own[j][slice.start + i] * factor;
+          }
         }
       }
     }
@@ -174,6 +208,10 @@ struct Forward {
       const std::int64_t out = block.out + b - block.first;
       if (feature.pooling == kFirstN) {
         lay_first_n(feature, splits, one_cell, rows, out, examples);
+        continue;
+      }
+      if ((feature.pooling & kByRow) != 0) {
+        lay_rows(feature, splits, one_cell, rows, out, examples);
         continue;
       }
       const auto floats = static_cast<std::size_t>(own * width);

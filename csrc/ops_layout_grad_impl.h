@@ -56,7 +56,8 @@ struct GradRows {
   }
 
   T factor(const LayoutFeature& feature, std::int64_t count) const {
-    return feature.pooling == kMean && count > 1 ? scale / static_cast<T>(count) : scale;
+    const bool mean = feature.pooling == kMean || (feature.pooling & ~kByRow) == kShares;
+    return mean && count > 1 ? scale / static_cast<T>(count) : scale;
   }
 
   // Cells [b, b + count) of a feature: [count, L or 1, columns].

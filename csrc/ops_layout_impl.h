@@ -9,8 +9,11 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kMean = 1;
+// Poolings of a feature, LayoutPlan.features_F's third column.
+constexpr std::int64_t kMean = 1;     // the sum over the number of ids
+constexpr std::int64_t kShares = 2;   // a mean as shards take it: every row times 1 / number, summed
 constexpr std::int64_t kFirstN = 3;
+constexpr std::int64_t kByRow = 8;    // with 0 or kShares: every row goes to the output by itself
 constexpr std::int64_t kAdded = 2;  // the role of a slice that adds to what earlier ones wrote
 
 // Sixteen bytes at any address. Slices are a few floats wide: calls and loop prologues would cost
@@ -112,53 +115,70 @@ inline void add_strided(T* to, const T* from, std::int64_t stride, std::int64_t 
 
 constexpr std::int64_t kMostVectors = 8;
 
+// Mean of rows: their sum over a number, or every row times a factor first.
+template <class T>
+struct Divided {
+  T divisor;
+  template <class X>
+  X row(X x) const { return x; }
+  template <class X>
+  X sum(X x) const { return divisor == T(1) ? x : x / divisor; }
+};
+template <class T>
+struct Shared {
+  T factor;
+  template <class X>
+  X row(X x) const { return x * factor; }
+  template <class X>
+  X sum(X x) const { return x; }
+};
+
 // kRun vectors of columns of all rows, summed in registers; the last one ends at column `end`.
-template <class T, int kRun>
+template <class T, int kRun, class Scale>
 inline void pool_run(const T* const* rows, std::int64_t count, std::int64_t column,
-                     std::int64_t end, T divisor, T* out) {
+                     std::int64_t end, Scale scale, T* out) {
   using V = Lanes<T>;
   const std::int64_t last = end - V::kCount;
   typename V::Type sums[kRun];
   for (int k = 0; k < kRun; ++k) {
-    sums[k] = V::load(rows[0] + (k + 1 < kRun ? column + k * V::kCount : last));
+    sums[k] = scale.row(V::load(rows[0] + (k + 1 < kRun ? column + k * V::kCount : last)));
   }
   for (std::int64_t j = 1; j < count; ++j) {
     for (int k = 0; k < kRun; ++k) {
-      sums[k] += V::load(rows[j] + (k + 1 < kRun ? column + k * V::kCount : last));
+      sums[k] += scale.row(V::load(rows[j] + (k + 1 < kRun ? column + k * V::kCount : last)));
     }
   }
   for (int k = 0; k < kRun; ++k) {
-    V::store(out + (k + 1 < kRun ? column + k * V::kCount : last),
-             divisor == T(1) ? sums[k] : sums[k] / divisor);
+    V::store(out + (k + 1 < kRun ? column + k * V::kCount : last), scale.sum(sums[k]));
   }
 }
 
-// Sum of columns [start, end) of count >= 1 rows, over the divisor, to the same columns of out.
-template <class T>
+// Scaled sum of columns [start, end) of count >= 1 rows, to the same columns of out.
+template <class T, class Scale>
 inline void pool_rows(const T* const* rows, std::int64_t count, std::int64_t start,
-                      std::int64_t end, T divisor, T* out) {
+                      std::int64_t end, Scale scale, T* out) {
   using V = Lanes<T>;
   if (end - start < V::kCount) {
     for (std::int64_t i = start; i < end; ++i) {
-      T sum = rows[0][i];
-      for (std::int64_t j = 1; j < count; ++j) sum += rows[j][i];
-      out[i] = divisor == T(1) ? sum : sum / divisor;
+      T sum = scale.row(rows[0][i]);
+      for (std::int64_t j = 1; j < count; ++j) sum += scale.row(rows[j][i]);
+      out[i] = scale.sum(sum);
     }
     return;
   }
   for (std::int64_t at = start; at < end; at += kMostVectors * V::kCount) {
     const std::int64_t vectors = (end - at + V::kCount - 1) / V::kCount;
     switch (vectors) {
-      case 1: pool_run<T, 1>(rows, count, at, end, divisor, out); break;
-      case 2: pool_run<T, 2>(rows, count, at, end, divisor, out); break;
-      case 3: pool_run<T, 3>(rows, count, at, end, divisor, out); break;
-      case 4: pool_run<T, 4>(rows, count, at, end, divisor, out); break;
-      case 5: pool_run<T, 5>(rows, count, at, end, divisor, out); break;
-      case 6: pool_run<T, 6>(rows, count, at, end, divisor, out); break;
-      case 7: pool_run<T, 7>(rows, count, at, end, divisor, out); break;
+      case 1: pool_run<T, 1>(rows, count, at, end, scale, out); break;
+      case 2: pool_run<T, 2>(rows, count, at, end, scale, out); break;
+      case 3: pool_run<T, 3>(rows, count, at, end, scale, out); break;
+      case 4: pool_run<T, 4>(rows, count, at, end, scale, out); break;
+      case 5: pool_run<T, 5>(rows, count, at, end, scale, out); break;
+      case 6: pool_run<T, 6>(rows, count, at, end, scale, out); break;
+      case 7: pool_run<T, 7>(rows, count, at, end, scale, out); break;
       default: {
         const std::int64_t full = at + kMostVectors * V::kCount;
-        pool_run<T, 8>(rows, count, at, full < end ? full : end, divisor, out);
+        pool_run<T, 8>(rows, count, at, full < end ? full : end, scale, out);
       }
     }
   }

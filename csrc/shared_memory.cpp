@@ -329,6 +329,7 @@ void SharedGroup::fail(Failure failure) {
 }
 
 Failure SharedGroup::failure() const {
+  if (getpid() != process_) return Failure{};
   const Lock lock(gate_->mutex);
   return failure_;
 }
@@ -337,6 +338,7 @@ void SharedGroup::close() {
   if (getpid() != process_) {  // a forked child: what other threads may hold is left alone
     static_cast<void>(gate_.release());
     static_cast<void>(worker_.release());
+    peers_.forget();
     region_.reset();
     return;
   }
@@ -352,6 +354,7 @@ void SharedGroup::close() {
     region_->cell(rank_).state.store(static_cast<std::uint32_t>(RankState::closed));
   }
   for (int peer = 0; peer < world_size_; ++peer) region_->ring_bell(peer);
+  peers_.forget();
   region_.reset();
 }
 

@@ -165,10 +165,11 @@ void SharedRegion::sleep(int rank, std::uint32_t heard, std::int64_t most_ns) co
 #endif
 }
 
-Peers::~Peers() {
+void Peers::forget() {
   for (const Peer& peer : peers_) {
     if (peer.file >= 0) close(peer.file);
   }
+  peers_.clear();
 }
 
 void Peers::watch(int rank, int pid) {

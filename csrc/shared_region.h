@@ -88,12 +88,13 @@ class SharedRegion {
 class Peers {
  public:
   Peers() = default;
-  ~Peers();
+  ~Peers() { forget(); }
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
   void watch(int rank, int pid);
   bool gone(int rank) const;
+  void forget();
 
  private:
   struct Peer {

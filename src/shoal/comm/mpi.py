@@ -47,7 +47,8 @@ class MpiCollectives:
 
     Args:
         comm: all ranks of it take part.
-        timeout_s: how long a collective may take, counted from its call.
+        timeout_s: how long a rank waits for a collective. Messages move while it waits, and hardly
+            before, so what came before the wait does not count.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_s: float = 1800.0) -> None:
@@ -172,8 +173,8 @@ class _Call:
 
     def wait(self) -> None:
         """Block until all has arrived."""
-        deadline = self._start + self._owner.timeout_s
-        spun = time.monotonic() + _SPIN_S
+        began = time.monotonic()
+        deadline, spun = began + self._owner.timeout_s, began + _SPIN_S
         try:
             while not MPI.Request.Testall(self._requests):
                 now = time.monotonic()

@@ -47,6 +47,7 @@ _MOST_BYTES = 256 << 20  # of all rings of a group
 _SLOTS = 4
 _POOLED_BYTES = 1 << 20  # results from here on take memory whose pages are warm
 _REDUCED_WHOLE_BYTES = 64 << 10  # every rank combines such values whole
+_CLOSED = "the collectives were closed or belong to another process"
 _LOOK_S = 0.1  # between looks at signals while waiting
 
 # Where a part's rows are and go, the bytes of a row, rows to and from each rank.
@@ -234,9 +235,7 @@ class SharedMemoryCollectives:
         if self._failure is not None:
             raise self._failure
         if self._closed or os.getpid() != self._process:
-            raise self._failed(
-                what, self.step, start_s, "the collectives were closed or belong to another process"
-            )
+            raise self._failed(what, self.step, start_s, _CLOSED)
         call = self._group.start(runs, self.world_size, _tag(what))
         under_way = _UnderWay(call, what, self.step, start_s, tensors)
         self._under_way.append(under_way)
@@ -246,9 +245,9 @@ class SharedMemoryCollectives:
         while not self._group.wait(under_way.call, _LOOK_S):
             if self._failure is not None:
                 raise self._failure
-            fault, peer, theirs, blamed, detail = self._group.failure()
             if self._closed or os.getpid() != self._process:
-                fault, detail = "own", "the collectives were closed or belong to another process"
+                raise self._failed(under_way.what, under_way.step, under_way.start_s, _CLOSED)
+            fault, peer, theirs, blamed, detail = self._group.failure()
             if fault:
                 first = next(
                     (u for u in self._under_way if not self._group.wait(u.call, 0)), under_way

@@ -142,7 +142,7 @@ class _Call:
             raise self.failed("the collectives were closed before it")
         try:
             self._works.append(operation(group=self._owner._group))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: of a group that is gone
             raise self.failed(_reason(error)) from error
 
     def wait(self) -> None:
@@ -243,6 +243,6 @@ def _as_bytes(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -21,9 +21,9 @@ from shoal.table.shard import Pool, PoolPlan
 __all__ = ["BankLayout", "Block", "CompiledPlan", "HostedColumns", "Part", "Piece", "compile_plan"]
 
 _REALS = (torch.float32, torch.float64)
-_SUM, _FIRST_N = 0, 3
-# The mean that shards take: every row times one over the number of ids.
-_POOLINGS = {"sum": _SUM, "mean": 1, "first_n": _FIRST_N}
+# As `LayoutPlan` has them: means, and sums into what others wrote, as shards take them.
+_POOLINGS = {"sum": 0, "mean": 2, "first_n": 3}
+_BY_ROW = 8
 _ALONE, _FIRST, _ADDED = 0, 1, 2
 
 
@@ -262,22 +262,29 @@ def _roles(
     for each run of columns that several pieces feed, its output and the numbers of its pieces.
     """
     written: dict[tuple[int, int], list[int]] = {}  # (output, column) -> numbers of pieces
+    first: dict[tuple[int, int], list[Pool]] = {}  # features whose pieces do not add there
     cut: list[tuple[int, Pool, list[Piece]]] = []
+    opening: dict[tuple[int, int], Pool] = {}
     number = 0
     for block, pool, pieces in drafts:
         own: list[Piece] = []
         for piece, add in pieces:
             for smaller in _cut(pool, piece, edges[piece.output]):
                 own.append(smaller)
-                for first, _ in _spans(pool, smaller):
-                    earlier = written.setdefault((piece.output, first), [])
-                    if earlier and not add:
-                        what = f"column {first} of output {piece.output} of a pool plan"
-                        remedy = "Slices that share columns add: Slice(add=True)."
-                        raise _wrong(what, "written twice", "once, or added", remedy)
-                    earlier.append(number)
+                for column, _ in _spans(pool, smaller):
+                    place = piece.output, column
+                    written.setdefault(place, []).append(number)
+                    opening.setdefault(place, pool)
+                    if not add:
+                        first.setdefault(place, []).append(pool)
                 number += 1
         cut.append((block, pool, own))
+    for (output, column), pools in first.items():
+        # Which column slice of the opening feature comes first does not matter: sums commute.
+        if len(pools) > 1 or pools[0] is not opening[output, column]:
+            what = f"column {column} of output {output} of a pool plan"
+            remedy = "Slices that share columns add: Slice(add=True)."
+            raise _wrong(what, "written twice", "once, or added", remedy)
     runs = [[output, *found] for (output, _), found in written.items() if len(found) > 1]
     roles = {piece: _ADDED for _, *run in runs for piece in run[1:]}
     roles.update({run[1]: roles.get(run[1], _FIRST) for run in runs})
@@ -335,7 +342,10 @@ def _tensors(
         low = min(piece.start for piece in part.pieces)
         high = max(piece.start + piece.width for piece in part.pieces)
         last = len(slices) + len(part.pieces)
-        features.append((len(slices), last, _POOLINGS[part.pool.pooling], length, low, high))
+        pooling = _POOLINGS[part.pool.pooling]
+        if not first_n and any(piece.role == _ADDED for piece in part.pieces):
+            pooling += _BY_ROW
+        features.append((len(slices), last, pooling, length, low, high))
         for piece in part.pieces:
             own = (number, piece.start, piece.width, piece.output, piece.place, piece.step)
             slices.append((*own, piece.role, floats, widths[piece.output]))

@@ -23,6 +23,8 @@ __all__ = ["addresses_of", "layout_forward", "tile_of"]
 
 FIRSTN = tl.constexpr(3)
 MEAN = tl.constexpr(1)
+SHARES = tl.constexpr(2)
+BY_ROW = tl.constexpr(8)
 ELEMENTS = {
     torch.float32: (tl.float32, tl.float32),
     torch.float64: (tl.float64, tl.float64),
@@ -45,6 +47,15 @@ def row_pointers(
     bases = tl.load(addresses + buffers, mask=valid, other=0)
     rows = tl.load(rows_N + ids, mask=valid, other=0)
     return bases.to(tl.pointer_type(ELEMENT)) + rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def share_of(pooling: tl.tensor, count: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
+    """What each row of a cell counts for: 1 over their number in a shard's mean, else 1."""
+    shared = (pooling % BY_ROW) == SHARES
+    many = tl.where(shared, tl.maximum(count, 1), 1).to(SUM)
+    one = tl.full(many.shape, 1.0, SUM)
+    return one / many if tl.float64 == SUM else tl.div_rn(one, many)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -144,10 +155,11 @@ def _lay_feature(
                 )
         else:
             pooled = tl.zeros((EXAMPLES, COLUMNS), SUM)
+            factor = share_of(pooling, count, SUM)
             for j in range(tl.max(count, 0)):
                 valid = filled & (j < count)
                 tile = _tile(addresses, rows_N, buffer_N, start + j, valid, columns, high, ELEMENT)
-                pooled += tile.to(SUM)
+                pooled += tile.to(SUM) * factor[:, None]
             if pooling == MEAN:
                 pooled = pooled / tl.maximum(count, 1).to(SUM)[:, None]
             _store_slices(
@@ -202,14 +214,15 @@ def _lay_sum(
             cell = tl.load(place, mask=given, other=0) + tl.where(shared != 0, 0, local)
             start = tl.load(splits + cell, mask=filled, other=0)
             count = tl.load(splits + cell + 1, mask=filled, other=0) - start
+            pooling = tl.load(features + feature * 6 + 2, mask=given, other=0)
+            factor = share_of(pooling, count, SUM)
             pooled = tl.zeros((SLICES, COLUMNS), SUM)
             for j in range(tl.max(count, 0)):
                 valid = filled & (j < count)
                 rows = row_pointers(addresses, rows_N, buffer_N, start + j, valid, ELEMENT)
                 mask = valid[:, None] & (columns < width)[None, :]
                 at = (rows + offset)[:, None] + columns[None, :]
-                pooled += tl.load(at, mask=mask, other=0.0).to(SUM)
-            pooling = tl.load(features + feature * 6 + 2, mask=given, other=0)
+                pooled += tl.load(at, mask=mask, other=0.0).to(SUM) * factor[:, None]
             divisor = tl.where(pooling == MEAN, tl.maximum(count, 1), 1).to(SUM)
             total += tl.sum(pooled / divisor[:, None], axis=0)
         at = example.to(tl.int64) * tl.load(whole + 8) + tl.load(whole + 4) + columns
@@ -302,6 +315,7 @@ def layout_forward(
         EXAMPLES=examples,
         COLUMNS=columns,
         MANY=many,
+        enable_fp_fusion=False,
     )
     return outputs
 

@@ -17,7 +17,16 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.launching import launch
-from shoal.kernels.layout import ELEMENTS, FIRSTN, MEAN, addresses_of, row_pointers, tile_of
+from shoal.kernels.layout import (
+    BY_ROW,
+    ELEMENTS,
+    FIRSTN,
+    MEAN,
+    SHARES,
+    addresses_of,
+    row_pointers,
+    tile_of,
+)
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.transfer import sent
 
@@ -140,7 +149,8 @@ def _share(
                 at = example * tl.load(piece + 8) + tl.load(piece + 4) + step * tl.load(piece + 5)
                 grad = address.to(tl.pointer_type(ELEMENT)) + at
                 share += tl.load(grad + offset, mask=mask, other=0.0).to(SUM)
-    divisor = tl.where(pooling == MEAN, stop - start, 1)
+    mean = (pooling == MEAN) | (pooling % BY_ROW == SHARES)
+    divisor = tl.where(mean, stop - start, 1)
     return share / divisor.to(SUM)
 
 

@@ -125,7 +125,9 @@ class LayoutPlan:
 
     Args:
         features_F: first slice, last slice + 1, pooling number, L (0 unless firstn), and the
-            range of columns its slices read.
+            range of columns its slices read. Poolings that no `FeatureConfig` names: 2, the mean
+            as shards take it, each row times 1 / number of ids; 8 more than 0 or 2: the rows go
+            to the outputs one by one, as a shard adds them (on CUDA pooled first).
         slices_S: feature, first column, width, output, place in an example's part of the output,
             floats from one firstn step to the next, part in a sum (0: none, 1: the first, 2: one
             to add), place in a vector of all slices' floats, and floats of an example's part of

@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _MEAN, _FIRSTN = 1, 3
+# A mean as shards take it, and rows that go to the output one by one.
+_SHARES, _BY_ROW = 2, 8
 
 
 def fused_embedding_to_layout(
@@ -132,6 +134,8 @@ def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
     """[cells, L or 1, columns]."""
     if feature.pooling == _FIRSTN:
         return segment_first_n(rows, feature.splits, feature.length)
+    if feature.pooling % _BY_ROW == _SHARES:
+        rows = rows * (1 / feature.splits.diff().to(rows.dtype))[row_ids(feature.splits), None]
     pool = segment_mean if feature.pooling == _MEAN else segment_sum
     return pool(rows, feature.splits).unsqueeze(1)
 
@@ -167,7 +171,7 @@ def layout_backward(
             if scale is not None:
                 grad = grad * scale
             share = grad[cell_n[kept], step_n[kept] if feature.length else 0]
-            if feature.pooling == _MEAN:
+            if feature.pooling == _MEAN or feature.pooling % _BY_ROW == _SHARES:
                 share = share / counts_n
             columns = torch.arange(start, start + width, device=flat.device)
             at = begin_N[feature.ids][kept].unsqueeze(1) + columns

@@ -1,0 +1,220 @@
+"""All-to-all of two ranks on one host: `python bench/comm_cpu.py --json out.json`.
+
+Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
+is missed is a result. See bench/README.md for what each case measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    Case,
+    Job,
+    Measured,
+    Runner,
+    as_row,
+    interleave,
+    measured_json,
+    median,
+    red_rows,
+    run_job,
+    table_lines,
+    write_json,
+)
+
+__all__ = ["main"]
+
+SCRIPT = Path(__file__).resolve()
+PACKAGES = ("torch", "numpy", "mpi4py", "shoal")
+RANKS = 2
+SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
+BAR_FROM_BYTES = 1 << 20
+# Ours, its peer, and the bar from 1 MiB on.
+PAIRS: tuple[tuple[str, str, float | None], ...] = (
+    ("shared memory", "Gloo", 3.0),
+    ("shared memory", "mpi4py", None),
+    ("ours over Gloo", "Gloo", None),
+    ("ours over MPI", "mpi4py", None),
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Results of a call land in memory that is touched already, as the peers' do.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _start_ranks(*options.worker)
+        return
+    if options.rank:
+        _rank(*options.rank)
+        return
+    planned = [job for size in SIZES if (job := _job(size, options.quick, options.case)).cases]
+    if not planned:
+        parser.error(f"no case has {options.case!r} in its name; --list names them")
+    if options.list:
+        print("\n".join(case.name for job in planned for case in job.cases))
+        return
+    rows = []
+    for job in planned:
+        print(f"{_text(job.params['size'])} ...", file=sys.stderr, flush=True)
+        found = run_job(job, SCRIPT)
+        rows += [as_row(case, found.get(case.name)) for case in job.cases]
+    print("\n" + "\n".join(table_lines(rows)))
+    red = red_rows(rows)
+    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
+    if options.json:
+        write_json(options.json, rows, PACKAGES)
+
+
+def _text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _name(size: int, ours: str, peer: str) -> str:
+    return f"all-to-all of {_text(size)}, {ours} vs {peer}"
+
+
+def _job(size: int, quick: bool, substring: str) -> Job:
+    cases = tuple(
+        Case(
+            name=_name(size, ours, peer),
+            unit="GB/s",
+            peer=peer,
+            bar=bar if size >= BAR_FROM_BYTES else None,
+        )
+        for ours, peer, bar in PAIRS
+        if substring in _name(size, ours, peer)
+    )
+    runs = 5 if quick else max(15, min(300, (256 << 20) // size))
+    params = {"size": size, "runs": runs}
+    return Job(task="goodput", params=params, cases=cases, need_bytes=20 * size, env=ENVIRONMENT)
+
+
+def _start_ranks(source: Path, target: Path) -> None:
+    """Two ranks, under mpirun where there is one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environ = {**os.environ, "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, str(SCRIPT), "--rank", str(source), str(target)]
+    mpirun = shutil.which("mpirun")
+    if mpirun and importlib.util.find_spec("mpi4py"):
+        through = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        subprocess.run([mpirun, *through, "-np", str(RANKS), *command], env=environ, check=True)
+        return
+    ranks = [subprocess.Popen(command, env={**environ, "RANK": str(rank)}) for rank in range(RANKS)]
+    if any([process.wait() for process in ranks]):
+        raise SystemExit("a rank failed")
+
+
+def _rank(source: Path, target: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from shoal.comm import TorchCollectives
+
+    torch.set_num_threads(1)
+    params = json.loads(source.read_text())["params"]
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    dist.init_process_group(
+        "gloo", address, timeout=timedelta(seconds=60), rank=rank, world_size=RANKS
+    )
+    gloo = TorchCollectives(dist.group.WORLD, torch.device("cpu"), 60.0)
+    bytes_N = torch.randint(256, (params["size"],), dtype=torch.uint8)
+    contenders = dict(_contenders(gloo, bytes_N))
+    wanted = contenders["Gloo"]()
+    for name, run in contenders.items():
+        if not torch.equal(torch.as_tensor(run()), torch.as_tensor(wanted)):
+            raise SystemExit(f"{name} receives something else")
+    runners = [Runner(name=name, run=lambda _, run=run: run()) for name, run in contenders.items()]
+    seconds = interleave(runners, batches=1, passes=params["runs"])
+    # A call is over when both ranks have theirs.
+    ranks = gloo.gather_objects(seconds, what="seconds")
+    rates = {
+        name: params["size"]
+        / 1e9
+        / median([max(turn) for turn in zip(*(x[name] for x in ranks), strict=True)])
+        for name in contenders
+    }
+    if rank == 0:
+        target.write_text(measured_json(_measured(params["size"], rates)))
+    dist.destroy_process_group()
+
+
+def _measured(size: int, rates: dict[str, float]) -> dict[str, Measured]:
+    found = {}
+    for ours, peer, _ in PAIRS:
+        lacking = [name for name in (ours, peer) if name not in rates]
+        found[_name(size, ours, peer)] = Measured(
+            ours=rates.get(ours),
+            peer_value=rates.get(peer),
+            note=f"not here: {', '.join(lacking)}" if lacking else "",
+        )
+    return found
+
+
+def _contenders(gloo: Any, bytes_N: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each sends half of the bytes to each rank and returns what it received."""
+    import torch
+    import torch.distributed as dist
+
+    from shoal.comm import Part
+
+    half = bytes_N.numel() // RANKS
+    part = Part(bytes_N, (half,) * RANKS, (half,) * RANKS)
+    received_N = torch.empty_like(bytes_N)
+
+    def raw_gloo() -> Any:
+        dist.all_to_all_single(received_N, bytes_N, [half] * RANKS, [half] * RANKS)
+        return received_N
+
+    def ours(collectives: Any) -> Callable[[], Any]:
+        return lambda: collectives.all_to_all([part], what="rows").wait()[0]
+
+    yield "Gloo", raw_gloo
+    yield "ours over Gloo", ours(gloo)
+    if importlib.util.find_spec("shoal.comm.shared_memory"):
+        from shoal.comm.shared_memory import SharedMemoryCollectives
+
+        yield "shared memory", ours(SharedMemoryCollectives(gloo, timeout_s=60.0))
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        from mpi4py import MPI
+
+        from shoal.comm.mpi import MpiCollectives
+
+        sent, received = bytes_N.numpy(), torch.empty_like(bytes_N).numpy()
+
+        def raw_mpi() -> Any:
+            MPI.COMM_WORLD.Alltoall(sent, received)
+            return received
+
+        yield "mpi4py", raw_mpi
+        yield "ours over MPI", ours(MpiCollectives(MPI.COMM_WORLD, 60.0))
+
+
+if __name__ == "__main__":
+    main()
