@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,17 @@ from shoal.rules.expiry import Expiry
 from shoal.rules.optimizers import Adagrad, Optimizer
 from shoal.table import Segment, TableSpec
 
-__all__ = ["Toy", "batches_of", "loss_of", "plain_losses", "rows_of", "spec", "toy", "windows"]
+__all__ = [
+    "Made",
+    "Toy",
+    "batches_of",
+    "loss_of",
+    "plain_losses",
+    "rows_of",
+    "spec",
+    "toy",
+    "windows",
+]
 
 
 def spec(
@@ -68,10 +78,15 @@ def loss_of(logits_B: Tensor, batch: Batch) -> Tensor:
 class Made:
     model: Toy
     optimizer: JointOptimizer
+    wrapped: Any = None
 
 
-def toy(tables: Sequence[TableSpec]) -> Made:
+def toy(tables: Sequence[TableSpec], wrap: Callable[[Toy], nn.Module] | None = None) -> Made:
     model = Toy(tables)
+    if wrap is not None:
+        wrapped = wrap(model)
+        dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+        return Made(model, JointOptimizer([SparseOptimizer(wrapped), dense]), wrapped)
     dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
     return Made(model, JointOptimizer([SparseOptimizer(model.tables), dense]))
 

@@ -330,7 +330,9 @@ class Executor:
         slot = self._slots[command.index]
         self._lanes.wait(slot.reading.sent)
         self._lanes.wait(slot.fetched)
-        step = self._stages.forward(slot.reading.batch, last=self._ends_window(command.index))
+        step = self._stages.forward(
+            slot.reading.batch, last=self._ends_window(command.index), idle=slot.idle
+        )
         if slot.idle:
             step = Step(batches.zeroed(step.losses), None)
         batch = None if slot.idle else slot.reading.batch

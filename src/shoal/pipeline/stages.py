@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, describe
@@ -47,8 +48,12 @@ class Stages(Protocol):
         """Begin reading rows and sending them back."""
         ...
 
-    def forward(self, batch: Any, *, last: bool) -> Step:
-        """Run the model. last: the batch ends its window."""
+    def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
+        """Run the model.
+
+        last: the batch ends its window.
+        idle: it stands for none; running statistics stay as they are.
+        """
         ...
 
     def backward(self, share: float, *, last: bool) -> None:
@@ -111,7 +116,8 @@ class TrainingStages:
         self._event_time_of = event_time_of
         self._step = self._plain_step if step is None else step
         self._collections = {
-            name: part
+            # As in the model itself, however it is wrapped.
+            name.removeprefix("module."): part
             for name, part in model.named_modules()
             if isinstance(part, EmbeddingCollection)
         }
@@ -134,8 +140,8 @@ class TrainingStages:
         for collection in self._collections.values():
             collection.drop_begun()
 
-    def forward(self, batch: Any, *, last: bool) -> Step:
-        with self._reducing(last):
+    def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
+        with self._reducing(last), self._resting() if idle else nullcontext():
             given = self.model(batch)
         if self._loss_of is not None:
             losses, predictions = self._loss_of(given, batch), given
@@ -206,6 +212,27 @@ class TrainingStages:
         pause = None if last else getattr(self.model, "no_sync", None)
         return nullcontext() if pause is None else pause()
 
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Batch normalisation as in eval, so that its statistics stay.
+
+        Synchronised statistics are other ranks' too: there the examples count.
+        """
+        resting = [
+            part
+            for part in self.model.modules()
+            if isinstance(part, _BatchNorm)
+            and not isinstance(part, nn.SyncBatchNorm)
+            and part.training
+        ]
+        for part in resting:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in resting:
+                part.train()
+
     def _plain_step(self) -> None:
         if self._scaler is None:
             self._optimizer.step()
@@ -229,7 +256,7 @@ class InferenceStages:
     def drop(self) -> None:
         """Nothing has begun."""
 
-    def forward(self, batch: Any, *, last: bool) -> Step:
+    def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
         with torch.inference_mode():
             return Step(None, self.model(batch))
 
