@@ -145,6 +145,20 @@ class BinaryMetrics:
         self._histogram += other._histogram
         self._kept += other._kept
 
+    def totals(self) -> Tensor:
+        """All sums as float64 numbers on the CPU, which may be added up over ranks."""
+        examples = torch.tensor([self._examples], dtype=torch.float64)
+        return torch.cat([examples, self._sums.flatten(), self._histogram.flatten()])
+
+    @classmethod
+    def of_totals(cls, totals: Tensor, *, bins: int = 10) -> BinaryMetrics:
+        """From added-up `totals` of accumulators with as many bins; without exact AUC."""
+        made = cls(exact_auc=False, bins=bins)
+        made._examples = int(totals[0])
+        made._sums = totals[1 : 1 + 4 * bins].reshape(4, bins).clone()
+        made._histogram = totals[1 + 4 * bins :].reshape(2, HISTOGRAM_BUCKETS).clone()
+        return made
+
     def running_auc(self) -> float:
         """AUC of the examples so far from a histogram of 4096 buckets: cheap enough for each step.
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.store import Manifest, RowFile, load, read_manifest, save
+from shoal.checkpoint.store import Manifest, RowFile, Rows, attend, load, read_manifest, save
 
-__all__ = ["Manifest", "RowFile", "load", "read_manifest", "save"]
+__all__ = ["Manifest", "RowFile", "Rows", "attend", "load", "read_manifest", "save"]

@@ -17,19 +17,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.errors import CheckpointError, describe
-from shoal.table.shard import AdmissionState, RowChunk, Shard
+from shoal.table.shard import AdmissionState, RowChunk
 from shoal.table.spec import TableSpec
 
-__all__ = ["Manifest", "RowFile", "load", "read_manifest", "save"]
+__all__ = ["Manifest", "RowFile", "Rows", "attend", "load", "read_manifest", "save"]
 
 _SCHEMA = 1
 _BATCH_ROWS = 1 << 16
@@ -66,8 +67,23 @@ class Manifest:
     row_files: tuple[RowFile, ...]
 
 
+class Rows(Protocol):
+    """What a checkpoint asks of rows: a `Shard`, or the tables of several ranks as if one's."""
+
+    last_step: int
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]: ...
+    @property
+    def seed(self) -> int: ...
+    def export(self, table: int) -> RowChunk: ...
+    def load(self, table: int, chunk: RowChunk) -> None: ...
+    def admission_state(self, table: int) -> AdmissionState: ...
+    def load_admission_state(self, table: int, state: AdmissionState) -> None: ...
+
+
 def save(
-    path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Module], step: int
+    path: Path, *, shards: Mapping[str, Rows], modules: Mapping[str, nn.Module], step: int
 ) -> Manifest:
     """Write all rows of the shards and all weights of the modules into a new folder.
 
@@ -111,7 +127,17 @@ def save(
     return manifest
 
 
-def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Module]) -> Manifest:
+def attend(*, shards: Mapping[str, Rows], modules: Mapping[str, nn.Module]) -> None:
+    """What a rank does while another one saves: ask for the same things in the same order."""
+    for module in modules.values():
+        _on_cpu(module.state_dict())
+    _counters_of(shards)
+    for shard in shards.values():
+        for index in range(len(shard.specs)):
+            shard.export(index)
+
+
+def load(path: Path, *, shards: Mapping[str, Rows], modules: Mapping[str, nn.Module]) -> Manifest:
     """Fill freshly built shards and modules from a checkpoint.
 
     Everything is compared with the manifest before the first row is loaded.
@@ -147,10 +173,28 @@ def load(path: Path, *, shards: Mapping[str, Shard], modules: Mapping[str, nn.Mo
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     """Weights as they are saved, so that a checkpoint does not depend on a device."""
-    return {key: part.cpu() if isinstance(part, Tensor) else part for key, part in state.items()}
+    return {key: _whole(part) for key, part in state.items()}
 
 
-def _counters_of(shards: Mapping[str, Shard]) -> dict[str, dict[str, Any]]:
+def _whole(part: Any) -> Any:
+    if not isinstance(part, Tensor):
+        return part
+    # A parameter that is split over ranks; then this is a collective call.
+    return (part.full_tensor() if isinstance(part, DTensor) else part).cpu()
+
+
+def _split_alike(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with those split over ranks that the module has split."""
+    own = module.state_dict()
+    return {
+        key: distribute_tensor(part.to(there.device), there.device_mesh, there.placements)
+        if isinstance(there := own.get(key), DTensor)
+        else part
+        for key, part in state.items()
+    }
+
+
+def _counters_of(shards: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
     sights: dict[str, Any] = {}
     for name, shard in shards.items():
         for index, spec in enumerate(shard.specs):
@@ -161,7 +205,7 @@ def _counters_of(shards: Mapping[str, Shard]) -> dict[str, dict[str, Any]]:
     return {"sights": sights, "last_step": {n: s.last_step for n, s in shards.items()}}
 
 
-def _load_counters(path: Path, shards: Mapping[str, Shard]) -> None:
+def _load_counters(path: Path, shards: Mapping[str, Rows]) -> None:
     counters = torch.load(path / _COUNTERS, weights_only=True)
     for name, shard in shards.items():
         shard.last_step = counters["last_step"][name]
@@ -215,7 +259,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _load_module(path: Path, name: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
     try:
-        module.load_state_dict(state)
+        module.load_state_dict(_split_alike(module, state))
     except RuntimeError as error:
         raise CheckpointError(
             describe(

@@ -20,8 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, overload
 
+import torch.distributed as dist
+
 from shoal.comm import slurm
-from shoal.comm.mesh import Mesh, start
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.mesh import Mesh, start, start_world
 from shoal.errors import ConfigError, LaunchError, describe
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "OpenMpi",
     "current",
     "detect",
+    "early_votes",
     "init",
     "open_mpi",
     "process_group_timeout_s",
@@ -337,9 +341,30 @@ def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float |
 
 
 class _Process:
-    """The mesh of this process, if one was started."""
+    """The mesh of this process, if one was started, and whether it will own torch's groups."""
 
     mesh: Mesh | None = None
+    owns_world: bool = False
+
+
+def early_votes() -> Collectives:
+    """Collectives between the hosts of all ranks, before `init` says on which device they work.
+
+    For what ranks settle first, their settings say. Every rank calls this, or none.
+
+    Raises:
+        LaunchError: launcher variables that contradict each other.
+        CollectiveFailed: the other ranks did not come within the timeout.
+    """
+    if _Process.mesh is not None:
+        return _Process.mesh.votes
+    launch = detect()
+    if launch.world_size == 1:
+        return LocalCollectives()
+    fresh = not dist.is_initialized()
+    votes = start_world(launch, process_group_timeout_s())
+    _Process.owns_world = _Process.owns_world or fresh
+    return votes
 
 
 def init(
@@ -370,7 +395,12 @@ def init(
         if timeout_s is None:
             timeout_s = process_group_timeout_s()
         _Process.mesh = start(
-            detect(), device=device, backend=backend, seed=seed, timeout_s=timeout_s
+            detect(),
+            device=device,
+            backend=backend,
+            seed=seed,
+            timeout_s=timeout_s,
+            owns_world=_Process.owns_world,
         )
     return _Process.mesh
 
@@ -383,5 +413,8 @@ def current() -> Mesh | None:
 def shutdown() -> None:
     """Close the mesh and its groups. A later `init` starts anew; without a mesh nothing happens."""
     mesh, _Process.mesh = _Process.mesh, None
+    owned, _Process.owns_world = _Process.owns_world, False
     if mesh is not None:
         mesh.close()
+    elif owned:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.devices import pick_backend, pick_device, seed_all
 from shoal.comm.shared_memory import SharedMemoryCollectives
+from shoal.comm.timed import TimedCollectives, Waiting
 from shoal.comm.torch_collectives import TorchCollectives
 from shoal.errors import (
     ConfigError,
@@ -28,7 +30,7 @@ from shoal.errors import (
 if TYPE_CHECKING:
     from shoal.comm.launch import Launch
 
-__all__ = ["Mesh", "Path", "effective_settings", "path_named", "start"]
+__all__ = ["Mesh", "Path", "effective_settings", "path_named", "start", "start_world"]
 
 _log = logging.getLogger("shoal.comm")
 
@@ -70,6 +72,7 @@ class Mesh:
         self._owns_world = owns_world
         self._groups: list[dist.ProcessGroup] = []
         self._open: list[Collectives] = []
+        self._waiting: Waiting | None = None
         self.votes: Collectives = self._host_votes()
 
     def new_group(
@@ -123,10 +126,26 @@ class Mesh:
         else:
             self._agree(f"collectives {name!r}", (name, carrier))
             made = self._over(carrier, name, device, timeout_s, given=path != "auto")
+        if self._waiting is not None and self.world_size > 1:
+            made = TimedCollectives(made, self._waiting)
         self._open.append(made)
         if self.rank == 0:
-            _log.info("collectives %r: %s on %s", name, type(made).__name__, device.type)
+            _log.info("collectives %r: %s on %s", name, carrier, device.type)
         return made
+
+    def time_waits(self) -> Waiting:
+        """Count the time of all collectives made from now on; the same clock at each call."""
+        if self._waiting is None:
+            self._waiting = Waiting()
+        return self._waiting
+
+    def abandon(self) -> None:
+        """Let go of all connections: ranks that wait for this one fail. No call may follow."""
+        for made in self._open:
+            made.close()
+        for group in self._groups:
+            with contextlib.suppress(RuntimeError):  # gone already, with its other ranks
+                group.abort()
 
     def close(self) -> None:
         """Close all collectives and end the groups that this mesh made. Not a collective call."""
@@ -259,8 +278,11 @@ def start(
     backend: str | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
+    owns_world: bool = False,
 ) -> Mesh:
     """Start the process groups of one rank; `shoal.comm.init` says what the arguments mean.
+
+    owns_world: `start_world` was called before, for this mesh.
 
     Raises:
         DeviceUnavailable, ConfigError: a device or backend that is not here or do not go together.
@@ -272,11 +294,11 @@ def start(
     timeout_s = _TIMEOUT_S[chosen] if timeout_s is None else timeout_s
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    owns = launch.world_size > 1 and not dist.is_initialized()
-    if owns:
-        _start_world(launch, place, chosen, timeout_s)
-    elif dist.is_initialized():
+    owns = launch.world_size > 1 and (owns_world or not dist.is_initialized())
+    if dist.is_initialized():
         _check_world(launch)
+    elif owns:
+        _start_world(launch, place, chosen, timeout_s)
     if seed is not None:
         seed_all(seed + launch.rank)
     try:
@@ -288,6 +310,28 @@ def start(
     if launch.rank == 0:
         _log.info("%s", effective_settings(mesh, os.environ))
     return mesh
+
+
+def start_world(launch: Launch, timeout_s: float | None) -> Collectives:
+    """Start torch's default process group before it is known which device the ranks use.
+
+    Returns:
+        collectives between the hosts of all ranks.
+
+    Raises:
+        LaunchError: torch.distributed was started before, with other ranks than `launch` says.
+        CollectiveFailed: the other ranks did not come within the timeout.
+    """
+    timeout_s = _TIMEOUT_S["gloo"] if timeout_s is None else timeout_s
+    host = torch.device("cpu")
+    if dist.is_initialized():
+        _check_world(launch)
+    else:
+        both = torch.cuda.is_available() and dist.is_nccl_available()
+        _start_world(launch, host, "cpu:gloo,cuda:nccl" if both else "gloo", timeout_s)
+    group = dist.group.WORLD
+    assert group is not None
+    return TorchCollectives(group, host, timeout_s)
 
 
 def _start_world(launch: Launch, device: torch.device, backend: str, timeout_s: float) -> None:

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from shoal.config.compose import ENVIRONMENT, from_mapping, load, to_yaml
+from shoal.config.synced import load_synced_config, require_same
 from shoal.config.tree import RunConfig
 
-__all__ = ["ENVIRONMENT", "RunConfig", "from_mapping", "load", "to_yaml"]
+__all__ = [
+    "ENVIRONMENT",
+    "RunConfig",
+    "from_mapping",
+    "load",
+    "load_synced_config",
+    "require_same",
+    "to_yaml",
+]

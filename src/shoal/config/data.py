@@ -15,6 +15,7 @@ from shoal.data import (
     Loader,
     Order,
     ParquetSource,
+    RankShare,
     Recipe,
     Source,
     Subset,
@@ -44,8 +45,12 @@ class RunData:
     evaluation: Loader
 
 
-def open_data(config: RunConfig) -> RunData:
+def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
     """Open a run's source and divide it into training and evaluation.
+
+    Args:
+        config: settings of the run; batch sizes count the examples of all ranks.
+        share: this rank's part of each batch; None: all of it.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do.
@@ -67,12 +72,14 @@ def open_data(config: RunConfig) -> RunData:
             _first(training, settings.max_examples),
             settings.batch_size,
             order=order,
+            share=share,
             prefetch=settings.prefetch,
             pin_memory=pins,
         ),
         evaluation=Loader(
             _first(evaluation, config.eval.max_examples),
             config.eval.batch_size,
+            share=share,
             prefetch=settings.prefetch,
             pin_memory=pins,
         ),

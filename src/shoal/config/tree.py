@@ -42,6 +42,7 @@ __all__ = [
     "DeepFMSettings",
     "DeepSettings",
     "DenseOptimizerSettings",
+    "DistributedSettings",
     "DlrmSettings",
     "EvalSettings",
     "FeatureSettings",
@@ -53,11 +54,13 @@ __all__ = [
     "ModelSettings",
     "OutputSettings",
     "ParquetSource",
+    "PlacementSettings",
     "RunConfig",
     "Section",
     "SourceSettings",
     "SyntheticSource",
     "TableSettings",
+    "WireSettings",
 ]
 
 
@@ -304,6 +307,50 @@ class OutputSettings(Section):
     save_model: bool = True
 
 
+Sharding = Literal[
+    "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
+]
+WireKind = Literal["bfloat16", "float16", "int8"]
+
+
+class PlacementSettings(Section):
+    """How tables are spread over ranks: the sharding type of all, and of those that differ."""
+
+    default: Sharding = "row_wise"
+    tables: dict[str, Sharding] = Field(default_factory=dict)
+
+
+class WireSettings(Section):
+    """Precision of rows and of their gradients between ranks; None: as they are."""
+
+    rows: WireKind | None = None
+    grads: WireKind | None = None
+
+
+def _by_default(value: Any) -> Any:
+    return {"default": value} if isinstance(value, str) else value
+
+
+class DistributedSettings(Section):
+    """What matters when a run has several ranks; one rank alone reads `staleness` only.
+
+    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's.
+    """
+
+    placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
+        default_factory=PlacementSettings
+    )
+    grad_reduce: Literal["mean", "sum"] = "mean"
+    per_sender_steps: bool = False
+    staleness: NonNegativeInt = 0
+    wire: WireSettings = Field(default_factory=WireSettings)
+    path: Literal["auto", "torch", "shared_memory", "mpi"] = "auto"
+    dense: Literal["ddp", "fsdp2"] = "ddp"
+    timeout_s: PositiveFloat | None = None
+    enable_alltoall_metrics: bool = False
+    enable_alltoall_metrics_for_slot: bool = False
+
+
 class RunConfig(Section):
     """The whole tree."""
 
@@ -327,6 +374,8 @@ class RunConfig(Section):
     nan_policy: Literal["raise", "skip", "clip"] = "raise"
     nan_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     evict_every_s: PositiveInt = 86_400
+    profile: str | None = None
+    distributed: DistributedSettings = Field(default_factory=DistributedSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")
     logging: LoggingSettings = Field(default_factory=LoggingSettings)

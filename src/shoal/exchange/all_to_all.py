@@ -13,7 +13,7 @@ Tables that every rank holds are read at home; their ids and gradients go to eve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -56,6 +56,9 @@ class AllToAllExchange:
             can step once for each: Monolith's order of things.
         wire: how rows and gradients travel; as they are, unless told otherwise.
 
+    Attributes:
+        on_trip: called with what crosses the wire for each training lookup; None: nobody asks.
+
     Raises:
         ConfigError: the shard, the placement and the ranks do not fit each other.
         UnknownName: no such grad_reduce.
@@ -87,6 +90,7 @@ class AllToAllExchange:
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
+        self.on_trip: Callable[[Trip], None] | None = None
 
     def _check_fit(self) -> None:
         ranks = self._collectives.world_size
@@ -163,6 +167,8 @@ class AllToAllExchange:
         ctx = sending.ctx
         self._collectives.step = ctx.global_step
         trip = self._trip(sending)
+        if self.on_trip is not None:
+            self.on_trip(trip)
         visits = self._visits(trip, counted=True)
         here = StepContext(global_step=ctx.global_step, event_time_s=trip.event_time_s)
         tickets: list[Ticket] = []

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
+from shoal.distributed import DistributedModelParallel
+from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding import EmbeddingCollection
+from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.rules.schedules import as_rate
+from shoal.table.hosting import plan_placement
+from shoal.train.ranks import ALONE, Ranks
 
-__all__ = ["Learner", "window_weight"]
+__all__ = ["Learner", "Scorer", "window_weight"]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -26,79 +32,17 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 _AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Learner:
-    """One model that trains: tables, dense module, and an optimizer for each.
+class Scorer(nn.Module):
+    """Batch -> logits float32 [B]: the lookup, then the dense module in the run's precision."""
 
-    Args:
-        name: its key in the metrics.
-        parts: the specs of its tables and its dense module.
-        config: device, seed, dense optimizer, clipping and mixed precision of the run.
-    """
-
-    def __init__(self, name: str, parts: ModelParts, config: RunConfig) -> None:
-        self.name = name
-        self.tables = EmbeddingCollection(
-            parts.tables, parts.features, parts.layouts, device=config.device, seed=config.seed
-        )
-        self.module = parts.module.to(config.device)
-        self.steps = 0
-        self._device = torch.device(config.device)
-        self._device_type = self._device.type
+    def __init__(self, tables: EmbeddingCollection, module: nn.Module, config: RunConfig) -> None:
+        super().__init__()
+        self.tables = tables
+        self.module = module
+        self._device_type = torch.device(config.device).type
         self._dtype = _AMP_DTYPES[config.amp]
-        self._clip_norm = config.clip_norm
-        self._dense_settings = config.dense_optimizer
-        self._dense = _dense_optimizer(self.module, config.dense_optimizer)
-        self._sparse = SparseOptimizer(
-            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
-        )
-        # Sparse first: it refuses a bad gradient before anything has changed.
-        self._joint = JointOptimizer([self._sparse, self._dense])
-        self._scaler = torch.amp.GradScaler(self._device_type, enabled=config.amp == "float16")
 
-    def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
-        """One optimizer step over the batches of a window; their losses add as one batch's would.
-
-        Returns:
-            the logits [B] of each batch, as they were before the step; detached, on the run's
-            device, which is not waited for.
-        """
-        self.tables.train()
-        self.module.train()
-        for group in self._dense.param_groups:
-            group["lr"] = as_rate(self._dense_settings.lr, self.steps)
-        total = sum(window_weight(batch) for batch in window)
-        seen: list[Tensor] = []
-        for batch in map(self._moved, window):
-            logits_B = self._forward(batch)
-            loss = binary_cross_entropy_with_logits(
-                logits_B, batch.labels, weight=batch.weights, reduction="sum"
-            )
-            self._scaler.scale(loss / total).backward()  # type: ignore[no-untyped-call]
-            seen.append(logits_B.detach())
-        self._apply()
-        return seen
-
-    def predict(self, batch: Batch) -> Tensor:
-        """Probabilities [B], float32, on the run's device; nothing is inserted."""
-        self.tables.eval()
-        self.module.eval()
-        with torch.inference_mode():
-            return self._forward(self._moved(batch)).sigmoid()
-
-    def check(self) -> None:
-        """Raise what the last steps found in gradients; waits for a GPU.
-
-        Raises:
-            NonFiniteGradient: NaN or infinity, under nan_policy "raise" with tables on a GPU.
-        """
-        self._joint.check()
-
-    def _moved(self, batch: Batch) -> Batch:
-        if self._device_type == "cpu":
-            return batch
-        return batch.pin_memory().to(self._device, non_blocking=True)
-
-    def _forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         inputs = self.tables(batch.ids, event_time_s=batch.event_time_s)
         with torch.autocast(
             self._device_type, dtype=self._dtype, enabled=self._dtype != torch.float32
@@ -106,13 +50,130 @@ class Learner:
             logits_B: Tensor = self.module(batch.dense, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
         return logits_B.float()
 
-    def _apply(self) -> None:
+
+class Learner:
+    """One model that trains: tables, dense module, and an optimizer for each.
+
+    Args:
+        name: its key in the metrics.
+        parts: the specs of its tables and its dense module.
+        config: device, seed, dense optimizer, clipping and mixed precision of the run.
+        ranks: over more than one, tables are placed, the dense module is replicated or split, and
+            batch normalisation counts the examples of all ranks.
+
+    Attributes:
+        model: Batch -> logits; a `DistributedModelParallel` over several ranks.
+        joint: steps rows and dense weights.
+    """
+
+    def __init__(
+        self, name: str, parts: ModelParts, config: RunConfig, ranks: Ranks = ALONE
+    ) -> None:
+        self.name = name
+        self.tables = EmbeddingCollection(
+            parts.tables, parts.features, parts.layouts, device=config.device, seed=config.seed
+        )
+        self.module = parts.module.to(config.device)
+        self.steps = 0
+        self._device = torch.device(config.device)
+        self._clip_norm = config.clip_norm
+        self._dense_settings = config.dense_optimizer
+        self.model: nn.Module = self._spread(config, ranks)
+        self._dense = _dense_optimizer(self.module, config.dense_optimizer)
+        self._sparse = SparseOptimizer(
+            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
+        )
+        # Sparse first: it refuses a bad gradient before anything has changed.
+        self.joint = JointOptimizer([self._sparse, self._dense])
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
+
+    def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
+        if ranks.mesh is None:
+            return Scorer(self.tables, self.module, config)
+        mesh, settings = ranks.mesh, config.distributed
+        if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
+            moments = mesh.collectives(f"batch normalisation of {self.name}", path=settings.path)
+            self.module = normalise_over_ranks(self.module, moments)
+        return DistributedModelParallel(
+            Scorer(self.tables, self.module, config),
+            plan_placement(
+                tuple(self.tables.tables.values()),
+                mesh.world_size,
+                default=settings.placement.default,
+                kinds=settings.placement.tables,
+                local_world_size=mesh.launch.local_world_size,
+            ),
+            mesh=mesh,
+            grad_reduce=settings.grad_reduce,
+            per_sender_steps=settings.per_sender_steps,
+            wire=Wire(settings.wire.rows, settings.wire.grads),
+            dense=settings.dense,
+            exchange_path=settings.path,
+        )
+
+    def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
+        """One optimizer step over the batches of a window; their losses add as one batch's would.
+
+        For one rank; several go through `shoal.train.driving`.
+
+        Returns:
+            the logits [B] of each batch, as they were before the step; detached, on the run's
+            device, which is not waited for.
+        """
+        self.model.train()
+        total = sum(window_weight(batch) for batch in window)
+        seen: list[Tensor] = []
+        for batch in map(self._moved, window):
+            logits_B = self.model(batch)
+            self.scaled(_loss_sum(logits_B, batch) / total).backward()  # type: ignore[no-untyped-call]
+            seen.append(logits_B.detach())
+        self.apply()
+        return seen
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(mean loss of a batch, times the loss scale; logits [B]); 0 for a batch of no weight."""
+        logits_B = self.model(batch)
+        if batch.weights is None:
+            mean = _loss_sum(logits_B, batch) / max(batch.labels.numel(), 1)
+        else:
+            mean = _loss_sum(logits_B, batch) / batch.weights.sum().clamp_min(1e-30)
+        return self.scaled(mean), logits_B
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A loss as backward takes it under mixed precision."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Probabilities [B], float32, on the run's device; nothing is inserted."""
+        self.model.eval()
+        with torch.inference_mode():
+            logits_B: Tensor = self.model(self._moved(batch))
+            return logits_B.sigmoid()
+
+    def check(self) -> None:
+        """Raise what the last steps found in gradients; waits for a GPU.
+
+        Raises:
+            NonFiniteGradient: NaN or infinity, under nan_policy "raise" with tables on a GPU.
+        """
+        self.joint.check()
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self._device.type == "cpu":
+            return batch
+        return batch.pin_memory().to(self._device, non_blocking=True)
+
+    def apply(self) -> None:
+        """One optimizer step over the gradients that backward left."""
+        for group in self._dense.param_groups:
+            group["lr"] = as_rate(self._dense_settings.lr, self.steps)
         if self._clip_norm is not None:
-            self._scaler.unscale_(self._joint)
+            self._scaler.unscale_(self.joint)
             clip_grad_norm_(self.module.parameters(), self._sparse, self._clip_norm)
-        self._scaler.step(self._joint)
+        self._scaler.step(self.joint)
         self._scaler.update()
-        self._joint.zero_grad()
+        self.joint.zero_grad()
         self.steps += 1
 
     @property
@@ -122,24 +183,25 @@ class Learner:
 
     @property
     def rows(self) -> int:
-        """Rows in all tables."""
+        """Rows in all tables of this process's shard."""
         shard = self.tables.shard
         return sum(shard.size(table) for table in range(len(shard.specs)))
 
     @property
     def row_bytes(self) -> int:
-        """Resident bytes of all tables."""
+        """Resident bytes of all tables of this process's shard."""
         return sum(stats.bytes_total for stats in self.tables.shard.stats())
-
-    def rows_by_table(self) -> dict[str, int]:
-        """Rows of each table, by name."""
-        shard = self.tables.shard
-        return {spec.name: shard.size(table) for table, spec in enumerate(shard.specs)}
 
 
 def window_weight(batch: Batch) -> float:
     """What a batch weighs in a loss: its examples, or the sum of their weights."""
     return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
+
+
+def _loss_sum(logits_B: Tensor, batch: Batch) -> Tensor:
+    return binary_cross_entropy_with_logits(
+        logits_B, batch.labels, weight=batch.weights, reduction="sum"
+    )
 
 
 def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from shoal.data import Batch
 from shoal.errors import DataError, describe
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.telemetry import Progress, ProgressState, ScalarSink, Telemetry
+from shoal.train.driving import Overlap, overlapping, plainly
+from shoal.train.gathering import counted_rows
 from shoal.train.learner import Learner
+from shoal.train.observing import Observer, Unobserved
+from shoal.train.ranks import ALONE, Ranks
 from shoal.train.recorder import Recorder
 
 __all__ = ["CALIBRATION_BINS", "Watch", "judge", "train"]
@@ -23,10 +27,11 @@ class Watch:
     """How a loop is watched.
 
     Args:
-        progress: the bar; telemetry: counters of examples, ids and steps.
+        progress: the bar; telemetry: counters of examples, ids and steps of this rank.
         sink: where points of the curves go.
-        stride: examples between two points.
+        stride: examples, over all ranks, between two points.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
+        observer: sees every step, and has scalars of its own for each point.
     """
 
     progress: Progress
@@ -34,20 +39,28 @@ class Watch:
     sink: ScalarSink
     stride: int
     evict_every_s: int | None = None
+    observer: Observer = field(default_factory=Unobserved)
 
 
 def train(
-    learners: Sequence[Learner], batches: Iterable[Batch], accumulation: int, watch: Watch
+    learners: Sequence[Learner],
+    batches: Iterable[Batch],
+    accumulation: int,
+    watch: Watch,
+    overlap: Overlap | None = None,
 ) -> Recorder:
     """Train all learners on the same batches, one pass.
 
-    The first learner is the one that progress and table growth are about.
+    The first learner is the one that progress and table growth are about. Over several ranks
+    points of the curves are collective calls; where they are depends on examples alone.
 
     Args:
         learners: one or more.
-        batches: in the order to train on.
+        batches: in the order to train on; over several ranks this rank's shares of them, which
+            know their position.
         accumulation: batches per optimizer step.
         watch: what happens beside.
+        overlap: go through a pipeline; None: window by window, on one rank.
 
     Raises:
         DataError: no batches.
@@ -55,60 +68,73 @@ def train(
         NonFiniteGradient: under nan_policy "raise"; tables on a GPU tell at the next point of
             the curves, or when training ends.
     """
-    main = learners[0]
-    recorder = Recorder([learner.name for learner in learners])
+    main, ranks = learners[0], ALONE if overlap is None else overlap.ranks
+    recorder = Recorder([learner.name for learner in learners], ranks)
     steps, examples, ids = (watch.telemetry.counter(n) for n in ("steps", "examples", "ids"))
-    next_point, evict_at = watch.stride, None
-    with watch.progress as progress:
-        for window in _windows(batches, accumulation):
-            recorder.add(window, {one.name: one.train_step(window) for one in learners})
+    next_point, done = watch.stride, 0
+    if overlap is None:
+        windows = plainly(learners, batches, accumulation, watch.evict_every_s)
+    else:
+        windows = overlapping(learners, batches, accumulation, watch.evict_every_s, overlap)
+    with watch.progress as progress, watch.observer:
+        for trained in windows:
+            recorder.add(trained.window, trained.logits)
             steps.add()
-            examples.add(sum(batch.labels.numel() for batch in window))
-            ids.add(sum(batch.ids.values_N.numel() for batch in window))
-            if watch.evict_every_s is not None:
-                evict_at = _evict(learners, window, evict_at, watch.evict_every_s)
-            if recorder.examples >= next_point:
+            examples.add(sum(batch.labels.numel() for batch in trained.window))
+            ids.add(sum(batch.ids.values_N.numel() for batch in trained.window))
+            watch.observer.stepped()
+            done = trained.window[-1].position if ranks.many else recorder.examples
+            if done >= next_point:
                 _check(learners)
-                watch.sink.write(steps.value, _point(recorder, main))
-                next_point = recorder.examples + watch.stride
-            if progress.due():
-                progress.show(_state(recorder, main, ids.value))
-        if not recorder.examples:
+                _point(recorder, main, watch, ranks)
+                next_point = done + watch.stride
+            if ranks.leads and progress.due():
+                progress.show(_state(recorder, main, ids.value, done, ranks))
+        if not done:
             raise _no_examples("training")
         _check(learners)
-        if not recorder.curves.examples or recorder.curves.examples[-1] < recorder.examples:
-            watch.sink.write(steps.value, _point(recorder, main))
-        progress.show(_state(recorder, main, ids.value), final=True)
+        if not recorder.curves.examples or recorder.curves.examples[-1] < done:
+            _point(recorder, main, watch, ranks)
+        if ranks.leads:
+            progress.show(_state(recorder, main, ids.value, done, ranks), final=True)
     return recorder
 
 
 def judge(
-    learners: Sequence[Learner], batches: Iterable[Batch], progress: Progress
+    learners: Sequence[Learner], batches: Iterable[Batch], progress: Progress, ranks: Ranks = ALONE
 ) -> dict[str, BinaryResult]:
     """Evaluate all learners on the same batches, by name; nothing is inserted or changed.
+
+    Over several ranks each judges its shares; the figures are those of all examples, exactly.
 
     Raises:
         DataError: no batches.
     """
     metrics = {one.name: BinaryMetrics(bins=CALIBRATION_BINS) for one in learners}
-    examples = 0
+    examples = done = 0
     with progress:
         for batch in batches:
             for one in learners:
                 metrics[one.name].update(one.predict(batch), batch.labels, batch.weights)
             examples += batch.labels.numel()
-            if progress.due():
-                progress.show(ProgressState(examples=examples))
-        if not examples:
+            done = batch.position if ranks.many else examples
+            if ranks.leads and progress.due():
+                progress.show(ProgressState(examples=done))
+        if not done:
             raise _no_examples("evaluation")
-        progress.show(ProgressState(examples=examples), final=True)
+        if ranks.leads:
+            progress.show(ProgressState(examples=done), final=True)
+    if ranks.many:
+        metrics = _merged(ranks.gathered(metrics, what="metrics of an evaluation"))
     return {name: sheet.compute() for name, sheet in metrics.items()}
 
 
-def _windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    source = iter(batches)
-    while window := list(islice(source, size)):
-        yield window
+def _merged(every: Sequence[dict[str, BinaryMetrics]]) -> dict[str, BinaryMetrics]:
+    first, *others = every
+    for other in others:
+        for name, sheet in first.items():
+            sheet.merge(other[name])
+    return first
 
 
 def _check(learners: Sequence[Learner]) -> None:
@@ -116,30 +142,30 @@ def _check(learners: Sequence[Learner]) -> None:
         one.check()
 
 
-def _point(recorder: Recorder, main: Learner) -> dict[str, float]:
-    return recorder.point(main.rows_by_table())
+def _point(recorder: Recorder, main: Learner, watch: Watch, ranks: Ranks) -> None:
+    rows = counted_rows(main.tables, ranks.rank)
+    scalars = recorder.point(rows, main.row_bytes, watch.observer.scalars())
+    watch.sink.write(watch.telemetry.counter("steps").value, watch.observer.completed(scalars))
 
 
-def _state(recorder: Recorder, main: Learner, ids: int) -> ProgressState:
+def _state(
+    recorder: Recorder, main: Learner, ids: int, examples: int, ranks: Ranks
+) -> ProgressState:
     loss, auc = recorder.figures()
+    rows, row_bytes = main.rows, 0
+    if ranks.many:  # those of the last point: asking the others takes all of them
+        ids, row_bytes = recorder.total_ids, recorder.row_bytes
+        rows = sum(counts[-1] for counts in recorder.curves.rows.values() if counts)
+    else:
+        row_bytes = main.row_bytes
     return ProgressState(
-        examples=recorder.examples,
+        examples=examples,
         ids=ids,
-        loss=loss[main.name],
+        loss=loss[main.name] if math.isfinite(loss[main.name]) else None,
         auc=auc[main.name],
-        rows=main.rows,
-        row_bytes=main.row_bytes,
+        rows=rows,
+        row_bytes=row_bytes,
     )
-
-
-def _evict(
-    learners: Sequence[Learner], window: Sequence[Batch], due_s: int | None, every_s: int
-) -> int:
-    now_s = max(batch.event_time_s for batch in window)
-    if due_s is not None and now_s >= due_s:
-        for one in learners:
-            one.tables.shard.evict(now_s)
-    return now_s + every_s if due_s is None or now_s >= due_s else due_s
 
 
 def _no_examples(what: str) -> DataError:

@@ -12,6 +12,7 @@ from shoal.data import Batch
 from shoal.errors import DataError, describe
 from shoal.telemetry import Progress, ProgressState
 from shoal.train.learner import Learner
+from shoal.train.ranks import ALONE, Ranks
 
 __all__ = ["SCHEMA", "write_predictions"]
 
@@ -21,23 +22,36 @@ SCHEMA = pa.schema(
 
 
 def write_predictions(
-    path: Path, learner: Learner, batches: Iterable[Batch], progress: Progress
+    path: Path,
+    learner: Learner,
+    batches: Iterable[Batch],
+    progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
 
-    The file appears under its name when it is whole.
+    The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
+    batch, what all have predicted of their shares.
 
     Raises:
         DataError: the file cannot be written.
     """
+    if not ranks.leads:
+        for batch in batches:
+            ranks.gathered(_rows(learner, batch), what="predictions of a batch")
+        return 0
     partial = path.with_name(path.name + ".partial")
     examples = 0
     try:
         with progress, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
             for batch in batches:
-                rows = _rows(learner, batch)
-                writer.write_batch(rows)
-                examples += rows.num_rows
+                mine = _rows(learner, batch)
+                every = [mine]
+                if ranks.many:
+                    every = ranks.gathered(mine, what="predictions of a batch")
+                for rows in every:
+                    writer.write_batch(rows)
+                    examples += rows.num_rows
                 if progress.due():
                     progress.show(ProgressState(examples=examples))
             progress.show(ProgressState(examples=examples), final=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.data import Batch
 from shoal.errors import InputError, describe
 from shoal.metrics import BinaryMetrics, log_loss
+from shoal.train.ranks import ALONE, Ranks
 
 __all__ = ["Curves", "Recorder"]
 
@@ -34,18 +35,29 @@ class Curves:
 
 
 class Recorder:
-    """Gathers logits of named models batch by batch; `point` turns them into figures."""
+    """Gathers logits of named models batch by batch; `point` turns them into figures.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Over several ranks a point is a collective call, the only one: what happened on all ranks is
+    added up there, and figures between points are those of the last.
+
+    Attributes:
+        examples: of this rank so far.
+        total_examples, total_ids, row_bytes: over all ranks, at the last point.
+    """
+
+    def __init__(self, names: Sequence[str], ranks: Ranks = ALONE) -> None:
         self.curves = Curves()
+        self._ranks = ranks
         self._pending: dict[str, list[Tensor]] = {name: [] for name in names}
         self._labels: list[Tensor] = []
         self._weights: list[Tensor | None] = []
         self._metrics = {name: BinaryMetrics(exact_auc=False) for name in names}
+        self._shown = self._metrics
         self._loss_sum = dict.fromkeys(names, 0.0)
         self._weight_sum = 0.0
         self._loss = dict.fromkeys(names, math.nan)
-        self.examples = 0
+        self.examples = self.ids = 0
+        self.total_examples = self.total_ids = self.row_bytes = 0
 
     def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
         """Remember the batches of a step and what each model said of them."""
@@ -55,6 +67,7 @@ class Recorder:
             self._labels.append(batch.labels)
             self._weights.append(batch.weights)
             self.examples += batch.labels.numel()
+            self.ids += batch.ids.values_N.numel()
 
     def figures(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Per model the loss since the last point (or that point's) and the AUC so far.
@@ -62,11 +75,15 @@ class Recorder:
         Raises:
             InputError: a prediction is not a number: the model has diverged.
         """
-        if self._labels:
-            self._drain()
-        if self._weight_sum:
-            self._loss = {name: total / self._weight_sum for name, total in self._loss_sum.items()}
-        return self._loss, {name: metrics.running_auc() for name, metrics in self._metrics.items()}
+        if not self._ranks.many:
+            if self._labels:
+                self._drain()
+            self._set_loss(self._loss_sum, self._weight_sum)
+        return self._loss, {name: metrics.running_auc() for name, metrics in self._shown.items()}
+
+    def _set_loss(self, loss_sum: Mapping[str, float], weight_sum: float) -> None:
+        if weight_sum:
+            self._loss = {name: total / weight_sum for name, total in loss_sum.items()}
 
     def _drain(self) -> None:
         labels_B = torch.cat(self._labels)
@@ -74,37 +91,76 @@ class Recorder:
         weight = float(labels_B.numel() if weights_B is None else weights_B.sum())
         for name, logits in self._pending.items():
             probabilities_B = torch.cat(logits).sigmoid()
+            logits.clear()
+            if not probabilities_B.numel():  # this rank's shares were empty
+                continue
             if not bool(probabilities_B.isfinite().all()):
                 raise _diverged(name, self.examples)
             self._metrics[name].update(probabilities_B, labels_B, weights_B)
-            self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
-            logits.clear()
+            if weight:
+                self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
         self._weight_sum += weight
         self._labels.clear()
         self._weights.clear()
 
-    def point(self, rows: Mapping[str, int]) -> dict[str, float]:
-        """Add a point to the curves; returns it as scalars for the logs."""
+    def point(
+        self, rows: Mapping[str, int], row_bytes: int, beside: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Add a point to the curves; returns it as scalars for the logs.
+
+        Args:
+            rows: of this rank that count, by table.
+            row_bytes: of all tables of this rank.
+            beside: further scalars of this rank; over several ranks their means are logged.
+        """
+        if self._labels:
+            self._drain()
+        rows, beside = self._meet(dict(rows), row_bytes, dict(beside or {}))
         loss, auc = self.figures()
         self._loss_sum = dict.fromkeys(self._loss_sum, 0.0)
         self._weight_sum = 0.0
-        self.curves.examples.append(self.examples)
+        self.curves.examples.append(self.total_examples)
         for name in self._pending:
             self.curves.loss.setdefault(name, []).append(loss[name])
             self.curves.auc.setdefault(name, []).append(auc[name])
         for table, count in rows.items():
             self.curves.rows.setdefault(table, []).append(count)
-        scalars = {"examples": float(self.examples)}
+        scalars = {"examples": float(self.total_examples)}
         for name in self._pending:
             scalars |= {f"loss/{name}": loss[name], f"auc/{name}": auc[name]}
-        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()}
+        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()} | beside
+
+    def _meet(
+        self, rows: dict[str, int], row_bytes: int, beside: dict[str, float]
+    ) -> tuple[dict[str, int], dict[str, float]]:
+        """Make totals and shown figures those of all ranks; rows and further scalars, too."""
+        if not self._ranks.many:
+            self.total_examples, self.total_ids, self.row_bytes = self.examples, self.ids, row_bytes
+            return rows, beside
+        own = [self.examples, self.ids, row_bytes, self._weight_sum]
+        numbers = [*own, *self._loss_sum.values(), *rows.values(), *beside.values()]
+        every = [metrics.totals() for metrics in self._metrics.values()]
+        head = torch.tensor(numbers, dtype=torch.float64)
+        summed = self._ranks.total(torch.cat([head, *every]), what="metrics of a point")
+        found = summed[: len(numbers)].tolist()
+        self.total_examples, self.total_ids, self.row_bytes = (int(n) for n in found[:3])
+        names, at = list(self._metrics), len(own)
+        self._set_loss(dict(zip(names, found[at : at + len(names)], strict=True)), found[3])
+        at += len(names)
+        counts = [int(n) for n in found[at : at + len(rows)]]
+        means = [n / self._ranks.world_size for n in found[at + len(rows) :]]
+        parts = summed[len(numbers) :].chunk(len(names))
+        self._shown = {
+            name: BinaryMetrics.of_totals(part) for name, part in zip(names, parts, strict=True)
+        }
+        return dict(zip(rows, counts, strict=True)), dict(zip(beside, means, strict=True))
 
     @property
     def base_rate(self) -> float:
-        """Weighted mean label of all examples so far."""
-        if self._labels:
+        """Weighted mean label of all examples so far; over several ranks, at the last point."""
+        if self._labels and not self._ranks.many:
             self._drain()
-        return next(iter(self._metrics.values())).compute().mean_label
+        return next(iter(self._shown.values())).compute().mean_label
 
 
 def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:

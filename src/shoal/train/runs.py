@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from shoal import checkpoint, report
-from shoal.config import RunConfig
+from shoal.config import RunConfig, require_same
 from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data
 from shoal.config.tree import LogisticSettings
 from shoal.metrics import BinaryResult
-from shoal.table.factory import resolve_device
 from shoal.telemetry import (
     FanOut,
     JsonLines,
@@ -27,10 +27,15 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
+from shoal.train.driving import Overlap
 from shoal.train.folder import RunFolder
+from shoal.train.gathering import whole_tables
 from shoal.train.learner import Learner
 from shoal.train.loop import Watch, judge, train
+from shoal.train.observing import RunObserver
 from shoal.train.predictions import write_predictions
+from shoal.train.ranks import Ranks, gather_ranks, seed_rank
+from shoal.train.recorder import Recorder
 from shoal.train.summary import BASE_RATE, RunResult
 
 __all__ = ["evaluate", "predict", "run"]
@@ -43,26 +48,41 @@ Metrics = Mapping[str, Mapping[str, float]]
 def run(config: RunConfig, *, console: Console) -> RunResult:
     """Train a model and its baselines, judge them, and write the run folder.
 
+    Under a launcher of several ranks (torchrun, mpirun, srun) all of them train one model. Rank 0
+    prints and writes; every rank gets the result.
+
     Args:
-        config: the settings.
+        config: the settings; the same on every rank.
         console: where progress, the table of metrics and the report's path are printed.
 
     Raises:
-        ShoalError: wrong settings or data, a model that diverged, a table that is full.
+        ShoalError: wrong settings or data, a model that diverged, a table that is full; over
+            several ranks on all of them, with the rank and the step where it happened.
     """
-    data, learners = _open(config)
-    events = _writes_events(config, console)
-    folder = folders.create(config)
-    with closing(_sinks(config, folder, events=events)) as sink:
-        result = _train_and_judge(config, folder, data, learners, (sink, console))
+    ranks, placed = gather_ranks(config)
+    with ranks.together():
+        if ranks.many:
+            require_same(ranks.votes, config)
+        return _run(config, placed, ranks, ranks.console(console))
+
+
+def _run(config: RunConfig, placed: RunConfig, ranks: Ranks, console: Console) -> RunResult:
+    data, learners = _open(placed, ranks)
+    events = ranks.leads and _writes_events(config, console)
+    folder = folders.create(config) if ranks.leads else None
+    folder = ranks.gathered(folder, what="run folder")[0]
+    with closing(_sinks(config, folder, ranks, events=events)) as sink:
+        result = _train_and_judge(placed, folder, data, learners, (sink, console), ranks)
     if config.output.save_model:
-        _save(folder, learners)
+        _save(folder, learners, ranks)
     _print_path(console, "report", folder.report)
     return result
 
 
 def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Metrics:
     """Judge the models of a trained run again and print the table of metrics.
+
+    The run may have been trained by another number of ranks.
 
     Args:
         run: a run folder, or a config file: then its latest run.
@@ -73,13 +93,17 @@ def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Me
         ShoalError: no trained run there, or wrong settings or data.
     """
     folder, config = folders.find(run, overrides)
-    base_rate = folder.read_metrics()["models"].get(BASE_RATE, {}).get("mean_prediction", 0.0)
-    data, learners = _open(config)
-    _load(folder, learners)
-    judged = _judge(config, console, data, learners)
-    metrics = _metrics(config, judged, base_rate)
-    console.print(summary.metric_table(metrics, summary.table_title(judged)))
-    return metrics
+    ranks, config = gather_ranks(config)
+    with ranks.together():
+        figures = folder.read_metrics()["models"]
+        base_rate = figures.get(BASE_RATE, {}).get("mean_prediction", 0.0)
+        data, learners = _open(config, ranks)
+        _load(folder, learners, ranks)
+        console = ranks.console(console)
+        judged = _judge(config, console, data, learners, ranks)
+        metrics = _metrics(config, judged, base_rate)
+        console.print(summary.metric_table(metrics, summary.table_title(judged)))
+        return metrics
 
 
 def predict(
@@ -90,7 +114,7 @@ def predict(
     Args:
         run: a run folder, or a config file: then its latest run.
         overrides: changes to the run's settings, say to predict other data.
-        out: the file to write; None puts it into the run folder.
+        out: the file to write; None puts it into the run folder. Rank 0 writes it.
         console: where progress and the path are printed.
 
     Returns:
@@ -100,23 +124,24 @@ def predict(
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
     folder, config = folders.find(run, overrides)
-    data, learners = _open(config)
-    _load(folder, learners)
-    file = folder.predictions if out is None else out
-    progress = _progress(config, console, "predict", data.evaluation.examples)
-    write_predictions(file, learners[0], data.evaluation, progress)
-    _print_path(console, "predictions", file)
-    return file
+    ranks, config = gather_ranks(config)
+    with ranks.together():
+        data, learners = _open(config, ranks)
+        _load(folder, learners, ranks)
+        console = ranks.console(console)
+        file = folder.predictions if out is None else out
+        progress = _progress(config, console, "predict", data.evaluation.examples)
+        write_predictions(file, learners[0], data.evaluation, progress, ranks)
+        _print_path(console, "predictions", file)
+        return file
 
 
-def _open(config: RunConfig) -> tuple[RunData, list[Learner]]:
+def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
     """The data, and the run's model with the baseline that learns, if it is asked for."""
-    # The folder keeps "auto", so that a run may be judged where there is no GPU.
-    config = config.model_copy(update={"device": resolve_device(config.device)})
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    data = open_data(config)
+    data = open_data(config, ranks.share)
     models: dict[str, AnyModel] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
@@ -124,7 +149,10 @@ def _open(config: RunConfig) -> tuple[RunData, list[Learner]]:
         name: build_parts(config, model, offered=data.features, num_dense=data.num_dense)
         for name, model in models.items()
     }
-    return data, [Learner(name, parts, config) for name, parts in every.items()]
+    learners = [Learner(name, parts, config, ranks) for name, parts in every.items()]
+    ranks.step = lambda: learners[0].steps
+    seed_rank(config, ranks)
+    return data, learners
 
 
 def _train_and_judge(
@@ -133,6 +161,7 @@ def _train_and_judge(
     data: RunData,
     learners: Sequence[Learner],
     output: tuple[ScalarSink, Console],
+    ranks: Ranks,
 ) -> RunResult:
     sink, console = output
     telemetry = Telemetry()
@@ -142,25 +171,29 @@ def _train_and_judge(
         sink=sink,
         stride=_stride(config, data),
         evict_every_s=config.evict_every_s if learners[0].expires else None,
+        observer=RunObserver(config, ranks, learners[0]),
     )
+    staleness = config.distributed.staleness
+    overlap = Overlap(ranks=ranks, staleness=staleness) if ranks.many or staleness else None
     with telemetry.timer("train"):
-        recorder = train(learners, data.train, config.accumulation, watch)
-    judged = _judge(config, console, data, learners)
+        recorder = train(learners, data.train, config.accumulation, watch, overlap)
+    judged = _judge(config, console, data, learners, ranks)
     metrics = _metrics(config, judged, recorder.base_rate)
     sink.write(learners[0].steps, _eval_scalars(metrics))
-    result = _result(folder, metrics, learners[0], telemetry)
-    folder.write_metrics({"name": config.name, **result.as_json()})
-    report.write(folder.report, summary.build_report(config, result, recorder.curves, judged))
+    result = _result(folder, metrics, recorder, telemetry)
+    if ranks.leads:
+        folder.write_metrics({"name": config.name, **result.as_json()})
+        report.write(folder.report, summary.build_report(config, result, recorder.curves, judged))
     console.print(summary.metric_table(metrics, summary.table_title(judged)))
     console.print(summary.closing_line(result), highlight=False)
     return result
 
 
 def _judge(
-    config: RunConfig, console: Console, data: RunData, learners: Sequence[Learner]
+    config: RunConfig, console: Console, data: RunData, learners: Sequence[Learner], ranks: Ranks
 ) -> Mapping[str, BinaryResult]:
     progress = _progress(config, console, "judge", data.evaluation.examples)
-    return judge(learners, data.evaluation, progress)
+    return judge(learners, data.evaluation, progress, ranks)
 
 
 def _progress(config: RunConfig, console: Console, title: str, total: int | None) -> Progress:
@@ -179,8 +212,10 @@ def _writes_events(config: RunConfig, console: Console) -> bool:
     return bool(wanted)
 
 
-def _sinks(config: RunConfig, folder: RunFolder, *, events: bool) -> ScalarSink:
+def _sinks(config: RunConfig, folder: RunFolder, ranks: Ranks, *, events: bool) -> ScalarSink:
     sinks: list[ScalarSink] = []
+    if not ranks.leads:
+        return FanOut()
     if events:
         sinks.append(TensorBoard(folder.logs))
     if config.logging.jsonl:
@@ -199,16 +234,16 @@ def _metrics(
 
 
 def _result(
-    folder: RunFolder, metrics: Metrics, learner: Learner, telemetry: Telemetry
+    folder: RunFolder, metrics: Metrics, recorder: Recorder, telemetry: Telemetry
 ) -> RunResult:
     return RunResult(
         folder=folder.path,
         report=folder.report,
         metrics=metrics,
-        rows=learner.rows_by_table(),
-        bytes_total=learner.row_bytes,
-        examples=telemetry.counter("examples").value,
-        ids=telemetry.counter("ids").value,
+        rows={table: counts[-1] for table, counts in recorder.curves.rows.items()},
+        bytes_total=recorder.row_bytes,
+        examples=recorder.total_examples,
+        ids=recorder.total_ids,
         steps=telemetry.counter("steps").value,
         train_s=telemetry.timer("train").total_s,
     )
@@ -222,21 +257,27 @@ def _eval_scalars(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def _save(folder: RunFolder, learners: Sequence[Learner]) -> None:
-    checkpoint.save(
-        folder.model,
-        shards={learner.name: learner.tables.shard for learner in learners},
-        modules={learner.name: learner.module for learner in learners},
-        step=learners[0].steps,
-    )
+def _save(folder: RunFolder, learners: Sequence[Learner], ranks: Ranks) -> None:
+    shards, modules = _saved(learners, ranks)
+    if ranks.leads:
+        checkpoint.save(folder.model, shards=shards, modules=modules, step=learners[0].steps)
+    else:
+        checkpoint.attend(shards=shards, modules=modules)
+    if ranks.many:
+        ranks.gathered(None, what="end of a save")
 
 
-def _load(folder: RunFolder, learners: Sequence[Learner]) -> None:
-    checkpoint.load(
-        folder.model,
-        shards={learner.name: learner.tables.shard for learner in learners},
-        modules={learner.name: learner.module for learner in learners},
-    )
+def _load(folder: RunFolder, learners: Sequence[Learner], ranks: Ranks) -> None:
+    shards, modules = _saved(learners, ranks)
+    checkpoint.load(folder.model, shards=shards, modules=modules)
+
+
+def _saved(
+    learners: Sequence[Learner], ranks: Ranks
+) -> tuple[dict[str, checkpoint.Rows], dict[str, nn.Module]]:
+    tables = {learner.name: learner.tables for learner in learners}
+    modules = {learner.name: learner.module for learner in learners}
+    return whole_tables(tables, ranks.votes), modules
 
 
 def _print_path(console: Console, what: str, path: Path) -> None:

@@ -1,0 +1,243 @@
+"""What is watched beside the metrics of a model: waiting, devices, exchanges, a profile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from shoal.config import RunConfig
+from shoal.errors import ConfigError, describe
+from shoal.exchange import AllToAllExchange
+from shoal.exchange.partition import Trip
+from shoal.train.learner import Learner
+from shoal.train.ranks import Ranks
+
+__all__ = ["Observer", "RunObserver", "Unobserved"]
+
+_log = logging.getLogger("shoal.train")
+
+_HOT_IDS = 3
+_WAIT_STEPS, _WARMUP_STEPS, _PROFILED_STEPS = 2, 2, 6
+
+
+class Observer(Protocol):
+    """Sees a training loop from beside."""
+
+    def __enter__(self) -> Observer: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+    def stepped(self) -> None:
+        """A step is done."""
+        ...
+
+    def scalars(self) -> dict[str, float]:
+        """This rank's scalars since the last call; the same names on every rank."""
+        ...
+
+    def completed(self, scalars: dict[str, float]) -> dict[str, float]:
+        """The scalars of a point, means over ranks, with those that follow from them."""
+        ...
+
+
+class Unobserved:
+    """Sees nothing."""
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing to end."""
+
+    def stepped(self) -> None:
+        """See `Observer`."""
+
+    def scalars(self) -> dict[str, float]:
+        """See `Observer`."""
+        return {}
+
+    def completed(self, scalars: dict[str, float]) -> dict[str, float]:
+        """See `Observer`."""
+        return scalars
+
+
+class RunObserver:
+    """Share of time that goes into communication, use of the device, exchanges, and a profile.
+
+    Args:
+        config: `profile` and the flags of `distributed`.
+        ranks: who trains together.
+        main: the model whose exchange is looked at.
+
+    Raises:
+        ConfigError: the folder of the profile cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        main: Learner,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._ranks = ranks
+        self._device = torch.device(config.device)
+        self._clock = clock
+        self._since_s, self._waited_s = clock(), 0.0
+        settings = config.distributed
+        self._per_slot = settings.enable_alltoall_metrics_for_slot
+        self._watches = settings.enable_alltoall_metrics or self._per_slot
+        self._main = main
+        self._trip: Trip | None = None
+        self._profile = _profiler(config.profile, ranks.rank) if config.profile else None
+
+    def __enter__(self) -> Observer:
+        self._since_s = self._clock()
+        if self._ranks.waiting is not None:
+            self._waited_s = self._ranks.waiting.total_s
+        if self._watches and self._ranks.many:
+            _ = self._main.tables.exchange.collectives  # one that waits for a batch is made here
+            exchange = self._main.tables.exchange
+            if isinstance(exchange, AllToAllExchange):
+                exchange.on_trip = self._saw
+        if self._profile is not None:
+            self._profile.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+
+    def stepped(self) -> None:
+        """See `Observer`."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def scalars(self) -> dict[str, float]:
+        """See `Observer`."""
+        now_s, found = self._clock(), {}
+        if self._ranks.waiting is not None:
+            waited_s = self._ranks.waiting.total_s
+            found["time/communication_share"] = (waited_s - self._waited_s) / max(
+                now_s - self._since_s, 1e-9
+            )
+            self._waited_s = waited_s
+        self._since_s = now_s
+        if self._device.type == "cuda":
+            found |= _device_use(self._device)
+        if self._watches and self._trip is not None:
+            found |= self._exchanged(self._trip)
+        return found
+
+    def completed(self, scalars: dict[str, float]) -> dict[str, float]:
+        """See `Observer`."""
+        to = [v for name, v in scalars.items() if name.startswith("alltoall/ids_to_rank/")]
+        if to and sum(to):
+            scalars = scalars | {"alltoall/imbalance": max(to) * len(to) / sum(to)}
+        return scalars
+
+    def _saw(self, trip: Trip) -> None:
+        self._trip = trip
+
+    def _exchanged(self, trip: Trip) -> dict[str, float]:
+        """Sizes and splits of the last lookup, and by table how hot its hottest id is."""
+        sent_WX = trip.sizes.sent_WX[:, :-1]
+        found = {
+            "alltoall/ids": float(trip.parcel.offsets_N.numel()),
+            "alltoall/unique_ids": float(sent_WX.sum()),
+            "alltoall/row_bytes": float(
+                sum(
+                    floats * lane.real.itemsize
+                    for floats, lane in zip(trip.floats(), trip.lanes.lanes, strict=True)
+                )
+            ),
+        }
+        for rank, count in enumerate(sent_WX.sum(1).tolist()):
+            found[f"alltoall/ids_to_rank/{rank}"] = float(count)
+        if self._per_slot:
+            found |= _by_table(trip, log=self._ranks.leads)
+        return found
+
+
+def _by_table(trip: Trip, *, log: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    hot: list[str] = []
+    for lane, packed in zip(trip.lanes.lanes, trip.parcel.packed, strict=True):
+        sizes_WK = packed.sizes_WK.cpu()
+        if lane.replicated:
+            sizes_WK = sizes_WK[:1]
+        sizes = sizes_WK.flatten().tolist()
+        ids = packed.ids_N.cpu()[: sum(sizes)].split(sizes)
+        counts = packed.counts_N.cpu()[: sum(sizes)].split(sizes)
+        tables = len(lane.tables)
+        for k, table in enumerate(lane.tables):
+            if table.hosted.start:
+                continue  # slices of the same rows
+            name = table.hosted.table
+            ids_U, counts_U = torch.cat(ids[k::tables]), torch.cat(counts[k::tables])
+            top = counts_U.topk(min(_HOT_IDS, counts_U.numel()))
+            total = float(counts_U.sum())
+            found[f"alltoall/unique_ids/{name}"] = float(ids_U.numel())
+            found[f"alltoall/hottest_share/{name}"] = float(top.values[0]) / total if total else 0.0
+            shares = zip(ids_U[top.indices].tolist(), top.values.tolist(), strict=True)
+            hot += [f"{name} {id} ({count} of {total:.0f})" for id, count in shares]
+    if log:
+        _log.info("hot ids of the last batch on rank 0: %s", ", ".join(hot))
+    return found
+
+
+def _device_use(device: torch.device) -> dict[str, float]:
+    found = {"device/memory_bytes": float(torch.cuda.memory_allocated(device))}
+    try:
+        found["device/utilisation"] = torch.cuda.utilization(device) / 100
+    except (ModuleNotFoundError, RuntimeError):  # no NVML here, or one that will not tell
+        found["device/utilisation"] = float("nan")
+    return found
+
+
+def _profiler(folder: str, rank: int) -> torch.profiler.profile:
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            describe(
+                "profile",
+                got=f"{folder} ({error.strerror})",
+                allowed="a folder that can be written",
+                remedy="Set profile=FOLDER.",
+            )
+        ) from error
+
+    def ready(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(place / f"rank{rank}.json"))
+
+    activities: Sequence[torch.profiler.ProfilerActivity] = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
+    schedule = torch.profiler.schedule(
+        wait=_WAIT_STEPS, warmup=_WARMUP_STEPS, active=_PROFILED_STEPS, repeat=1
+    )
+    return torch.profiler.profile(
+        activities=list(activities), schedule=schedule, on_trace_ready=ready
+    )
