@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, Overrides, clean_errors, console
+from shoal.cli.shell import Debug, Overrides, console, one_job
 
 __all__ = ["evaluate"]
 
@@ -33,7 +33,7 @@ def evaluate(
 
       shoal eval examples/flights.yaml eval.max_examples=10000
     """
-    with clean_errors(debug):
+    with one_job(debug):
         from shoal import train as training
 
         training.evaluate(run, overrides or (), console=console())

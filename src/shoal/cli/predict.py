@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, Overrides, clean_errors, console
+from shoal.cli.shell import Debug, Overrides, console, one_job
 
 __all__ = ["predict"]
 
@@ -42,7 +42,7 @@ def predict(
 
       shoal predict examples/flights.yaml eval.max_examples=10000
     """
-    with clean_errors(debug):
+    with one_job(debug):
         from shoal import train as training
 
         training.predict(run, overrides or (), out=out, console=console())

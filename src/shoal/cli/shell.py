@@ -36,6 +36,16 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
+def one_job(debug: bool) -> Iterator[None]:
+    """`clean_errors` of a command that several ranks run together; ends their process groups."""
+    from shoal.comm.launch import shutdown
+
+    with clean_errors(debug):
+        yield
+        shutdown()
+
+
+@contextmanager
 def clean_errors(debug: bool) -> Iterator[None]:
     """Print an error of ours as one message and exit with 2; with `debug`, let it through."""
     try:

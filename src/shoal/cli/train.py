@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, Overrides, clean_errors, console
+from shoal.cli.shell import Debug, Overrides, console, one_job
 
 __all__ = ["train"]
 
@@ -33,9 +33,17 @@ def train(
       shoal train examples/flights.yaml 'tables.default.optimizer={kind: adam, lr: 0.01}'
 
       shoal train examples/flights.yaml '~features.history' data.max_examples=20000
+
+    On several ranks (also under mpirun and srun), with the same result:
+
+      torchrun --nproc-per-node 2 -m shoal.cli train examples/flights.yaml
     """
-    with clean_errors(debug):
+    with one_job(debug):
         from shoal import config as settings
         from shoal import train as training
+        from shoal.comm.launch import early_votes
 
-        training.run(settings.load(config, overrides or ()), console=console())
+        synced = settings.load_synced_config(
+            early_votes(), lambda: settings.load(config, overrides or ())
+        )
+        training.run(synced, console=console())

@@ -91,6 +91,7 @@ def overlapping(
     logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
     try:
         while True:
+            overlap.ranks.votes.step = learners[0].steps
             try:
                 given = pipeline.progress(source)
             except StopIteration:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.comm.collectives import Collectives
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
@@ -78,6 +79,7 @@ class Learner:
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
+        self._moments: Collectives | None = None
         self.model: nn.Module = self._spread(config, ranks)
         self._dense = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(
@@ -92,8 +94,10 @@ class Learner:
             return Scorer(self.tables, self.module, config)
         mesh, settings = ranks.mesh, config.distributed
         if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
-            moments = mesh.collectives(f"batch normalisation of {self.name}", path=settings.path)
-            self.module = normalise_over_ranks(self.module, moments)
+            self._moments = mesh.collectives(
+                f"batch normalisation of {self.name}", path=settings.path
+            )
+            self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, config),
             plan_placement(
@@ -175,6 +179,8 @@ class Learner:
         self._scaler.update()
         self.joint.zero_grad()
         self.steps += 1
+        if self._moments is not None:
+            self._moments.step = self.steps
 
     @property
     def expires(self) -> bool:

@@ -61,8 +61,7 @@ def run(config: RunConfig, *, console: Console) -> RunResult:
     """
     ranks, placed = gather_ranks(config)
     with ranks.together():
-        if ranks.many:
-            require_same(ranks.votes, config)
+        require_same(ranks.votes, config)
         return _run(config, placed, ranks, ranks.console(console))
 
 
@@ -92,9 +91,10 @@ def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Me
     Raises:
         ShoalError: no trained run there, or wrong settings or data.
     """
-    folder, config = folders.find(run, overrides)
-    ranks, config = gather_ranks(config)
+    folder, settings = folders.find(run, overrides)
+    ranks, config = gather_ranks(settings)
     with ranks.together():
+        require_same(ranks.votes, settings)
         figures = folder.read_metrics()["models"]
         base_rate = figures.get(BASE_RATE, {}).get("mean_prediction", 0.0)
         data, learners = _open(config, ranks)
@@ -123,9 +123,10 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    folder, config = folders.find(run, overrides)
-    ranks, config = gather_ranks(config)
+    folder, settings = folders.find(run, overrides)
+    ranks, config = gather_ranks(settings)
     with ranks.together():
+        require_same(ranks.votes, settings)
         data, learners = _open(config, ranks)
         _load(folder, learners, ranks)
         console = ranks.console(console)
