@@ -1,0 +1,297 @@
+"""`shoal train` on two ranks is `shoal train` on one, and ends on both when it ends on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from shoal import config, train
+from shoal.comm.launch import early_votes
+from shoal.data.loader import Loader
+from shoal.errors import ConfigError, DataError
+from shoal.train.learner import Learner
+from support.ranks import free_port, launcher_variables, run_ranks, start_ranks
+
+pytestmark = pytest.mark.multiproc
+
+ROOT = Path(__file__).parents[2]
+SILENT = Console(quiet=True)
+# The last batch of a pass has one example: rank 0 has none of it.
+TRAIN, BATCH = 993, 31
+TABLE = {
+    "dim": 8,
+    "initializer": {"kind": "uniform", "minval": -0.5, "maxval": 0.5},
+    "optimizer": {"kind": "adagrad", "lr": 0.3},
+}
+SOURCE = {
+    "kind": "synthetic",
+    "examples": TRAIN,
+    "eval_examples": 321,
+    "num_features": 3,
+    "vocabulary": 20,
+    "num_dense": 2,
+    "signal": 3.0,
+}
+DATA = {"source": SOURCE, "batch_size": BATCH, "epochs": 2, "shuffle": "replays"}
+BASE = {
+    "name": "tiny",
+    "seed": 3,
+    "threads": 1,
+    "data": DATA,
+    "eval": {"batch_size": 100},
+    "tables": {"default": TABLE},
+    "model": {"kind": "deepfm", "hidden": [4]},
+    "dense_optimizer": {"kind": "sgd", "lr": 0.05},
+    "logging": {"points": 5, "tensorboard": False},
+}
+PLAIN: dict[str, Any] = {}
+ACCUMULATED = {
+    "accumulation": 3,
+    "clip_norm": 0.05,
+    "distributed": {"placement": "column_wise", "enable_alltoall_metrics_for_slot": True},
+}
+NORMED = {
+    "model": {"kind": "dlrm", "hidden": [4], "bottom": [8], "batch_norm": True},
+    # The last batch has two examples, one a rank; a batch of one has no variance.
+    "data": {**DATA, "source": {**SOURCE, "examples": TRAIN + 1}},
+    "distributed": {
+        "placement": {"default": "table_wise", "tables": {"f1": "data_parallel"}},
+        "path": "torch",
+    },
+}
+ADMITTED = {
+    "tables": {
+        "default": {
+            **TABLE,
+            "admission": {"threshold": 3, "on": "after"},
+            "expiry": {"ttl_s": 300},
+        }
+    },
+    "evict_every_s": 200,
+    "amp": "bfloat16",
+}
+CASES = {"plain": PLAIN, "accumulated": ACCUMULATED, "normed": NORMED, "admitted": ADMITTED}
+
+
+def settings(folder: Path, changes: Mapping[str, Any]) -> config.RunConfig:
+    return config.from_mapping({**BASE, **changes, "output": {"dir": str(folder)}})
+
+
+def trained(folder: Path, cases: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    found = []
+    for number, changes in enumerate(cases):
+        result = train.run(settings(folder / str(number), changes), console=SILENT)
+        figures = (result.examples, result.ids, result.steps)
+        found.append((dict(result.metrics), dict(result.rows), figures, result.folder))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    cases = list(CASES.values())
+    alone = trained(folder / "one", cases)
+    (first, second) = run_ranks(2, trained, folder / "two", cases, timeout_s=100)
+    assert [run[1:] for run in first] == [run[1:] for run in second]
+    return alone, first
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=list(CASES))
+def test_two_ranks_train_the_model_of_one(runs: tuple[list[Any], list[Any]], case: int) -> None:
+    alone, both = (side[case] for side in runs)
+    assert both[1] == alone[1]
+    assert both[2] == alone[2]
+    loose = 2e-3 if list(CASES)[case] == "admitted" else 1e-4  # bfloat16 rounds either way
+    for model, sheet in alone[0].items():
+        assert both[0][model] == pytest.approx(sheet, rel=loose), model
+
+
+def points(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "logs" / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if '"examples"' in line]
+
+
+def test_points_are_where_one_rank_has_them(runs: tuple[list[Any], list[Any]]) -> None:
+    for alone, both in zip(*(side[:2] for side in runs), strict=True):
+        for one, two in zip(points(alone[3]), points(both[3]), strict=True):
+            assert (one["step"], one["examples"]) == (two["step"], two["examples"])
+            for name in ("loss/deepfm", "auc/deepfm", "loss/logistic"):
+                assert two[name] == pytest.approx(one[name], rel=1e-4)
+
+
+def test_logs_tell_of_communication(runs: tuple[list[Any], list[Any]]) -> None:
+    _, both = runs
+    assert all(0 <= point["time/communication_share"] <= 1 for point in points(both[0][3]))
+    last = points(both[1][3])[-1]
+    assert last["alltoall/imbalance"] >= 1
+    assert last["alltoall/unique_ids"] <= 2 * last["alltoall/ids"]
+    assert 0 < last["alltoall/hottest_share/f0"] <= 1
+    assert "alltoall/ids" not in points(both[0][3])[-1]
+
+
+def judged(folders: Sequence[Path]) -> list[Any]:
+    found = []
+    for folder in folders:
+        sheets = train.evaluate(str(folder), console=SILENT)
+        file = train.predict(str(folder), out=folder / "again.parquet", console=SILENT)
+        found.append((dict(sheets), file))
+    return found
+
+
+def test_what_either_saved_the_other_judges(runs: tuple[list[Any], list[Any]]) -> None:
+    import pyarrow.parquet as pq
+
+    alone, both = runs
+    for run, (sheets, _) in zip(both, judged([run[3] for run in both]), strict=True):
+        assert sheets["logistic"] == pytest.approx(run[0]["logistic"], rel=1e-6)
+        assert sheets["base_rate"] == pytest.approx(run[0]["base_rate"], rel=1e-6)
+    (first, _) = run_ranks(2, judged, [run[3] for run in alone], timeout_s=60)
+    for run, (sheets, file) in zip(alone, first, strict=True):
+        assert dict(sheets) == {name: pytest.approx(run[0][name], rel=1e-5) for name in run[0]}
+        mine = train.predict(str(run[3]), console=SILENT)
+        assert pq.read_table(file)["label"] == pq.read_table(mine)["label"]
+        theirs, own = (pq.read_table(path)["prediction"].to_pylist() for path in (file, mine))
+        assert theirs == pytest.approx(own, rel=1e-5)
+
+
+def synced(names: Sequence[str]) -> list[str]:
+    """What `load_synced_config` and `require_same` say, of a config of each rank's own."""
+    votes = early_votes()
+
+    def load() -> config.RunConfig:
+        assert votes.rank == 0
+        return config.from_mapping({**BASE, "seed": 7})
+
+    def fail() -> config.RunConfig:
+        raise ConfigError("no such file on rank 0")
+
+    def differ() -> config.RunConfig:
+        config.require_same(votes, config.from_mapping({**BASE, "name": names[votes.rank]}))
+        raise AssertionError("told apart")
+
+    seed = config.load_synced_config(votes, load).seed
+    told = []
+    for act in (lambda: config.load_synced_config(votes, fail), differ):
+        with pytest.raises(ConfigError) as raised:
+            act()
+        told.append(str(raised.value))
+    return [str(seed), *told]
+
+
+def test_configs_are_the_same_or_nothing_starts() -> None:
+    for told in run_ranks(2, synced, ["a", "b"]):
+        assert told[:2] == ["7", "no such file on rank 0"]
+        assert "name: a" in told[2]
+        assert "name: b" in told[2]
+
+
+def broken(folder: Path, how: str) -> None:
+    """A run in which rank 1 ends in step 5."""
+    plain_batch, plain_apply = Loader._batch, Learner.apply
+
+    def batch(self: Loader, number: int, start: int, stop: int) -> Any:
+        if how == "data" and self.share.rank == 1 and start == 5 * BATCH:
+            raise DataError("row 160 is no row")
+        return plain_batch(self, number, start, stop)
+
+    def apply(self: Learner) -> None:
+        if self.steps == 5 and os.environ["RANK"] == "1":
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raise":
+                raise ValueError("no such thing")
+        plain_apply(self)
+
+    Loader._batch, Learner.apply = batch, apply  # type: ignore[method-assign]
+    train.run(settings(folder, {"baselines": ["base_rate"]}), console=SILENT)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("data", ["rank 1 of 2, step", "row 160 is no row"]),
+        ("raise", ["rank 0 of 2, step 5", "rank 1 of 2, step 5: ValueError: no such thing"]),
+        ("kill", ["rank 0 of 2, step 5", "collective 'vote on finite gradients' at step 5"]),
+    ],
+)
+def test_one_rank_that_ends_ends_both(tmp_path: Path, how: str, told: list[str]) -> None:
+    began = time.monotonic()
+    ranks = start_ranks(2, broken, tmp_path, how, timeout_s=50)
+    outcomes = ranks.outcomes()
+    assert not outcomes[0][0]
+    assert not outcomes[1][0]
+    assert outcomes[0][1] != "hung"
+    assert outcomes[1][1] != "hung"
+    for words in told:
+        assert words in outcomes[0][1]
+    assert time.monotonic() - began < 50
+
+
+def shoal(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SHOAL_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    try:
+        texts = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+
+
+def test_two_agents_of_torchrun_train_one_model(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump({**BASE, "data": {**DATA, "epochs": 1}}))
+    port = free_port()
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    job = ["-m", "shoal.cli", "train", str(file), f"output.dir={tmp_path / 'runs'}"]
+    agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    agent += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [
+        shoal(
+            [*agent, f"--node-rank={node}", *job],
+            loopback,
+        )
+        for node in range(2)
+    ]
+    (code, out, err), (other, silent, more) = ended(agents)
+    assert (code, other) == (0, 0), err + more
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
+    assert silent == ""
+    alone = train.run(config.load(file, [f"output.dir={tmp_path / 'alone'}"]), console=SILENT)
+    figures = json.loads((folder / "metrics.json").read_text())
+    assert figures["rows_by_table"] == alone.rows
+    assert figures["models"]["deepfm"]["auc"] == pytest.approx(alone.metrics["deepfm"]["auc"])
+
+
+def test_a_wrong_config_is_told_and_ends_with_2(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("name: wrong\ndata: {source: synthetic}\nmodel: {kind: nothing}\n")
+    port = free_port()
+    job = ["-m", "shoal.cli", "train", str(file)]
+    found = ended([shoal(job, launcher_variables(rank, 2, port)) for rank in range(2)])
+    for code, _, err in found:
+        assert code == 2
+        assert "unknown kind of model" in err
