@@ -47,8 +47,8 @@ class Alarm:
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._rank, self._world_size = mesh.rank, mesh.world_size
         # A store of its own connection: another call that waits does not keep this one waiting.
-        store = dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
-        self._store: dist.Store = store.clone() if hasattr(store, "clone") else store
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store
         self._name = name
 
     def ring(self, ending: Ending) -> None:

@@ -19,7 +19,7 @@ class Wide(nn.Module):
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.bias = nn.Parameter(torch.zeros(1))
         # a parameter without elements would count as unused in data-parallel training
         self.dense = nn.Parameter(torch.zeros(num_dense)) if num_dense else None
 

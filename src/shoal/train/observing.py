@@ -186,8 +186,8 @@ def _by_table(trip: Trip, *, log: bool) -> dict[str, float]:
         if lane.replicated:
             sizes_WK = sizes_WK[:1]
         sizes = sizes_WK.flatten().tolist()
-        ids = packed.ids_N.cpu()[: sum(sizes)].split(sizes)
-        counts = packed.counts_N.cpu()[: sum(sizes)].split(sizes)
+        ids = torch.split(packed.ids_N.cpu()[: sum(sizes)], sizes)
+        counts = torch.split(packed.counts_N.cpu()[: sum(sizes)], sizes)
         tables = len(lane.tables)
         for k, table in enumerate(lane.tables):
             if table.hosted.start:
