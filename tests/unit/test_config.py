@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from shoal import config
+from shoal.comm.collectives import LocalCollectives
 from shoal.config import named
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, build_parts
 from shoal.config.tree import Section
@@ -261,3 +262,38 @@ def test_names_that_data_or_features_do_not_have_are_refused(
 def test_built_values_stay_frozen_dataclasses():
     table = load().tables["default"]
     assert dataclasses.is_dataclass(table.optimizer)
+
+
+def test_settings_of_several_ranks():
+    plain = settings().distributed
+    assert (plain.placement.default, plain.grad_reduce, plain.staleness) == ("row_wise", "mean", 0)
+    short = load("distributed.placement=grid", "distributed.wire.rows=int8").distributed
+    assert (short.placement.default, short.wire.rows, short.wire.grads) == ("grid", "int8", None)
+    named_ones = load("distributed.placement.tables.tail=data_parallel").distributed.placement
+    assert (named_ones.default, named_ones.tables) == ("row_wise", {"tail": "data_parallel"})
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("distributed.placement=rows", ["distributed.placement.default", "'rows'", "'row_wise'"]),
+        ("distributed.placement.tables.tail=x", ["distributed.placement.tables.tail", "'grid'"]),
+        ("distributed.wire.rows=int4", ["distributed.wire.rows", "'int4'"]),
+        ("distributed.staleness=-1", ["distributed.staleness", "-1"]),
+        ("distributed.stale=1", ["'distributed.stale'", "distributed.staleness"]),
+        ("distributed.path=rdma", ["distributed.path", "'rdma'", "'shared_memory'"]),
+    ],
+)
+def test_wrong_settings_of_several_ranks_say_so(override: str, parts: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_rank_loads_its_config_itself():
+    votes = LocalCollectives()
+    assert config.load_synced_config(votes, settings) == settings()
+    config.require_same(votes, settings())
+    with pytest.raises(UnknownName, match="baddevice"):
+        config.load_synced_config(votes, lambda: settings(baddevice=1))

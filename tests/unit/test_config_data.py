@@ -9,6 +9,7 @@ import torch
 
 from shoal import config
 from shoal.config.data import RunData, open_data
+from shoal.data import RankShare
 from shoal.errors import ConfigError, DataError
 
 COLUMNS = {
@@ -125,3 +126,17 @@ def test_flights_split_at_november_unless_told():
     told = opened({"kind": "flights"}, split="2013-11-01T00:00:00-04:00")
     assert default.train.examples == told.train.examples > 250_000
     assert default.evaluation.examples == told.evaluation.examples > 50_000
+
+
+def test_each_rank_has_its_share_of_every_batch(file: str):
+    settings = config.from_mapping(
+        {
+            "name": "t",
+            "data": {"source": {**SOURCE, "paths": [file]}, "split": LATER, "batch_size": 2},
+        }
+    )
+    shares = [open_data(settings, RankShare(rank, 2)) for rank in range(2)]
+    per_batch = [[batch.labels.tolist() for batch in data.train] for data in shares]
+    assert per_batch == [[[1], []], [[0], [0]]]
+    assert [len(data.evaluation) for data in shares] == [1, 1]
+    assert labels(shares[0].evaluation) + labels(shares[1].evaluation) == [1, 1, 0]
