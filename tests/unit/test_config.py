@@ -276,7 +276,7 @@ def test_settings_of_several_ranks():
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("distributed.placement=rows", ["distributed.placement.default", "'rows'", "'row_wise'"]),
+        ("distributed.placement=rows", ["distributed.placement", "'rows'", "'row_wise'"]),
         ("distributed.placement.tables.tail=x", ["distributed.placement.tables.tail", "'grid'"]),
         ("distributed.wire.rows=int4", ["distributed.wire.rows", "'int4'"]),
         ("distributed.staleness=-1", ["distributed.staleness", "-1"]),
