@@ -16,7 +16,9 @@ constexpr std::int64_t kNap = 20'000'000;       // between looks at whether peer
 constexpr std::int64_t kTurn = 100'000'000;     // of the worker, between looks at whether to stop
 constexpr std::uint64_t kStreamed = 8u << 20;   // messages that would not stay in the caches
 constexpr std::size_t kOwnAtOnce = 64u << 10;
-constexpr int kWorkerSpins = 50;  // its core may be its caller's
+constexpr int kPauses = 100;
+constexpr std::int64_t kAwake = 100'000;  // before sleeping, whose end costs as much
+constexpr std::int64_t kAwakeCrowded = 20'000;
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -32,25 +34,27 @@ void pause() {
 #endif
 }
 
+void copy(char* to, const char* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
 void copy_past_caches(char* to, const char* from, std::size_t bytes) {
   if constexpr (kStreamVector != 0) {
     const std::size_t odd = reinterpret_cast<std::uintptr_t>(to) % kStreamVector;
     const std::size_t first = odd == 0 ? 0 : std::min(bytes, kStreamVector - odd);
-    std::memcpy(to, from, first);
+    copy(to, from, first);
     stream_bytes(to + first, from + first, bytes - first);
   } else {
-    std::memcpy(to, from, bytes);
+    copy(to, from, bytes);
   }
 }
 
-// Moves `bytes` between a message and a slot; `copy(run, slot, count)` knows the direction.
-template <class Copy>
-void walk(Message& message, char* slot, std::size_t bytes, Copy copy) {
+// Moves `bytes` between a message and a slot; `move(run, slot, count)` knows the direction.
+template <class Move>
+void walk(Message& message, char* slot, std::size_t bytes, Move move) {
   message.moved += bytes;
   while (bytes > 0) {
     const Bytes& run = message.runs[message.run];
     const std::size_t count = std::min(bytes, run.count - message.inside);
-    copy(run.at + message.inside, slot, count);
+    move(run.at + message.inside, slot, count);
     slot += count;
     bytes -= count;
     message.inside += count;
@@ -64,10 +68,13 @@ void walk(Message& message, char* slot, std::size_t bytes, Copy copy) {
 void copy_own(SharedCall& call, int rank) {
   Message& from = call.sends[rank];
   Message& to = call.receives[rank];
+  const bool streamed = to.whole >= kStreamed;
   for (const Bytes& run : to.runs) {
-    walk(from, run.at, run.count,
-         [](const char* source, char* target, std::size_t n) { std::memcpy(target, source, n); });
+    walk(from, run.at, run.count, [streamed](const char* source, char* target, std::size_t n) {
+      streamed ? copy_past_caches(target, source, n) : copy(target, source, n);
+    });
   }
+  if (streamed) end_stream();
   to.moved = to.whole;
   call.own_copied = true;
 }
@@ -96,7 +103,7 @@ SharedGroup::SharedGroup(std::shared_ptr<SharedRegion> region, int rank, std::in
       timeout_ns_(timeout_ns),
       process_(getpid()) {
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  spins_ = world_size_ <= cores ? 2000 : 50;
+  awake_ns_ = world_size_ <= cores ? kAwake : kAwakeCrowded;
   RankCell& cell = region_->cell(rank_);
   cell.pid.store(process_);
   cell.state.store(static_cast<std::uint32_t>(RankState::attached));
@@ -120,6 +127,7 @@ void SharedGroup::start(const std::shared_ptr<SharedCall>& call) {
   Lock lock(gate_->mutex);
   if (!alive()) return;
   call->number = ++started_;
+  region_->note_core(rank_);
   if (call->sends[rank_].whole <= kOwnAtOnce) copy_own(*call, rank_);
   const bool next = !moving_ && std::all_of(calls_.begin(), calls_.end(), [](const auto& earlier) {
     return earlier->sent();
@@ -138,11 +146,11 @@ void SharedGroup::start(const std::shared_ptr<SharedCall>& call) {
 }
 
 // Moves the first call on, unlocked meanwhile.
-void SharedGroup::turn(Lock& lock, std::int64_t until_ns, int spins) {
+void SharedGroup::turn(Lock& lock, std::int64_t until_ns) {
   const std::shared_ptr<SharedCall> first = calls_.front();
   moving_ = true;
   lock.unlock();
-  advance(*first, until_ns, spins);
+  advance(*first, until_ns);
   lock.lock();
   moving_ = false;
   if (first->own_copied && first->sent() && first->received()) {
@@ -156,15 +164,17 @@ bool SharedGroup::wait(SharedCall& call, std::int64_t most_ns) {
   if (getpid() != process_) return false;
   const std::int64_t until = now_ns() + most_ns;
   Lock lock(gate_->mutex);
+  waiting_.fetch_add(1);
   while (!call.done && alive()) {
     const std::int64_t left = until - now_ns();
     if (left <= 0) break;
     if (moving_) {
       gate_->changed.wait_for(lock, std::chrono::nanoseconds(left));
     } else {
-      turn(lock, until, spins_);
+      turn(lock, until);
     }
   }
+  waiting_.fetch_sub(1);
   return call.done;
 }
 
@@ -176,14 +186,14 @@ void SharedGroup::work() {
           return !call->sent();
         });
     if (needed) {
-      turn(lock, now_ns() + kTurn, kWorkerSpins);
+      turn(lock, now_ns() + kTurn);
     } else {
       gate_->changed.wait(lock);
     }
   }
 }
 
-void SharedGroup::advance(SharedCall& call, std::int64_t until_ns, int spins) {
+void SharedGroup::advance(SharedCall& call, std::int64_t until_ns) {
   if (call.deadline_ns == 0) call.deadline_ns = now_ns() + timeout_ns_;
   if (!call.own_copied) copy_own(call, rank_);
   while (alive()) {
@@ -198,7 +208,7 @@ void SharedGroup::advance(SharedCall& call, std::int64_t until_ns, int spins) {
     }
     if (finished) return;
     if (moved) continue;
-    await(call, until_ns, spins);
+    await(call, until_ns);
     if (now_ns() >= until_ns && !ready(call)) return;
   }
 }
@@ -216,7 +226,7 @@ bool SharedGroup::push(SharedCall& call, int to) {
   ring.slots[head % kSlots] =
       SlotInfo{call.number, message.whole, call.tag, static_cast<std::uint32_t>(bytes)};
   walk(message, region_->slot(rank_, to, head), bytes,
-       [](const char* run, char* slot, std::size_t n) { std::memcpy(slot, run, n); });
+       [](const char* run, char* slot, std::size_t n) { copy(slot, run, n); });
   ring.head.store(head + 1);
   region_->ring_bell(to);
   return true;
@@ -243,15 +253,12 @@ bool SharedGroup::pop(SharedCall& call, int from) {
     fail(std::move(failure));
     return false;
   }
-  const char* slot = region_->slot(from, rank_, tail);
-  if (message.whole >= kStreamed) {
-    walk(message, const_cast<char*>(slot), info.bytes,
-         [](char* run, const char* at, std::size_t n) { copy_past_caches(run, at, n); });
-    end_stream();
-  } else {
-    walk(message, const_cast<char*>(slot), info.bytes,
-         [](char* run, const char* at, std::size_t n) { std::memcpy(run, at, n); });
-  }
+  const bool streamed = message.whole >= kStreamed;
+  walk(message, region_->slot(from, rank_, tail), info.bytes,
+       [streamed](char* run, const char* slot, std::size_t n) {
+         streamed ? copy_past_caches(run, slot, n) : copy(run, slot, n);
+       });
+  if (streamed) end_stream();
   ring.tail.store(tail + 1);
   region_->ring_bell(from);
   return true;
@@ -274,10 +281,27 @@ bool SharedGroup::ready(const SharedCall& call) const {
   return false;
 }
 
-void SharedGroup::await(SharedCall& call, std::int64_t until_ns, int spins) {
-  for (int spin = 0; spin < spins; ++spin) {
+// Not while nobody waits: this core may be the one that the caller computes on. Nor on a core that
+// a peer needs: yielding does not always give it up.
+bool SharedGroup::worth_staying_awake(const SharedCall& call) const {
+  const int core = region_->note_core(rank_);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_ || (call.sends[peer].finished() && call.receives[peer].finished())) continue;
+    const int other = region_->cell(peer).core.load(std::memory_order_relaxed);
+    if (other == core && core >= 0) return false;
+  }
+  return waiting_.load() > 0;
+}
+
+void SharedGroup::await(SharedCall& call, std::int64_t until_ns) {
+  for (int spin = 0; spin < kPauses; ++spin) {
     if (ready(call)) return;
     pause();
+  }
+  const std::int64_t awake_until = now_ns() + (worth_staying_awake(call) ? awake_ns_ : 0);
+  while (now_ns() < awake_until) {
+    if (ready(call)) return;
+    std::this_thread::yield();
   }
   RankCell& cell = region_->cell(rank_);
   cell.asleep.store(1);

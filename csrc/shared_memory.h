@@ -80,14 +80,15 @@ class SharedGroup {
   using Lock = std::unique_lock<std::mutex>;
 
   bool alive() const;
-  void turn(Lock& lock, std::int64_t until_ns, int spins);
+  void turn(Lock& lock, std::int64_t until_ns);
   void work();
-  void advance(SharedCall& call, std::int64_t until_ns, int spins);
+  void advance(SharedCall& call, std::int64_t until_ns);
   bool push(SharedCall& call, int to);
   bool pop(SharedCall& call, int from);
   bool ready(const SharedCall& call, int peer) const;
   bool ready(const SharedCall& call) const;
-  void await(SharedCall& call, std::int64_t until_ns, int spins);
+  bool worth_staying_awake(const SharedCall& call) const;
+  void await(SharedCall& call, std::int64_t until_ns);
   void check(const SharedCall& call, bool slept);
   void fail(Failure failure);
 
@@ -96,7 +97,7 @@ class SharedGroup {
   const int world_size_;
   const std::int64_t timeout_ns_;
   const int process_;
-  int spins_;
+  std::int64_t awake_ns_;
   Peers peers_;
 
   std::unique_ptr<Gate> gate_ = std::make_unique<Gate>();
@@ -104,6 +105,7 @@ class SharedGroup {
   std::deque<std::shared_ptr<SharedCall>> calls_;  // not done, in order
   std::uint64_t started_ = 0;
   bool moving_ = false;  // a thread moves bytes of the first call, without the lock
+  std::atomic<int> waiting_{0};  // threads inside `wait`
   std::atomic<bool> stopped_{false};
   std::atomic<bool> failed_{false};
   Failure failure_;

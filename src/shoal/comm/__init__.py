@@ -9,6 +9,7 @@ from shoal.comm.collectives import (
     ReduceOp,
     Sizes,
 )
+from shoal.comm.shared_memory import SharedMemoryCollectives
 from shoal.comm.torch_collectives import TorchCollectives
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Pending",
     "PendingSizes",
     "ReduceOp",
+    "SharedMemoryCollectives",
     "Sizes",
     "TorchCollectives",
 ]

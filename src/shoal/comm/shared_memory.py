@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import secrets
-import socket
 import time
 import zlib
 from collections import deque
@@ -14,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,16 +30,11 @@ from shoal.comm.collectives import (
     check_values,
     gathered_objects,
 )
-from shoal.errors import CollectiveFailed, ConfigError, ShapeError, collective_failed, describe
+from shoal.comm.shared_region import join, refusal
+from shoal.errors import CollectiveFailed, ShapeError, collective_failed, describe
 
 __all__ = ["SharedMemoryCollectives"]
 
-logger = logging.getLogger(__name__)
-
-_SLOT_BYTES = 256 << 10
-_LEAST_SLOT_BYTES = 16 << 10
-_MOST_BYTES = 256 << 20  # of all rings of a group
-_SLOTS = 4
 _POOLED_BYTES = 1 << 20  # results from here on take memory whose pages are warm
 _REDUCED_WHOLE_BYTES = 64 << 10  # every rank combines such values whole
 _CLOSED = "the collectives were closed or belong to another process"
@@ -52,33 +42,6 @@ _LOOK_S = 0.1  # between looks at signals while waiting
 
 # Where a part's rows are and go, the bytes of a row, rows to and from each rank.
 _Runs = tuple[int, int, int, Sequence[int], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """What ranks that can share memory and see each other's processes have in common."""
-
-    host: str
-    boot: str
-    processes: str
-
-    @classmethod
-    def here(cls) -> _Home:
-        return cls(
-            socket.gethostname(),
-            _text_of(Path("/proc/sys/kernel/random/boot_id")),
-            os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else "",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What each rank tells before the region is opened; only rank 0 has a name or an error."""
-
-    home: _Home
-    name: str = ""
-    token: int = 0
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,12 +89,12 @@ class SharedMemoryCollectives:
         self.step = 0
         self.timeout_s = timeout_s
         if self.device.type != "cpu":
-            raise _refusal("device of shared-memory collectives", device, "cpu")
+            raise refusal("device of shared-memory collectives", device, "cpu")
         self._process = os.getpid()
         self._closed = False
         self._failure: CollectiveFailed | None = None
         self._under_way: deque[_UnderWay] = deque()
-        self._group = _join(bootstrap, timeout_s)
+        self._group = join(bootstrap, timeout_s)
 
     def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
         """See `Collectives`."""
@@ -220,6 +183,11 @@ class SharedMemoryCollectives:
         self._closed = True
         self._group.close()
         self._under_way.clear()
+
+    def __del__(self) -> None:
+        # The group's thread stops before the tensors that it may be moving go.
+        if hasattr(self, "_group"):
+            self.close()
 
     def _all_gather(self, flat_N: Tensor, what: str) -> tuple[_UnderWay, Tensor]:
         """Begin to give `flat_N` to all ranks; the second is what comes, [W, N]."""
@@ -361,59 +329,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _core.pooled_bytes(size).view(dtype).view(shape)
 
 
-def _join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
-    """Create the region on rank 0, open it everywhere, and take its name away again."""
-    what = "shared memory"
-    mine = _Offer(_Home.here())
-    region: _core.SharedRegion | None = None
-    if bootstrap.rank == 0:
-        region, mine = _create(bootstrap.world_size, mine.home)
-    try:
-        offers: list[_Offer] = bootstrap.gather_objects(mine, what=what)
-        homes = {offer.home for offer in offers}
-        if len(homes) > 1:
-            hosts = ", ".join(f"{offer.home.host}" for offer in offers)
-            raise _refusal(
-                "hosts of the ranks", hosts, "one host, and one container, for all of them"
-            )
-        first = offers[0]
-        if first.error:
-            raise _refusal("memory for the rings between ranks", first.error, "some MB in /dev/shm")
-        error = ""
-        if region is None:
-            try:
-                region = _core.SharedRegion.open(first.name, first.token)
-            except OSError as failure:
-                error = str(failure)
-        group = _core.SharedGroup(region, bootstrap.rank, timeout_s) if region else None
-        errors = bootstrap.gather_objects(error, what=what)
-    finally:
-        if mine.name:
-            _core.SharedRegion.unlink(mine.name)
-    if group is None or any(errors):
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
-        raise _refusal("shared memory of the ranks", told, "memory that all of them can open")
-    group.watch_peers()
-    return group
-
-
-def _create(world_size: int, home: _Home) -> tuple[_core.SharedRegion | None, _Offer]:
-    name, token = f"/shoal-{secrets.token_hex(8)}", secrets.randbits(63)
-    pairs = max(1, world_size * (world_size - 1))
-    slot_bytes = _SLOT_BYTES
-    while slot_bytes > _LEAST_SLOT_BYTES and pairs * _SLOTS * slot_bytes > _MOST_BYTES:
-        slot_bytes //= 2
-    while True:
-        try:
-            region = _core.SharedRegion.create(name, token, world_size, slot_bytes)
-            return region, _Offer(home, name, token)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or slot_bytes <= _LEAST_SLOT_BYTES:
-                return None, _Offer(home, error=str(error))
-        slot_bytes //= 2
-        logger.warning("little room for shared memory: trying slots of %d KiB", slot_bytes >> 10)
-
-
 def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str) -> str:
     if fault == "failed":
         return f"rank {peer} gave up ({_reason(theirs, blamed, '', -1, 'its messages differ')})"
@@ -423,18 +338,6 @@ def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str) -> str
         "closed": f"rank {peer} left",
         "mismatch": f"rank {peer} is not in the same call: {detail}",
     }.get(fault, detail or f"rank {peer} gave up")
-
-
-def _refusal(what: str, got: object, allowed: str) -> ConfigError:
-    remedy = "Use the collectives over torch.distributed."
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 @lru_cache(maxsize=1024)
