@@ -127,6 +127,7 @@ void SharedGroup::start(const std::shared_ptr<SharedCall>& call) {
   Lock lock(gate_->mutex);
   if (!alive()) return;
   call->number = ++started_;
+  region_->note_core(rank_);
   if (call->sends[rank_].whole <= kOwnAtOnce) copy_own(*call, rank_);
   const bool next = !moving_ && std::all_of(calls_.begin(), calls_.end(), [](const auto& earlier) {
     return earlier->sent();
@@ -280,14 +281,24 @@ bool SharedGroup::ready(const SharedCall& call) const {
   return false;
 }
 
+// Not while nobody waits: this core may be the one that the caller computes on. Nor on a core that
+// a peer needs: yielding does not always give it up.
+bool SharedGroup::worth_staying_awake(const SharedCall& call) const {
+  const int core = region_->note_core(rank_);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_ || (call.sends[peer].finished() && call.receives[peer].finished())) continue;
+    const int other = region_->cell(peer).core.load(std::memory_order_relaxed);
+    if (other == core && core >= 0) return false;
+  }
+  return waiting_.load() > 0;
+}
+
 void SharedGroup::await(SharedCall& call, std::int64_t until_ns) {
   for (int spin = 0; spin < kPauses; ++spin) {
     if (ready(call)) return;
     pause();
   }
-  // A yield costs little on a core of one's own, and gives it to the peer where there is none.
-  // While nobody waits, that core may be the one that the caller computes on.
-  const std::int64_t awake_until = now_ns() + (waiting_.load() > 0 ? awake_ns_ : 0);
+  const std::int64_t awake_until = now_ns() + (worth_staying_awake(call) ? awake_ns_ : 0);
   while (now_ns() < awake_until) {
     if (ready(call)) return;
     std::this_thread::yield();

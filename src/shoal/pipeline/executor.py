@@ -296,7 +296,8 @@ class Executor:
         none = (0,) * len(ballot.room)
         incoming = self._stages.incoming(reading.batch) if reading.found else none
         self._cut_asked = False
-        pending = self._ballots.begin(replace(ballot, incoming=incoming), command.index)
+        ballot = replace(ballot, incoming=incoming)
+        pending = self._ballots.begin(ballot, command.index, self._state.applied)
         self._cast[command.index] = (pending, self._state.probed)
 
     def _settle(self, index: int) -> Settled:
