@@ -43,11 +43,6 @@ CASES = [
 ]
 
 
-def close(got: np.ndarray, want: np.ndarray, what: str) -> None:
-    """Equal but for the order in which rows that are not exact were summed."""
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6, err_msg=what)
-
-
 def same_as_local(case: Case, outcomes: Sequence[Outcome]) -> None:
     whole = local_run(case, len(outcomes))
     sizes = [case.size(rank) for rank in range(len(outcomes))]
@@ -57,9 +52,9 @@ def same_as_local(case: Case, outcomes: Sequence[Outcome]) -> None:
         for step, (got, want) in enumerate(zip(outcome.outputs, whole.outputs, strict=True)):
             for i, (a, b) in enumerate(zip(got, want, strict=True)):
                 assert a.dtype == b.dtype
-                close(a, b[mine], f"{case}, {rank=}, {step=}, output {i}")
+                np.testing.assert_array_equal(a, b[mine], f"{case}, {rank=}, {step=}, output {i}")
         for a, b in zip(outcome.read, whole.read, strict=True):
-            close(a, b[mine], f"{case}, {rank=}, read")
+            np.testing.assert_array_equal(a, b[mine], f"{case}, {rank=}, read")
     for table in ("users", "items", "tags"):
         assert whole_rows(outcomes, table) == whole_rows([whole], table), (case, table)
 
