@@ -38,11 +38,11 @@ def check_golden(name: str, text: str) -> None:
     assert lines == file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "predict"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "predict", "bench comm"])
 def test_help(command: str):
-    code, out, _ = invoke(*([command] if command else []), "--help")
+    code, out, _ = invoke(*command.split(), "--help")
     assert code == 0
-    check_golden(f"help{'_' * bool(command)}{command}.txt", out)
+    check_golden(f"help{'_' * bool(command)}{command.replace(' ', '_')}.txt", out)
 
 
 ERRORS = {
@@ -53,6 +53,7 @@ ERRORS = {
     "bad_override": ["train", FLIGHTS, "batch_size"],
     "no_run": ["eval", FLIGHTS, "output.dir=no-such-folder"],
     "not_a_run": ["predict", "examples"],
+    "no_benchmark": ["bench", "comm", "--which", "g2h"],
 }
 
 

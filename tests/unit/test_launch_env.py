@@ -15,6 +15,7 @@ import torch
 from shoal import comm
 from shoal.comm import sync_training
 from shoal.comm.backends import FLAGS, BackendFlags, Choice, Started, choose, read_flags, start
+from shoal.comm.benchmarks import benchmark_settings
 from shoal.comm.byteps_environment import apply_environment, interface_address, node_environment
 from shoal.comm.collectives import LocalCollectives
 from shoal.comm.run_hooks import BroadcastInitialState, TelemetryReport
@@ -614,3 +615,48 @@ def test_wire_of_gradients() -> None:
     assert BackendFlags(byteps_bwd_cast=16).gradient_wire is None
     assert BackendFlags(byteps=1, byteps_bwd_cast=16).gradient_wire == "float16"
     assert replace(BackendFlags(byteps=1)).gradient_wire is None
+
+
+# --- the benchmarks
+
+BENCHMARK_VARIABLES = {
+    "MONOLITH_BENCHMARK_ITERS": ("iterations", 200),
+    "MONOLITH_BENCHMARK_BPS_AR_LEN": ("all_reduce_length", 65_536_000),
+    "MONOLITH_BENCHMARK_BPS_A2A_LEN": ("all_to_all_length", 65_536_000),
+}
+
+
+@pytest.mark.parametrize("variable", BENCHMARK_VARIABLES)
+def test_benchmark_numbers(variable: str) -> None:
+    field, default = BENCHMARK_VARIABLES[variable]
+    chosen = {"MONOLITH_BENCHMARK_BPS": "ar"}
+    assert getattr(benchmark_settings(chosen), field) == default
+    assert getattr(benchmark_settings({**chosen, variable: "64"}), field) == 64
+    for wrong in ("many", "0"):
+        with pytest.raises(ConfigError, match=variable):
+            benchmark_settings({**chosen, variable: wrong})
+
+
+@pytest.mark.parametrize("which", ["c2g", "g2g", "c2c", "g2c", "ar", "all"])
+def test_benchmark_choice(which: str) -> None:
+    assert benchmark_settings({"MONOLITH_BENCHMARK_BPS": which}).which == which
+
+
+@pytest.mark.parametrize("environ", [{}, {"MONOLITH_BENCHMARK_BPS": "none"}])
+def test_a_benchmark_must_be_chosen(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"MONOLITH_BENCHMARK_BPS: got none; allowed: c2g, g2g"):
+        benchmark_settings(environ)
+
+
+def test_documentation_names_every_variable() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-monolith.md").read_text()
+    for flag in FLAGS.values():
+        values = ", ".join(map(str, flag.allowed))
+        assert f"| {flag.variable} | {flag.default} | {values} | {flag.here} |" in page
+    binding = {
+        "BYTEPS_GPU_NIC_BINDING_MODE": "1",
+        "MONOLITH_WITH_BYTEPS_FWD_GDR": "1",
+        "BYTEPS_NUMA_ID": "0",
+    }
+    for name in (*environment_of({**mpi(0, 2, 2), **binding}), *binding, *BENCHMARK_VARIABLES):
+        assert name in page

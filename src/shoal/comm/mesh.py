@@ -5,16 +5,16 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import random
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.devices import pick_backend, pick_device, seed_all
+from shoal.comm.shared_memory import SharedMemoryCollectives
 from shoal.comm.torch_collectives import TorchCollectives
 from shoal.errors import (
     ConfigError,
@@ -28,13 +28,12 @@ from shoal.errors import (
 if TYPE_CHECKING:
     from shoal.comm.launch import Launch
 
-__all__ = ["Mesh", "Path", "effective_settings", "pick_backend", "pick_device", "seed_all", "start"]
+__all__ = ["Mesh", "Path", "effective_settings", "path_named", "start"]
 
 _log = logging.getLogger("shoal.comm")
 
 Path = Literal["auto", "torch", "shared_memory", "mpi"]
 
-_BACKENDS = ("nccl", "gloo")
 _TIMEOUT_S: Mapping[str, float] = {"nccl": 600.0, "gloo": 1800.0, "local": 1800.0}
 _LOGGED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
 _LOGGED_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES")
@@ -123,9 +122,10 @@ class Mesh:
             made: Collectives = LocalCollectives(device)
         else:
             self._agree(f"collectives {name!r}", (name, carrier))
-            made = self._over(carrier, name, device, timeout_s)
+            made = self._over(carrier, name, device, timeout_s, given=path != "auto")
         self._open.append(made)
-        _log.debug("collectives %r of rank %d: %s on %s", name, self.rank, carrier, device)
+        if self.rank == 0:
+            _log.info("collectives %r: %s on %s", name, type(made).__name__, device.type)
         return made
 
     def close(self) -> None:
@@ -141,15 +141,7 @@ class Mesh:
             dist.destroy_process_group(group)
 
     def _carrier(self, path: Path, device: torch.device) -> str:
-        if path not in get_args(Path):
-            raise ConfigError(
-                describe(
-                    "path of collectives",
-                    got=repr(path),
-                    allowed=", ".join(get_args(Path)),
-                    remedy='"auto" picks the fastest that serves the device.',
-                )
-            )
+        path_named(path)
         on_cpu = device.type == "cpu"
         if path in ("shared_memory", "mpi") and not on_cpu:
             raise _cannot(path, f"tensors on {device}", "tensors on the CPU")
@@ -165,8 +157,43 @@ class Mesh:
             return "local"
         return "shared_memory" if on_cpu and self.launch.one_host else "torch"
 
-    def _over(self, carrier: str, name: str, device: torch.device, timeout_s: float) -> Collectives:
+    def _over(
+        self, carrier: str, name: str, device: torch.device, timeout_s: float, *, given: bool
+    ) -> Collectives:
+        if carrier == "mpi":
+            return self._over_mpi(timeout_s)
+        if carrier == "shared_memory":
+            try:
+                return SharedMemoryCollectives(self.votes, timeout_s=timeout_s, device=device)
+            except ConfigError as error:  # on every rank alike
+                if given:
+                    raise
+                _log.warning("collectives %r go over Gloo: %s", name, error)
         return TorchCollectives(self._make_group(name, timeout_s, device), device, timeout_s)
+
+    def _over_mpi(self, timeout_s: float) -> Collectives:
+        try:
+            # Optional, and importing it starts MPI.
+            from mpi4py import MPI
+
+            from shoal.comm.mpi import MpiCollectives
+        except ImportError as error:
+            raise DeviceUnavailable(
+                describe(
+                    "collectives over mpi",
+                    got=str(error),
+                    allowed="an installed mpi4py and an MPI library",
+                    remedy="pip install mpi4py, or use path='auto'.",
+                )
+            ) from error
+        found = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+        if found != (self.rank, self.world_size):
+            raise _cannot(
+                "mpi",
+                f"rank {found[0]} of {found[1]} in MPI, rank {self.rank} of {self.world_size} here",
+                "ranks that mpirun started",
+            )
+        return MpiCollectives(MPI.COMM_WORLD, timeout_s)
 
     def _make_group(
         self, name: str, timeout_s: float, device: torch.device, backend: str | None = None
@@ -197,6 +224,26 @@ class Mesh:
                     remedy="Make groups and collectives in the same order on every rank.",
                 )
             )
+
+
+def path_named(name: str) -> Path:
+    """The path of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in get_args(Path):
+        if path == name:
+            found: Path = path
+            return found
+    raise ConfigError(
+        describe(
+            "path of collectives",
+            got=repr(name),
+            allowed=", ".join(get_args(Path)),
+            remedy='"auto" picks the fastest that serves the device.',
+        )
+    )
 
 
 def _cannot(path: str, got: str, allowed: str) -> ConfigError:
@@ -279,79 +326,6 @@ def _check_world(launch: Launch) -> None:
                 remedy="Let shoal.comm.init start it, or set RANK, WORLD_SIZE and LOCAL_RANK.",
             )
         )
-
-
-def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of a rank: the CPU, or the card of its local rank.
-
-    A process that was shown one card only (CUDA_VISIBLE_DEVICES) takes that one.
-
-    Raises:
-        DeviceUnavailable: CUDA is not here, or has fewer cards than local ranks.
-        ConfigError: no such kind of device.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and count == 0):
-        return torch.device("cpu")
-    if device != "auto" and not _names_cuda(device):
-        raise ConfigError(
-            describe(
-                "device",
-                got=repr(device),
-                allowed="auto, cpu, cuda, cuda:0 and so on",
-                remedy='"auto" takes the card of the local rank where there is one.',
-            )
-        )
-    index = int(device[5:]) if device.startswith("cuda:") else local_rank
-    only = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(",")
-    if device in ("auto", "cuda") and count == 1 and only and "," not in only:
-        index = 0
-    if index >= count:
-        raise DeviceUnavailable(
-            describe(
-                f"device {device!r} of local rank {local_rank}",
-                got=f"{count} CUDA devices",
-                allowed="a card for every rank of this host",
-                remedy="Start one rank per card, or pass device='cpu'.",
-            )
-        )
-    return torch.device("cuda", index)
-
-
-def _names_cuda(device: str) -> bool:
-    return device == "cuda" or (device.startswith("cuda:") and device[5:].isdigit())
-
-
-def pick_backend(backend: str | None, device: torch.device) -> str:
-    """The backend of a device's groups: what was asked for, or NCCL on CUDA and Gloo on the CPU.
-
-    Raises:
-        ConfigError: an unknown backend, or NCCL without CUDA.
-        DeviceUnavailable: this torch was built without it.
-    """
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    error: type[ShoalError] | None = None
-    if backend not in _BACKENDS or (backend == "nccl" and device.type != "cuda"):
-        error, allowed = ConfigError, "nccl with CUDA, gloo"
-    elif not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
-        error, allowed = DeviceUnavailable, "a backend that this torch was built with"
-    if error is None:
-        return backend
-    raise error(
-        describe(
-            "backend of the process groups",
-            got=f"{backend!r} on {device}",
-            allowed=allowed,
-            remedy="Leave it out: NCCL with CUDA, Gloo otherwise.",
-        )
-    )
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python's `random`, NumPy's global generator and torch (CPU and CUDA)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def effective_settings(mesh: Mesh, environ: Mapping[str, str]) -> str:

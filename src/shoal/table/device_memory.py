@@ -55,7 +55,7 @@ _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
-_GROWTH_BYTES = 64 << 20  # at most: a step waits while the driver maps what a table grows by
+_GROWTH_BYTES = 16 << 20  # at most: a step waits while the driver maps what a table grows by
 MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 

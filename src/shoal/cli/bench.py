@@ -1,0 +1,111 @@
+"""`shoal bench`: measurements that a user may want on their own machines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.cli.shell import Debug, clean_errors, console
+
+__all__ = ["bench"]
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure this machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure this machine."""
+
+
+@bench.command(name="comm")
+def comm(
+    which: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="ar (all-reduce), c2c, c2g, g2c, g2g (all-to-all from CPU or GPU to either), or "
+            "all; MONOLITH_BENCHMARK_BPS if left out, then all.",
+            show_default=False,
+        ),
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of each, 40 or more; MONOLITH_BENCHMARK_ITERS if left out, then 200.",
+            show_default=False,
+        ),
+    ] = None,
+    ar_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="float32 values of the all-reduce; MONOLITH_BENCHMARK_BPS_AR_LEN if left out, "
+            "then 65536000.",
+            show_default=False,
+        ),
+    ] = None,
+    a2a_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="float32 values of the all-to-all, an eighth of it from CPU to CPU; "
+            "MONOLITH_BENCHMARK_BPS_A2A_LEN if left out, then 65536000.",
+            show_default=False,
+        ),
+    ] = None,
+    path: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="What carries it: auto, torch, shared_memory or mpi."),
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or one card, cuda:0.")
+    ] = "auto",
+    debug: Debug = False,
+) -> None:
+    """Measure the goodput of collectives between the ranks that this was launched on.
+
+    Rank 0 prints (length, mean goodput in Gbit/s) of each benchmark. Goodput is what one rank
+    hands in over the time it takes, means over 20 iterations, without the first 20. Settings of
+    NCCL and threads, and each mean, are logged to stderr.
+
+    Examples:
+
+      torchrun --nproc-per-node 2 -m shoal.cli bench comm --which c2c
+
+      MONOLITH_BENCHMARK_BPS=ar mpirun -n 4 shoal bench comm --iterations 100
+    """
+    with clean_errors(debug):
+        import logging
+        import os
+
+        from shoal.comm import benchmarks, launch, mesh
+
+        environ = {"MONOLITH_BENCHMARK_BPS": "all", **os.environ}
+        settings = benchmarks.benchmark_settings(
+            environ,
+            which=which,
+            iterations=iterations,
+            all_reduce_length=ar_length,
+            all_to_all_length=a2a_length,
+            path=mesh.path_named(path),
+        )
+        logger = logging.getLogger("shoal.comm")
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO if launch.detect().rank == 0 else logging.WARNING)
+        started = launch.init(device=device)
+        out = console()
+        try:
+            benchmarks.bps_comm_benchmark(
+                settings,
+                mesh=started,
+                tell=lambda line: out.print(line, markup=False, highlight=False, soft_wrap=True),
+            )
+        finally:
+            launch.shutdown()

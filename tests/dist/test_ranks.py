@@ -1,0 +1,43 @@
+"""The harness itself: results come back by rank, and a rank that fails is told."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from support.ranks import RankFailure, run_ranks, start_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def who(extra: int) -> tuple[int, int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), extra
+
+
+def fails_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("no luck")
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+def test_results_by_rank() -> None:
+    assert run_ranks(2, who, 7) == [(0, 2, 7), (1, 2, 7)]
+
+
+def test_a_failure_names_its_rank() -> None:
+    with pytest.raises(RankFailure, match="no luck") as caught:
+        run_ranks(2, fails_on_one)
+    assert set(caught.value.failures) == {1}
+
+
+def test_a_killed_rank_and_a_hang_are_told() -> None:
+    ranks = start_ranks(2, sleeps, timeout_s=1)
+    ranks.processes[0].kill()
+    found = ranks.outcomes()
+    assert not found[0][0] and "died" in found[0][1]
+    assert found[1] == (False, "hung")
