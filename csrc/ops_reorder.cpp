@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "hash.h"
 #include "pool.h"
 
 namespace shoal {
@@ -264,6 +265,18 @@ void FusedReorder::shard_list(std::size_t list) {
         owners[found++] = static_cast<std::uint32_t>(shards_[i]);
         ++sizes[shards_[i]];
       }
+    }
+    return;
+  }
+  if (rule_ == ShardRule::hash_ranges) {
+    const std::int64_t* const line = shards_ + list * (2 + static_cast<std::size_t>(num_shards_));
+    const auto salt = static_cast<std::uint64_t>(line[0]);
+    const auto shares = static_cast<std::uint64_t>(line[1]);
+    for (std::int64_t u = 0; u < found_[list]; ++u) {
+      const std::uint64_t hash = mix64(static_cast<std::uint64_t>(distinct[u].id) ^ salt);
+      const std::int64_t shard = line[2 + (((hash >> 48) * shares) >> 16)];
+      owners[u] = static_cast<std::uint32_t>(shard);
+      ++sizes[shard];
     }
     return;
   }

@@ -21,7 +21,9 @@ std::int64_t take_rows(const char* rows, const std::int64_t* order, std::int64_t
 std::int64_t put_rows(const char* rows, const std::int64_t* order, std::int64_t n,
                       std::size_t bytes, char* out, int threads);
 
-enum class ShardRule : int { given = 0, floormod = 1, unsigned_mod = 2 };
+// hash_ranges: `shards` is [K, 2 + num_shards]: a list's salt, its number of shares R, and the shard
+// of each share; an id's share is its hash's top 16 bits * R >> 16.
+enum class ShardRule : int { given = 0, floormod = 1, unsigned_mod = 2, hash_ranges = 3 };
 
 struct IdLists {
   std::vector<const std::int64_t*> ids;  // [K]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,7 @@ class Case:
     weights: bool = False
     threshold: int | None = None
     ttl_s: int | None = None
+    capacity: int | None = None
     tags_dtype: str = "float64"
     insert: bool = True
     per_sender: bool = False
@@ -99,7 +100,13 @@ def specs_of(case: Case) -> tuple[TableSpec, ...]:
             for key, dim in dims.items()
         )
         return TableSpec(
-            name=name, segments=segments, dtype=dtype, admission=admission, expiry=expiry
+            name=name,
+            segments=segments,
+            dtype=dtype,
+            capacity_rows=case.capacity if name == "users" else None,
+            on_full="lru",
+            admission=admission,
+            expiry=expiry,
         )
 
     return (
@@ -143,7 +150,7 @@ def grads_of(outputs: Sequence[Tensor], case: Case, step: int, rank: int) -> tup
     parts = []
     for output in outputs:
         values = (rng.integers(0, 8, tuple(output.shape)) * 2 + 1) / 64
-        parts.append(torch.from_numpy(values).to(output.dtype))
+        parts.append(torch.from_numpy(values).to(output))
     return tuple(parts)
 
 
@@ -160,6 +167,7 @@ class Training:
         )
 
     def request(self, batch: KeyedRagged) -> Request:
+        batch = batch.to(self.exchange.shard.device)
         return Request(batch, batch, self.tables_G, self.plan)
 
     def context(self, step: int, late_s: int) -> StepContext:
@@ -216,11 +224,13 @@ def _apply_ids(shard: Shard, records: Sequence[GradRecord], ctx: StepContext) ->
     shard.apply_ids(groups, summed.sums, torch.cat(summed.counts), ctx=ctx)
 
 
-def rank_run(case: Case, collectives: Collectives) -> Outcome:
+def rank_run(
+    case: Case, collectives: Collectives, make_shard: Callable[..., Shard] = CpuShard
+) -> Outcome:
     """The case on this rank; gradients of ranks add up."""
     rank, placement = collectives.rank, placement_of(case, collectives.world_size)
     specs = specs_of(case)
-    shard = CpuShard(hosted_specs(specs, placement, rank), seed=5)
+    shard = make_shard(hosted_specs(specs, placement, rank))
     exchange = AllToAllExchange(
         shard,
         placement,
@@ -242,7 +252,7 @@ def rank_run(case: Case, collectives: Collectives) -> Outcome:
 
 def local_run(case: Case, world_size: int) -> Outcome:
     """The same in one process: the batches of all ranks are one."""
-    exchange = LocalExchange(CpuShard(specs_of(case), seed=5))
+    exchange = LocalExchange(CpuShard(specs_of(case)))
     training, seen = Training(case, exchange), []
     ranks = range(world_size)
     for step in range(case.steps):
@@ -309,4 +319,4 @@ def whole_rows(outcomes: Sequence[Outcome], table: str) -> dict[int, tuple[Any, 
 
 
 def _arrays(tensors: Iterable[Tensor]) -> list[np.ndarray]:
-    return [tensor.numpy().copy() for tensor in tensors]
+    return [tensor.cpu().numpy().copy() for tensor in tensors]

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.comm.collectives import Collectives, Pending
 from shoal.errors import ConfigError, DTypeError, describe, unknown_name
 from shoal.exchange.lanes import Lanes, compile_lanes
-from shoal.exchange.partition import OwnerRanks, Trip, partition
+from shoal.exchange.partition import Trip, partition
 from shoal.exchange.received import HostedColumns, ReceivedRows
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.visits import Visit, flat_lanes, grads_of, visits_of
@@ -83,7 +83,6 @@ class AllToAllExchange:
         self._per_sender = per_sender_steps
         self._wire = Wire() if wire is None else wire
         self._local = {spec.name: k for k, spec in enumerate(shard.specs)}
-        self._owner_ranks = OwnerRanks(shard.device)
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
@@ -148,7 +147,7 @@ class AllToAllExchange:
                 describe("device of a request", got=ids_N.device, allowed=allowed, remedy=remedy)
             )
         self._collectives.step = ctx.global_step
-        parcel = partition(self._lanes_of(request), request.ordered, self._owner_ranks)
+        parcel = partition(self._lanes_of(request), request.ordered)
         sizes = self._collectives.exchange_sizes(
             parcel.header(ctx.event_time_s), what="exchange of id counts"
         )

@@ -7,13 +7,14 @@ one dtype, and either split over ranks or kept on every rank. Most requests have
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from shoal.hashing import salt, to_signed
 from shoal.placement import Hosted, Placement
 from shoal.table.hosting import hosted_spec
 from shoal.table.rows import real_dtype
@@ -79,6 +80,15 @@ class Lane:
         """The same as int64 on the CPU."""
         return torch.tensor(self.dims)
 
+    def ranges(self, world_size: int) -> Tensor:
+        """int64 [K, 2 + W] on the CPU: each table's salt, shares, and the rank of each share."""
+        lines_KX = torch.zeros(len(self.tables), 2 + world_size, dtype=torch.int64)
+        for line, table in zip(lines_KX, self.tables, strict=True):
+            ranks = table.hosted.ranks
+            line[0], line[1] = to_signed(salt(table.hash_name)), len(ranks)
+            line[2 : 2 + len(ranks)] = torch.tensor(ranks)
+        return lines_KX
+
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Which of its tables this rank's shard has."""
@@ -97,6 +107,9 @@ class Lanes:
     lanes: tuple[Lane, ...]
     rank: int
     world_size: int
+    _ranges: dict[tuple[int, torch.device], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def tables(self) -> tuple[HostedTable, ...]:
@@ -107,6 +120,13 @@ class Lanes:
     def columns(self) -> int:
         """Sizes that each rank tells each other."""
         return len(self.tables)
+
+    def ranges_on(self, lane: Lane, device: torch.device) -> Tensor:
+        """A lane's `ranges`, on a device; sent there once."""
+        key = lane.first_column, device
+        if key not in self._ranges:
+            self._ranges[key] = lane.ranges(self.world_size).to(device)
+        return self._ranges[key]
 
     @cached_property
     def here_G(self) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Part, Sizes
-from shoal.exchange.lanes import HostedTable, Lane, Lanes
+from shoal.exchange.lanes import Lane, Lanes
 from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
-from shoal.placement import hash_ids, ranks_of
 from shoal.ragged import KeyedRagged
 
 __all__ = ["Packed", "Parcel", "Trip", "partition"]
@@ -104,7 +103,7 @@ class Trip:
         return parts
 
 
-def partition(lanes: Lanes, ordered: KeyedRagged, owner_ranks: OwnerRanks) -> Parcel:
+def partition(lanes: Lanes, ordered: KeyedRagged) -> Parcel:
     """Make a request's ids distinct per hosted table and group them by owner.
 
     Nothing waits for the device, but for a batch that was built on it (`host_splits`).
@@ -113,43 +112,19 @@ def partition(lanes: Lanes, ordered: KeyedRagged, owner_ranks: OwnerRanks) -> Pa
     packed = tuple(
         _replicated(lanes, lane, ordered.values_N, cuts)
         if lane.replicated
-        else _split(lanes, lane, ordered.values_N, cuts, owner_ranks)
+        else _split(lanes, lane, ordered.values_N, cuts)
         for lane in lanes.lanes
     )
     parts = [lane.offsets_N for lane in packed]
     return Parcel(lanes, packed, parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
-class OwnerRanks:
-    """Which rank owns each id of a split table; keeps what it needs on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ranks: dict[tuple[int, ...], Tensor] = {}
-
-    def of(self, table: HostedTable, ids_N: Tensor) -> Tensor:
-        """int64 [N], the owner of each id."""
-        ranks = table.hosted.ranks
-        if len(ranks) == 1:
-            return torch.full_like(ids_N, ranks[0])
-        shares_N = ranks_of(hash_ids(table.hash_name, ids_N), len(ranks))
-        if ranks == tuple(range(len(ranks))):
-            return shares_N
-        if ranks not in self._ranks:
-            self._ranks[ranks] = torch.tensor(ranks).to(self._device)
-        return self._ranks[ranks][shares_N]
-
-
-def _split(
-    lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int], owner_ranks: OwnerRanks
-) -> Packed:
-    spans, owners = [], []
-    for table in lane.tables:
-        span_N = _span(table.features, values_N, cuts)
-        spans.append(span_N)
-        owners.append(owner_ranks.of(table, span_N))
-    owners_N = owners[0] if len(owners) == 1 else torch.cat(owners)
-    ids, counts, sizes, offsets = _reordered(spans, lane.dims, lanes.world_size, "given", owners_N)
+def _split(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
+    spans = [_span(table.features, values_N, cuts) for table in lane.tables]
+    ranges = lanes.ranges_on(lane, values_N.device)
+    ids, counts, sizes, offsets = _reordered(
+        spans, lane.dims, lanes.world_size, "hash_ranges", ranges
+    )
     return Packed(ids, counts, sizes.view(lanes.world_size, -1), offsets)
 
 
@@ -168,11 +143,11 @@ def _span(features: Sequence[int], values_N: Tensor, cuts: Sequence[int]) -> Ten
 
 
 def _reordered(
-    spans: list[Tensor], dims: Sequence[int], ranks: int, rule: str, owners_N: Tensor | None
+    spans: list[Tensor], dims: Sequence[int], ranks: int, rule: str, ranges_K: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, counts, sizes and offsets; on CUDA into buffers that are trimmed later."""
     if spans[0].is_cpu:
-        found = fused_reorder(spans, None, list(dims), ranks, rule, owners_N, _WHAT)
+        found = fused_reorder(spans, None, list(dims), ranks, rule, ranges_K, _WHAT)
         ids_U, counts_U, sizes_WK, offsets_N = found
         return ids_U, counts_U, sizes_WK, offsets_N
     size = sum(span.numel() for span in spans)
@@ -185,7 +160,7 @@ def _reordered(
         list(dims),
         ranks,
         rule,
-        owners_N,
+        ranges_K,
         ids_N,
         counts_N,
         sizes_WK,

@@ -140,8 +140,8 @@ class Exchange(Protocol):
         """Finish it: ids reach their owners, who find or insert them.
 
         Raises:
-            TableFull: this rank's shard has no room; nothing was inserted. Other ranks fail at
-                their next collective.
+            TableFull: this rank's shard has no room; nothing was inserted (with one lookup per
+                sender: of this and later senders). Other ranks fail at their next collective.
             CollectiveFailed: another rank failed.
         """
         ...

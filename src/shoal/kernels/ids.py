@@ -13,12 +13,13 @@ from shoal.kernels.dedup import dedup_first
 from shoal.kernels.launching import launch
 from shoal.kernels.partition import partition
 from shoal.kernels.row_tiles import blocks_of
+from shoal.kernels.table_layout import mix64
 from shoal.kernels.transfer import sent
 
 __all__ = ["fused_reorder", "fused_reorder_into", "normalize_merged_split", "value_rowids"]
 
 _BLOCK = 1024
-_RULES = {"given": 0, "floormod": 1, "unsigned_mod": 2}
+_RULES = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,6 +62,7 @@ def _assign(  # type: ignore[no-untyped-def]
     ids_ptr,
     first_ptr,
     given_ptr,
+    tables_ptr,
     size_ptr,
     shard_ptr,
     n,
@@ -74,6 +76,14 @@ def _assign(  # type: ignore[no-untyped-def]
     if RULE == 0:
         first = tl.load(first_ptr + u, mask=live, other=0)
         shard = tl.load(given_ptr + first, mask=live, other=0).to(tl.int64)
+    elif RULE == 3:
+        first = tl.load(first_ptr + u, mask=live, other=0)
+        line = given_ptr + tl.load(tables_ptr + first, mask=live, other=0) * (2 + num)
+        salt = tl.load(line, mask=live, other=0)
+        shares = tl.load(line + 1, mask=live, other=0)
+        hash_ = mix64(tl.load(ids_ptr + u, mask=live, other=0) ^ salt)
+        share = (((hash_ >> 48) & 0xFFFF) * shares) >> 16
+        shard = tl.load(line + 2 + share, mask=live, other=0)
     else:
         id_ = tl.load(ids_ptr + u, mask=live, other=0)
         if RULE == 1:
@@ -281,6 +291,7 @@ def _grouped(
         ids_N,
         first_N,
         given_N,
+        tables_N,
         size_1,
         shard_N,
         n,

@@ -1,4 +1,16 @@
-"""The operators under the fused reorder: distinct ids of several tables, packed by shard."""
+"""The operators under the fused reorder: distinct ids of several tables, packed by shard.
+
+`rule` says which shard an id belongs to, and what `shards_N` holds:
+
+| rule | shard of an id | shards_N |
+|---|---|---|
+| given | what is given where it first appears | int64 [N], a shard each |
+| floormod, unsigned_mod | the id modulo the number of shards | None |
+| hash_ranges | that of its share of the hashes (`placement.ranks_of`) | int64 [K, 2 + num] |
+
+A line of "hash_ranges" is a table's salt, its number of shares R, and the shard of each share; it
+is not checked.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +26,12 @@ from shoal.ops.dispatch import operator
 from shoal.ops.ids import check_offsets_values
 from shoal.ops.outputs import fresh
 from shoal.ops.splits import raise_bad_shards, shard_error
-from shoal.placement import floormod, unsigned_mod
+from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
 
 __all__ = ["fused_reorder", "fused_reorder_into"]
 
 _GOOD = -1  # what the core returns when it found nothing wrong
-_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2}
+_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
 _WHAT = "fused_reorder_by_indices: shard_by's result"  # what errors of given shards name
 
 
@@ -58,7 +70,7 @@ def _core_started(
         offsets_N.data_ptr(),
         torch.get_num_threads(),
     )
-    if found.bad != _GOOD and shards_N is not None:
+    if found.bad != _GOOD and shards_N is not None:  # only of given ones
         raise shard_error(what, shards_N, num, found.bad)
     return found, spans
 
@@ -90,13 +102,21 @@ def _reference_fused_reorder(
     what: str = _WHAT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spans = _spans(what, ids, offsets_K1)
-    if shards_N is None:
+    if rule == "hash_ranges" and shards_N is not None:
+        owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
+        found = reference.fused_reorder_given(spans, num, dims, owners)
+    elif shards_N is None:
         shard_by = floormod if rule == "floormod" else unsigned_mod
         found = reference.fused_reorder_by_indices(spans, num, dims, shard_by=shard_by)
     else:
         lengths = [span.numel() for span in spans]
         found = reference.fused_reorder_given(spans, num, dims, torch.split(shards_N, lengths))
     return found.ids_U, found.counts_U, found.slot_sizes_WK, found.offsets_N
+
+
+def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
+    shares_N = (buckets_of(mix64(ids_N ^ line[0])) * line[1]) >> BUCKET_BITS
+    return line[2 + shares_N]
 
 
 def _fake_fused_reorder(
@@ -145,7 +165,7 @@ def _check_fused_reorder(
     shards_N: Tensor | None,
     what: str = _WHAT,
 ) -> None:
-    if shards_N is not None:
+    if shards_N is not None and rule == "given":
         raise_bad_shards(what, shards_N, num)
     if offsets_K1 is not None:
         check_offsets_values(_operation(what), offsets_K1, ids[0].numel())

@@ -170,7 +170,7 @@ class CudaCore:
         checks.rates(ctx, self._specs)
         flat = self._rate_list.at(ctx.global_step, ctx.learning_rates)
         if self._rates_kept is None or self._rates_kept[0] != flat:
-            widest = max(len(spec.segments) for spec in self._specs)
+            widest = max((len(spec.segments) for spec in self._specs), default=1)
             rates_KR = torch.zeros(len(self._specs), widest, dtype=torch.float64)
             at = 0
             for k, spec in enumerate(self._specs):

@@ -1,0 +1,115 @@
+"""Several ranks give the rows and outputs of one process, for every way to place tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from support.exchange_failures import (
+    full_owner,
+    monolith_numbers,
+    rounded_on_the_way,
+    wrong_time,
+)
+from support.exchange_runs import (
+    OPTIMIZERS,
+    SHARDINGS,
+    Case,
+    Outcome,
+    local_run,
+    rank_runs,
+    whole_rows,
+)
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+CASES = [
+    *(Case(sharding, optimizer=rule) for sharding in SHARDINGS for rule in OPTIMIZERS),
+    *(Case(sharding, sizes=(5, 0, 1, 2)) for sharding in SHARDINGS),
+    *(Case(sharding, sizes=(3, 2), weights=True) for sharding in SHARDINGS),
+    *(Case(sharding, threshold=3, sizes=(3, 4)) for sharding in SHARDINGS),
+    *(Case(sharding, ttl_s=15, sizes=(2, 3)) for sharding in SHARDINGS),
+    *(Case(sharding, insert=False, threshold=3) for sharding in SHARDINGS),
+    Case("row_wise", early=True),
+    Case("grid", local_world_size=2, sizes=(4, 1)),
+    Case("table_row_wise", local_world_size=2, sizes=(4, 1)),
+    Case("row_wise", {"items": "column_wise", "tags": "data_parallel"}, early=True),
+    Case("table_wise", {"users": "data_parallel"}, tags_dtype="float32", optimizer="adam"),
+    Case("row_wise", sizes=(0,)),
+    *(Case(sharding, optimizer="adagrad", per_sender=True, sizes=(3, 2)) for sharding in SHARDINGS),
+]
+
+
+def same(case: Case, got: np.ndarray, want: np.ndarray, what: str) -> None:
+    """Equal bit for bit; rows with weights are rounded once more or less on their way."""
+    tolerance = 1e-6 if case.weights else 0
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=what)
+
+
+def same_as_local(case: Case, outcomes: Sequence[Outcome]) -> None:
+    whole = local_run(case, len(outcomes))
+    sizes = [case.size(rank) for rank in range(len(outcomes))]
+    starts = np.cumsum([0, *sizes])
+    for rank, outcome in enumerate(outcomes):
+        mine = slice(starts[rank], starts[rank + 1])
+        for step, (got, want) in enumerate(zip(outcome.outputs, whole.outputs, strict=True)):
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                assert a.dtype == b.dtype
+                same(case, a, b[mine], f"{case}, {rank=}, {step=}, output {i}")
+        for a, b in zip(outcome.read, whole.read, strict=True):
+            same(case, a, b[mine], f"{case}, {rank=}, read")
+    for table in ("users", "items", "tags"):
+        assert whole_rows(outcomes, table) == whole_rows([whole], table), (case, table)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_same_as_one_process(world_size: int) -> None:
+    cases = CASES if world_size > 1 else CASES[::4]
+    by_rank = run_ranks(world_size, rank_runs, cases)
+    for case, *outcomes in zip(cases, *by_rank, strict=True):
+        same_as_local(case, outcomes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_monolith_distributed_multi_type_hash_table(world_size: int) -> None:
+    """Zeros first; every rank sends the same gradients, and they add up."""
+    for before, after in run_ranks(world_size, monolith_numbers):
+        assert before == [[[0.0], [0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+        w = world_size
+        assert after == [[[-1.0 * w], [-1.0 * w]], [[-0.5 * w, -1.0 * w], [0.0, 0.0]]]
+
+
+def test_shares_keep_their_part_of_the_capacity() -> None:
+    shardings = ("row_wise", "data_parallel")
+    cases = [Case(sharding, capacity=10, sizes=(2,), steps=6) for sharding in shardings]
+    spread, whole = zip(*run_ranks(2, rank_runs, cases), strict=True)
+    for outcomes in (spread, whole):
+        limit = 5 if outcomes is spread else 10
+        for outcome in outcomes:
+            assert 0 < len(outcome.rows["users"]["ids"]) <= limit
+    assert whole[0].rows["users"]["ids"] == whole[1].rows["users"]["ids"]
+
+
+def test_precision_on_the_way() -> None:
+    for errors in run_ranks(2, rounded_on_the_way, (None, "float16", "bfloat16", "int8")):
+        assert errors[0] <= 1e-6
+        assert all(0 < error < 0.1 for error in errors[1:])
+        assert errors[1] < errors[2]
+
+
+def test_full_owner_stops_everyone() -> None:
+    timeout_s = 1.5
+    first, second = run_ranks(2, full_owner, timeout_s)
+    assert first[0] == "TableFull"
+    kind, text, took_s = second
+    assert kind == "CollectiveFailed"
+    assert took_s < 2 * timeout_s
+    for part in ("rank 1", "step 7", "exchange of rows"):
+        assert part in text
+
+
+def test_bad_time_is_raised_before_anything_is_sent() -> None:
+    assert run_ranks(2, wrong_time) == [("InputError", 6), ("InputError", 6)]

@@ -1,0 +1,40 @@
+"""The exchange between ranks, in a world of one, gives what the local one gives on any shard."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.comm.collectives import LocalCollectives
+from support.exchange_runs import Case, local_run, rank_run, whole_rows
+from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
+
+
+@pytest.fixture(params=SHARD_KINDS)
+def make_shard(request: pytest.FixtureRequest) -> ShardFactory:
+    return shard_factory(request.param)
+
+
+@interpreted_too
+def test_same_as_local(make_shard: ShardFactory) -> None:
+    case = Case(
+        "row_wise",
+        {"tags": "data_parallel"},
+        steps=2,
+        sizes=(3,),
+        threshold=2,
+        optimizer="adagrad",
+        early=True,
+    )
+    device = make_shard([]).device
+    outcome = rank_run(case, LocalCollectives(device), make_shard)
+    whole = local_run(case, 1)
+    for got, want in zip(outcome.outputs, whole.outputs, strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    for table in ("users", "items", "tags"):
+        mine, theirs = whole_rows([outcome], table), whole_rows([whole], table)
+        assert mine.keys() == theirs.keys()
+        for id_, (weights, *meta) in theirs.items():
+            np.testing.assert_allclose(mine[id_][0], weights, rtol=1e-6, atol=1e-6)
+            assert mine[id_][1:] == tuple(meta)
