@@ -163,9 +163,6 @@ class TestAddedSequences:
         assert_spreads(impl, added)
 
 
-lengths_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=3)
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Received:
     count = draw(st.integers(1, 3))
@@ -229,6 +226,15 @@ def test_any_plan_equals_a_local_shard(case: Received) -> None:
     assert isinstance(CORE, Implementation)
     assert_pools(CORE, case)
     assert_spreads(CORE, case)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("impl", BACKENDS[:2])
+def test_sums_that_round_are_taken_in_order(impl: Implementation, weights: bool) -> None:
+    batch = batch_of([f.name for f in FEATURES], [[5, 3, 7]] * 5, weights=weights, ids=40)
+    layouts = default_layouts(FEATURES)
+    case = make_received(TABLES, FEATURES, layouts, batch, CUT, exact=False)
+    assert_pools(impl, case)
 
 
 class TestRefusals:
