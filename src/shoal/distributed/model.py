@@ -240,9 +240,7 @@ class DistributedModelParallel(nn.Module):
         else:
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
-            wrapped = DistributedDataParallel(
-                self.module, process_group=group, broadcast_buffers=True
-            )
+            wrapped = DistributedDataParallel(self.module, process_group=group)
             object.__setattr__(self, "_wrapped", wrapped)
 
     def _opened(self, collection: EmbeddingCollection) -> Exchange:

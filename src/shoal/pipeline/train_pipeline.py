@@ -1,4 +1,18 @@
-"""Training and prediction loops whose stages overlap: `progress(iterator)`, one batch a call."""
+"""Training and prediction loops whose stages overlap: `progress(iterator)`, one batch a call.
+
+Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch by batch) and
+overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
+the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
+dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
+windows before the update of the present one: rows lack exactly k updates (Monolith's
+`embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
+step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
+everything under way, at every staleness. In one process there is no exchange to hide: rows are
+read in forward, and lack nothing.
+
+Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
+over all ranks, so that uneven batches give the gradient of the whole window's mean.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +26,10 @@ from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, InputError, describe
 from shoal.pipeline import batches
-from shoal.pipeline.executor import Asking, Executor, Lanes, Round
+from shoal.pipeline.executor import Asking, Executor, Round
 from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import InferenceStages, Losses, Stages, Step, TrainingStages
+from shoal.pipeline.streams import Lanes
 from shoal.pipeline.voting import Ballots, Rules
 from shoal.ragged import KeyedRagged
 
@@ -221,18 +236,7 @@ def create_train_pipeline(
 ) -> TrainPipeline:
     """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
 
-    Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch by batch) and
-    overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
-    the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
-    dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
-    windows before the update of the present one: rows lack exactly k updates (Monolith's
-    `embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
-    step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
-    everything under way, at every staleness. In one process there is no exchange to hide: rows are
-    read in forward, and lack nothing.
-
-    Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
-    over all ranks, so that uneven batches give the gradient of the whole window's mean.
+    What overlaps, and what losses weigh: see this module's docstring.
 
     Args:
         model: in train(); called with a batch, on `device`.
