@@ -89,9 +89,7 @@ def exchange_rows(*, mib: int, dim: int, repeats: int, device: str) -> dict[str,
     return found
 
 
-def _interleaved(
-    runs: dict[str, Callable[[], None]], repeats: int, mesh: Mesh
-) -> dict[str, float]:
+def _interleaved(runs: dict[str, Callable[[], None]], repeats: int, mesh: Mesh) -> dict[str, float]:
     took: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 3):
         for name, run in runs.items():
@@ -219,14 +217,14 @@ def _settle(mesh: Mesh) -> None:
     mesh.votes.barrier(what="bench")
 
 
-def _batch(
-    names: tuple[str, ...], size: int, most_ids: int, mesh: Mesh, turn: int
-) -> Batch:
+def _batch(names: tuple[str, ...], size: int, most_ids: int, mesh: Mesh, turn: int) -> Batch:
     """Ids by a power law of exponent 1.05 over each table's ids, scattered over 64 bits."""
     generator = torch.Generator(mesh.device).manual_seed(1_000 * turn + mesh.rank)
     ids, lengths = [], []
     for k, (hot, known) in enumerate(zip(MULTI_HOT, SIZES, strict=True)):
-        ids.append(_zipf(min(known, most_ids), size * hot, generator, mesh.device) * 0x9E3779B97F4A7C1 + k)
+        ids.append(
+            _zipf(min(known, most_ids), size * hot, generator, mesh.device) * 0x9E3779B97F4A7C1 + k
+        )
         lengths.append(torch.full((size,), hot, device=mesh.device))
     dense = torch.rand(size, DENSE, generator=generator, device=mesh.device)
     labels = torch.randint(0, 2, (size,), generator=generator, device=mesh.device).float()
