@@ -15,6 +15,9 @@ namespace {
 constexpr std::int64_t kNap = 20'000'000;       // between looks at whether peers still live
 constexpr std::int64_t kTurn = 100'000'000;     // of the worker, between looks at whether to stop
 constexpr std::uint64_t kStreamed = 8u << 20;   // messages that would not stay in the caches
+// From here on, to another core: lines that both write and read go back and forth between caches at
+// a third of the speed of memory.
+constexpr std::uint64_t kStreamedAcross = 16u << 10;
 constexpr std::size_t kOwnAtOnce = 64u << 10;
 constexpr int kPauses = 100;
 constexpr std::int64_t kAwake = 100'000;  // before sleeping, whose end costs as much
@@ -127,6 +130,7 @@ void SharedGroup::start(const std::shared_ptr<SharedCall>& call) {
   Lock lock(gate_->mutex);
   if (!alive()) return;
   call->number = ++started_;
+  region_->note_core(rank_);
   if (call->sends[rank_].whole <= kOwnAtOnce) copy_own(*call, rank_);
   const bool next = !moving_ && std::all_of(calls_.begin(), calls_.end(), [](const auto& earlier) {
     return earlier->sent();
@@ -224,8 +228,14 @@ bool SharedGroup::push(SharedCall& call, int to) {
       std::min<std::uint64_t>(region_->slot_bytes(), message.whole - message.moved);
   ring.slots[head % kSlots] =
       SlotInfo{call.number, message.whole, call.tag, static_cast<std::uint32_t>(bytes)};
+  const bool streamed =
+      message.whole >= kStreamedAcross &&
+      region_->cell(to).core.load(std::memory_order_relaxed) != region_->note_core(rank_);
   walk(message, region_->slot(rank_, to, head), bytes,
-       [](const char* run, char* slot, std::size_t n) { copy(slot, run, n); });
+       [streamed](const char* run, char* slot, std::size_t n) {
+         streamed ? copy_past_caches(slot, run, n) : copy(slot, run, n);
+       });
+  if (streamed) end_stream();
   ring.head.store(head + 1);
   region_->ring_bell(to);
   return true;
@@ -280,14 +290,24 @@ bool SharedGroup::ready(const SharedCall& call) const {
   return false;
 }
 
+// Not while nobody waits: this core may be the one that the caller computes on. Nor on a core that
+// a peer needs: yielding does not always give it up.
+bool SharedGroup::worth_staying_awake(const SharedCall& call) const {
+  const int core = region_->note_core(rank_);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_ || (call.sends[peer].finished() && call.receives[peer].finished())) continue;
+    const int other = region_->cell(peer).core.load(std::memory_order_relaxed);
+    if (other == core && core >= 0) return false;
+  }
+  return waiting_.load() > 0;
+}
+
 void SharedGroup::await(SharedCall& call, std::int64_t until_ns) {
   for (int spin = 0; spin < kPauses; ++spin) {
     if (ready(call)) return;
     pause();
   }
-  // A yield costs little on a core of one's own, and gives it to the peer where there is none.
-  // While nobody waits, that core may be the one that the caller computes on.
-  const std::int64_t awake_until = now_ns() + (waiting_.load() > 0 ? awake_ns_ : 0);
+  const std::int64_t awake_until = now_ns() + (worth_staying_awake(call) ? awake_ns_ : 0);
   while (now_ns() < awake_until) {
     if (ready(call)) return;
     std::this_thread::yield();

@@ -87,6 +87,7 @@ class SharedGroup {
   bool pop(SharedCall& call, int from);
   bool ready(const SharedCall& call, int peer) const;
   bool ready(const SharedCall& call) const;
+  bool worth_staying_awake(const SharedCall& call) const;
   void await(SharedCall& call, std::int64_t until_ns);
   void check(const SharedCall& call, bool slept);
   void fail(Failure failure);

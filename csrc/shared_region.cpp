@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -92,7 +93,7 @@ std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, std:
   region->world_size_ = world_size;
   region->slot_bytes_ = slot_bytes;
   for (int rank = 0; rank < world_size; ++rank) {
-    new (&region->cell(rank)) RankCell{};
+    (new (&region->cell(rank)) RankCell{})->core.store(-1);
     for (int to = 0; to < world_size; ++to) {
       if (to != rank) new (&region->ring(rank, to)) Ring{};
     }
@@ -140,6 +141,19 @@ Ring& SharedRegion::ring(int from, int to) const {
 char* SharedRegion::slot(int from, int to, std::uint64_t index) const {
   char* slots = base_ + slots_at(static_cast<std::size_t>(world_size_));
   return slots + (pair(from, to) * kSlots + index % kSlots) * slot_bytes_;
+}
+
+int SharedRegion::note_core(int rank) const {
+#if defined(__linux__)
+  const int core = sched_getcpu();
+#else
+  const int core = -1;
+#endif
+  std::atomic<std::int32_t>& noted = cell(rank).core;
+  if (noted.load(std::memory_order_relaxed) != core) {
+    noted.store(core, std::memory_order_relaxed);
+  }
+  return core;
 }
 
 void SharedRegion::ring_bell(int rank) const {

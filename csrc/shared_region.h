@@ -32,6 +32,7 @@ struct alignas(kApart) RankCell {
   std::atomic<std::int32_t> blamed;  // and the rank that caused it
   alignas(kApart) std::atomic<std::uint32_t> bell;
   std::atomic<std::uint32_t> asleep;
+  std::atomic<std::int32_t> core;  // where it last ran; negative: unknown
 };
 
 // What a slot holds: bytes of the sender's call `call`, whose message to this reader has `whole`.
@@ -66,6 +67,8 @@ class SharedRegion {
   Ring& ring(int from, int to) const;
   char* slot(int from, int to, std::uint64_t index) const;
 
+  // Notes the core that `rank`, the caller, runs on.
+  int note_core(int rank) const;
   // Wakes `rank` if it sleeps; after whatever it waits for was stored with sequential consistency.
   void ring_bell(int rank) const;
   // Sleeps until a bell after `heard`, or `most_ns`.

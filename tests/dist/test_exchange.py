@@ -13,56 +13,11 @@ from support.exchange_failures import (
     rounded_on_the_way,
     wrong_time,
 )
-from support.exchange_runs import (
-    OPTIMIZERS,
-    SHARDINGS,
-    Case,
-    Outcome,
-    local_run,
-    rank_runs,
-    whole_rows,
-)
+from support.exchange_cases import CASES, same_as_local
+from support.exchange_runs import Case, rank_runs
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
-
-CASES = [
-    *(Case(sharding, optimizer=rule) for sharding in SHARDINGS for rule in OPTIMIZERS),
-    *(Case(sharding, sizes=(5, 0, 1, 2)) for sharding in SHARDINGS),
-    *(Case(sharding, sizes=(3, 2), weights=True) for sharding in SHARDINGS),
-    *(Case(sharding, threshold=3, sizes=(3, 4)) for sharding in SHARDINGS),
-    *(Case(sharding, ttl_s=15, sizes=(2, 3)) for sharding in SHARDINGS),
-    *(Case(sharding, insert=False, threshold=3) for sharding in SHARDINGS),
-    Case("row_wise", early=True),
-    Case("grid", local_world_size=2, sizes=(4, 1)),
-    Case("table_row_wise", local_world_size=2, sizes=(4, 1)),
-    Case("row_wise", {"items": "column_wise", "tags": "data_parallel"}, early=True),
-    Case("table_wise", {"users": "data_parallel"}, tags_dtype="float32", optimizer="adam"),
-    Case("row_wise", sizes=(0,)),
-    *(Case(sharding, optimizer="adagrad", per_sender=True, sizes=(3, 2)) for sharding in SHARDINGS),
-]
-
-
-def close(got: np.ndarray, want: np.ndarray, what: str) -> None:
-    """Equal but for the order in which rows that are not exact were summed."""
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6, err_msg=what)
-
-
-def same_as_local(case: Case, outcomes: Sequence[Outcome]) -> None:
-    whole = local_run(case, len(outcomes))
-    sizes = [case.size(rank) for rank in range(len(outcomes))]
-    starts = np.cumsum([0, *sizes])
-    for rank, outcome in enumerate(outcomes):
-        mine = slice(starts[rank], starts[rank + 1])
-        for step, (got, want) in enumerate(zip(outcome.outputs, whole.outputs, strict=True)):
-            for i, (a, b) in enumerate(zip(got, want, strict=True)):
-                assert a.dtype == b.dtype
-                close(a, b[mine], f"{case}, {rank=}, {step=}, output {i}")
-        for a, b in zip(outcome.read, whole.read, strict=True):
-            close(a, b[mine], f"{case}, {rank=}, read")
-    for table in ("users", "items", "tags"):
-        assert whole_rows(outcomes, table) == whole_rows([whole], table), (case, table)
-
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_same_as_one_process(world_size: int) -> None:

@@ -172,6 +172,33 @@ def test_run_hooks_give_all_the_state_of_rank_0() -> None:
     assert first == second
 
 
+def on_cards() -> dict[str, Any]:
+    mesh = comm.init()
+    own = mesh.collectives("on the card")
+    host = mesh.collectives("on the host", device=torch.device("cpu"))
+    ones = torch.ones(3, device=mesh.device)
+    (summed,) = own.all_reduce(ones, "sum", what="sum").wait()
+    (host_summed,) = host.all_reduce(torch.ones(3), "sum", what="sum on the host").wait()
+    told = {
+        "device": str(mesh.device),
+        "backend": mesh.backend,
+        "sums": summed.tolist() + host_summed.tolist(),
+        "votes": mesh.votes.gather_objects(mesh.rank, what="votes"),
+    }
+    comm.shutdown()
+    return told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_two_ranks_on_two_cards() -> None:
+    for rank, told in enumerate(run_ranks(2, on_cards)):
+        assert told["device"] == f"cuda:{rank}"
+        assert told["backend"] == "nccl"
+        assert told["sums"] == [2.0] * 6
+        assert told["votes"] == [0, 1]
+
+
 def environment(**more: str) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "TORCHELASTIC")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}

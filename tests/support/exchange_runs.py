@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Uniform
 from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer, SignSGD
-from shoal.table import Segment, TableSpec
+from shoal.table import Segment, TableSpec, make_shard
 from shoal.table.cpu import CpuShard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
@@ -225,12 +226,12 @@ def _apply_ids(shard: Shard, records: Sequence[GradRecord], ctx: StepContext) ->
 
 
 def rank_run(
-    case: Case, collectives: Collectives, make_shard: Callable[..., Shard] = CpuShard
+    case: Case, collectives: Collectives, make: Callable[..., Shard] = CpuShard
 ) -> Outcome:
     """The case on this rank; gradients of ranks add up."""
     rank, placement = collectives.rank, placement_of(case, collectives.world_size)
     specs = specs_of(case)
-    shard = make_shard(hosted_specs(specs, placement, rank))
+    shard = make(hosted_specs(specs, placement, rank))
     exchange = AllToAllExchange(
         shard,
         placement,
@@ -240,14 +241,15 @@ def rank_run(
         per_sender_steps=case.per_sender,
         wire=case.wire,
     )
-    training, seen = Training(case, exchange), []
+    training, seen, device = Training(case, exchange), [], collectives.device
     for step in range(case.steps):
         ctx = training.context(step, late_s=rank)
-        route, outputs = training.forward(batch_of(case, step, rank), ctx)
-        pending = exchange.back(route, grads_of(outputs, case, step, rank))
+        route, outputs = training.forward(batch_of(case, step, rank).to(device), ctx)
+        grads = [grad.to(device) for grad in grads_of(outputs, case, step, rank)]
+        pending = exchange.back(route, tuple(grads))
         training.apply(pending.wait(), route, ctx)
         seen.append(_arrays(outputs))
-    return training.outcome(seen, batch_of(case, case.steps, rank))
+    return training.outcome(seen, batch_of(case, case.steps, rank).to(device))
 
 
 def local_run(case: Case, world_size: int) -> Outcome:
@@ -276,12 +278,18 @@ def local_run(case: Case, world_size: int) -> Outcome:
     return training.outcome(seen, last)
 
 
-def rank_runs(cases: Sequence[Case]) -> list[Outcome]:
+def rank_runs(cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
     """Every case on this rank of the job that the environment describes."""
-    dist.init_process_group("gloo")
-    collectives = TorchCollectives(_world(), torch.device("cpu"), 20.0)
+    on_gpu = device == "cuda"
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    collectives = TorchCollectives(_world(), place, 120.0 if on_gpu else 20.0)
     try:
-        return [rank_run(case, collectives) for case in cases]
+        return [
+            rank_run(case, collectives, partial(make_shard, device=str(place))) for case in cases
+        ]
     finally:
         collectives.close()
         dist.destroy_process_group()

@@ -11,10 +11,10 @@ import torch
 from shoal import comm
 
 
-def place() -> dict[str, Any]:
+def place(path: Any = "auto") -> dict[str, Any]:
     """Join, take a sum over the ranks, and tell where this rank is."""
     mesh = comm.init(device="cpu")
-    collectives = mesh.collectives("sum")
+    collectives = mesh.collectives("sum", path=path)
     (total,) = collectives.all_reduce(torch.tensor([mesh.rank + 1.0]), "sum", what="sum").wait()
     every = mesh.votes.gather_objects(mesh.rank, what="ranks")
     told = {
@@ -31,5 +31,5 @@ def place() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("told " + json.dumps(place()), flush=True)
+    print("told " + json.dumps(place(*sys.argv[1:])), flush=True)
     sys.exit(0)

@@ -22,6 +22,7 @@ __all__ = [
     "Made",
     "Toy",
     "batches_of",
+    "late_losses",
     "loss_of",
     "plain_losses",
     "rows_of",
@@ -55,14 +56,16 @@ def spec(
 class Toy(nn.Module):
     """Two features of one table (or two), and a linear layer: logits [B]."""
 
-    def __init__(self, tables: Sequence[TableSpec]) -> None:
+    def __init__(self, tables: Sequence[TableSpec], device: str = "cpu") -> None:
         super().__init__()
         first, last = tables[0].name, tables[-1].name
-        self.tables = EmbeddingCollection(tables, [Feature("a", first), Feature("b", last)])
+        features = [Feature("a", first), Feature("b", last)]
+        self.tables = EmbeddingCollection(tables, features, device=device)
         self.linear = nn.Linear(8, 1)
         with torch.no_grad():
             self.linear.weight.copy_(torch.linspace(-1, 1, 8)[None])
             self.linear.bias.fill_(0.25)
+        self.linear.to(device)
 
     def forward(self, batch: Batch) -> Tensor:
         inputs = self.tables(batch.ids, event_time_s=batch.event_time_s)
@@ -81,8 +84,13 @@ class Made:
     wrapped: Any = None
 
 
-def toy(tables: Sequence[TableSpec], wrap: Callable[[Toy], nn.Module] | None = None) -> Made:
-    model = Toy(tables)
+def toy(
+    tables: Sequence[TableSpec],
+    wrap: Callable[[Toy], nn.Module] | None = None,
+    *,
+    device: str = "cpu",
+) -> Made:
+    model = Toy(tables, device)
     if wrap is not None:
         wrapped = wrap(model)
         dense = torch.optim.SGD(model.linear.parameters(), lr=0.1)
@@ -135,6 +143,42 @@ def plain_losses(
                 made.model.tables.shard.evict(now_s)
             if due_s is None or now_s >= due_s:
                 due_s = now_s + evict_every_s
+    return losses
+
+
+def late_losses(
+    made: Any, batches: Sequence[Batch], staleness: int, accumulation: int, every_s: int
+) -> list[Tensor]:
+    """Staleness k written out: rows are read once window w-1-k is applied, then w trains."""
+    tables = made.model.tables
+    all_windows = list(windows(batches, accumulation))
+    read: dict[int, list[Any]] = {}
+    losses, due_s = [], None
+
+    def read_window(w: int) -> None:
+        """Look the window up now; its forward sees the rows as they are now."""
+        read[w] = []
+        for batch in all_windows[w] if w < len(all_windows) else ():
+            outputs = tables(batch.ids, event_time_s=batch.event_time_s)
+            read[w].append((batch, outputs))
+
+    for w in range(staleness):
+        read_window(w)
+    for w, window in enumerate(all_windows):
+        read_window(w + staleness)
+        total = sum(batch.labels.numel() for batch in window)
+        for batch, inputs in read.pop(w):
+            joined = torch.cat([inputs["a"], inputs["b"]], dim=1).float()
+            loss = loss_of(made.model.linear(joined)[:, 0], batch)
+            (loss * (batch.labels.numel() / total)).backward()
+            losses.append(loss.detach())
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        now_s = max(batch.event_time_s for batch in window)
+        if due_s is not None and now_s >= due_s:
+            tables.shard.evict(now_s)
+        if due_s is None or now_s >= due_s:
+            due_s = now_s + every_s
     return losses
 
 

@@ -232,7 +232,8 @@ def test_any_plan_equals_a_local_shard(case: Received) -> None:
 @pytest.mark.parametrize("impl", BACKENDS[:2])
 def test_sums_that_round_are_taken_in_order(impl: Implementation, weights: bool) -> None:
     batch = batch_of([f.name for f in FEATURES], [[5, 3, 7]] * 5, weights=weights, ids=40)
-    layouts = default_layouts(FEATURES)
+    # The reference adds pooled features; the core adds row by row, as a shard on the CPU.
+    layouts = default_layouts(FEATURES) if impl.name == "reference" else LAYOUTS
     case = make_received(TABLES, FEATURES, layouts, batch, CUT, exact=False)
     assert_pools(impl, case)
 

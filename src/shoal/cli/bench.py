@@ -98,7 +98,7 @@ def comm(
         )
         logger = logging.getLogger("shoal.comm")
         logger.addHandler(logging.StreamHandler())
-        logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+        logger.setLevel(logging.INFO if launch.detect().rank == 0 else logging.WARNING)
         started = launch.init(device=device)
         out = console()
         try:

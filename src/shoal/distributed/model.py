@@ -57,7 +57,8 @@ class DistributedModelParallel(nn.Module):
             of rank.
         wire: precision of rows and gradients between ranks.
         dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
-            (`torch.distributed.fsdp.fully_shard`).
+            (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
+            take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
         exchange_path: what carries ids, rows and votes; see `Mesh.collectives`.
 
     Attributes:

@@ -18,13 +18,23 @@ from shoal.ops.layout_specs import LayoutPlan
 from shoal.table import checks
 from shoal.table.shard import Pool, PoolPlan
 
-__all__ = ["BankLayout", "Block", "CompiledPlan", "HostedColumns", "Part", "Piece", "compile_plan"]
+__all__ = [
+    "ADDED",
+    "BankLayout",
+    "Block",
+    "CompiledPlan",
+    "HostedColumns",
+    "Part",
+    "Piece",
+    "compile_plan",
+]
 
 _REALS = (torch.float32, torch.float64)
 # As `LayoutPlan` has them: means, and sums into what others wrote, as shards take them.
 _POOLINGS = {"sum": 0, "mean": 2, "first_n": 3}
 _BY_ROW = 8
-_ALONE, _FIRST, _ADDED = 0, 1, 2
+_ALONE, _FIRST, ADDED = 0, 1, 2
+"""Roles of pieces; ADDED: it sums into what earlier ones wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +296,7 @@ def _roles(
             remedy = "Slices that share columns add: Slice(add=True)."
             raise _wrong(what, "written twice", "once, or added", remedy)
     runs = [[output, *found] for (output, _), found in written.items() if len(found) > 1]
-    roles = {piece: _ADDED for _, *run in runs for piece in run[1:]}
+    roles = {piece: ADDED for _, *run in runs for piece in run[1:]}
     roles.update({run[1]: roles.get(run[1], _FIRST) for run in runs})
     parts, number = [], 0
     for block, pool, own in cut:
@@ -343,7 +353,7 @@ def _tensors(
         high = max(piece.start + piece.width for piece in part.pieces)
         last = len(slices) + len(part.pieces)
         pooling = _POOLINGS[part.pool.pooling]
-        if not first_n and any(piece.role == _ADDED for piece in part.pieces):
+        if not first_n and any(piece.role == ADDED for piece in part.pieces):
             pooling += _BY_ROW
         features.append((len(slices), last, pooling, length, low, high))
         for piece in part.pieces:

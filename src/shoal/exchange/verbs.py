@@ -20,7 +20,7 @@ from shoal.errors import DTypeError, ShoalError, describe
 from shoal.exchange.agreement import agree, finish
 from shoal.exchange.forwarding import Arrived, Hosting, Outgoing, outgoing, receive, reply
 from shoal.exchange.one_rank_only import OneRankOnly
-from shoal.exchange.whole_rows import joined_chunk, joined_entry, joined_stats
+from shoal.exchange.whole_rows import joined_chunk, joined_entry, joined_stats, slice_rates
 from shoal.placement import Placement
 from shoal.table import checks, scalars
 from shoal.table.hosting import hosted_spec
@@ -304,20 +304,16 @@ class RoutedVerbs(OneRankOnly):
         return int(self._collectives.all_reduce(numbers, "sum", what=what).wait()[0])
 
     def _rates(self, ctx: StepContext) -> dict[str, tuple[float, ...]]:
-        """Rates of the shard's tables: a slice has those of the segments it holds."""
-        rates: dict[str, tuple[float, ...]] = {}
-        for hosting in self._hostings:
-            spec = self._specs[hosting.table]
-            if hosting.local is None or spec.name not in ctx.learning_rates:
-                continue
-            own = ctx.learning_rates[spec.name]
-            hosted, first, kept = hosting.hosted, 0, []
-            for segment, rate in zip(spec.segments, own, strict=True):
-                if max(first, hosted.start) < min(first + segment.dim, hosted.stop):
-                    kept.append(rate)
-                first += segment.dim
-            rates[self._shard.specs[hosting.local].name] = tuple(kept)
-        return rates
+        """Rates of the shard's tables."""
+        return {
+            self._shard.specs[hosting.local].name: slice_rates(
+                self._specs[hosting.table],
+                hosting.hosted,
+                ctx.learning_rates[self._specs[hosting.table].name],
+            )
+            for hosting in self._hostings
+            if hosting.local is not None and self._specs[hosting.table].name in ctx.learning_rates
+        }
 
     def _empty(self, groups: IdGroups) -> list[Tensor]:
         cuts = groups.splits_G1.tolist()

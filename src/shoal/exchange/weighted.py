@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.exchange.received_plan import BankLayout, HostedColumns, Part
+from shoal.exchange.received_plan import ADDED, BankLayout, HostedColumns, Part
 from shoal.ops import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
@@ -59,11 +59,25 @@ def pool(
         else:
             pooled = segment_sum(rows_nD, offsets_B1)[:, None]
         for piece in part.pieces:
+            columns = slice(piece.start, piece.start + piece.width)
             for j in range(pooled.shape[1]):
                 first = piece.place + j * piece.step
-                taken = pooled[:, j, piece.start : piece.start + piece.width]
-                outputs[piece.output][:, first : first + piece.width] += taken
+                into = outputs[piece.output][:, first : first + piece.width]
+                if piece.role == ADDED and into.is_cpu and part.pool.pooling != "first_n":
+                    into.copy_(_added_by_row(into, rows_nD[:, columns], offsets_B1))
+                else:
+                    into += pooled[:, j, columns]
     return outputs
+
+
+def _added_by_row(base_BD: Tensor, rows_nD: Tensor, offsets_B1: Tensor) -> Tensor:
+    """base + row + row ..., in that order, as a shard on the CPU adds: base leads each segment."""
+    size, count = base_BD.shape[0], rows_nD.shape[0]
+    longer_B1 = offsets_B1 + torch.arange(size + 1)
+    joined = rows_nD.new_empty(size + count, rows_nD.shape[1])
+    joined[longer_B1[:-1]] = base_BD
+    joined[torch.arange(count) + _bags(offsets_B1, count) + 1] = rows_nD
+    return segment_sum(joined, longer_B1)
 
 
 def spread(

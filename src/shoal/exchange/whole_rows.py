@@ -11,7 +11,7 @@ from shoal.placement import Hosted, hash_ids, sort_key
 from shoal.table.shard import Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
-__all__ = ["joined_chunk", "joined_entry", "joined_state", "joined_stats"]
+__all__ = ["joined_chunk", "joined_entry", "joined_state", "joined_stats", "slice_rates"]
 
 
 def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entry | None:
@@ -128,3 +128,13 @@ def _joined(name: str, columns: Sequence[tuple[Hosted, list[RowChunk], Tensor]])
     return [
         torch.cat([getattr(chunk, name) for chunk in chunks])[order] for _, chunks, order in columns
     ]
+
+
+def slice_rates(spec: TableSpec, hosted: Hosted, rates: Sequence[float]) -> tuple[float, ...]:
+    """Learning rates of a slice: of a table's, those of the segments it has columns of."""
+    first, kept = 0, []
+    for segment, rate in zip(spec.segments, rates, strict=True):
+        if max(first, hosted.start) < min(first + segment.dim, hosted.stop):
+            kept.append(rate)
+        first += segment.dim
+    return tuple(kept)

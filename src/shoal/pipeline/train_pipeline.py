@@ -1,4 +1,18 @@
-"""Training and prediction loops whose stages overlap: `progress(iterator)`, one batch a call."""
+"""Training and prediction loops whose stages overlap: `progress(iterator)`, one batch a call.
+
+Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch by batch) and
+overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
+the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
+dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
+windows before the update of the present one: rows lack exactly k updates (Monolith's
+`embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
+step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
+everything under way, at every staleness. In one process there is no exchange to hide: rows are
+read in forward, and lack nothing.
+
+Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
+over all ranks, so that uneven batches give the gradient of the whole window's mean.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +26,10 @@ from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, InputError, describe
 from shoal.pipeline import batches
-from shoal.pipeline.executor import Asking, Executor, Lanes, Round
+from shoal.pipeline.executor import Asking, Executor, Round
 from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import InferenceStages, Losses, Stages, Step, TrainingStages
+from shoal.pipeline.streams import Lanes
 from shoal.pipeline.voting import Ballots, Rules
 from shoal.ragged import KeyedRagged
 
@@ -45,6 +60,7 @@ class TrainPipeline:
         self._source: Iterator[Any] | None = None
         self._executor: Executor | None = None
         self._attached = True
+        self._cut_asked = False
         self._on_cut: Callable[[int], None] | None = None
         self.last: Round | None = None
 
@@ -88,7 +104,9 @@ class TrainPipeline:
         on every rank. A request in a run's last batches may come too late: nothing is under way
         once `progress` has raised StopIteration.
         """
-        if self._executor is not None:
+        if self._executor is None:
+            self._cut_asked = True
+        else:
             self._executor.ask_cut()
 
     @property
@@ -153,6 +171,9 @@ class TrainPipeline:
         if self._executor is None:
             self._executor, self._source = self._make(iter(iterator)), iterator
             self._executor.on_cut = self._on_cut
+            if self._cut_asked:
+                self._executor.ask_cut()
+            self._cut_asked = False
         elif iterator is not self._source:
             raise InputError(
                 describe(
@@ -215,17 +236,7 @@ def create_train_pipeline(
 ) -> TrainPipeline:
     """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
 
-    Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch by batch) and
-    overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
-    the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
-    dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
-    windows before the update of the present one: rows lack exactly k updates (Monolith's
-    `embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
-    step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
-    everything under way, at every staleness.
-
-    Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
-    over all ranks, so that uneven batches give the gradient of the whole window's mean.
+    What overlaps, and what losses weigh: see this module's docstring.
 
     Args:
         model: in train(); called with a batch, on `device`.
@@ -304,6 +315,7 @@ def _maker(
 ) -> Callable[[Iterator[Any]], Executor]:
     def make(source: Iterator[Any]) -> Executor:
         ballots = Ballots(_votes_of(model) if votes is None else votes)
+        ballots.agree(settings, rules)
         place = _device_of(model) if device is None else torch.device(device)
         # One rank's lookup has no exchange to hide, and its shard is busy in forward.
         lanes = Lanes(place, beside=ballots.world_size > 1)

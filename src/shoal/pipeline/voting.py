@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import DataError, describe
+from shoal.errors import ConfigError, DataError, describe
 from shoal.pipeline.scheduler import Facts
 
 __all__ = ["Ballot", "Ballots", "Rules", "Tally"]
@@ -80,8 +80,27 @@ class Ballots:
         """All ranks."""
         return self._votes.world_size
 
-    def begin(self, ballot: Ballot, index: int) -> Pending:
-        """Send a ballot; `read` the result."""
+    def agree(self, *settings: Any) -> None:
+        """Refuse ranks whose pipelines differ, which would wait for each other in vain.
+
+        Raises:
+            ConfigError: another rank has other settings.
+        """
+        said = self._votes.gather_objects(repr(settings), what="settings of a pipeline")
+        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
+        if other is not None:
+            raise ConfigError(
+                describe(
+                    "settings of a pipeline",
+                    got=f"{said[other]} on rank {other}, {said[0]} on rank 0",
+                    allowed="the same on every rank",
+                    remedy="Make the pipeline from the same configuration on each rank.",
+                )
+            )
+
+    def begin(self, ballot: Ballot, index: int, step: int) -> Pending:
+        """Send a ballot; `read` the result. step: windows applied, which errors name."""
+        self._votes.step = step
         numbers = ballot.numbers()
         every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
         every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64)
