@@ -152,7 +152,7 @@ def judged(folders: Sequence[Path]) -> list[Any]:
 def test_what_either_saved_the_other_judges(runs: tuple[list[Any], list[Any]]) -> None:
     import pyarrow.parquet as pq
 
-    alone, both = runs
+    alone, both = (side[1::2] for side in runs)
     for run, (sheets, _) in zip(both, judged([run[3] for run in both]), strict=True):
         assert sheets["logistic"] == pytest.approx(run[0]["logistic"], rel=1e-6)
         assert sheets["base_rate"] == pytest.approx(run[0]["base_rate"], rel=1e-6)
