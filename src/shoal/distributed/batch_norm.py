@@ -52,29 +52,29 @@ class BatchNormOverRanks(_NormBase):
                 0.0,
                 self.eps,
             )
-        dims = [0, *range(2, batch.ndim)]
-        wide = batch.detach().double()
-        here = torch.full((1,), batch.numel() // self.num_features, dtype=torch.float64)
-        moments = torch.cat([wide.sum(dims), (wide * wide).sum(dims), here.to(batch.device)])
-        (moments,) = self._collectives.all_reduce(
-            moments, "sum", what="moments of batch normalisation"
-        ).wait()
-        count = moments[-1]
-        total, squares = moments[:-1].chunk(2)
-        mean_C = total / count
-        var_C = (squares / count - mean_C * mean_C).clamp_min(0.0)
-        self._track(mean_C, var_C, count)
-        shape = [1, self.num_features] + [1] * (batch.ndim - 2)
         normal: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            batch,
-            mean_C.float().view(shape),
-            (var_C + self.eps).rsqrt().float().view(shape),
-            count.float(),
-            self._collectives,
+            batch, self.weight, self.bias, self
         )
-        if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal.to(batch.dtype)
+        return normal
+
+    def moments(self, shifted: Tensor, shift_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean [C], variance [C], values a channel) over all ranks, float64, of values that are
+        given less `shift_C`, so that their squares do not cancel; running statistics follow.
+        """
+        dims = [0, *range(2, shifted.ndim)]
+        here = shifted.new_full((1,), shifted.numel() // self.num_features, dtype=torch.float64)
+        sums = torch.cat([shifted.sum(dims).double(), (shifted * shifted).sum(dims).double(), here])
+        sums = self.summed(sums, "moments of batch normalisation")
+        count = sums[-1]
+        off_C, squares_C = (sums[:-1] / count).chunk(2)
+        mean_C, var_C = off_C + shift_C, (squares_C - off_C * off_C).clamp_min(0.0)
+        self._track(mean_C, var_C, count)
+        return mean_C, var_C, count
+
+    def summed(self, values: Tensor, what: str) -> Tensor:
+        """Added up over ranks; a collective call."""
+        (found,) = self._collectives.all_reduce(values, "sum", what=what).wait()
+        return found
 
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
@@ -98,34 +98,55 @@ class BatchNormOverRanks(_NormBase):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) * scale, where mean and scale come from the x of all ranks."""
+    """y = (x - mean) scale weight + bias, where mean and scale come from the x of all ranks.
+
+    Each is one multiplication and one addition an element: constants of a channel are put
+    together first. With d = x - shift, y = d a + e.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         batch: Tensor,
-        mean: Tensor,
-        scale: Tensor,
-        count: Tensor,
-        collectives: Collectives,
+        weight_C: Tensor | None,
+        bias_C: Tensor | None,
+        layer: BatchNormOverRanks,
     ) -> Tensor:
-        normal = (batch.float() - mean) * scale
-        ctx.save_for_backward(normal, scale, count)
-        ctx.collectives = collectives
-        ctx.dtype = batch.dtype
-        return normal
+        shape = [1, -1] + [1] * (batch.ndim - 2)
+        channels = batch.new_zeros(layer.num_features, dtype=torch.float32)
+        shift_C = channels if layer.running_mean is None else layer.running_mean.clone().float()
+        shifted = batch.float() - shift_C.view(shape)
+        mean_C, var_C, count = layer.moments(shifted, shift_C.double())
+        scale_C = (var_C + layer.eps).rsqrt()
+        off_C = shift_C - mean_C  # float64
+        slope_C = scale_C if weight_C is None else scale_C * weight_C
+        start_C = off_C * slope_C if bias_C is None else off_C * slope_C + bias_C
+        ctx.save_for_backward(shifted, scale_C, off_C, slope_C, count)
+        ctx.layer, ctx.dtype, ctx.shape = layer, batch.dtype, shape
+        made = torch.addcmul(start_C.float().view(shape), shifted, slope_C.float().view(shape))
+        return made.to(batch.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normal, scale, count = ctx.saved_tensors
-        dims = [0, *range(2, grad.ndim)]
-        wide = grad.double()
-        sums = torch.cat([wide.sum(dims), (wide * normal).sum(dims)])
-        (sums,) = ctx.collectives.all_reduce(
-            sums, "sum", what="gradient of batch normalisation"
-        ).wait()
-        mean, along = (part.view(scale.shape) for part in (sums.float() / count).chunk(2))
-        return ((grad - mean - normal * along) * scale).to(ctx.dtype), None, None, None, None
+        shifted, scale_C, off_C, slope_C, count = ctx.saved_tensors
+        dims, shape = [0, *range(2, grad.ndim)], ctx.shape
+        grad = grad.float()
+        plain_C = grad.sum(dims).double()
+        # of the gradient times the normalised values
+        along_C = ((grad * shifted).sum(dims).double() + off_C * plain_C) * scale_C
+        sums = ctx.layer.summed(torch.cat([plain_C, along_C]), "gradient of batch normalisation")
+        mean_C, mean_along_C = (sums / count).chunk(2)
+        curve_C = -slope_C * mean_along_C * scale_C
+        start_C = curve_C * off_C - slope_C * mean_C
+        back = torch.addcmul(start_C.float().view(shape), grad, slope_C.float().view(shape))
+        back.addcmul_(shifted, curve_C.float().view(shape))
+        wanted = ctx.needs_input_grad
+        return (
+            back.to(ctx.dtype),
+            along_C.float() if wanted[1] else None,
+            plain_C.float() if wanted[2] else None,
+            None,
+        )
 
 
 def normalise_over_ranks(module: nn.Module, collectives: Collectives) -> nn.Module:
