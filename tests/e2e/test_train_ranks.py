@@ -20,6 +20,7 @@ from shoal import config, train
 from shoal.comm.launch import early_votes
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError
+from shoal.train import gathering
 from shoal.train.learner import Learner
 from support.ranks import free_port, launcher_variables, run_ranks, start_ranks
 
@@ -85,11 +86,15 @@ CASES = {"plain": PLAIN, "accumulated": ACCUMULATED, "normed": NORMED, "admitted
 
 
 def settings(folder: Path, changes: Mapping[str, Any]) -> config.RunConfig:
-    return config.from_mapping({**BASE, **changes, "output": {"dir": str(folder)}})
+    beside: dict[str, Any] = {"output": {"dir": str(folder)}}
+    if "accumulation" in changes:
+        beside["profile"] = str(folder / "profile")
+    return config.from_mapping({**BASE, **changes, **beside})
 
 
 def trained(folder: Path, cases: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     found = []
+    gathering._PIECE_BYTES = 1000  # some rows at a time
     for number, changes in enumerate(cases):
         result = train.run(settings(folder / str(number), changes), console=SILENT)
         figures = (result.examples, result.ids, result.steps)
@@ -138,6 +143,13 @@ def test_logs_tell_of_communication(runs: tuple[list[Any], list[Any]]) -> None:
     assert last["alltoall/unique_ids"] <= 2 * last["alltoall/ids"]
     assert 0 < last["alltoall/hottest_share/f0"] <= 1
     assert "alltoall/ids" not in points(both[0][3])[-1]
+
+
+def test_every_rank_writes_a_profile(runs: tuple[list[Any], list[Any]]) -> None:
+    _, both = runs
+    for rank in range(2):
+        trace = json.loads((both[1][3].parent / "profile" / f"rank{rank}.json").read_text())
+        assert trace["traceEvents"]
 
 
 def judged(folders: Sequence[Path]) -> list[Any]:
