@@ -163,7 +163,10 @@ def train_dlrm(
     optimizer = JointOptimizer(
         [SparseOptimizer(model), torch.optim.Adagrad(model.dense_parameters(), lr=0.01)]
     )
-    made = [_batch(names, batch_size, most_ids, mesh, turn) for turn in range(6)]
+    # In page-locked memory, as a loader gives them.
+    made = [
+        _batch(names, batch_size, most_ids, mesh, turn).to("cpu").pin_memory() for turn in range(6)
+    ]
     batches: Iterator[Batch] = itertools.cycle(made)
     took = (_piped if pipelined else _plain)(
         model, optimizer, itertools.islice(batches, steps + warmup), staleness, warmup, mesh
@@ -202,7 +205,7 @@ def _plain(
         if done == warmup:
             _settle(mesh)
             begun = time.perf_counter()
-        loss, _ = model(batch)
+        loss, _ = model(batch.to(mesh.device, non_blocking=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
