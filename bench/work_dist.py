@@ -173,8 +173,13 @@ def train_dlrm(
     )
     memory = torch.cuda.max_memory_allocated(mesh.device) if device == "cuda" else 0
     rows = sum(tables.shard.size(k) for k in range(len(tables.shard.specs)))
+    ids = made[0].ids
+    cuts = ids.host_splits.tolist()
+    distinct = sum(ids.values_N[a:b].unique().numel() for a, b in itertools.pairwise(cuts))
     shutdown()
-    return {"step_s": took, "memory": memory, "rows": rows, "rank": mesh.rank}
+    return {
+        "step_s": took, "memory": memory, "rows": rows, "rank": mesh.rank, "distinct": distinct
+    }  # fmt: skip
 
 
 def _piped(
