@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness import median
 from shoal import EmbeddingCollection, Feature, Layout, LayoutSlice, SparseOptimizer
-from shoal.comm import Mesh, init, shutdown
+from shoal.comm import Mesh, Part, init, shutdown
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.exchange import AllToAllExchange, Request
@@ -75,8 +75,7 @@ def exchange_rows(*, mib: int, dim: int, repeats: int, device: str) -> dict[str,
     def gather() -> None:
         shard.gather(route.ticket, ctx=ctx)
 
-    packed = exchange._collectives
-    from shoal.comm import Part
+    packed = exchange.collectives
 
     def sent_only() -> None:
         packed.all_to_all([Part(source, tuple(send), tuple(back))], what="rows").wait()
