@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo test check test-slow test-gpu tsan bench format clean
+.PHONY: setup demo test check test-slow test-gpu test-gpu-dist tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -44,6 +44,10 @@ test-slow: setup
 test-gpu:
 	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests
 
+# Several ranks over NCCL, on a machine with two GPUs or more.
+test-gpu-dist:
+	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests/dist
+
 # The core's own tests under the thread sanitizer.
 tsan:
 	cmake -S . -B build/tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHOAL_CORE_TESTS=ON -DSHOAL_SANITIZE_THREAD=ON
@@ -62,6 +66,8 @@ tsan:
 bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/table_cpu.py --json out-table-cpu.json
 	.venv-peers/bin/python bench/ops.py --json out-ops.json
+	.venv-peers/bin/python bench/comm_cpu.py --json out-comm.json
+	.venv-peers/bin/python bench/dist.py --json out-dist.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 
 format: setup

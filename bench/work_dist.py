@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness import median
 from shoal import EmbeddingCollection, Feature, Layout, LayoutSlice, SparseOptimizer
-from shoal.comm import Mesh, init, shutdown
+from shoal.comm import Mesh, Part, init, shutdown
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.exchange import AllToAllExchange, Request
@@ -75,8 +75,7 @@ def exchange_rows(*, mib: int, dim: int, repeats: int, device: str) -> dict[str,
     def gather() -> None:
         shard.gather(route.ticket, ctx=ctx)
 
-    packed = exchange._collectives
-    from shoal.comm import Part
+    packed = exchange.collectives
 
     def sent_only() -> None:
         packed.all_to_all([Part(source, tuple(send), tuple(back))], what="rows").wait()
@@ -163,15 +162,23 @@ def train_dlrm(
     optimizer = JointOptimizer(
         [SparseOptimizer(model), torch.optim.Adagrad(model.dense_parameters(), lr=0.01)]
     )
-    made = [_batch(names, batch_size, most_ids, mesh, turn) for turn in range(6)]
+    # In page-locked memory, as a loader gives them.
+    made = [
+        _batch(names, batch_size, most_ids, mesh, turn).to("cpu").pin_memory() for turn in range(6)
+    ]
     batches: Iterator[Batch] = itertools.cycle(made)
     took = (_piped if pipelined else _plain)(
         model, optimizer, itertools.islice(batches, steps + warmup), staleness, warmup, mesh
     )
     memory = torch.cuda.max_memory_allocated(mesh.device) if device == "cuda" else 0
     rows = sum(tables.shard.size(k) for k in range(len(tables.shard.specs)))
+    ids = made[0].ids
+    cuts = ids.host_splits.tolist()
+    distinct = sum(ids.values_N[a:b].unique().numel() for a, b in itertools.pairwise(cuts))
     shutdown()
-    return {"step_s": took, "memory": memory, "rows": rows, "rank": mesh.rank}
+    return {
+        "step_s": took, "memory": memory, "rows": rows, "rank": mesh.rank, "distinct": distinct
+    }  # fmt: skip
 
 
 def _piped(
@@ -202,7 +209,7 @@ def _plain(
         if done == warmup:
             _settle(mesh)
             begun = time.perf_counter()
-        loss, _ = model(batch)
+        loss, _ = model(batch.to(mesh.device, non_blocking=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -54,6 +54,7 @@ def test_declared_markers_are_the_lanes() -> None:
 
 def test_lanes_select_their_marker() -> None:
     assert "-m gpu" in recipe("test-gpu")
+    assert "-m gpu tests/dist" in recipe("test-gpu-dist")
     assert "-m slow" in recipe("test-slow")
     assert "not gpu and not slow" in recipe("test")
 

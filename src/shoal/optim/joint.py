@@ -50,6 +50,8 @@ class JointOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.check_finite()
         for member in self.optimizers:
+            if isinstance(member, SparseOptimizer):
+                member.vouched = True
             member.step()
         return loss
 

@@ -76,6 +76,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         # Refuses a bad clip now, not at the first step.
         self._nan_clip = StepContext(nan_clip=nan_clip).nan_clip
         self.global_step = 0
+        # Whoever steps several optimizers has asked them all before.
+        self.vouched = False
         self._announce()
         used = {(id(c.shard), name) for c in collections for name in c.tables}
         spread = {id(c.shard) for c in collections if c.distributed}
@@ -107,7 +109,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rates = self.rates()
-        if len(self.ledgers) > 1 or shared(self.ledgers) is not None:
+        several = len(self.ledgers) > 1 or shared(self.ledgers) is not None
+        vouched, self.vouched = self.vouched, False
+        if several and not vouched:
             self.check_finite()
         for ledger in self.ledgers:
             ledger.apply(

@@ -1,0 +1,230 @@
+"""Training on several ranks against one, and exchanges of rows against what carries them:
+`python bench/dist.py --json out.json`.
+
+With GPUs: NCCL on all of them. Without: processes of this host, one thread each. Prints ours,
+peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that is missed is a
+result. See bench/README.md for what each case measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Case, Measured, as_row, median, red_rows, table_lines, write_json
+from rank_main import on_ranks
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "triton", "numpy", "shoal")
+HUGECTR_4_GPUS = 7.32e6  # samples a second of 4 x H100 SXM, MLPerf v4.1
+LOOKUPS = 214
+DIM = 128
+
+Found = dict[str, Measured]
+Job = tuple[tuple[Case, ...], Callable[[], Found]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("`")[0].strip())
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that all runs")
+    parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args()
+    gpus = _gpus() if options.device != "cpu" else 0
+    jobs = _gpu_jobs(gpus, options.quick) if gpus else _cpu_jobs(options.quick)
+    wanted = [
+        (cases, run) for cases, run in jobs if any(options.case in case.name for case in cases)
+    ]
+    if not wanted:
+        parser.error(f"no case has {options.case!r} in its name; --list names them")
+    if options.list:
+        print("\n".join(case.name for cases, _ in wanted for case in cases))
+        return
+    rows: list[dict[str, Any]] = []
+    for cases, run in wanted:
+        print(f"{cases[0].name} ...", file=sys.stderr, flush=True)
+        try:
+            found = run()
+        except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+            note = f"{type(error).__name__}: {error}"[:200]
+            found = {case.name: Measured(note=note) for case in cases}
+        rows += [as_row(case, found.get(case.name)) for case in cases]
+    print("\n" + "\n".join(table_lines(rows)))
+    red = red_rows(rows)
+    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
+    if options.json:
+        write_json(options.json, rows, PACKAGES)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpu_jobs(gpus: int, quick: bool) -> list[Job]:
+    jobs = [_exchange_job(gpus, mib, quick) for mib in (16, 64, 256)]
+    return [*jobs, _scaling_job(gpus, quick)]
+
+
+def _exchange_job(gpus: int, mib: int, quick: bool) -> Job:
+    packed = f"row exchange of {mib} MiB on {gpus} GPUs, packing included, over raw NCCL"
+    reading = f"the same with reading the rows from the table, {mib} MiB"
+    cases = (
+        Case(name=packed, unit="GB/s", peer="all_to_all_single", bar=0.85, stretch=0.92),
+        Case(name=reading, unit="GB/s", peer="all_to_all_single"),
+    )
+
+    def run() -> Found:
+        repeats = 5 if quick else 40
+        params = {"mib": mib, "dim": DIM, "repeats": repeats, "device": "cuda"}
+        ranks = on_ranks(gpus, "exchange_rows", params, timeout_s=120)
+        worst = {key: max(one[key] for one in ranks) for key in ranks[0]}
+        size = worst["bytes"] / 1e6
+        alone = worst["exchange"] - worst["gather"]
+        note = (
+            f"raw {worst['raw']:.3f} ms, rows read into the send buffer and exchanged "
+            f"{worst['exchange']:.3f}, reading alone {worst['gather']:.3f}, exchange alone "
+            f"{worst['sent']:.3f}"
+        )
+        raw = size / worst["raw"]
+        return {
+            packed: Measured(ours=size / alone, peer_value=raw, note=note),
+            reading: Measured(ours=size / worst["exchange"], peer_value=raw),
+        }
+
+    return cases, run
+
+
+def _scaling_job(gpus: int, quick: bool) -> Job:
+    weak = f"weak scaling of DLRM-DCNv2, 1 to {gpus} GPUs"
+    speed = f"DLRM-DCNv2 on {gpus} GPUs"
+    memory = f"memory of rank 0 over the others', {gpus} GPUs"
+    cases = (
+        Case(name=weak, unit="k samples/s a GPU", peer="one GPU, no exchange", bar=0.85),
+        Case(
+            name=speed,
+            unit="M samples/s",
+            peer=f"HugeCTR on 4 x H100, MLPerf, scaled to {gpus} GPUs",
+            peer_value=HUGECTR_4_GPUS / 1e6 * gpus / 4,
+        ),
+        Case(name=memory, unit="x", peer="the ceiling asked for", better="lower", bar=1.0,
+             peer_value=1.05),
+    )  # fmt: skip
+
+    def run() -> Found:
+        size = 512 if quick else 16_384
+        shape = {"batch_size": size, "dim": DIM, "most_ids": 1_000_000, "device": "cuda"}
+        length = {"steps": 6 if quick else 30, "warmup": 8 if quick else 20}
+        by_world: dict[int, list[dict[str, Any]]] = {}
+        plans = {}
+        for ranks in (1, gpus):
+            for pipelined in (False, True):
+                params = {**shape, **length, "pipelined": pipelined}
+                found = on_ranks(ranks, "train_dlrm", params, timeout_s=150)
+                step_s = max(one["step_s"] for one in found)
+                plans[ranks, pipelined] = step_s
+                if ranks not in by_world or step_s < by_world[ranks][0]["best_s"]:
+                    by_world[ranks] = [{**one, "best_s": step_s} for one in found]
+        one_s, all_s = by_world[1][0]["best_s"], by_world[gpus][0]["best_s"]
+        others = [one["memory"] for one in by_world[gpus] if one["rank"]]
+        own = by_world[gpus][0]["memory"]
+        steps = ", ".join(
+            f"{ranks} GPU{'s' if ranks > 1 else ''}{' pipelined' if piped else ''} {1e3 * s:.2f} ms"
+            for (ranks, piped), s in plans.items()
+        )
+        note = f"{size} samples a GPU and step, {LOOKUPS} lookups each, D={DIM}, Adagrad; {steps}"
+        return {
+            weak: Measured(ours=size / all_s / 1e3, peer_value=size / one_s / 1e3, note=note),
+            speed: Measured(
+                ours=size * gpus / all_s / 1e6,
+                limit_fraction=_floor_s(size, by_world[gpus][0]["distinct"]) / all_s,
+                note="of limit: the bytes of rows, gradients and state at 3.0 TB/s alone",
+            ),
+            memory: Measured(ours=own / (sum(others) / len(others)) if others else None),
+        }
+
+    return cases, run
+
+
+def _floor_s(size: int, distinct: float) -> float:
+    """Seconds to move what a step must: lookups are read, distinct rows and state go both ways."""
+    row_bytes = 4 * DIM
+    return (size * LOOKUPS * row_bytes + 5 * distinct * row_bytes) / 3.0e12
+
+
+def _cpu_jobs(quick: bool) -> list[Job]:
+    return [_flights_job(quick), *(_gloo_job(size, quick) for size in ("1 MiB", "16 MiB"))]
+
+
+def _flights_job(quick: bool) -> Job:
+    name = "flights on 2 processes over one, one thread each"
+    cases = (Case(name=name, unit="k examples/s", peer="one process", bar=1.6),)
+
+    def run() -> Found:
+        speeds: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(1 if quick else 3):
+            for ranks, values in speeds.items():
+                values.append(_flights(ranks, quick))
+        ours, peer = median(speeds[2]), median(speeds[1])
+        note = f"batches of {_BATCH} examples over all ranks; {len(speeds[1])} runs each"
+        return {name: Measured(ours=ours / 1e3, peer_value=peer / 1e3, note=note)}
+
+    return cases, run
+
+
+_BATCH = 8192
+
+
+def _flights(ranks: int, quick: bool) -> float:
+    """Examples a second of a run of the flights example."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [
+            "threads=1",
+            f"data.batch_size={_BATCH}",
+            f"data.epochs={1 if quick else 3}",
+            "baselines=[]",
+            "output.save_model=false",
+            f"output.dir={folder}",
+        ]
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        command = [
+            sys.executable, *(launcher if ranks > 1 else []),
+            *(["-m", "shoal.cli"]), "train", str(ROOT / "examples/flights.yaml"), *settings,
+        ]  # fmt: skip
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
+        (metrics,) = Path(folder).glob("*/metrics.json")
+        return float(json.loads(metrics.read_text())["examples_per_s"])
+
+
+def _gloo_job(size: str, quick: bool) -> Job:
+    """A case of `comm_cpu.py`, which has more sizes and peers."""
+    name = f"all-to-all of {size}, shared memory vs Gloo"
+    cases = (Case(name=name, unit="GB/s", peer="Gloo", bar=3.0),)
+
+    def run() -> Found:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "out.json"
+            command = [sys.executable, str(ROOT / "bench/comm_cpu.py"), "--json", str(file)]
+            command += ["--case", f"of {size}", *(["--quick"] if quick else [])]
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
+            (row,) = [r for r in json.loads(file.read_text())["rows"] if r["case"] == name]
+        return {name: Measured(ours=row["ours"], peer_value=row["peer_value"], note=row["note"])}
+
+    return cases, run
+
+
+if __name__ == "__main__":
+    main()
