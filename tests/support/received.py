@@ -44,9 +44,12 @@ class Received:
     rows: tuple[Tensor, ...]
     offsets_N: Tensor
     places: tuple[dict[int, int], ...]
+    dense: bool = False
 
     def compiled(self) -> ReceivedRows:
-        return ReceivedRows(self.plan, self.groups.tables_G.tolist(), self.hosted, self.reals)
+        return ReceivedRows(
+            self.plan, self.groups.tables_G.tolist(), self.hosted, self.reals, dense=self.dense
+        )
 
     def on(self, device: str) -> tuple[list[Tensor], Tensor, KeyedRagged]:
         """Rows, offsets and batch on a device."""
@@ -92,12 +95,14 @@ def make_received(
     banks: Sequence[int] | None = None,
     seed: int = 0,
     exact: bool = True,
+    dense: bool = False,
 ) -> Received:
     """Received rows of a batch.
 
     cuts: of each table, the columns at which it is cut into hosted slices.
     banks: how many banks of each table's dtype its hosted slices take turns in.
     exact: rows whose sums need no rounding.
+    dense: nothing lies between rows.
     """
     specs = {spec.name: spec for spec in tables}
     plan = compile_layouts(specs, features, layouts).plan
@@ -118,7 +123,7 @@ def make_received(
         )
         shard.assign(where, [rows.to(real)], ctx=CTX)
     hosted, reals = _hosted(tables, cuts, banks or [1] * len(tables))
-    flat, places = _flat(shard, ordered, tables_G.tolist(), hosted, reals, draw)
+    flat, places = _flat(shard, ordered, tables_G.tolist(), hosted, reals, draw, dense)
     offsets = [
         places[h][id_]
         for h, columns in enumerate(hosted)
@@ -127,7 +132,7 @@ def make_received(
         for id_ in ordered[feature.name].values.tolist()
     ]
     offsets_N = torch.tensor(offsets, dtype=torch.int64)
-    return Received(shard, plan, ordered, groups, hosted, reals, flat, offsets_N, places)
+    return Received(shard, plan, ordered, groups, hosted, reals, flat, offsets_N, places, dense)
 
 
 def _hosted(
@@ -155,8 +160,11 @@ def _flat(
     hosted: Sequence[HostedColumns],
     reals: Sequence[torch.dtype],
     draw: torch.Generator,
+    dense: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[dict[int, int], ...]]:
-    """Each bank's rows: of every hosted table the distinct ids, in no order, with spare floats."""
+    """Each bank's rows: of every hosted table the distinct ids, in no order, with spare floats but
+    where they are dense.
+    """
     parts: list[list[Tensor]] = [[] for _ in reals]
     places: list[dict[int, int]] = []
     for columns in hosted:
@@ -166,7 +174,7 @@ def _flat(
         ids = ids[torch.randperm(ids.numel(), generator=draw)]
         own: dict[int, int] = {}
         for id_ in ids.tolist():
-            if int(torch.randint(4, (), generator=draw)) == 0:
+            if not dense and int(torch.randint(4, (), generator=draw)) == 0:
                 parts[columns.bank].append(torch.full((3,), torch.nan, dtype=reals[columns.bank]))
             own[id_] = sum(part.numel() for part in parts[columns.bank])
             entry = shard.entry(columns.table, id_)
