@@ -18,7 +18,7 @@ from shoal.table import Segment, TableSpec
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, StepContext
 
-__all__ = ["Received", "make_received", "table"]
+__all__ = ["CTX", "Received", "batch_of", "make_received", "table"]
 
 CTX = StepContext()
 
@@ -29,6 +29,17 @@ def table(name: str, *dims: int, dtype: str = "float32") -> TableSpec:
         for i, dim in enumerate(dims)
     )
     return TableSpec(name=name, segments=segments, dtype=dtype)
+
+
+def batch_of(
+    names: Sequence[str], lengths: Sequence[Sequence[int]], *, weights: bool = False, ids: int = 6
+) -> KeyedRagged:
+    draw = torch.Generator().manual_seed(sum(map(sum, lengths)))
+    lengths_FB = torch.tensor([list(row) for row in lengths], dtype=torch.int64)
+    count = int(lengths_FB.sum())
+    values = torch.randint(-ids, ids, (count,), generator=draw)
+    scales = torch.randint(-4, 5, (count,), generator=draw).float() / 2 if weights else None
+    return KeyedRagged.from_lengths(list(names), values, lengths_FB, scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
