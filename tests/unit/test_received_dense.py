@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from shoal.combiners import FirstN, ReduceMean
+from shoal.comm.collectives import LocalCollectives
+from shoal.exchange import AllToAllExchange, Exchange, LocalExchange, Request
 from shoal.exchange.received import HostedColumns, ReceivedRows
-from shoal.layouts import Feature, Layout, LayoutSlice, default_layouts
+from shoal.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
 from shoal.ops.dispatch import bounds_checks, forced
 from shoal.ragged import KeyedRagged
 from shoal.table import TableSpec
-from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice
+from shoal.table.hosting import plan_placement
+from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned
 from support.received import CTX, Received, batch_of, make_received, table
@@ -176,3 +179,37 @@ class TestWhichRowsAreDense:
             for start in (flat, torch.cat([flat[:1], flat])[1:]):
                 (got,) = rows.pool([start], 4 * batch.values_N, batch)
                 assert torch.equal(got, flat.view(-1, 4)[numbers])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_exchange_trains_as_a_local_shard(early: bool) -> None:
+    cuda = pytest.importorskip("shoal.table.cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = compile_layouts({s.name: s for s in ALIKE}, ALIKE_FEATURES, ALIKE_LAYOUTS).plan
+    tables_G = torch.tensor([0, 1, 0, 2, 2], dtype=torch.int32)
+    shards = [cuda.CudaShard(ALIKE, seed=3, device=device) for _ in range(2)]
+    placement = plan_placement(ALIKE, 1)
+    collectives = LocalCollectives(torch.device(device))
+    exchanges: list[Exchange] = [
+        LocalExchange(shards[0]),
+        AllToAllExchange(shards[1], placement, ALIKE, collectives),
+    ]
+    for step in range(3):
+        lengths = [[3 - step, 9, 1], [2, 0, 1], [1, 1, step], [0, 2, 4], [12, 1, 1]]
+        batch = batch_of([f.name for f in ALIKE_FEATURES], lengths, ids=3).to(device)
+        ctx = StepContext(global_step=step, event_time_s=step)
+        outputs = []
+        for exchange in exchanges:
+            with forced("triton"):
+                request = Request(batch, batch, tables_G, plan)
+                route = exchange.dispatch(request, insert=True, ctx=ctx)
+                if early:
+                    exchange.fetch(route, ctx=ctx)
+                outputs.append(exchange.combine(route, ctx=ctx))
+                grads = tuple(torch.ones_like(output) / 4 for output in outputs[0])
+                exchange.shard.apply(exchange.back(route, grads).wait(), ctx=ctx)
+        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    for number in range(len(ALIKE)):
+        local, exchanged = (shard.export(number) for shard in shards)
+        assert torch.equal(local.ids, exchanged.ids)
+        torch.testing.assert_close(local.weights, exchanged.weights, rtol=1e-6, atol=1e-6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -102,7 +103,10 @@ class DenseRows:
             return Places(handles_N, groups, None, None)
         rooms = (handles_N.numel(),)
         main = self._present()
-        with self._lock:
+        # Events and side streams go by the present device.
+        here: AbstractContextManager[object]
+        here = nullcontext() if main is None else torch.cuda.device(self._device)
+        with self._lock, here:
             if self._side is None:
                 self._side = SideStream(self._device)
             if main is not None and self._last is not None:
