@@ -211,8 +211,10 @@ class ReceivedRows:
             got = f"{len(cuts) - 1} features and {len(banks)} banks"
             allowed = f"{self._groups} and {len(self._reals)}"
             raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
-        lengths = (cuts[block.group + 1] - cuts[block.group] for block in self._compiled.blocks)
-        starts = list(itertools.accumulate(lengths, initial=0))
+        starts = cuts
+        if not self._compiled.straight:
+            lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
+            starts = list(itertools.accumulate(lengths, initial=0))
         if offsets_N.shape != (starts[-1],):
             remedy = "Give one per position of every hosted table."
             raise _shape("offsets of rows", tuple(offsets_N.shape), (starts[-1],), remedy)
