@@ -18,7 +18,7 @@ from shoal.table import Segment, TableSpec
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, StepContext
 
-__all__ = ["Received", "make_received", "table"]
+__all__ = ["CTX", "Received", "batch_of", "make_received", "table"]
 
 CTX = StepContext()
 
@@ -29,6 +29,17 @@ def table(name: str, *dims: int, dtype: str = "float32") -> TableSpec:
         for i, dim in enumerate(dims)
     )
     return TableSpec(name=name, segments=segments, dtype=dtype)
+
+
+def batch_of(
+    names: Sequence[str], lengths: Sequence[Sequence[int]], *, weights: bool = False, ids: int = 6
+) -> KeyedRagged:
+    draw = torch.Generator().manual_seed(sum(map(sum, lengths)))
+    lengths_FB = torch.tensor([list(row) for row in lengths], dtype=torch.int64)
+    count = int(lengths_FB.sum())
+    values = torch.randint(-ids, ids, (count,), generator=draw)
+    scales = torch.randint(-4, 5, (count,), generator=draw).float() / 2 if weights else None
+    return KeyedRagged.from_lengths(list(names), values, lengths_FB, scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +55,12 @@ class Received:
     rows: tuple[Tensor, ...]
     offsets_N: Tensor
     places: tuple[dict[int, int], ...]
+    dense: bool = False
 
     def compiled(self) -> ReceivedRows:
-        return ReceivedRows(self.plan, self.groups.tables_G.tolist(), self.hosted, self.reals)
+        return ReceivedRows(
+            self.plan, self.groups.tables_G.tolist(), self.hosted, self.reals, dense=self.dense
+        )
 
     def on(self, device: str) -> tuple[list[Tensor], Tensor, KeyedRagged]:
         """Rows, offsets and batch on a device."""
@@ -92,12 +106,14 @@ def make_received(
     banks: Sequence[int] | None = None,
     seed: int = 0,
     exact: bool = True,
+    dense: bool = False,
 ) -> Received:
     """Received rows of a batch.
 
     cuts: of each table, the columns at which it is cut into hosted slices.
     banks: how many banks of each table's dtype its hosted slices take turns in.
     exact: rows whose sums need no rounding.
+    dense: nothing lies between rows.
     """
     specs = {spec.name: spec for spec in tables}
     plan = compile_layouts(specs, features, layouts).plan
@@ -118,7 +134,7 @@ def make_received(
         )
         shard.assign(where, [rows.to(real)], ctx=CTX)
     hosted, reals = _hosted(tables, cuts, banks or [1] * len(tables))
-    flat, places = _flat(shard, ordered, tables_G.tolist(), hosted, reals, draw)
+    flat, places = _flat(shard, ordered, tables_G.tolist(), hosted, reals, draw, dense)
     offsets = [
         places[h][id_]
         for h, columns in enumerate(hosted)
@@ -127,7 +143,7 @@ def make_received(
         for id_ in ordered[feature.name].values.tolist()
     ]
     offsets_N = torch.tensor(offsets, dtype=torch.int64)
-    return Received(shard, plan, ordered, groups, hosted, reals, flat, offsets_N, places)
+    return Received(shard, plan, ordered, groups, hosted, reals, flat, offsets_N, places, dense)
 
 
 def _hosted(
@@ -155,8 +171,11 @@ def _flat(
     hosted: Sequence[HostedColumns],
     reals: Sequence[torch.dtype],
     draw: torch.Generator,
+    dense: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[dict[int, int], ...]]:
-    """Each bank's rows: of every hosted table the distinct ids, in no order, with spare floats."""
+    """Each bank's rows: of every hosted table the distinct ids, in no order, with spare floats but
+    where they are dense.
+    """
     parts: list[list[Tensor]] = [[] for _ in reals]
     places: list[dict[int, int]] = []
     for columns in hosted:
@@ -166,7 +185,7 @@ def _flat(
         ids = ids[torch.randperm(ids.numel(), generator=draw)]
         own: dict[int, int] = {}
         for id_ in ids.tolist():
-            if int(torch.randint(4, (), generator=draw)) == 0:
+            if not dense and int(torch.randint(4, (), generator=draw)) == 0:
                 parts[columns.bank].append(torch.full((3,), torch.nan, dtype=reals[columns.bank]))
             own[id_] = sum(part.numel() for part in parts[columns.bank])
             entry = shard.entry(columns.table, id_)

@@ -8,6 +8,7 @@ import torch
 from shoal.comm.collectives import LocalCollectives
 from shoal.errors import ConfigError, UnknownName
 from shoal.exchange import AllToAllExchange
+from shoal.exchange.lanes import compile_lanes
 from shoal.exchange.visits import flat
 from shoal.placement import Placement, table_wise
 from shoal.rules.initializers import Ones
@@ -48,6 +49,20 @@ def test_rows_that_lie_apart_are_joined() -> None:
     parts = [one[2:4].view(1, 2), one[0:2].view(1, 2), torch.empty(0, 9), one[4:6].view(2, 1)]
     assert flat(parts, torch.float32, CPU).tolist() == [2, 3, 0, 1, 4, 5]
     assert flat([], torch.float64, CPU).dtype is torch.float64
+
+
+def test_a_lane_knows_neighbours() -> None:
+    specs = [spec("a"), spec("b")]
+    placement = Placement(1, (*table_wise("a", 2, 0), *table_wise("b", 2, 0)))
+
+    def edges(*tables_G: int) -> tuple[int, ...] | None:
+        (lane,) = compile_lanes(specs, placement, {"a": 0, "b": 1}, 0, tables_G).lanes
+        return lane.edges
+
+    assert edges(0, 0, 1) == (0, 2, 3)
+    assert edges(1) == (0, 1)
+    assert edges(1, 0) is None
+    assert edges(0, 1, 0) is None
 
 
 @pytest.fixture(params=SHARD_KINDS)

@@ -16,12 +16,11 @@ from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
 from shoal.exchange.received import HostedColumns, ReceivedRows
 from shoal.layouts import Feature, Layout, LayoutKind, LayoutSlice, default_layouts
 from shoal.ops.dispatch import bounds_checks, forced
-from shoal.ragged import KeyedRagged
 from shoal.table import TableSpec
 from shoal.table.shard import Output, Pool, PoolPlan, Slice
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned
-from support.received import Received, make_received, table
+from support.received import Received, batch_of, make_received, table
 
 COMBINERS: list[Combiner] = [ReduceSum(), ReduceMean(), FirstN(2)]
 
@@ -60,17 +59,6 @@ def assert_spreads(impl: Implementation, case: Received, seed: int = 5) -> None:
         for place in places.values():
             left[columns.bank][place : place + columns.width] = 0
     assert all(not part.any() for part in left)
-
-
-def batch_of(
-    names: Sequence[str], lengths: Sequence[Sequence[int]], *, weights: bool = False, ids: int = 6
-) -> KeyedRagged:
-    draw = torch.Generator().manual_seed(sum(map(sum, lengths)))
-    lengths_FB = torch.tensor([list(row) for row in lengths], dtype=torch.int64)
-    count = int(lengths_FB.sum())
-    values = torch.randint(-ids, ids, (count,), generator=draw)
-    scales = torch.randint(-4, 5, (count,), generator=draw).float() / 2 if weights else None
-    return KeyedRagged.from_lengths(list(names), values, lengths_FB, scales)
 
 
 TABLES = (table("a", 1, 4), table("b", 3, 2, dtype="float64"), table("c", 1, 4))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from shoal.table.hosting import hosted_specs
 from shoal.table.read_ticket import ReadTicket
 from shoal.table.shard import GradRecord, PoolPlan, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
+
+if TYPE_CHECKING:
+    from shoal.exchange.received_cuda import Places
 
 __all__ = ["AllToAllExchange", "GradReduce"]
 
@@ -89,6 +92,7 @@ class AllToAllExchange:
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
         self.on_trip: Callable[[Trip], None] | None = None
 
@@ -192,7 +196,7 @@ class AllToAllExchange:
         fetched = self._fetched.pop(route, None)
         if fetched is None:
             fetched = self._sent_rows(route, ctx)
-        return self._pool(route.request, fetched)
+        return self._pool(route.request, fetched, self._places.get(route))
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
@@ -208,7 +212,11 @@ class AllToAllExchange:
         if self._in_flight is not None:
             self._in_flight.wait()
         spread = self._received_rows(request).spread(
-            grads, trip.floats(), trip.parcel.offsets_N, request.ordered
+            grads,
+            trip.floats(),
+            trip.parcel.offsets_N,
+            request.ordered,
+            self._places.get(route),
         )
         loads = [
             Load(data, lane.dims, *trip.sizes_of(lane), to_all=lane.replicated)
@@ -240,7 +248,12 @@ class AllToAllExchange:
             for ticket in route.tickets
         ]
         trip = _trip_of(route)
-        return self._send_rows(trip, flat_lanes(trip, rows))
+        fetched = self._send_rows(trip, flat_lanes(trip, rows))
+        if route not in self._places:
+            # While rows are on their way.
+            received = self._received_rows(route.request)
+            self._places[route] = received.places(trip.parcel.offsets_N, route.request.ordered)
+        return fetched
 
     def _send_rows(self, trip: Trip, rows: Sequence[Tensor]) -> _Fetched:
         """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
@@ -255,11 +268,13 @@ class AllToAllExchange:
         pending = send_loads(self._collectives, loads, self._wire.rows, what="exchange of rows")
         return _Fetched(trip, pending, tuple(home))
 
-    def _pool(self, request: Request, fetched: _Fetched) -> tuple[Tensor, ...]:
+    def _pool(
+        self, request: Request, fetched: _Fetched, places: Places | None = None
+    ) -> tuple[Tensor, ...]:
         # Lanes that are split come before those that are replicated.
         banks = (*fetched.pending.wait(), *fetched.home)
         offsets_N = fetched.trip.parcel.offsets_N
-        return self._received_rows(request).pool(banks, offsets_N, request.ordered)
+        return self._received_rows(request).pool(banks, offsets_N, request.ordered, places)
 
     def _lanes_of(self, request: Request) -> Lanes:
         tables_G = tuple(request.tables_G.tolist())
@@ -285,7 +300,8 @@ class AllToAllExchange:
             if len(self._received) >= _PLANS_KEPT:
                 self._received.clear()
             # The plan is held so that its identity stays its own.
-            kept = request.plan, ReceivedRows(request.plan, tables_G, hosted, reals)
+            rows = ReceivedRows(request.plan, tables_G, hosted, reals, dense=True)
+            kept = request.plan, rows
             self._received[key] = kept
         return kept[1]
 

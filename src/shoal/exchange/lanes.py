@@ -90,6 +90,17 @@ class Lane:
         return lines_KX
 
     @cached_property
+    def edges(self) -> tuple[int, ...] | None:
+        """First feature of each table, and the end; None unless the tables' features are
+        neighbours in this order.
+        """
+        features = [feature for table in self.tables for feature in table.features]
+        first, last = features[0], features[-1]
+        if features != list(range(first, last + 1)):
+            return None
+        return (*(table.features[0] for table in self.tables), last + 1)
+
+    @cached_property
     def here(self) -> tuple[int, ...]:
         """Which of its tables this rank's shard has."""
         return tuple(k for k, table in enumerate(self.tables) if table.local != _ABSENT)

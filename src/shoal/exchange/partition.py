@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Part, Sizes
 from shoal.exchange.lanes import Lane, Lanes
+from shoal.kernels.transfer import staged
 from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
 from shoal.ragged import KeyedRagged
 
@@ -120,18 +122,26 @@ def partition(lanes: Lanes, ordered: KeyedRagged) -> Parcel:
 
 
 def _split(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
-    spans = [_span(table.features, values_N, cuts) for table in lane.tables]
     ranges = lanes.ranges_on(lane, values_N.device)
     ids, counts, sizes, offsets = _reordered(
-        spans, lane.dims, lanes.world_size, "hash_ranges", ranges
+        *_spans(lane, values_N, cuts), lane.dims, lanes.world_size, "hash_ranges", ranges
     )
     return Packed(ids, counts, sizes.view(lanes.world_size, -1), offsets)
 
 
 def _replicated(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
-    spans = [_span(table.features, values_N, cuts) for table in lane.tables]
-    ids, counts, sizes, offsets = _reordered(spans, lane.dims, 1, "floormod", None)
+    spans = _spans(lane, values_N, cuts)
+    ids, counts, sizes, offsets = _reordered(*spans, lane.dims, 1, "floormod", None)
     return Packed(ids, counts, sizes.view(1, -1).expand(lanes.world_size, -1), offsets)
+
+
+def _spans(lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> tuple[list[Tensor], Tensor | None]:
+    """Ids of each table; or those of all, and where each table's begin."""
+    if lane.edges is None:
+        return [_span(table.features, values_N, cuts) for table in lane.tables], None
+    starts = np.array([cuts[edge] for edge in lane.edges], dtype=np.int64)
+    first, last = int(starts[0]), int(starts[-1])
+    return [values_N[first:last]], staged(starts - first, values_N.device)
 
 
 def _span(features: Sequence[int], values_N: Tensor, cuts: Sequence[int]) -> Tensor:
@@ -143,11 +153,16 @@ def _span(features: Sequence[int], values_N: Tensor, cuts: Sequence[int]) -> Ten
 
 
 def _reordered(
-    spans: list[Tensor], dims: Sequence[int], ranks: int, rule: str, ranges_K: Tensor | None
+    spans: list[Tensor],
+    starts_K1: Tensor | None,
+    dims: Sequence[int],
+    ranks: int,
+    rule: str,
+    ranges_K: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, counts, sizes and offsets; on CUDA into buffers that are trimmed later."""
     if spans[0].is_cpu:
-        found = fused_reorder(spans, None, list(dims), ranks, rule, ranges_K, _WHAT)
+        found = fused_reorder(spans, starts_K1, list(dims), ranks, rule, ranges_K, _WHAT)
         ids_U, counts_U, sizes_WK, offsets_N = found
         return ids_U, counts_U, sizes_WK, offsets_N
     size = sum(span.numel() for span in spans)
@@ -156,7 +171,7 @@ def _reordered(
     sizes_WK, size_1 = like.new_empty(ranks * len(dims)), like.new_empty(1)
     fused_reorder_into(
         spans,
-        None,
+        starts_K1,
         list(dims),
         ranks,
         rule,

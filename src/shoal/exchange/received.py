@@ -1,13 +1,16 @@
 """From received rows to pooled outputs, and from their gradients to gradients of received rows.
 
-Rows arrive in flat buffers; every position knows where its row begins. Pooling them is the layout
-operators' work. Ids with weights go the long way (`weighted`).
+Rows arrive in flat buffers; every position knows where its row begins. On CUDA one buffer of rows
+that are all as wide is what a shard's memory is, and a shard's kernels take it (`received_cuda`).
+Other pooling is the layout operators' work; there ids with weights go the long way (`weighted`).
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,13 +19,19 @@ from shoal.errors import ShapeError, describe
 from shoal.exchange import weighted
 from shoal.exchange.received_plan import BankLayout, HostedColumns, compile_plan
 from shoal.kernels.transfer import sent
+from shoal.ops.dispatch import backend_on, checks_bounds
 from shoal.ops.layout import layout_backward, layout_forward
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import PoolPlan
 
+if TYPE_CHECKING:
+    from shoal.exchange.received_cuda import DenseRows, Places
+
 __all__ = ["HostedColumns", "ReceivedRows"]
 
 _SIZES_KEPT = 64
+_UNIT = 16  # bytes that rows of a shard's memory are multiples of
+_MOST = 1 << 31  # rows or positions, exclusive, that kernels number
 
 
 class ReceivedRows:
@@ -35,6 +44,7 @@ class ReceivedRows:
         tables_G: each feature's table, by the number that `hosted` has for it.
         hosted: which columns of which table are received, and in which bank.
         reals: float32 or float64, of each bank.
+        dense: rows lie side by side in their bank, and some position reads each.
 
     Raises:
         ConfigError: a feature's table is not hosted, or its columns are not covered once.
@@ -47,12 +57,20 @@ class ReceivedRows:
         tables_G: Sequence[int],
         hosted: Sequence[HostedColumns],
         reals: Sequence[torch.dtype],
+        *,
+        dense: bool = False,
     ) -> None:
         self._compiled = compile_plan(plan, tables_G, hosted, reals)
         self._hosted = tuple(hosted)
         self._reals = tuple(reals)
         self._widths = tuple(output.width for output in plan.outputs)
         self._groups = len(plan.pools)
+        self._plan = plan
+        self._tables = tuple(int(table) for table in tables_G)
+        self._fits = dense and _one_memory(plan, self._hosted, self._reals)
+        blocks = {block.group: k for k, block in enumerate(self._compiled.blocks)}
+        self._block_of = None if self._compiled.straight else [blocks[g] for g in sorted(blocks)]
+        self._dense: dict[torch.device, DenseRows] = {}
         self._static: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._cells: dict[tuple[int, int, torch.device], Tensor] = {}
 
@@ -61,8 +79,35 @@ class ReceivedRows:
         """Of each output."""
         return self._compiled.dtypes
 
+    def places(
+        self, offsets_N: Tensor, ordered: KeyedRagged, *, backward: bool = True
+    ) -> Places | None:
+        """What `pool` and `spread` of one batch share; None where that is nothing.
+
+        With `backward` work begins on the device that only `spread` needs, beside the stream.
+
+        Args:
+            offsets_N, ordered: as `pool` takes them.
+        """
+        device = offsets_N.device
+        if (
+            not self._fits
+            or offsets_N.shape[0] >= _MOST
+            or backend_on(device) != "triton"
+            or checks_bounds()
+        ):
+            return None
+        starts = self._starts(self._reals, offsets_N, ordered)
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
+        rows = self._dense_on(device)
+        return rows.places(offsets_N, ordered, lengths, self._block_of, backward=backward)
+
     def pool(
-        self, rows: Sequence[Tensor], offsets_N: Tensor, ordered: KeyedRagged
+        self,
+        rows: Sequence[Tensor],
+        offsets_N: Tensor,
+        ordered: KeyedRagged,
+        places: Places | None = None,
     ) -> tuple[Tensor, ...]:
         """One [B, width] per output of the plan; columns that no slice covers are zeros.
 
@@ -71,12 +116,17 @@ class ReceivedRows:
             offsets_N: int64 [N], the float at which each position's row begins in its bank:
                 hosted table by hosted table, in it feature by feature of its table, in order.
             ordered: the batch in the plan's order.
+            places: of this batch; found here if None.
 
         Raises:
             ShapeError: offsets_N of another length, or another number of banks or features.
             InputError: a row leaves its bank (on CUDA only under `ops.set_bounds_checks`).
         """
         starts = self._starts(rows, offsets_N, ordered)
+        if places is None:
+            places = self.places(offsets_N, ordered, backward=False)
+        if places is not None:
+            return self._dense_on(offsets_N.device).pool(rows[0], places, ordered)
         made: dict[int, Tensor] = {}
         index = self._index(starts, offsets_N, ordered)
         for number, layout in enumerate(self._compiled.layouts):
@@ -100,6 +150,7 @@ class ReceivedRows:
         sizes: Sequence[int],
         offsets_N: Tensor,
         ordered: KeyedRagged,
+        places: Places | None = None,
     ) -> tuple[Tensor, ...]:
         """Gradients of the outputs as gradients of the rows: one flat [size] per bank.
 
@@ -109,13 +160,18 @@ class ReceivedRows:
         Args:
             grads: one [B, width] per output, of its dtype.
             sizes: floats of each bank.
-            offsets_N, ordered: as given to `pool`.
+            offsets_N, ordered, places: as given to `pool`.
 
         Raises:
             ShapeError, InputError: as `pool`; gradients that are not the outputs' shapes.
         """
         starts = self._starts(sizes, offsets_N, ordered)
         self._check_grads(grads, ordered)
+        if places is None:
+            places = self.places(offsets_N, ordered)
+        if places is not None:
+            dense = self._dense_on(offsets_N.device)
+            return (dense.spread(grads, sizes[0], places, ordered),)
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
         for number, layout in enumerate(self._compiled.layouts):
@@ -136,6 +192,16 @@ class ReceivedRows:
             made.update(zip(layout.banks, spread, strict=True))
         return tuple(made[bank] for bank in range(len(self._reals)))
 
+    def _dense_on(self, device: torch.device) -> DenseRows:
+        found = self._dense.get(device)
+        if found is None:
+            # Imported here only: it needs Triton, which a CPU does without.
+            kernels = importlib.import_module("shoal.exchange.received_cuda")
+            dim, real = self._hosted[0].width, self._reals[0]
+            made = kernels.DenseRows(self._plan, self._tables, dim, real, device)
+            found = self._dense.setdefault(device, made)
+        return found
+
     def _starts(
         self, banks: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
     ) -> list[int]:
@@ -145,8 +211,10 @@ class ReceivedRows:
             got = f"{len(cuts) - 1} features and {len(banks)} banks"
             allowed = f"{self._groups} and {len(self._reals)}"
             raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
-        lengths = (cuts[block.group + 1] - cuts[block.group] for block in self._compiled.blocks)
-        starts = list(itertools.accumulate(lengths, initial=0))
+        starts = cuts
+        if not self._compiled.straight:
+            lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
+            starts = list(itertools.accumulate(lengths, initial=0))
         if offsets_N.shape != (starts[-1],):
             remedy = "Give one per position of every hosted table."
             raise _shape("offsets of rows", tuple(offsets_N.shape), (starts[-1],), remedy)
@@ -233,6 +301,19 @@ class ReceivedRows:
                 self._cells.clear()
             found = self._cells[key] = sent(torch.tensor([rows], dtype=torch.int64), device)
         return found
+
+
+def _one_memory(
+    plan: PoolPlan, hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
+) -> bool:
+    """Whether all rows are whole rows of one width in one bank, as a shard's memory has them."""
+    return (
+        len(reals) == 1
+        and len({columns.table for columns in hosted}) == len(hosted)
+        and len({columns.width for columns in hosted}) == 1
+        and hosted[0].width * reals[0].itemsize % _UNIT == 0
+        and all(pool.slices for pool in plan.pools)
+    )
 
 
 def _shape(what: str, got: object, allowed: object, remedy: str) -> ShapeError:

@@ -110,6 +110,8 @@ def _views(trip: Trip, lane: Lane, buffer: Tensor) -> list[Tensor]:
     """A lane's buffer as [n, D] per sender and table held here."""
     dims = [lane.dims[k] for k in lane.here]
     sizes_WK = trip.sizes.received_WX[:, lane.here_columns].tolist()
+    if len(set(dims)) == 1:
+        return list(torch.split(buffer.view(-1, dims[0]), [n for sizes in sizes_WK for n in sizes]))
     shapes = [(n, dim) for sizes in sizes_WK for n, dim in zip(sizes, dims, strict=True)]
     pieces = torch.split(buffer, [n * dim for n, dim in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -120,18 +122,23 @@ def flat(views: Sequence[Tensor], real: torch.dtype, device: torch.device) -> Te
     full = [view for view in views if view.numel()]
     if not full:
         return torch.empty(0, dtype=real, device=device)
-    first = full[0]
-    at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    for view in full:
-        if (
-            not view.is_contiguous()
-            or view.storage_offset() != at
-            or view.untyped_storage().data_ptr() != storage
-        ):
-            return torch.cat([part.reshape(-1) for part in full])
-        at += view.numel()
-    start = first.storage_offset()
-    return first.as_strided((at - start,), (1,), start)
+    size = _side_by_side(full)
+    if size is None:
+        return torch.cat([part.reshape(-1) for part in full])
+    return full[0].as_strided((size,), (1,), full[0].storage_offset())
+
+
+def _side_by_side(views: Sequence[Tensor]) -> int | None:
+    """Elements of views that follow one another in one storage, None of others."""
+    at = start = views[0].data_ptr()
+    item = views[0].element_size()
+    for view in views:
+        if view.data_ptr() != at or not view.is_contiguous():
+            return None
+        at += view.numel() * item
+    # What lies between two places of a storage is of that storage.
+    first, last = (view.untyped_storage().data_ptr() for view in (views[0], views[-1]))
+    return (at - start) // item if first == last else None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

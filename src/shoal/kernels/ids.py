@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -14,7 +15,7 @@ from shoal.kernels.launching import launch
 from shoal.kernels.partition import partition
 from shoal.kernels.row_tiles import blocks_of
 from shoal.kernels.table_layout import mix64
-from shoal.kernels.transfer import sent
+from shoal.kernels.transfer import staged
 
 __all__ = ["fused_reorder", "fused_reorder_into", "normalize_merged_split", "value_rowids"]
 
@@ -238,9 +239,9 @@ def fused_reorder_into(
         size_out_1.zero_()
         return
     if offsets_K1 is None:
-        ends = torch.tensor([0, *(part.numel() for part in ids)]).cumsum(0)
-        offsets_K1 = sent(ends, ids_N.device)
-    dims_K = sent(torch.tensor(list(dims)), ids_N.device)
+        sizes_K = np.array([part.numel() for part in ids], dtype=np.int64)
+        offsets_K1 = staged(np.concatenate([[0], sizes_K.cumsum()]), ids_N.device)
+    dims_K = staged(np.array(dims, dtype=np.int64), ids_N.device)
     tables_N = value_rowids(offsets_K1, n)
     found_ids, found_counts, first_N, inverse_N, size_1 = dedup_first(ids_N, tables_N)
     given_N = ids_N if shards_N is None else shards_N.contiguous()

@@ -381,4 +381,6 @@ def _sum(
         SETTLE=stamp is not None,
         ROWS=rows,
         BLOCK_D=columns_of_tile(form.dim),
+        # As the fused step sums: each operation by itself.
+        enable_fp_fusion=False,
     )

@@ -20,7 +20,9 @@ from shoal.errors import DeviceUnavailable, InputError, describe, unknown_name
 
 __all__ = [
     "Backend",
+    "backend_on",
     "bounds_checks",
+    "checks_bounds",
     "forced",
     "one_device",
     "operator",
@@ -52,6 +54,16 @@ def forced(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _FORCED.reset(token)
+
+
+def backend_on(device: torch.device) -> Backend:
+    """What operators on tensors of a CPU or CUDA device run."""
+    return _FORCED.get() or ("triton" if device.type == "cuda" else "core")
+
+
+def checks_bounds() -> bool:
+    """Whether `set_bounds_checks` has turned checks on."""
+    return _bounds_checks
 
 
 def set_bounds_checks(enabled: bool) -> None:

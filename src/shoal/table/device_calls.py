@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import CallGroups
-from shoal.kernels.transfer import retire, sent
+from shoal.kernels.transfer import retire, staged
 from shoal.table.shard import IdGroups
 
 __all__ = ["CallShape", "CallShapes", "check_bags", "check_counts", "occurrences"]
@@ -131,18 +131,36 @@ class CallShapes:
             starts[form][g] = rooms[form]
             firsts.append((forms.index(form), rooms[form]))
             rooms[form] += int(sizes_G[g])
+        tables_32 = np.array([*tables, *[0] * (count % 2)], dtype=np.int32)
+        words = [np.array(splits), tables_32.view(np.int64), *map(np.array, starts.values())]
+        on_device = _together(words, self._device)
         return CallShape(
             splits=splits,
             tables=tables,
-            splits_G1=sent(splits_G1, self._device),
-            tables_G=sent(tables_G, self._device),
+            splits_G1=on_device[0],
+            tables_G=on_device[1].view(torch.int32)[:count],
             new_K=new_K,
             rooms=tuple(rooms),
             forms=forms,
-            starts_FG=tuple(sent(starts[form], self._device) for form in forms),
+            starts_FG=tuple(on_device[2:]),
             firsts=tuple(firsts),
             sizes=tuple(sizes_G.tolist()),
         )
+
+
+def _together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """int64 words on a device by one copy; each starts aligned, as a tensor of its own would."""
+    sizes = [len(array) for array in arrays]
+    rooms = [size + size % 2 for size in sizes]
+    words = np.zeros(sum(rooms), dtype=np.int64)
+    parts = []
+    at = 0
+    for array, size, room in zip(arrays, sizes, rooms, strict=True):
+        words[at : at + size] = array
+        parts.append((at, size))
+        at += room
+    sent_words = staged(words, device)
+    return [sent_words[at : at + size] for at, size in parts]
 
 
 def check_counts(shape: CallShape, counts_N: Tensor | None, device: torch.device) -> None:
