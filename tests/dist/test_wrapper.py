@@ -15,7 +15,7 @@ from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.later import LaterExchange
 from shoal.embedding import EmbeddingCollection, Feature
-from shoal.errors import ConfigError, ShoalError, TicketError, UnknownName
+from shoal.errors import CollectiveFailed, ConfigError, ShoalError, TicketError, UnknownName
 from shoal.exchange import AllToAllExchange
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.placement import Placement, row_wise
@@ -276,3 +276,28 @@ def test_one_rank_needs_no_group() -> None:
 def alone(mesh: Mesh) -> Outcome:
     assert not torch.distributed.is_initialized()
     return train(DistributedModelParallel(SpreadModel(specs()), mesh=mesh), 0, 1, batches(2))
+
+
+def opened_again(mesh: Mesh) -> list[str]:
+    model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
+    whole = mesh.collectives
+
+    def fails(name: str, **_: Any) -> Any:
+        raise CollectiveFailed(f"no {name}")
+
+    mesh.collectives = fails  # type: ignore[method-assign]
+    data, said = part_of(batches(1)[0], mesh.rank, 2), []
+    collection = next(iter(model.collections().values()))
+    for act in (lambda: loss_of(model, data, 4, 2), lambda: collection.begin(data.batch())):
+        with pytest.raises(CollectiveFailed) as error:
+            act()
+        said.append(str(error.value))
+    mesh.collectives = whole  # type: ignore[method-assign]
+    loss_of(model, data, 4, 2).backward()
+    return said
+
+
+def test_an_exchange_that_could_not_be_made_is_made_by_the_next_batch() -> None:
+    for first, again in run_ranks(2, on_mesh, opened_again):
+        assert first == again
+        assert "no tables" in first

@@ -249,9 +249,9 @@ class DistributedModelParallel(nn.Module):
 
     def _open(self) -> None:
         """Make the exchanges, in the same order on every rank: the first batch is here."""
-        waiting, self._waiting = self._waiting, []
         options = self._options
-        for one in waiting:
+        while self._waiting:
+            one = self._waiting[0]
             exchange = AllToAllExchange(
                 one.part,
                 one.placement,
@@ -262,6 +262,7 @@ class DistributedModelParallel(nn.Module):
                 wire=options.wire,
             )
             one.collection.distribute(exchange)
+            del self._waiting[0]  # one that could not be made is made by the next batch
 
 
 @dataclass(frozen=True, slots=True)
