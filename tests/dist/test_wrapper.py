@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from shoal.exchange import AllToAllExchange
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.placement import Placement, row_wise
 from shoal.ragged import KeyedRagged
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start_ranks
 from support.spread_model import (
     DENSE,
     Data,
@@ -301,3 +303,32 @@ def test_an_exchange_that_could_not_be_made_is_made_by_the_next_batch() -> None:
     for first, again in run_ranks(2, on_mesh, opened_again):
         assert first == again
         assert "no tables" in first
+
+
+def killed_in_backward(mesh: Mesh) -> str:
+    model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
+    sparse = SparseOptimizer(model)
+    dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    joint, data = JointOptimizer([sparse, dense]), part_of(batches(1)[0], mesh.rank, 3)
+    for step in range(3):
+        if step == 2 and mesh.rank == 1:
+            parameter = next(model.module.parameters())
+            parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        loss = loss_of(model, data, 4, 3)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        joint.step()
+        joint.zero_grad()
+    return "nothing"
+
+
+def test_a_rank_that_dies_before_dense_gradients_are_averaged_is_named() -> None:
+    found = start_ranks(3, on_mesh, killed_in_backward, timeout_s=60).outcomes()
+    assert not found[1][0]
+    for rank in (0, 2):
+        good, said = found[rank]
+        assert good, said
+        assert "'gradients of the dense part'" in said
+        assert f"at step 2 on rank {rank} of 3" in said

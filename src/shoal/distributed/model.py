@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.collectives import Collectives
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.distributed.dense import name_failures
 from shoal.distributed.later import LaterExchange
 from shoal.distributed.placing import Family, Placing, families_of
 from shoal.embedding import EmbeddingCollection
@@ -241,7 +242,14 @@ class DistributedModelParallel(nn.Module):
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
             wrapped = DistributedDataParallel(self.module, process_group=group)
+            if group is not None and self.mesh.backend == "gloo":
+                name_failures(wrapped, group, self.mesh, partial(self._step, steps))
             object.__setattr__(self, "_wrapped", wrapped)
+
+    def _step(self, steps: Collectives) -> int:
+        """The step that errors name: what the last lookup or the last vote was of."""
+        made = [] if self._waiting else self.collections().values()
+        return max([steps.step, *(one.exchange.collectives.step for one in made)])
 
     def _opened(self, collection: EmbeddingCollection) -> Exchange:
         self._open()
