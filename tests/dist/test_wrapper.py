@@ -332,3 +332,16 @@ def test_a_rank_that_dies_before_dense_gradients_are_averaged_is_named() -> None
         assert good, said
         assert "'gradients of the dense part'" in said
         assert f"at step 2 on rank {rank} of 3" in said
+
+
+def other_dense_part(mesh: Mesh) -> str:
+    model = SpreadModel(specs())
+    model.extra = nn.Linear(2 + mesh.rank, 1)
+    with pytest.raises(ConfigError) as error:
+        DistributedModelParallel(model, mesh=mesh, exchange_path="torch")
+    return str(error.value)
+
+
+def test_ranks_that_build_other_dense_parts_are_told() -> None:
+    for said in run_ranks(2, on_mesh, other_dense_part):
+        assert "parameters and buffers of a model: got extra.weight" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,7 @@ class DistributedModelParallel(nn.Module):
         )
         if self.mesh.world_size > 1:
             self._agree(families)
+            self._agree_on_dense()
             steps = self.mesh.collectives("steps", path=exchange_path)
             for family in families:
                 self._place(family, steps)
@@ -206,6 +208,25 @@ class DistributedModelParallel(nn.Module):
                     remedy="Build the model from the same configuration and seed on each rank.",
                 )
             )
+
+    def _agree_on_dense(self) -> None:
+        """Refuse ranks whose dense parts differ: their broadcast would not match."""
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()]
+        said = self.mesh.votes.gather_objects(mine, what="dense part of a model")
+        for rank, value in enumerate(said):
+            for here, there in itertools.zip_longest(said[0], value, fillvalue=("nothing",)):
+                if here == there:
+                    continue
+                raise ConfigError(
+                    describe(
+                        "parameters and buffers of a model",
+                        got=f"{' '.join(map(str, there))} on rank {rank}, "
+                        f"{' '.join(map(str, here))} on rank 0",
+                        allowed="the same on every rank",
+                        remedy="Build the model from the same configuration on each rank.",
+                    )
+                )
 
     def _place(self, family: Family, steps: Collectives) -> None:
         if family.shard.device.type != self.mesh.device.type:
