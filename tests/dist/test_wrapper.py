@@ -19,6 +19,7 @@ from shoal.distributed.later import LaterExchange
 from shoal.embedding import EmbeddingCollection, Feature
 from shoal.errors import CollectiveFailed, ConfigError, ShoalError, TicketError, UnknownName
 from shoal.exchange import AllToAllExchange
+from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.placement import Placement, row_wise
 from shoal.ragged import KeyedRagged
@@ -345,3 +346,20 @@ def other_dense_part(mesh: Mesh) -> str:
 def test_ranks_that_build_other_dense_parts_are_told() -> None:
     for said in run_ranks(2, on_mesh, other_dense_part):
         assert "parameters and buffers of a model: got extra.weight" in said
+
+
+def wires(mesh: Mesh) -> list[Wire]:
+    found = []
+    for wire in (None, Wire(rows="bfloat16")):
+        model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh, wire=wire)
+        loss_of(model, part_of(batches(1)[0], mesh.rank, 2), 4, 2).backward()
+        exchange = next(iter(model.collections().values())).exchange
+        assert isinstance(exchange, AllToAllExchange)
+        found.append(exchange.wire)
+    return found
+
+
+def test_a_flag_casts_gradients_unless_a_wire_is_given() -> None:
+    environ = {"MONOLITH_WITH_BYTEPS": "1", "MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}
+    for found in run_ranks(2, on_mesh, wires, environ=environ):
+        assert found == [Wire(grads="float16"), Wire(rows="bfloat16")]

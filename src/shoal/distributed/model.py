@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
@@ -57,7 +58,8 @@ class DistributedModelParallel(nn.Module):
             adds them.
         per_sender_steps: one optimizer step of a row per rank that sent it a gradient, in order
             of rank.
-        wire: precision of rows and gradients between ranks.
+        wire: precision of rows and gradients between ranks; None sends them as they are, but
+            gradients as float16 where MONOLITH_WITH_BYTEPS_BWD_CAST=16 says so under BytePS.
         dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
             (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
             take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
@@ -90,6 +92,7 @@ class DistributedModelParallel(nn.Module):
             raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
         self.module = module
         self.mesh = init() if mesh is None else mesh
+        wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
         self._options = _Options(grad_reduce, per_sender_steps, wire, exchange_path)
         self._waiting: list[_Waiting] = []
         self._wrapped: DistributedDataParallel | None = None
@@ -298,7 +301,7 @@ class DistributedModelParallel(nn.Module):
 class _Options:
     grad_reduce: GradReduce
     per_sender_steps: bool
-    wire: Wire | None
+    wire: Wire
     path: Path
 
 
