@@ -127,3 +127,30 @@ def closed() -> str:
 
 def test_no_call_follows_a_close() -> None:
     assert run_ranks(2, closed) == ["done", "done"]
+
+
+def two_under_way() -> list[str]:
+    with gloo(2.0) as collectives:
+        if collectives.rank == 1:
+            collectives.barrier(what="ready")
+            time.sleep(5)
+            os._exit(0)
+        collectives.barrier(what="ready")
+        splits = (1, 1)
+        pendings = [
+            collectives.all_to_all([Part(torch.zeros(2), splits, splits)], what=what)
+            for what in ("first", "second")
+        ]
+        said = []
+        for pending in pendings:
+            with pytest.raises(CollectiveFailed) as error:
+                pending.wait()
+            said.append(str(error.value))
+        return said
+
+
+def test_the_first_failure_is_told_again_not_a_later_one() -> None:
+    good, (first, second) = start_ranks(2, two_under_way, timeout_s=40).outcomes()[0]
+    assert good
+    assert "'first'" in first
+    assert second == first

@@ -115,6 +115,56 @@ def test_a_groups_own_timeout_is_kept(path: str) -> None:
     assert waited_s < 30  # of the mesh's 1800
 
 
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def closing_what_was_made() -> tuple[list[int], list[int]]:
+    mesh = comm.init(device="cpu", timeout_s=30)
+    counted, files = [], []
+    for number in range(4):
+        carrier = mesh.collectives(f"a {number}", path="torch")
+        carrier.barrier(what="all here")
+        mesh.votes.barrier(what="all done")
+        carrier.close()
+        carrier.close()
+        hook = comm.get_sync_run_hooks(
+            flags=comm.SyncFlags(enable_sync_training=True),
+            environ={"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        )[0]
+        hook.begin(torch.nn.Linear(2, 2))
+        counted.append(threads())
+        files.append(len(list(Path("/proc/self/fd").iterdir())))
+    comm.shutdown()
+    return counted, files
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_closed_collectives_give_their_threads_and_sockets_back() -> None:
+    for counted, files in run_ranks(2, closing_what_was_made):
+        assert counted[-1] == counted[0]
+        assert files[-1] == files[0]
+
+
+def no_group() -> str:
+    def gone(**_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    whole, dist.new_group = dist.new_group, gone
+    try:
+        with pytest.raises(CollectiveFailed) as error:
+            comm.init(device="cpu", timeout_s=5)
+    finally:
+        dist.new_group = whole
+    assert comm.current() is None and not dist.is_initialized()
+    return str(error.value)
+
+
+def test_a_rank_that_is_gone_when_groups_are_made_is_an_error() -> None:
+    for rank, said in enumerate(run_ranks(2, no_group)):
+        assert f"'group votes' at step 0 on rank {rank} of 2" in said
+
+
 def missing() -> str:
     if comm.detect().rank == 1:
         return ""

@@ -347,3 +347,15 @@ def test_little_room_gives_small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     SharedMemoryCollectives(LocalCollectives(), timeout_s=1).close()
     assert tried[-1] == 64 << 10
     assert left_in_shared() == []
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
+def test_a_timeout_beyond_all_clocks_does_not_pass_at_once(timeout_s: float) -> None:
+    run_ranks(2, late_barrier, timeout_s)
+
+
+def late_barrier(timeout_s: float) -> None:
+    with shared(timeout_s) as collectives:
+        if collectives.rank == 1:
+            time.sleep(0.3)
+        collectives.barrier(what="late")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,13 @@ from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.later import LaterExchange
 from shoal.embedding import EmbeddingCollection, Feature
-from shoal.errors import ConfigError, ShoalError, TicketError, UnknownName
+from shoal.errors import CollectiveFailed, ConfigError, ShoalError, TicketError, UnknownName
 from shoal.exchange import AllToAllExchange
+from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.placement import Placement, row_wise
 from shoal.ragged import KeyedRagged
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start_ranks
 from support.spread_model import (
     DENSE,
     Data,
@@ -276,3 +279,87 @@ def test_one_rank_needs_no_group() -> None:
 def alone(mesh: Mesh) -> Outcome:
     assert not torch.distributed.is_initialized()
     return train(DistributedModelParallel(SpreadModel(specs()), mesh=mesh), 0, 1, batches(2))
+
+
+def opened_again(mesh: Mesh) -> list[str]:
+    model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
+    whole = mesh.collectives
+
+    def fails(name: str, **_: Any) -> Any:
+        raise CollectiveFailed(f"no {name}")
+
+    mesh.collectives = fails  # type: ignore[method-assign]
+    data, said = part_of(batches(1)[0], mesh.rank, 2), []
+    collection = next(iter(model.collections().values()))
+    for act in (lambda: loss_of(model, data, 4, 2), lambda: collection.begin(data.batch())):
+        with pytest.raises(CollectiveFailed) as error:
+            act()
+        said.append(str(error.value))
+    mesh.collectives = whole  # type: ignore[method-assign]
+    loss_of(model, data, 4, 2).backward()
+    return said
+
+
+def test_an_exchange_that_could_not_be_made_is_made_by_the_next_batch() -> None:
+    for first, again in run_ranks(2, on_mesh, opened_again):
+        assert first == again
+        assert "no tables" in first
+
+
+def killed_in_backward(mesh: Mesh) -> str:
+    model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
+    sparse = SparseOptimizer(model)
+    dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    joint, data = JointOptimizer([sparse, dense]), part_of(batches(1)[0], mesh.rank, 3)
+    for step in range(3):
+        if step == 2 and mesh.rank == 1:
+            parameter = next(model.module.parameters())
+            parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        loss = loss_of(model, data, 4, 3)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+        joint.step()
+        joint.zero_grad()
+    return "nothing"
+
+
+def test_a_rank_that_dies_before_dense_gradients_are_averaged_is_named() -> None:
+    found = start_ranks(3, on_mesh, killed_in_backward, timeout_s=60).outcomes()
+    assert not found[1][0]
+    for rank in (0, 2):
+        good, said = found[rank]
+        assert good, said
+        assert "'gradients of the dense part'" in said
+        assert f"at step 2 on rank {rank} of 3" in said
+
+
+def other_dense_part(mesh: Mesh) -> str:
+    model = SpreadModel(specs())
+    model.extra = nn.Linear(2 + mesh.rank, 1)
+    with pytest.raises(ConfigError) as error:
+        DistributedModelParallel(model, mesh=mesh, exchange_path="torch")
+    return str(error.value)
+
+
+def test_ranks_that_build_other_dense_parts_are_told() -> None:
+    for said in run_ranks(2, on_mesh, other_dense_part):
+        assert "parameters and buffers of a model: got extra.weight" in said
+
+
+def wires(mesh: Mesh) -> list[Wire]:
+    found = []
+    for wire in (None, Wire(rows="bfloat16")):
+        model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh, wire=wire)
+        loss_of(model, part_of(batches(1)[0], mesh.rank, 2), 4, 2).backward()
+        exchange = next(iter(model.collections().values())).exchange
+        assert isinstance(exchange, AllToAllExchange)
+        found.append(exchange.wire)
+    return found
+
+
+def test_a_flag_casts_gradients_unless_a_wire_is_given() -> None:
+    environ = {"MONOLITH_WITH_BYTEPS": "1", "MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}
+    for found in run_ranks(2, on_mesh, wires, environ=environ):
+        assert found == [Wire(grads="float16"), Wire(rows="bfloat16")]

@@ -130,6 +130,19 @@ def test_contradictions_are_errors(case: str) -> None:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "8"},
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"},
+        {**SLURM, "SLURM_NODEID": "2"},
+    ],
+)
+def test_beside_torchrun_others_are_not_asked(other: dict[str, str]) -> None:
+    environ = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    assert detect({**other, **environ}) == detect(environ)
+
+
 def test_open_mpi_tells_what_is_there() -> None:
     assert open_mpi({"OMPI_COMM_WORLD_LOCAL_RANK": "3"}).local_rank == 3
     assert open_mpi({}).rank is None

@@ -360,3 +360,13 @@ def test_a_table_near_its_budget_defers_inserts() -> None:
         *("forward 1", "backward 1.0", "apply", "probe 2", "fetch 2"),
         *("forward 2", "backward 1.0", "apply"),
     ]
+
+
+def test_a_model_that_stops_an_iteration_does_not_end_the_data() -> None:
+    made = toy([spec()])
+    pipeline = create_train_pipeline(
+        made.model, made.optimizer, loss_of=lambda outputs, batch: next(iter(()))
+    )
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        pipeline.progress(iter(batches_of(3)))
+    assert pipeline.tickets == 0

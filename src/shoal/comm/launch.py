@@ -148,7 +148,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             listens.
     """
     environ = os.environ if environ is None else environ
-    other = _mpi(environ) or _slurm(environ)
+    of_torchrun = bool(environ.get("RANK") and environ.get("TORCHELASTIC_RUN_ID"))
+    other = None if of_torchrun else _mpi(environ) or _slurm(environ)
     if environ.get("RANK"):
         return _torchrun(environ, other)
     if other is None:
@@ -164,7 +165,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank, local_world_size = 0, 1
-    if other is not None and not environ.get("TORCHELASTIC_RUN_ID"):
+    if other is not None:
         if (rank, world_size) != (other.rank, other.world_size):
             raise _contradiction(f"RANK={rank} WORLD_SIZE={world_size}", other)
         local_rank, local_world_size = other.local_rank, other.local_world_size

@@ -188,7 +188,10 @@ class Mesh:
                 if given:
                     raise
                 _log.warning("collectives %r go over Gloo: %s", name, error)
-        return TorchCollectives(self._make_group(name, timeout_s, device), device, timeout_s)
+        group = self._make_group(name, timeout_s, device)
+        # The end of an NCCL group may wait for the other ranks; the mesh ends those.
+        release = self._end_group if device.type == "cpu" else None
+        return TorchCollectives(group, device, timeout_s, release=release)
 
     def _over_mpi(self, timeout_s: float) -> Collectives:
         try:
@@ -219,11 +222,28 @@ class Mesh:
     ) -> dist.ProcessGroup:
         if backend is None:
             backend = self.backend if device.type == self.device.type else "gloo"
-        group: dist.ProcessGroup = dist.new_group(
-            timeout=datetime.timedelta(seconds=timeout_s), backend=backend, group_desc=name
-        )
+        began = time.monotonic()
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                timeout=datetime.timedelta(seconds=timeout_s), backend=backend, group_desc=name
+            )
+        except RuntimeError as error:
+            raise collective_failed(
+                f"group {name}",
+                rank=self.rank,
+                world_size=self.world_size,
+                step=0,
+                elapsed_s=time.monotonic() - began,
+                timeout_s=timeout_s,
+                reason=str(error).partition("\n")[0],
+            ) from error
         self._groups.append(group)
         return group
+
+    def _end_group(self, group: dist.ProcessGroup) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+            dist.destroy_process_group(group)
 
     def _host_votes(self) -> Collectives:
         host = torch.device("cpu")

@@ -177,6 +177,8 @@ class _Call:
         deadline, spun = began + self._owner.timeout_s, began + _SPIN_S
         try:
             while not MPI.Request.Testall(self._requests):
+                if self._owner._failure is not None:
+                    raise self._owner._failure
                 now = time.monotonic()
                 if now > deadline:
                     raise self.failed("not every rank took part")
@@ -191,8 +193,10 @@ class _Call:
         self._owner._under_way.discard(self)
 
     def failed(self, reason: str) -> CollectiveFailed:
-        """The error; later collectives of the same ranks raise it at once."""
+        """The error, or an earlier one; later collectives of the same ranks raise it at once."""
         owner = self._owner
+        if owner._failure is not None:
+            return owner._failure
         owner._failure = collective_failed(
             self._what,
             rank=owner.rank,

@@ -49,11 +49,13 @@ class BroadcastInitialState:
 
     def begin(self, module: torch.nn.Module) -> None:
         """Overwrite the module's state with rank `source`'s."""
-        if self._collectives is None:
-            self._collectives = init().collectives("initial state")
+        own = self._collectives is None
+        collectives = self._collectives or init().collectives("initial state")
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, tensor in named.items():
-            self._collectives.broadcast(tensor.data, self._source, what=f"initial {name}")
+            collectives.broadcast(tensor.data, self._source, what=f"initial {name}")
+        if own:
+            collectives.close()
 
     def after_step(self, step: int) -> None:
         """Nothing."""

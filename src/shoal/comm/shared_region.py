@@ -22,6 +22,7 @@ _SLOT_BYTES = 256 << 10
 _LEAST_SLOT_BYTES = 16 << 10
 _MOST_BYTES = 256 << 20  # of all rings of a group
 _SLOTS = 4
+_MOST_S = 1e9  # of a timeout; the core counts nanoseconds in 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
                 region = _core.SharedRegion.open(first.name, first.token)
             except OSError as failure:
                 error = str(failure)
-        group = _core.SharedGroup(region, bootstrap.rank, timeout_s) if region else None
+        most_s = min(timeout_s, _MOST_S)
+        group = _core.SharedGroup(region, bootstrap.rank, most_s) if region else None
         errors = bootstrap.gather_objects(error, what=what)
     finally:
         if mine.name:

@@ -48,9 +48,17 @@ class TorchCollectives:
         device: where tensors are.
         timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
             where the host waits (sizes, barriers).
+        release: called once by `close`, with the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        release: Callable[[dist.ProcessGroup], None] | None = None,
+    ) -> None:
         device = torch.empty(0, device=device).device  # with its index
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -58,6 +66,7 @@ class TorchCollectives:
         self.step = 0
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = group
+        self._release = release
         self._failure: CollectiveFailed | None = None
         # Sizes are copied to the host beside the caller's stream, which need not wait for them.
         self._sizes_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -123,7 +132,9 @@ class TorchCollectives:
 
     def close(self) -> None:
         """See `Collectives`; the group itself belongs to whoever made it."""
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and self._release is not None:
+            self._release(group)
 
 
 class _Call:
@@ -161,8 +172,10 @@ class _Call:
         return self._start + self._owner.timeout_s - time.monotonic()
 
     def failed(self, reason: str) -> CollectiveFailed:
-        """The error; later collectives of the same ranks raise it at once."""
+        """The error, or an earlier one; later collectives of the same ranks raise it at once."""
         owner = self._owner
+        if owner._failure is not None:
+            return owner._failure
         owner._failure = collective_failed(
             self._what,
             rank=owner.rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.distributed.dense import name_failures
 from shoal.distributed.later import LaterExchange
 from shoal.distributed.placing import Family, Placing, families_of
 from shoal.embedding import EmbeddingCollection
@@ -55,7 +58,8 @@ class DistributedModelParallel(nn.Module):
             adds them.
         per_sender_steps: one optimizer step of a row per rank that sent it a gradient, in order
             of rank.
-        wire: precision of rows and gradients between ranks.
+        wire: precision of rows and gradients between ranks; None sends them as they are, but
+            gradients as float16 where MONOLITH_WITH_BYTEPS_BWD_CAST=16 says so under BytePS.
         dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
             (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
             take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
@@ -88,6 +92,7 @@ class DistributedModelParallel(nn.Module):
             raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
         self.module = module
         self.mesh = init() if mesh is None else mesh
+        wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
         self._options = _Options(grad_reduce, per_sender_steps, wire, exchange_path)
         self._waiting: list[_Waiting] = []
         self._wrapped: DistributedDataParallel | None = None
@@ -98,6 +103,7 @@ class DistributedModelParallel(nn.Module):
         )
         if self.mesh.world_size > 1:
             self._agree(families)
+            self._agree_on_dense()
             steps = self.mesh.collectives("steps", path=exchange_path)
             for family in families:
                 self._place(family, steps)
@@ -206,6 +212,25 @@ class DistributedModelParallel(nn.Module):
                 )
             )
 
+    def _agree_on_dense(self) -> None:
+        """Refuse ranks whose dense parts differ: their broadcast would not match."""
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()]
+        said = self.mesh.votes.gather_objects(mine, what="dense part of a model")
+        for rank, value in enumerate(said):
+            for here, there in itertools.zip_longest(said[0], value, fillvalue=("nothing",)):
+                if here == there:
+                    continue
+                raise ConfigError(
+                    describe(
+                        "parameters and buffers of a model",
+                        got=f"{' '.join(map(str, there))} on rank {rank}, "
+                        f"{' '.join(map(str, here))} on rank 0",
+                        allowed="the same on every rank",
+                        remedy="Build the model from the same configuration on each rank.",
+                    )
+                )
+
     def _place(self, family: Family, steps: Collectives) -> None:
         if family.shard.device.type != self.mesh.device.type:
             raise ConfigError(
@@ -241,7 +266,14 @@ class DistributedModelParallel(nn.Module):
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
             wrapped = DistributedDataParallel(self.module, process_group=group)
+            if group is not None and self.mesh.backend == "gloo":
+                name_failures(wrapped, group, self.mesh, partial(self._step, steps))
             object.__setattr__(self, "_wrapped", wrapped)
+
+    def _step(self, steps: Collectives) -> int:
+        """The step that errors name: what the last lookup or the last vote was of."""
+        made = [] if self._waiting else self.collections().values()
+        return max([steps.step, *(one.exchange.collectives.step for one in made)])
 
     def _opened(self, collection: EmbeddingCollection) -> Exchange:
         self._open()
@@ -249,9 +281,9 @@ class DistributedModelParallel(nn.Module):
 
     def _open(self) -> None:
         """Make the exchanges, in the same order on every rank: the first batch is here."""
-        waiting, self._waiting = self._waiting, []
         options = self._options
-        for one in waiting:
+        while self._waiting:
+            one = self._waiting[0]
             exchange = AllToAllExchange(
                 one.part,
                 one.placement,
@@ -262,13 +294,14 @@ class DistributedModelParallel(nn.Module):
                 wire=options.wire,
             )
             one.collection.distribute(exchange)
+            del self._waiting[0]  # one that could not be made is made by the next batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     grad_reduce: GradReduce
     per_sender_steps: bool
-    wire: Wire | None
+    wire: Wire
     path: Path
 
 

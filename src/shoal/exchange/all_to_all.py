@@ -139,6 +139,11 @@ class AllToAllExchange:
         """What carries ids, rows and gradients."""
         return self._collectives
 
+    @property
+    def wire(self) -> Wire:
+        """How rows and gradients travel."""
+        return self._wire
+
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
         """Group a request's distinct ids by owner and begin to exchange sizes.
 

@@ -37,10 +37,13 @@ def moved(batch: Any, device: torch.device, *, wait: bool = False) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """The batch in page-locked memory, from which a copy to a GPU does not block the host."""
-    if hasattr(batch, "pin_memory"):
+    """The batch in page-locked memory, from which a copy to a GPU does not block the host.
+
+    What is on a device already stays as it is.
+    """
+    if hasattr(batch, "pin_memory") and not isinstance(batch, Tensor):
         return batch.pin_memory()
-    return _mapped(batch, lambda part: part.pin_memory())
+    return _mapped(batch, _pinned)
 
 
 def emptied(batch: Any) -> Any:
@@ -144,6 +147,10 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_mapped(value, change) for value in tree)
     return tree
+
+
+def _pinned(part: Tensor | KeyedRagged | Ragged) -> Tensor | KeyedRagged | Ragged:
+    return part if isinstance(part, Tensor) and not part.is_cpu else part.pin_memory()
 
 
 def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:

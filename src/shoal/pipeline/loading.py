@@ -33,7 +33,7 @@ class Reading:
     found: bool
     batch: Any = None
     weight: float = 0.0
-    error: Exception | None = None
+    error: BaseException | None = None
     sent: torch.cuda.Event | None = None
 
 
@@ -58,13 +58,14 @@ class Loader:
         self._answers: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._reader = _Reader(source, device, weigh, held_for)
         # The thread holds no reference to this object, so that dropping it ends the thread.
-        self._close = weakref.finalize(self, self._asked.put, None)
-        threading.Thread(
+        self._close = weakref.finalize(self, self._reader.stop, self._asked)
+        self.thread = threading.Thread(
             target=self._reader.run,
             args=(self._asked, self._answers),
             name="shoal-loader",
             daemon=True,
-        ).start()
+        )
+        self.thread.start()
 
     def ask(self, index: int) -> None:
         """Ask for the next batch."""
@@ -79,7 +80,7 @@ class Loader:
         return not self._answers.empty()
 
     def close(self) -> None:
-        """End the thread; a second call does nothing."""
+        """End the thread, after the batch it is reading; a second call does nothing."""
         self._close()
 
 
@@ -96,6 +97,12 @@ class _Reader:
         self._weigh = weigh
         self._held_for = held_for
         self._ended = False
+        self._stopped = False
+
+    def stop(self, asked: queue.SimpleQueue[int | None]) -> None:
+        """Leave what else was asked for in the source, and end `run`."""
+        self._stopped = True
+        asked.put(None)
 
     def run(
         self, asked: queue.SimpleQueue[int | None], answers: queue.SimpleQueue[Reading]
@@ -104,7 +111,7 @@ class _Reader:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        while (index := asked.get()) is not None:
+        while (index := asked.get()) is not None and not self._stopped:
             answers.put(self._read(index, stream))
 
     def _read(self, index: int, stream: torch.cuda.Stream | None) -> Reading:
@@ -112,19 +119,32 @@ class _Reader:
             return Reading(index, False)
         try:
             batch = next(self._source)
-            weight = self._weigh(batch)
-            if stream is None:
-                return Reading(index, True, moved(batch, self._device), weight)
-            with torch.cuda.stream(stream):
-                sent = moved(pinned(batch), self._device)
-                for reader in self._held_for:
-                    hold_for(sent, reader)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-            return Reading(index, True, sent, weight, sent=event)
         except StopIteration:
             self._ended = True
             return Reading(index, False)
-        except Exception as error:  # noqa: BLE001 - raised where the batch is needed
-            self._ended = True
-            return Reading(index, False, error=error)
+        except BaseException as error:  # noqa: BLE001 - raised where the batch is needed
+            return self._failed(index, error)
+        try:
+            return self._sent(index, batch, stream)
+        except StopIteration as error:  # not the end of the data
+            failure = RuntimeError(f"StopIteration while batch {index} was weighed or moved")
+            failure.__cause__ = error
+            return self._failed(index, failure)
+        except BaseException as error:  # noqa: BLE001 - as above
+            return self._failed(index, error)
+
+    def _failed(self, index: int, error: BaseException) -> Reading:
+        self._ended = True
+        return Reading(index, False, error=error)
+
+    def _sent(self, index: int, batch: Any, stream: torch.cuda.Stream | None) -> Reading:
+        weight = self._weigh(batch)
+        if stream is None:
+            return Reading(index, True, moved(batch, self._device), weight)
+        with torch.cuda.stream(stream):
+            sent = moved(pinned(batch), self._device)
+            for reader in self._held_for:
+                hold_for(sent, reader)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return Reading(index, True, sent, weight, sent=event)

@@ -88,6 +88,9 @@ class TrainPipeline:
         executor = self._executor_for(iterator)
         try:
             done = executor.round()
+        except StopIteration as error:  # the end of the data is None
+            self.close()
+            raise RuntimeError("a stage of the pipeline raised StopIteration") from error
         except BaseException:
             self.close()
             raise
