@@ -6,11 +6,12 @@ The public face. Nothing inside the package imports it. Needs torch and numpy on
 
 from __future__ import annotations
 
-from shoal import errors, fid, metrics, models, optim, placement
+from shoal import comm, errors, fid, metrics, models, optim, placement
 from shoal.combiners import FirstN, ReduceMean, ReduceSum
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.pipeline import create_predict_pipeline, create_train_pipeline
 from shoal.ragged import KeyedRagged, Ragged
 from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
@@ -41,7 +42,10 @@ __all__ = [
     "__version__",
     "admission",
     "clip_grad_norm_",
+    "comm",
     "compressors",
+    "create_predict_pipeline",
+    "create_train_pipeline",
     "errors",
     "expiry",
     "fid",
