@@ -8,7 +8,15 @@ import numpy as np
 
 from support.exchange_runs import OPTIMIZERS, SHARDINGS, Case, Outcome, local_run, whole_rows
 
-__all__ = ["CASES", "same_as_local"]
+__all__ = ["CASES", "MATRIX", "same_as_local"]
+
+MATRIX = [
+    Case(sharding, optimizer=rule, sizes=sizes, steps=4, threshold=2, ttl_s=15)
+    for sharding in SHARDINGS
+    for rule in OPTIMIZERS
+    for sizes in ((3,), (4, 2, 1, 3), (4, 0, 1, 0))
+]
+"""Even, uneven and empty ranks, with admission and expiry on."""
 
 CASES = [
     *(Case(sharding, optimizer=rule) for sharding in SHARDINGS for rule in OPTIMIZERS),
