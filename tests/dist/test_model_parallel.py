@@ -13,7 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding import EmbeddingCollection
 from shoal.optim import JointOptimizer, SparseOptimizer
-from shoal.rules.optimizers import SGD, SignSGD
+from shoal.rules.optimizers import SGD, Adagrad, Adam, SignSGD
 from support.ranks import run_ranks
 from support.spread_model import (
     Data,
@@ -126,6 +126,7 @@ RUNS: dict[str, Callable[[Trainer], None]] = {
 def exact(model: nn.Module, rank: int, world_size: int) -> Outcome:
     """Gradients are small whole numbers: their sums are exact in any order."""
     sparse = SparseOptimizer(model)
+    losses = []
     for whole in batches(4):
         out = model(part_of(whole, rank, world_size).batch())
         loss = sum((torch.arange(v.shape[1]) * v).sum() for k, v in out.items() if k != "item")
@@ -133,14 +134,15 @@ def exact(model: nn.Module, rank: int, world_size: int) -> Outcome:
         (loss * world_size).backward()  # type: ignore[no-untyped-call]
         sparse.step()
         sparse.zero_grad()
-    return outcome_of(model, [])
+        losses.append(float(loss.detach()))
+    return outcome_of(model, losses)
 
 
 def collection(rule: Any) -> nn.Module:
     return SpreadModel(specs(rule)).tables
 
 
-EXACT = [SGD(lr=0.25), SignSGD(lr=0.125)]
+EXACT = [SGD(lr=0.25), SignSGD(lr=0.125), Adagrad(lr=0.25), Adam(lr=0.125)]
 
 
 def on_rank(mesh: Mesh) -> dict[str, Outcome]:
