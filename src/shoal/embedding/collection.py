@@ -109,8 +109,8 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         """Look up through another exchange from now on; rows are not carried over.
 
-        An exchange over the same shard takes the place of the present one and nothing else
-        changes.
+        An exchange over the same shard and specs, without collectives of its own for steps,
+        takes the place of the present one and nothing else changes.
 
         Args:
             exchange: its `specs` are these tables, and others maybe; its shard may host parts.
@@ -122,7 +122,8 @@ class EmbeddingCollection(nn.Module):
             ConfigError: an optimizer steps the rows already.
         """
         self._check_at_rest()
-        if exchange.shard is self.shard:
+        same = exchange.shard is self.shard and exchange.specs == self._exchange.specs
+        if same and collectives is None and not silent:
             self._exchange = exchange
             return
         if self.ledger.is_claimed:

@@ -80,7 +80,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.vouched = False
         self._announce()
         used = {(id(c.shard), name) for c in collections for name in c.tables}
-        spread = {id(c.shard) for c in collections if c.distributed}
+        self._spread = spread = {id(c.shard) for c in collections if c.distributed}
         self.proxies = tuple(
             TableGradient(ledger, k)
             for ledger in self.ledgers
@@ -140,7 +140,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _rates_of(
         self, ledger: GradientLedger, rates: dict[str, tuple[float, ...]]
     ) -> dict[str, tuple[float, ...]]:
-        if ledger.world_size == 1:
+        if id(ledger.shard) not in self._spread:
             return rates
         return hosted_rates(ledger.shard.specs, rates, self._tables)
 
