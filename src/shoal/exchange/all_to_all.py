@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import ConfigError, DTypeError, describe, unknown_name
+from shoal.errors import (
+    CollectiveFailed,
+    ConfigError,
+    DTypeError,
+    ShoalError,
+    describe,
+    unknown_name,
+)
 from shoal.exchange.lanes import Lanes, compile_lanes
 from shoal.exchange.partition import Trip, partition
 from shoal.exchange.received import HostedColumns, ReceivedRows
@@ -87,6 +94,7 @@ class AllToAllExchange:
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
+        self._left: CollectiveFailed | None = None
 
     def _check_fit(self) -> None:
         ranks = self._collectives.world_size
@@ -128,7 +136,14 @@ class AllToAllExchange:
 
     @property
     def collectives(self) -> Collectives:
-        """What carries ids, rows and gradients."""
+        """What carries ids, rows and gradients.
+
+        Raises:
+            CollectiveFailed: this rank left a lookup that the others are still in; what it sent
+                them now would be taken for a part of that.
+        """
+        if self._left is not None:
+            raise self._left
         return self._collectives
 
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
@@ -146,7 +161,7 @@ class AllToAllExchange:
             raise DTypeError(
                 describe("device of a request", got=ids_N.device, allowed=allowed, remedy=remedy)
             )
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         parcel = partition(self._lanes_of(request), request.ordered)
         sizes = self._collectives.exchange_sizes(
             parcel.header(ctx.event_time_s), what="exchange of id counts"
@@ -157,18 +172,19 @@ class AllToAllExchange:
         """Send the ids; find or insert those that came here.
 
         Raises:
-            TableFull: this rank's shard has no room; nothing was inserted here.
+            TableFull: this rank's shard has no room; nothing was inserted here. Unless every rank
+                holds all rows, the exchange is of no use any more: others wait for this rank's.
             CollectiveFailed: another rank failed.
         """
         ctx = sending.ctx
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         trip = self._trip(sending)
         visits = self._visits(trip, counted=True)
         here = StepContext(global_step=ctx.global_step, event_time_s=trip.event_time_s)
         tickets: list[Ticket] = []
         for visit in visits:
             if sending.insert:
-                tickets.append(self._shard.find_or_init(visit.groups, visit.counts_N, ctx=here))
+                tickets.append(self._inserted(trip, visit, here))
             else:
                 tickets.append(ReadTicket(visit.groups, visit.counts_N))
         return Route(sending.request, tuple(tickets), trip.event_time_s, trip)
@@ -190,7 +206,7 @@ class AllToAllExchange:
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
-        ctx = StepContext(global_step=self._collectives.step)
+        ctx = StepContext(global_step=self.collectives.step)
         trip = self._trip(self.send(request, insert=False, ctx=ctx))
         visits = self._visits(trip, counted=False)
         rows = [self._shard.find(visit.groups).weights for visit in visits]
@@ -210,7 +226,7 @@ class AllToAllExchange:
         ]
         # Kept here until it has arrived: nobody may wait for gradients that are dropped.
         self._in_flight = send_loads(
-            self._collectives, loads, self._wire.grads, what="exchange of gradients"
+            self.collectives, loads, self._wire.grads, what="exchange of gradients"
         )
         return _SentGrads(route, self._in_flight, self._scale)
 
@@ -225,8 +241,18 @@ class AllToAllExchange:
         by_sender = counted and self._per_sender
         return visits_of(trip, received, counted=counted, by_sender=by_sender)
 
+    def _inserted(self, trip: Trip, visit: Visit, ctx: StepContext) -> Ticket:
+        try:
+            return self._shard.find_or_init(visit.groups, visit.counts_N, ctx=ctx)
+        except ShoalError as error:
+            # Where every rank holds all rows, all of them fail alike.
+            alike = all(lane.replicated for lane in trip.lanes.lanes)
+            if self._collectives.world_size > 1 and not alike:
+                self._left = _gone(error, self._collectives.rank, ctx.global_step)
+            raise
+
     def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         rows = [
             self._shard.find(ticket.groups).weights
             if isinstance(ticket, ReadTicket)
@@ -315,6 +341,17 @@ def _trip_of(route: Route) -> Trip:
     if route.trip is None:
         raise _foreign("a route")
     return route.trip
+
+
+def _gone(error: ShoalError, rank: int, step: int) -> CollectiveFailed:
+    return CollectiveFailed(
+        describe(
+            f"exchange between ranks on rank {rank}",
+            got=f"a rank that left a lookup at step {step}: {type(error).__name__}: {error}",
+            allowed="ranks that take part in every lookup to its end",
+            remedy="Start all ranks again from the last checkpoint, with more room.",
+        )
+    )
 
 
 def _foreign(what: str) -> ConfigError:
