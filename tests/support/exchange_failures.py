@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -103,10 +104,9 @@ def went_on(exchange: AllToAllExchange, request: Request) -> str:
         lambda: exchange.read(request),
         lambda: RoutedVerbs(exchange),
     ):
-        try:
+        with pytest.raises(CollectiveFailed) as caught:
             act()
-        except CollectiveFailed as error:
-            said.append(str(error))
+        said.append(str(caught.value))
     return "\n".join(said)
 
 

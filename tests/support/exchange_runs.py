@@ -60,6 +60,7 @@ class Case:
     """One training, the same on every rank.
 
     sizes: examples of each rank in each step; ranks beyond it take it from the start.
+    local_world_size: ranks of a node; with as many as there are, grids would have one slice.
     """
 
     sharding: str = "row_wise"
@@ -76,7 +77,7 @@ class Case:
     per_sender: bool = False
     early: bool = False
     wire: Wire | None = None
-    local_world_size: int | None = None
+    local_world_size: int | None = 2
 
     def size(self, rank: int) -> int:
         return self.sizes[rank % len(self.sizes)]

@@ -44,8 +44,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         rates: learning rates by name: "table" or ("table", "segment") -> float or Schedule of the
             global step. What is not named keeps the rate of its spec's rule.
         nan_policy: for gradients with NaN or infinity: "raise" before anything changes, "skip"
-            those rows and count them, or "clip" them to 0 and +-nan_clip. On CUDA "raise" does
-            not wait: see `check`.
+            those rows and count them, or "clip" them to 0 and +-nan_clip. Of a table placed in
+            column slices, "skip" skips the slices that are hit. On CUDA "raise" does not wait:
+            see `check`.
         nan_clip: what "clip" puts for infinities.
 
     Attributes:
