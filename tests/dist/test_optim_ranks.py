@@ -18,6 +18,7 @@ from shoal.ragged import KeyedRagged
 from shoal.rules.compressors import Compressor, OneBit
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD, Adagrad
+from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, TableSpec
 from support.ranks import run_ranks
 from support.spread_model import (
@@ -53,8 +54,8 @@ def one_table(mesh: Mesh | None, rule: Any = None, **options: Any) -> nn.Module:
 
 
 def clipped(model: nn.Module, rank: int, world_size: int, norm_type: float) -> Outcome:
-    """Training with a clipped norm; the losses of the outcome are the norms."""
-    sparse = SparseOptimizer(model)
+    """Training with a clipped norm and rates by name; the outcome's losses are the norms."""
+    sparse = SparseOptimizer(model, rates={"users": 0.02, ("items", "s"): Polynomial(0.1, 2)})
     dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
     norms = []
     for whole in batches(3):
@@ -145,6 +146,28 @@ def two_collections(mesh: Mesh | None, compressor: Compressor) -> nn.ModuleDict:
     return cast(nn.ModuleDict, wrapped.module)
 
 
+def monolith(mesh: Mesh) -> list[list[list[float]]]:
+    """DistributedMultiTypeHashTableMpi's contract: outputs before and after one step."""
+    rates = {"1": 1.0, "2": Polynomial(1.0, 10, end=2.0)}
+    specs_12 = [
+        TableSpec(name=name, segments=(Segment(dim=dim, optimizer=SGD(), initializer=Zeros()),))
+        for name, dim in (("1", 1), ("2", 2))
+    ]
+    tables = EmbeddingCollection(specs_12, [Feature("1", "1"), Feature("2", "2")])
+    model = DistributedModelParallel(tables, mesh=mesh, grad_reduce="sum", exchange_path="torch")
+    sparse = SparseOptimizer(model, rates=rates)
+
+    def batch() -> KeyedRagged:
+        return KeyedRagged.from_lists({"1": [[1], [1]], "2": [[2], []]})
+
+    out = model(batch())
+    grads = [torch.tensor([[0.5], [0.5]]), torch.tensor([[0.5, 1.0], [0.0, 0.0]])]
+    torch.autograd.backward([out["1"], out["2"]], grads)
+    sparse.step()
+    after = model(batch())
+    return [values[name].tolist() for values in (out, after) for name in ("1", "2")]
+
+
 def sharpened(mesh: Mesh | None) -> list[list[float]]:
     """What inference reads of a table that the last steps left alone: OneBit reads the step."""
     tables = two_collections(mesh, OneBit(step_size=1))
@@ -185,6 +208,7 @@ def on_rank(mesh: Mesh) -> dict[str, Any]:
         warnings.simplefilter("error")
         found["scaled"] = scaled(mesh)
         found["scaled on one rank"] = scaled(mesh, placement={"t": "table_wise"})
+    found["monolith"] = monolith(mesh)
     found["sharpened"] = sharpened(mesh)
     found["senders refused"] = senders_refused(mesh)
     found["refused"] = refused(mesh)
@@ -240,6 +264,13 @@ def test_one_step_per_sender(found: dict[str, list[Any]]) -> None:
     rows = joined([rank["rows"] for rank in ranks])
     for id_, row in zip((1, 2, 3), want.tolist(), strict=True):
         assert rows[id_] == pytest.approx(row, rel=1e-12)
+
+
+def test_monolith_distributed_multi_type_hash_table(found: dict[str, list[Any]]) -> None:
+    w = len(found["monolith"])
+    for first, second, *after in found["monolith"]:
+        assert (first, second) == ([[0.0]] * 2, [[0.0] * 2] * 2)
+        assert after == [[[-1.0 * w]] * 2, [[-0.5 * w, -1.0 * w], [0.0, 0.0]]]
 
 
 def test_reads_know_the_step_on_ranks_that_had_no_part_in_it(found: dict[str, list[Any]]) -> None:
