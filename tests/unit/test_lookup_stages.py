@@ -157,6 +157,19 @@ class TestDistribute:
         assert tables.ledger is optimizer.ledgers[0]
         assert tables.ledger.collectives is votes
 
+    def test_ranks_need_collectives_for_what_a_step_decides(self) -> None:
+        two = LocalCollectives()
+        two.world_size = 2
+        placement = Placement(2, row_wise("t", 8, 2))
+        shard = make_shard(hosted_specs([WIDE], placement, 0))
+        exchange = AllToAllExchange(shard, placement, [WIDE], two)
+        tables = wide(make_shard([WIDE]))
+        with pytest.raises(ConfigError, match="collectives"):
+            tables.distribute(exchange)
+        assert not tables.distributed
+        tables.distribute(exchange, collectives=two)
+        assert tables.ledger.world_size == 2
+
     def test_not_in_the_middle_of_a_step(self, owner: EmbeddingCollection) -> None:
         exchange, ids = spread(owner), batch([1])
         owner.begin(ids)
