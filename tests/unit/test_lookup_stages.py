@@ -125,6 +125,19 @@ class TestDistribute:
 
         torch.testing.assert_close(moved(owner, act), columns(2, 4, 0))
 
+    def test_a_recomputed_forward_reads_the_rows_that_were_fetched(
+        self, owner: EmbeddingCollection
+    ) -> None:
+        owner.distribute(spread(owner))
+        optimizer, ids = SparseOptimizer(owner), batch([1])
+        owner(batch([1]))["a"].sum().backward()
+        owner.begin(ids)
+        owner.fetch(ids)
+        optimizer.step()
+        first, again = owner(ids)["a"], owner(ids)["a"]
+        assert torch.equal(first, again)
+        assert not torch.equal(first, owner(batch([1]))["a"])
+
     def test_rates_of_column_slices_in_a_world_of_one(self) -> None:
         tables = wide(make_shard([WIDE]))
         placement = Placement(1, column_wise("t", 8, (0, 0)))

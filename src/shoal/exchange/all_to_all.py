@@ -199,9 +199,12 @@ class AllToAllExchange:
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Pool the route's rows: what `fetch` began, or the rows as they are now."""
-        fetched = self._fetched.pop(route, None)
+        fetched = self._fetched.get(route)
         if fetched is None:
             fetched = self._sent_rows(route, ctx)
+        elif fetched.step == ctx.global_step:
+            del self._fetched[route]
+        # Else steps have changed the rows: a forward that is computed again reads these once more.
         return self._pool(route.request, fetched)
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
@@ -210,7 +213,8 @@ class AllToAllExchange:
         trip = self._trip(self.send(request, insert=False, ctx=ctx))
         visits = self._visits(trip, counted=False)
         rows = [self._shard.find(visit.groups).weights for visit in visits]
-        return self._pool(request, self._send_rows(trip, flat_lanes(trip, rows)))
+        sent = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
+        return self._pool(request, sent)
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
@@ -260,9 +264,9 @@ class AllToAllExchange:
             for ticket in route.tickets
         ]
         trip = _trip_of(route)
-        return self._send_rows(trip, flat_lanes(trip, rows))
+        return self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
 
-    def _send_rows(self, trip: Trip, rows: Sequence[Tensor]) -> _Fetched:
+    def _send_rows(self, trip: Trip, rows: Sequence[Tensor], step: int) -> _Fetched:
         """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
         loads, home = [], []
         for lane, data in zip(trip.lanes.lanes, rows, strict=True):
@@ -273,7 +277,7 @@ class AllToAllExchange:
             else:
                 loads.append(Load(data, lane.dims, received_WK, sent_WK))
         pending = send_loads(self._collectives, loads, self._wire.rows, what="exchange of rows")
-        return _Fetched(trip, pending, tuple(home))
+        return _Fetched(trip, pending, tuple(home), step)
 
     def _pool(self, request: Request, fetched: _Fetched) -> tuple[Tensor, ...]:
         # Lanes that are split come before those that are replicated.
@@ -312,11 +316,12 @@ class AllToAllExchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Rows on their way, by lane, and those that are at home."""
+    """Rows on their way, by lane, and those that are at home; as they were at a step."""
 
     trip: Trip
     pending: Pending
     home: tuple[Tensor, ...]
+    step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
