@@ -259,6 +259,8 @@ class GradientLedger:
         elif self._turns:
             self._check_unchanged()
             self._apply_turn(self._turns[0], ctx)
+        # Also where no gradient came to this rank: later reads are as on the others.
+        self.shard.last_step = ctx.global_step
         self.generation += 1
         self.clear()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 
 from support.exchange_failures import (
+    full_everywhere,
     full_owner,
     monolith_numbers,
     rounded_on_the_way,
@@ -58,11 +56,16 @@ def test_full_owner_stops_everyone() -> None:
     timeout_s = 1.5
     first, second = run_ranks(2, full_owner, timeout_s)
     assert first[0] == "TableFull"
+    assert first[1].count("left a lookup at step 7") == 3
     kind, text, took_s = second
     assert kind == "CollectiveFailed"
     assert took_s < 2 * timeout_s
     for part in ("rank 1", "step 7", "exchange of rows"):
         assert part in text
+
+
+def test_full_replicas_may_go_on() -> None:
+    assert run_ranks(2, full_everywhere) == [("TableFull", [0.0] * 4)] * 2
 
 
 def test_bad_time_is_raised_before_anything_is_sent() -> None:

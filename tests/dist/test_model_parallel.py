@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
+from shoal.distributed.placing import Placing
 from shoal.embedding import EmbeddingCollection
 from shoal.optim import JointOptimizer, SparseOptimizer
-from shoal.rules.optimizers import SGD, SignSGD
+from shoal.rules.optimizers import SGD, Adagrad, Adam, SignSGD
+from shoal.table.hosting import plan_placement
 from support.ranks import run_ranks
 from support.spread_model import (
     Data,
@@ -35,7 +37,16 @@ PLACINGS: dict[str, Mapping[str, str] | None] = {
     "columns": {"users": "table_wise", "items": "column_wise"},
     "replicas": {"users": "data_parallel", "items": "grid"},
     "one rank": {"users": "table_wise", "items": "table_wise"},
+    "nodes": {"users": "table_row_wise", "items": "grid"},
 }
+
+
+def placing_of(name: str, world_size: int) -> Placing:
+    """As the wrapper takes it; "nodes" are two, however many hosts there are."""
+    kinds = PLACINGS[name]
+    if name != "nodes":
+        return kinds
+    return plan_placement(specs(), world_size, kinds=kinds, local_world_size=world_size // 2)
 
 
 class Trainer:
@@ -126,6 +137,7 @@ RUNS: dict[str, Callable[[Trainer], None]] = {
 def exact(model: nn.Module, rank: int, world_size: int) -> Outcome:
     """Gradients are small whole numbers: their sums are exact in any order."""
     sparse = SparseOptimizer(model)
+    losses = []
     for whole in batches(4):
         out = model(part_of(whole, rank, world_size).batch())
         loss = sum((torch.arange(v.shape[1]) * v).sum() for k, v in out.items() if k != "item")
@@ -133,19 +145,21 @@ def exact(model: nn.Module, rank: int, world_size: int) -> Outcome:
         (loss * world_size).backward()  # type: ignore[no-untyped-call]
         sparse.step()
         sparse.zero_grad()
-    return outcome_of(model, [])
+        losses.append(float(loss.detach()))
+    return outcome_of(model, losses)
 
 
 def collection(rule: Any) -> nn.Module:
     return SpreadModel(specs(rule)).tables
 
 
-EXACT = [SGD(lr=0.25), SignSGD(lr=0.125)]
+EXACT = [SGD(lr=0.25), SignSGD(lr=0.125), Adagrad(lr=0.25), Adam(lr=0.125)]
 
 
 def on_rank(mesh: Mesh) -> dict[str, Outcome]:
     found = {}
-    for name, placing in PLACINGS.items():
+    for name in PLACINGS:
+        placing = placing_of(name, mesh.world_size)
         # Another seed on each rank: rank 0's parameters count.
         model = SpreadModel(specs(), seed=3 + mesh.rank)
         model = DistributedModelParallel(model, placing, mesh=mesh, exchange_path="torch")

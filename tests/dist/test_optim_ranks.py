@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from shoal.embedding import EmbeddingCollection, Feature
 from shoal.errors import ConfigError, NonFiniteGradient
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
+from shoal.rules.compressors import Compressor, OneBit
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD, Adagrad
+from shoal.rules.schedules import Polynomial
 from shoal.table import Segment, TableSpec
 from support.ranks import run_ranks
 from support.spread_model import (
@@ -51,8 +54,8 @@ def one_table(mesh: Mesh | None, rule: Any = None, **options: Any) -> nn.Module:
 
 
 def clipped(model: nn.Module, rank: int, world_size: int, norm_type: float) -> Outcome:
-    """Training with a clipped norm; the losses of the outcome are the norms."""
-    sparse = SparseOptimizer(model)
+    """Training with a clipped norm and rates by name; the outcome's losses are the norms."""
+    sparse = SparseOptimizer(model, rates={"users": 0.02, ("items", "s"): Polynomial(0.1, 2)})
     dense = torch.optim.Adagrad(model.parameters(), lr=0.05)
     norms = []
     for whole in batches(3):
@@ -66,9 +69,9 @@ def clipped(model: nn.Module, rank: int, world_size: int, norm_type: float) -> O
     return outcome_of(model, norms)
 
 
-def scaled(mesh: Mesh) -> dict[str, Any]:
+def scaled(mesh: Mesh, **options: Any) -> dict[str, Any]:
     """Rank 0 sends infinity to one row in the second of three steps."""
-    tables = one_table(mesh)
+    tables = one_table(mesh, **options)
     weight = nn.Parameter(torch.ones(2).double())
     sparse = SparseOptimizer(tables)
     joint = JointOptimizer([sparse, torch.optim.SGD([weight], lr=1.0)])
@@ -84,7 +87,7 @@ def scaled(mesh: Mesh) -> dict[str, Any]:
         "scale": scaler.get_scale(),
         "steps": sparse.global_step,
         "dense": weight.tolist(),
-        "rows": rows_of(tables)["t"],
+        "rows": rows_of(tables).get("t", {}),
     }
 
 
@@ -124,6 +127,76 @@ def sender_by_sender(mesh: Mesh) -> dict[str, Any]:
     return {"rows": rows_of(tables)["t"]}
 
 
+def two_collections(mesh: Mesh | None, compressor: Compressor) -> nn.ModuleDict:
+    """Tables a and b of one shard, each read by a collection of its own."""
+    tables = [
+        TableSpec(
+            name=name,
+            segments=(Segment(dim=2, optimizer=SGD(lr=1.0), compressor=compressor),),
+        )
+        for name in ("a", "b")
+    ]
+    first = EmbeddingCollection(tables, [Feature("a", "a")])
+    second = EmbeddingCollection(tables, [Feature("b", "b")], shard=first.shard)
+    both = nn.ModuleDict({"a": first, "b": second})
+    if mesh is None:
+        return both
+    placing = {"a": "table_wise", "b": "table_wise"}
+    wrapped = DistributedModelParallel(both, placing, mesh=mesh, exchange_path="torch")
+    return cast(nn.ModuleDict, wrapped.module)
+
+
+def monolith(mesh: Mesh) -> list[list[list[float]]]:
+    """DistributedMultiTypeHashTableMpi's contract: outputs before and after one step."""
+    rates = {"1": 1.0, "2": Polynomial(1.0, 10, end=2.0)}
+    specs_12 = [
+        TableSpec(name=name, segments=(Segment(dim=dim, optimizer=SGD(), initializer=Zeros()),))
+        for name, dim in (("1", 1), ("2", 2))
+    ]
+    tables = EmbeddingCollection(specs_12, [Feature("1", "1"), Feature("2", "2")])
+    model = DistributedModelParallel(tables, mesh=mesh, grad_reduce="sum", exchange_path="torch")
+    sparse = SparseOptimizer(model, rates=rates)
+
+    def batch() -> KeyedRagged:
+        return KeyedRagged.from_lists({"1": [[1], [1]], "2": [[2], []]})
+
+    out = model(batch())
+    grads = [torch.tensor([[0.5], [0.5]]), torch.tensor([[0.5, 1.0], [0.0, 0.0]])]
+    torch.autograd.backward([out["1"], out["2"]], grads)
+    sparse.step()
+    after = model(batch())
+    return [values[name].tolist() for values in (out, after) for name in ("1", "2")]
+
+
+def sharpened(mesh: Mesh | None) -> list[list[float]]:
+    """What inference reads of a table that the last steps left alone: OneBit reads the step."""
+    tables = two_collections(mesh, OneBit(step_size=1))
+    sparse = SparseOptimizer(tables)
+    for name in ("b", "a", "a"):
+        tables[name](KeyedRagged.from_lists({name: [[1, 2]]}))[name].sum().backward()
+        sparse.step()
+        sparse.zero_grad()
+    tables.eval()
+    read: Tensor = tables["b"](KeyedRagged.from_lists({"b": [[1], [2]]}))["b"]
+    return read.tolist()
+
+
+def senders_refused(mesh: Mesh) -> list[str]:
+    """Sums where each sender steps: ranks without a table refuse them too."""
+    tables = one_table(mesh, placement={"t": "table_wise"}, per_sender_steps=True)
+    sparse = SparseOptimizer(tables)
+    tables(ids([1]))["a"].sum().backward()
+    said = []
+    for act in (
+        lambda: clip_grad_norm_([], sparse, 1.0),
+        lambda: [param.grad for param in sparse.param_groups[0]["params"]],
+    ):
+        with pytest.raises(ConfigError) as caught:
+            act()
+        said.append(str(caught.value))
+    return said
+
+
 def on_rank(mesh: Mesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for i, placing in enumerate(PLACINGS):
@@ -131,7 +204,13 @@ def on_rank(mesh: Mesh) -> dict[str, Any]:
             model = SpreadModel(specs())
             model = DistributedModelParallel(model, placing, mesh=mesh, exchange_path="torch")
             found[f"clip {i} {norm_type}"] = clipped(model, mesh.rank, mesh.world_size, norm_type)
-    found["scaled"] = scaled(mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found["scaled"] = scaled(mesh)
+        found["scaled on one rank"] = scaled(mesh, placement={"t": "table_wise"})
+    found["monolith"] = monolith(mesh)
+    found["sharpened"] = sharpened(mesh)
+    found["senders refused"] = senders_refused(mesh)
     found["refused"] = refused(mesh)
     found["senders"] = sender_by_sender(mesh)
     return found
@@ -156,8 +235,9 @@ def test_clipping(found: dict[str, list[Any]], placing: int, norm_type: float) -
     check_equal(outcomes, expected)
 
 
-def test_all_ranks_skip_a_step_or_none(found: dict[str, list[Any]]) -> None:
-    ranks = found["scaled"]
+@pytest.mark.parametrize("name", ["scaled", "scaled on one rank"])
+def test_all_ranks_skip_a_step_or_none(found: dict[str, list[Any]], name: str) -> None:
+    ranks = found[name]
     for rank in ranks:
         assert (rank["scale"], rank["steps"], rank["dense"]) == (4.0, 2, [-1.0, -1.0])
     rows = joined([rank["rows"] for rank in ranks])
@@ -184,3 +264,19 @@ def test_one_step_per_sender(found: dict[str, list[Any]]) -> None:
     rows = joined([rank["rows"] for rank in ranks])
     for id_, row in zip((1, 2, 3), want.tolist(), strict=True):
         assert rows[id_] == pytest.approx(row, rel=1e-12)
+
+
+def test_monolith_distributed_multi_type_hash_table(found: dict[str, list[Any]]) -> None:
+    w = len(found["monolith"])
+    for first, second, *after in found["monolith"]:
+        assert (first, second) == ([[0.0]] * 2, [[0.0] * 2] * 2)
+        assert after == [[[-1.0 * w]] * 2, [[-0.5 * w, -1.0 * w], [0.0, 0.0]]]
+
+
+def test_reads_know_the_step_on_ranks_that_had_no_part_in_it(found: dict[str, list[Any]]) -> None:
+    assert all(rank == sharpened(None) for rank in found["sharpened"])
+
+
+def test_all_ranks_refuse_sums_where_each_sender_steps(found: dict[str, list[Any]]) -> None:
+    for said in found["senders refused"]:
+        assert all("per_sender_steps" in text for text in said)

@@ -109,7 +109,8 @@ def told_by_rank() -> dict[str, Any]:
     for kind in KINDS:
         one = table(kind, expiry=Expiry(ttl_s=935))
         told[kind] = story(one, [dist.get_rank()])
-    return {**told, "tables": tables_at_once(), "failures": failures()}
+    more = {"tables": tables_at_once(), "failures": failures(), "expired": expired()}
+    return {**told, **more}
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,17 @@ def test_tables_of_two_dtypes_at_once(told: list[dict[str, Any]]) -> None:
     assert first[2:] == second[2:] == [1, 2]
     for mine, theirs in zip(first[:2], second[:2], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def expired() -> list[int]:
+    """Ranks whose clocks differ expire the same rows: by the latest."""
+    one = table("data_parallel", expiry=Expiry(ttl_s=10))
+    one.assign([1, 2], rows(1, 2), event_time_s=100)
+    return [one.evict(200 if dist.get_rank() else 105), one.shard.size(0), len(one.find([])[0])]
+
+
+def test_the_latest_time_expires_rows(told: list[dict[str, Any]]) -> None:
+    assert [by_kind["expired"] for by_kind in told] == [[2, 0, 0], [2, 0, 0]]
 
 
 def failures() -> list[str]:

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Collectives
 from shoal.comm.precision import WireKind
 from shoal.comm.torch_collectives import TorchCollectives
-from shoal.errors import ShoalError
+from shoal.errors import CollectiveFailed, ShoalError
 from shoal.exchange import AllToAllExchange, Request, Wire
+from shoal.exchange.verbs import RoutedVerbs
 from shoal.layouts import Feature, compile_layouts, default_layouts
-from shoal.placement import Placement, table_wise
+from shoal.placement import Placement, data_parallel, table_wise
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD
@@ -27,7 +29,7 @@ from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import StepContext
 from support.exchange_runs import Case, local_run, rank_run
 
-__all__ = ["full_owner", "monolith_numbers", "rounded_on_the_way", "wrong_time"]
+__all__ = ["full_everywhere", "full_owner", "monolith_numbers", "rounded_on_the_way", "wrong_time"]
 
 
 Values = list[list[list[float]]]
@@ -70,10 +72,42 @@ def full_owner(timeout_s: float) -> tuple[str, str, float]:
             exchange.combine(exchange.dispatch(request, insert=True, ctx=ctx), ctx=ctx)
         except ShoalError as error:
             took_s = time.monotonic() - started
+            text = str(error)
             if collectives.rank == 0:
+                # It must not send a next batch to ranks that wait for the rows of this one.
+                text = went_on(exchange, request)
                 time.sleep(2 * timeout_s)  # a rank that lingers keeps no other waiting
-            return type(error).__name__, str(error), took_s
+            return type(error).__name__, text, took_s
     return "nothing", "", 0.0
+
+
+def full_everywhere() -> tuple[str, list[float]]:
+    """A replicated table that is too small: every rank says so, and all may go on."""
+    spec = TableSpec(name="t", segments=(Segment(dim=2),), capacity_rows=3)
+    with joined(20.0) as collectives:
+        placement = Placement(collectives.world_size, data_parallel("t", 2, collectives.world_size))
+        exchange, request = one_table(collectives, placement, spec)
+        name = "nothing"
+        try:
+            exchange.dispatch(request, insert=True, ctx=StepContext())
+        except ShoalError as error:
+            name = type(error).__name__
+        return name, exchange.read(request)[0].flatten().tolist()
+
+
+def went_on(exchange: AllToAllExchange, request: Request) -> str:
+    """What each verb says on a rank that has left a lookup."""
+    ctx = StepContext(global_step=8)
+    said = []
+    for act in (
+        lambda: exchange.dispatch(request, insert=True, ctx=ctx),
+        lambda: exchange.read(request),
+        lambda: RoutedVerbs(exchange),
+    ):
+        with pytest.raises(CollectiveFailed) as caught:
+            act()
+        said.append(str(caught.value))
+    return "\n".join(said)
 
 
 def wrong_time() -> tuple[str, int]:

@@ -40,6 +40,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel")
 START_S = 1_000
+IDS = np.array([-(2**63), 2**63 - 1, -1, 0, *(k * 2**59 + j for k in range(-3, 9) for j in (0, 1))])
+"""What features hold: the ends of int64 too, which an index may use as marks."""
 FEATURES = (
     Feature("user", "users"),
     Feature("item", "items", ReduceMean()),
@@ -58,6 +60,7 @@ class Case:
     """One training, the same on every rank.
 
     sizes: examples of each rank in each step; ranks beyond it take it from the start.
+    local_world_size: ranks of a node; with as many as there are, grids would have one slice.
     """
 
     sharding: str = "row_wise"
@@ -74,7 +77,7 @@ class Case:
     per_sender: bool = False
     early: bool = False
     wire: Wire | None = None
-    local_world_size: int | None = None
+    local_world_size: int | None = 2
 
     def size(self, rank: int) -> int:
         return self.sizes[rank % len(self.sizes)]
@@ -134,8 +137,7 @@ def batch_of(case: Case, step: int, rank: int) -> KeyedRagged:
     for _ in range(case.size(rank)):
         for key, rows in lists.items():
             length = int(rng.choice([0, 1, 2, 4] if key != "user" else [1]))
-            ids = rng.integers(-3, 9, length) * (1 << 59) + rng.integers(0, 2, length)
-            rows.append(ids.tolist())
+            rows.append(rng.choice(IDS, length).tolist())
     if not case.weights:
         return KeyedRagged.from_lists(lists)
     weights = {
@@ -160,6 +162,7 @@ class Training:
 
     def __init__(self, case: Case, exchange: Exchange) -> None:
         self.case, self.exchange = case, exchange
+        self.evicted = 0
         tables = {spec.name: spec for spec in exchange.specs}
         self.plan = compile_layouts(tables, FEATURES, LAYOUTS).plan
         names = [spec.name for spec in exchange.specs]
@@ -195,23 +198,44 @@ class Training:
                 shard.apply(turn, ctx=ctx)
             else:
                 _apply_ids(shard, turn, ctx)
+        if self.case.ttl_s is not None:
+            self.evicted += shard.evict(ctx.event_time_s)
 
     def outcome(self, outputs: list[list[np.ndarray]], batch: KeyedRagged) -> Outcome:
         shard = self.exchange.shard
         read = self.exchange.read(self.request(batch))
-        evicted = 0
-        if self.case.ttl_s is not None:
-            evicted = shard.evict(START_S + 10 * self.case.steps + 9)
         rows = {}
         for k, spec in enumerate(shard.specs):
             chunk = shard.export(k)
             rows[spec.name] = {
                 "ids": chunk.ids.tolist(),
-                "weights": chunk.weights.numpy().copy(),
+                "weights": chunk.weights.tolist(),
                 "last_seen_s": chunk.last_seen_s.tolist(),
                 "counts": chunk.counts.tolist(),
+                "state": _state_by_column(spec, chunk.state).tolist(),
+                "sights": _sights(shard, k),
             }
-        return Outcome(outputs, _arrays(read), rows, evicted)
+        return Outcome(outputs, _arrays(read), rows, self.evicted)
+
+
+def _state_by_column(spec: TableSpec, state_RS: Tensor) -> Tensor:
+    """[R, D, ...]: each column's numbers, with those that its segment has one of."""
+    parts, at = [], 0
+    for segment in spec.segments:
+        own_RS = state_RS[:, at : at + segment.state_width]
+        at += segment.state_width
+        runs = segment.optimizer.state_width(2) - segment.optimizer.state_width(1)
+        size = runs * segment.dim
+        runs_RDX = own_RS[:, :size].reshape(len(own_RS), runs, segment.dim).transpose(1, 2)
+        single_RDX = own_RS[:, None, size:].expand(-1, segment.dim, -1)
+        parts.append(torch.cat([runs_RDX, single_RDX], dim=2))
+    return torch.cat(parts, dim=1)
+
+
+def _sights(shard: Shard, table: int) -> dict[int, int]:
+    """Sights of ids that have no row yet."""
+    sights = shard.admission_state(table)
+    return dict(zip(sights.ids.tolist(), sights.counts.tolist(), strict=True))
 
 
 def _apply_ids(shard: Shard, records: Sequence[GradRecord], ctx: StepContext) -> None:
@@ -302,7 +326,9 @@ def _world() -> dist.ProcessGroup:
 
 
 def whole_rows(outcomes: Sequence[Outcome], table: str) -> dict[int, tuple[Any, ...]]:
-    """Each id's (weights, last seen, count) of a table, columns and shares of all ranks joined."""
+    """Each id's (weights, state, last seen, count) of a table, and (sights,) of ids without a row:
+    columns and shares of all ranks joined.
+    """
     slices: dict[int, dict[int, tuple[Any, ...]]] = {}
     for outcome in outcomes:
         for name, rows in outcome.rows.items():
@@ -311,18 +337,21 @@ def whole_rows(outcomes: Sequence[Outcome], table: str) -> dict[int, tuple[Any, 
                 continue
             start = int(columns.partition(":")[0]) if columns else 0
             found = slices.setdefault(start, {})
-            for i, id_ in enumerate(rows["ids"]):
-                row = (rows["weights"][i].tolist(), rows["last_seen_s"][i], rows["counts"][i])
+            fields = ("weights", "state", "last_seen_s", "counts")
+            own = dict(
+                zip(rows["ids"], zip(*(rows[key] for key in fields), strict=True), strict=True)
+            )
+            assert own.keys().isdisjoint(rows["sights"])
+            for id_, row in [*own.items(), *((k, (n,)) for k, n in rows["sights"].items())]:
                 assert found.setdefault(id_, row) == row, "replicas differ"
-    joined: dict[int, tuple[Any, ...]] = {}
-    for start in sorted(slices):
-        for id_, (weights, seen_s, count) in slices[start].items():
-            if start:
-                before = joined[id_]
-                assert before[1:] == (seen_s, count)
-                weights = before[0] + weights
-            joined[id_] = (weights, seen_s, count)
-        assert set(slices[start]) == set(joined)
+    joined = slices.pop(0)
+    for _, found in sorted(slices.items()):
+        assert found.keys() == joined.keys()
+        for id_, row in found.items():
+            before = joined[id_]
+            assert before[-2:] == row[-2:] if len(row) > 1 else before == row
+            if len(row) > 1:
+                joined[id_] = (before[0] + row[0], before[1] + row[1], *row[2:])
     return joined
 
 

@@ -17,11 +17,12 @@ from shoal.ledger import GradientLedger
 from shoal.optim import SparseOptimizer
 from shoal.placement import Placement, column_wise, row_wise
 from shoal.ragged import KeyedRagged
+from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table import Segment, Table, TableSpec, make_shard
-from shoal.table.hosting import hosted_spec
+from shoal.table.hosting import hosted_spec, hosted_specs
 from shoal.table.resplit import hosted_rows
-from shoal.table.shard import GradRecord
+from shoal.table.shard import GradRecord, Shard
 from support.shards import shard_factory
 from support.toy_collections import IDS, batch, columns, moved, one_table, table
 
@@ -90,6 +91,21 @@ class TestStages:
         assert len(owner.table("t")) == 0
 
 
+def flat(name: str) -> TableSpec:
+    segments = tuple(
+        Segment(name=part, dim=dim, initializer=Zeros(), optimizer=SGD(lr=1.0))
+        for part, dim in (("left", 6), ("right", 2))
+    )
+    return TableSpec(name=name, segments=segments)
+
+
+WIDE, OTHER = flat("t"), flat("o")
+
+
+def wide(shard: Shard) -> EmbeddingCollection:
+    return EmbeddingCollection([WIDE], [Feature("a", "t")], shard=shard)
+
+
 def spread(owner: EmbeddingCollection) -> AllToAllExchange:
     """An exchange over a world of one, with a shard of its own."""
     specs = tuple(owner.tables.values())
@@ -108,6 +124,64 @@ class TestDistribute:
             optimizer.step()
 
         torch.testing.assert_close(moved(owner, act), columns(2, 4, 0))
+
+    def test_a_recomputed_forward_reads_the_rows_that_were_fetched(
+        self, owner: EmbeddingCollection
+    ) -> None:
+        owner.distribute(spread(owner))
+        optimizer, ids = SparseOptimizer(owner), batch([1])
+        owner(batch([1]))["a"].sum().backward()
+        owner.begin(ids)
+        owner.fetch(ids)
+        optimizer.step()
+        first, again = owner(ids)["a"], owner(ids)["a"]
+        assert torch.equal(first, again)
+        assert not torch.equal(first, owner(batch([1]))["a"])
+
+    def test_rates_of_column_slices_in_a_world_of_one(self) -> None:
+        tables = wide(make_shard([WIDE]))
+        placement = Placement(1, column_wise("t", 8, (0, 0)))
+        shard = make_shard(hosted_specs([WIDE], placement, 0))
+        tables.distribute(AllToAllExchange(shard, placement, [WIDE], LocalCollectives()))
+        optimizer = SparseOptimizer(tables, rates={"t": 0.5, ("t", "right"): 0.25})
+        tables(batch([1]))["a"].sum().backward()
+        optimizer.step()
+        assert tables.table("t").lookup([1]).tolist() == [[-0.5] * 6 + [-0.25] * 2]
+
+    def test_other_specs_over_the_same_shard(self) -> None:
+        """Tables are counted as the new exchange counts them."""
+        shard = make_shard([WIDE, OTHER])
+        tables = wide(shard)
+        specs = (OTHER, WIDE)
+        placement = Placement(1, (*row_wise("t", 8, 1), *row_wise("o", 8, 1)))
+        tables.distribute(AllToAllExchange(shard, placement, specs, LocalCollectives()))
+        tables(batch([1]))["a"].sum().backward()
+        assert (shard.size(0), shard.size(1)) == (1, 0)
+
+    def test_collectives_over_the_same_shard(self) -> None:
+        shard, votes = make_shard([WIDE]), LocalCollectives()
+        tables = wide(shard)
+        placement = Placement(1, row_wise("t", 8, 1))
+        exchange = AllToAllExchange(shard, placement, [WIDE], LocalCollectives())
+        tables.distribute(exchange, collectives=votes)
+        assert tables.ledger.collectives is votes
+        optimizer = SparseOptimizer(tables)
+        tables.distribute(exchange)
+        assert tables.ledger is optimizer.ledgers[0]
+        assert tables.ledger.collectives is votes
+
+    def test_ranks_need_collectives_for_what_a_step_decides(self) -> None:
+        two = LocalCollectives()
+        two.world_size = 2
+        placement = Placement(2, row_wise("t", 8, 2))
+        shard = make_shard(hosted_specs([WIDE], placement, 0))
+        exchange = AllToAllExchange(shard, placement, [WIDE], two)
+        tables = wide(make_shard([WIDE]))
+        with pytest.raises(ConfigError, match="collectives"):
+            tables.distribute(exchange)
+        assert not tables.distributed
+        tables.distribute(exchange, collectives=two)
+        assert tables.ledger.world_size == 2
 
     def test_not_in_the_middle_of_a_step(self, owner: EmbeddingCollection) -> None:
         exchange, ids = spread(owner), batch([1])

@@ -109,20 +109,23 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         """Look up through another exchange from now on; rows are not carried over.
 
-        An exchange over the same shard takes the place of the present one and nothing else
-        changes.
+        An exchange over the same shard and specs, without collectives of its own for steps,
+        takes the place of the present one and nothing else changes.
 
         Args:
             exchange: its `specs` are these tables, and others maybe; its shard may host parts.
-            collectives: for what a step decides over ranks, apart from those of the exchange.
+            collectives: for what a step decides over ranks, apart from those of the exchange;
+                None in a world of one.
             silent: tables of the exchange's shard that another rank speaks for: replicas.
 
         Raises:
             TicketError: a lookup or a gradient is open.
-            ConfigError: an optimizer steps the rows already.
+            ConfigError: an optimizer steps the rows already, or several ranks have no collectives
+                for their steps.
         """
         self._check_at_rest()
-        if exchange.shard is self.shard:
+        same = exchange.shard is self.shard and exchange.specs == self._exchange.specs
+        if same and collectives is None and not silent:
             self._exchange = exchange
             return
         if self.ledger.is_claimed:
@@ -130,6 +133,8 @@ class EmbeddingCollection(nn.Module):
             got = "a SparseOptimizer over them"
             text = describe("collection to distribute", got=got, allowed="none yet", remedy=remedy)
             raise ConfigError(text)
+        if collectives is None and isinstance(exchange, AllToAllExchange):
+            _check_alone(exchange.collectives)
         self._exchange = exchange
         ledger = GradientLedger(
             exchange.shard, inserts=self.init_on_lookup, collectives=collectives, silent=silent
@@ -321,6 +326,19 @@ class EmbeddingCollection(nn.Module):
         for k, sights in enumerate(state["sights"]):
             shard.load_admission_state(k, sights)
         self._house(shard)
+
+
+def _check_alone(collectives: Collectives) -> None:
+    if collectives.world_size > 1:
+        raise ConfigError(
+            describe(
+                "collectives of a collection to distribute",
+                got=f"none, on {collectives.world_size} ranks",
+                allowed="those by which ranks decide on a step together",
+                remedy="Pass collectives=, others than the exchange's, or wrap the model in "
+                "DistributedModelParallel.",
+            )
+        )
 
 
 def _named(tables: Sequence[TableSpec]) -> dict[str, TableSpec]:

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import ConfigError, DTypeError, describe, unknown_name
+from shoal.errors import (
+    CollectiveFailed,
+    ConfigError,
+    DTypeError,
+    ShoalError,
+    describe,
+    unknown_name,
+)
 from shoal.exchange.lanes import Lanes, compile_lanes
 from shoal.exchange.partition import Trip, partition
 from shoal.exchange.received import HostedColumns, ReceivedRows
@@ -95,6 +102,7 @@ class AllToAllExchange:
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
         self.on_trip: Callable[[Trip], None] | None = None
+        self._left: CollectiveFailed | None = None
 
     def _check_fit(self) -> None:
         ranks = self._collectives.world_size
@@ -136,7 +144,14 @@ class AllToAllExchange:
 
     @property
     def collectives(self) -> Collectives:
-        """What carries ids, rows and gradients."""
+        """What carries ids, rows and gradients.
+
+        Raises:
+            CollectiveFailed: this rank left a lookup that the others are still in; what it sent
+                them now would be taken for a part of that.
+        """
+        if self._left is not None:
+            raise self._left
         return self._collectives
 
     @property
@@ -159,7 +174,7 @@ class AllToAllExchange:
             raise DTypeError(
                 describe("device of a request", got=ids_N.device, allowed=allowed, remedy=remedy)
             )
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         parcel = partition(self._lanes_of(request), request.ordered)
         sizes = self._collectives.exchange_sizes(
             parcel.header(ctx.event_time_s), what="exchange of id counts"
@@ -170,11 +185,12 @@ class AllToAllExchange:
         """Send the ids; find or insert those that came here.
 
         Raises:
-            TableFull: this rank's shard has no room; nothing was inserted here.
+            TableFull: this rank's shard has no room; nothing was inserted here. Unless every rank
+                holds all rows, the exchange is of no use any more: others wait for this rank's.
             CollectiveFailed: another rank failed.
         """
         ctx = sending.ctx
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         trip = self._trip(sending)
         if self.on_trip is not None:
             self.on_trip(trip)
@@ -183,7 +199,7 @@ class AllToAllExchange:
         tickets: list[Ticket] = []
         for visit in visits:
             if sending.insert:
-                tickets.append(self._shard.find_or_init(visit.groups, visit.counts_N, ctx=here))
+                tickets.append(self._inserted(trip, visit, here))
             else:
                 tickets.append(ReadTicket(visit.groups, visit.counts_N))
         return Route(sending.request, tuple(tickets), trip.event_time_s, trip)
@@ -198,18 +214,23 @@ class AllToAllExchange:
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Pool the route's rows: what `fetch` began, or the rows as they are now."""
-        fetched = self._fetched.pop(route, None)
+        fetched = self._fetched.get(route)
         if fetched is None:
             fetched = self._sent_rows(route, ctx)
         return self._pool(route.request, fetched, self._places.get(route))
+        elif fetched.step == ctx.global_step:
+            del self._fetched[route]
+        # Else steps have changed the rows: a forward that is computed again reads these once more.
+        return self._pool(route.request, fetched)
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
-        ctx = StepContext(global_step=self._collectives.step)
+        ctx = StepContext(global_step=self.collectives.step)
         trip = self._trip(self.send(request, insert=False, ctx=ctx))
         visits = self._visits(trip, counted=False)
         rows = [self._shard.find(visit.groups).weights for visit in visits]
-        return self._pool(request, self._send_rows(trip, flat_lanes(trip, rows)))
+        sent = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
+        return self._pool(request, sent)
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
@@ -229,7 +250,7 @@ class AllToAllExchange:
         ]
         # Kept here until it has arrived: nobody may wait for gradients that are dropped.
         self._in_flight = send_loads(
-            self._collectives, loads, self._wire.grads, what="exchange of gradients"
+            self.collectives, loads, self._wire.grads, what="exchange of gradients"
         )
         return _SentGrads(route, self._in_flight, self._scale)
 
@@ -244,8 +265,18 @@ class AllToAllExchange:
         by_sender = counted and self._per_sender
         return visits_of(trip, received, counted=counted, by_sender=by_sender)
 
+    def _inserted(self, trip: Trip, visit: Visit, ctx: StepContext) -> Ticket:
+        try:
+            return self._shard.find_or_init(visit.groups, visit.counts_N, ctx=ctx)
+        except ShoalError as error:
+            # Where every rank holds all rows, all of them fail alike.
+            alike = all(lane.replicated for lane in trip.lanes.lanes)
+            if self._collectives.world_size > 1 and not alike:
+                self._left = _gone(error, self._collectives.rank, ctx.global_step)
+            raise
+
     def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
-        self._collectives.step = ctx.global_step
+        self.collectives.step = ctx.global_step
         rows = [
             self._shard.find(ticket.groups).weights
             if isinstance(ticket, ReadTicket)
@@ -259,8 +290,9 @@ class AllToAllExchange:
             received = self._received_rows(route.request)
             self._places[route] = received.places(trip.parcel.offsets_N, route.request.ordered)
         return fetched
+        return self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
 
-    def _send_rows(self, trip: Trip, rows: Sequence[Tensor]) -> _Fetched:
+    def _send_rows(self, trip: Trip, rows: Sequence[Tensor], step: int) -> _Fetched:
         """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
         loads, home = [], []
         for lane, data in zip(trip.lanes.lanes, rows, strict=True):
@@ -271,7 +303,7 @@ class AllToAllExchange:
             else:
                 loads.append(Load(data, lane.dims, received_WK, sent_WK))
         pending = send_loads(self._collectives, loads, self._wire.rows, what="exchange of rows")
-        return _Fetched(trip, pending, tuple(home))
+        return _Fetched(trip, pending, tuple(home), step)
 
     def _pool(
         self, request: Request, fetched: _Fetched, places: Places | None = None
@@ -313,11 +345,12 @@ class AllToAllExchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Rows on their way, by lane, and those that are at home."""
+    """Rows on their way, by lane, and those that are at home; as they were at a step."""
 
     trip: Trip
     pending: Pending
     home: tuple[Tensor, ...]
+    step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -342,6 +375,17 @@ def _trip_of(route: Route) -> Trip:
     if route.trip is None:
         raise _foreign("a route")
     return route.trip
+
+
+def _gone(error: ShoalError, rank: int, step: int) -> CollectiveFailed:
+    return CollectiveFailed(
+        describe(
+            f"exchange between ranks on rank {rank}",
+            got=f"a rank that left a lookup at step {step}: {type(error).__name__}: {error}",
+            allowed="ranks that take part in every lookup to its end",
+            remedy="Start all ranks again from the last checkpoint, with more room.",
+        )
+    )
 
 
 def _foreign(what: str) -> ConfigError:

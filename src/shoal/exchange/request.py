@@ -66,7 +66,7 @@ class Route:
     Args:
         request: what this rank asked for.
         tickets: of the rows that this rank's shard gives: one, or one per sender; none where it
-            holds no table of the request.
+            holds no table of the request (and senders do not step one by one).
         event_time_s: latest event time of any sender.
         trip: ids, sizes and splits of the exchange; None in one process.
     """

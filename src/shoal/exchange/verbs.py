@@ -188,7 +188,11 @@ class RoutedVerbs(OneRankOnly):
         )
 
     def evict(self, now_s: int) -> int:
-        """Drop what has expired on any rank; how many rows of the whole tables went."""
+        """Drop what has expired by the latest time of any rank; how many rows of the whole tables
+        went.
+        """
+        times = torch.tensor([now_s], device=self.device)
+        now_s = int(self._collectives.all_reduce(times, "max", what="evict").wait()[0])
         before = [stats.evicted for stats in self._shard.stats()]
         self._finish("evict", lambda: self._shard.evict(now_s))
         gone = [

@@ -36,14 +36,19 @@ class Visit:
 def visits_of(
     trip: Trip, received: Sequence[Tensor], *, counted: bool, by_sender: bool
 ) -> tuple[Visit, ...]:
-    """What came to this rank: one visit, or one per sender; none where it holds no such table.
+    """What came to this rank: one visit, or one per sender.
+
+    A rank that holds no such table has no visit, or one without ids per sender: all ranks know
+    alike that senders step one by one.
 
     received: ids of each lane, each followed by its counts where they are counted.
     """
+    ids, counts = (received[::2], received[1::2]) if counted else (received, ())
+    if by_sender:
+        return _by_sender(trip, ids, counts)
     if not any(lane.here for lane in trip.lanes.lanes):
         return ()
-    ids, counts = (received[::2], received[1::2]) if counted else (received, ())
-    return _by_sender(trip, ids, counts) if by_sender else (_of_all(trip, ids, counts),)
+    return (_of_all(trip, ids, counts),)
 
 
 def _of_all(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> Visit:

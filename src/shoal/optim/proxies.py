@@ -92,7 +92,7 @@ class FiniteFlag(nn.Parameter):
             for ledger in self._ledgers:
                 ledger.summed()
             bad_W = anywhere(self._ledgers, [~ledger.all_finite() for ledger in self._ledgers])
-            flag = torch.where(bad_W.any(), torch.inf, 0.0).to(torch.float32).reshape(1)
+            flag = torch.where(bad_W.any().bool(), torch.inf, 0.0).to(torch.float32).reshape(1)
             self._known = at, flag.to(self.device)
         return self._known[1]
 

@@ -44,8 +44,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         rates: learning rates by name: "table" or ("table", "segment") -> float or Schedule of the
             global step. What is not named keeps the rate of its spec's rule.
         nan_policy: for gradients with NaN or infinity: "raise" before anything changes, "skip"
-            those rows and count them, or "clip" them to 0 and +-nan_clip. On CUDA "raise" does
-            not wait: see `check`.
+            those rows and count them, or "clip" them to 0 and +-nan_clip. Of a table placed in
+            column slices, "skip" skips the slices that are hit. On CUDA "raise" does not wait:
+            see `check`.
         nan_clip: what "clip" puts for infinities.
 
     Attributes:
@@ -80,7 +81,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.vouched = False
         self._announce()
         used = {(id(c.shard), name) for c in collections for name in c.tables}
-        spread = {id(c.shard) for c in collections if c.distributed}
+        self._spread = spread = {id(c.shard) for c in collections if c.distributed}
         self.proxies = tuple(
             TableGradient(ledger, k)
             for ledger in self.ledgers
@@ -140,7 +141,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _rates_of(
         self, ledger: GradientLedger, rates: dict[str, tuple[float, ...]]
     ) -> dict[str, tuple[float, ...]]:
-        if ledger.world_size == 1:
+        if id(ledger.shard) not in self._spread:
             return rates
         return hosted_rates(ledger.shard.specs, rates, self._tables)
 

@@ -34,7 +34,8 @@ def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
     It has the bits of the whole table's columns: hashes, initial values and rounding are keyed by
     the whole table's name and column numbers. Segments keep their names, so learning rates bind
     as before. `capacity_rows` and `expected_rows` are divided over the row shares, rounded up;
-    admission and expiry stay. A slice is named "table[start:stop]".
+    admission and expiry stay, and a sketch counts the ids of its share only: which ids it admits
+    early depends on the shares. A slice is named "table[start:stop]".
 
     Raises:
         ConfigError: another table's slice, columns that the table lacks, or a cut inside a
