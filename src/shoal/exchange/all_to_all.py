@@ -217,11 +217,10 @@ class AllToAllExchange:
         fetched = self._fetched.get(route)
         if fetched is None:
             fetched = self._sent_rows(route, ctx)
-        return self._pool(route.request, fetched, self._places.get(route))
         elif fetched.step == ctx.global_step:
             del self._fetched[route]
         # Else steps have changed the rows: a forward that is computed again reads these once more.
-        return self._pool(route.request, fetched)
+        return self._pool(route.request, fetched, self._places.get(route))
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
@@ -284,13 +283,12 @@ class AllToAllExchange:
             for ticket in route.tickets
         ]
         trip = _trip_of(route)
-        fetched = self._send_rows(trip, flat_lanes(trip, rows))
+        fetched = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
         if route not in self._places:
             # While rows are on their way.
             received = self._received_rows(route.request)
             self._places[route] = received.places(trip.parcel.offsets_N, route.request.ordered)
         return fetched
-        return self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
 
     def _send_rows(self, trip: Trip, rows: Sequence[Tensor], step: int) -> _Fetched:
         """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
