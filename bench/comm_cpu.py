@@ -150,7 +150,12 @@ def _rank(source: Path, target: Path) -> None:
     for name, run in contenders.items():
         if not torch.equal(torch.as_tensor(run()), torch.as_tensor(wanted)):
             raise SystemExit(f"{name} receives something else")
-    runners = [Runner(name=name, run=lambda _, run=run: run()) for name, run in contenders.items()]
+    # Ranks start each call together: what the one before left them apart is not its time.
+    together = _together(gloo)
+    runners = [
+        Runner(name=name, run=lambda _, run=run: run(), before=together)
+        for name, run in contenders.items()
+    ]
     seconds = interleave(runners, batches=1, passes=params["runs"])
     # A call is over when both ranks have theirs.
     ranks = gloo.gather_objects(seconds, what="seconds")
@@ -163,6 +168,15 @@ def _rank(source: Path, target: Path) -> None:
     if rank == 0:
         target.write_text(measured_json(_measured(params["size"], rates)))
     dist.destroy_process_group()
+
+
+def _together(gloo: Any) -> Callable[[], object]:
+    if not importlib.util.find_spec("shoal.comm.shared_memory"):
+        return lambda: gloo.barrier(what="turn")
+    from shoal.comm.shared_memory import SharedMemoryCollectives
+
+    ranks = SharedMemoryCollectives(gloo, timeout_s=60.0)
+    return lambda: ranks.barrier(what="turn")
 
 
 def _measured(size: int, rates: dict[str, float]) -> dict[str, Measured]:

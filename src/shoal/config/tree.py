@@ -347,6 +347,7 @@ class DistributedSettings(Section):
     path: Literal["auto", "torch", "shared_memory", "mpi"] = "auto"
     dense: Literal["ddp", "fsdp2"] = "ddp"
     timeout_s: PositiveFloat | None = None
+    pin_cores: bool = True
     enable_alltoall_metrics: bool = False
     enable_alltoall_metrics_for_slot: bool = False
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm.alarm import Alarm, Ending
 from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.devices import pin_cores
 from shoal.comm.launch import current, detect, init
 from shoal.comm.mesh import Mesh
 from shoal.comm.timed import Waiting
@@ -124,6 +125,9 @@ def gather_ranks(config: RunConfig) -> tuple[Ranks, RunConfig]:
     if current() is None and detect().world_size == 1:
         device = resolve_device(config.device)
         return ALONE, config.model_copy(update={"device": device})
+    launch = detect()
+    if config.device == "cpu" and config.distributed.pin_cores:
+        pin_cores(launch.local_rank, launch.local_world_size)
     mesh = init(device=config.device, timeout_s=config.distributed.timeout_s)
     if mesh.world_size == 1:
         device = resolve_device(config.device)
