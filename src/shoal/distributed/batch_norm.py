@@ -57,23 +57,17 @@ class BatchNormOverRanks(_NormBase):
         )
         return normal
 
-    def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean [C], variance [C], values a channel) over all ranks, float64; running statistics
-        follow.
-
-        values: float32 or float64.
+    def moments(self, shifted: Tensor, shift_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean [C], variance [C], values a channel) over all ranks, float64, of values that are
+        given less `shift_C`, so that their squares do not cancel; running statistics follow.
         """
-        dims = [0, *range(2, values.ndim)]
-        count_1 = values.new_full((1,), values.numel() // self.num_features, dtype=torch.float64)
-        if values.numel():
-            var_C, mean_C = (x.double() for x in torch.var_mean(values, dims, correction=0))
-        else:
-            var_C = mean_C = count_1.new_zeros(self.num_features)
-        parts = (count_1 * mean_C, count_1 * (var_C + mean_C * mean_C), count_1)
-        sums = self.summed(torch.cat(parts), "moments of batch normalisation")
+        dims = [0, *range(2, shifted.ndim)]
+        here = shifted.new_full((1,), shifted.numel() // self.num_features, dtype=torch.float64)
+        sums = torch.cat([shifted.sum(dims).double(), (shifted * shifted).sum(dims).double(), here])
+        sums = self.summed(sums, "moments of batch normalisation")
         count = sums[-1]
-        mean_C, squares_C = (sums[:-1] / count).chunk(2)
-        var_C = (squares_C - mean_C * mean_C).clamp_min(0.0)
+        off_C, squares_C = (sums[:-1] / count).chunk(2)
+        mean_C, var_C = off_C + shift_C, (squares_C - off_C * off_C).clamp_min(0.0)
         self._track(mean_C, var_C, count)
         return mean_C, var_C, count
 
@@ -106,7 +100,8 @@ class BatchNormOverRanks(_NormBase):
 class _Normalise(torch.autograd.Function):
     """y = (x - mean) scale weight + bias, where mean and scale come from the x of all ranks.
 
-    Constants of a channel are put together first: y = x a + e, one pass over the elements.
+    Each is one multiplication and one addition an element: constants of a channel are put
+    together first. With d = x - shift, y = d a + e.
     """
 
     @staticmethod
@@ -119,34 +114,40 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         shape = [1, -1] + [1] * (batch.ndim - 2)
         values = _wide(batch)
-        mean_C, var_C, count = layer.moments(values)
+        channels = values.new_zeros(layer.num_features)
+        shift_C = (
+            channels if layer.running_mean is None else layer.running_mean.to(values, copy=True)
+        )
+        shifted = values - shift_C.view(shape)
+        mean_C, var_C, count = layer.moments(shifted, shift_C.double())
         scale_C = (var_C + layer.eps).rsqrt()
+        off_C = shift_C - mean_C  # float64
         slope_C = scale_C if weight_C is None else scale_C * weight_C
-        start_C = -mean_C * slope_C if bias_C is None else bias_C - mean_C * slope_C
-        ctx.save_for_backward(values, scale_C, mean_C, slope_C, count)
+        start_C = off_C * slope_C if bias_C is None else off_C * slope_C + bias_C
+        ctx.save_for_backward(shifted, scale_C, off_C, slope_C, count)
         ctx.layer, ctx.dtype, ctx.shape = layer, batch.dtype, shape
-        slope, start = (x.to(values.dtype).view(shape) for x in (slope_C, start_C))
-        return torch.addcmul(start, values, slope).to(batch.dtype)
+        slope, start = (x.to(shifted.dtype).view(shape) for x in (slope_C, start_C))
+        return torch.addcmul(start, shifted, slope).to(batch.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, scale_C, mean_C, slope_C, count = ctx.saved_tensors
+        shifted, scale_C, off_C, slope_C, count = ctx.saved_tensors
         dims, shape = [0, *range(2, grad.ndim)], ctx.shape
         grad = _wide(grad)
         plain_C = grad.sum(dims).double()
         # of the gradient times the normalised values
-        along_C = ((grad * values).sum(dims).double() - mean_C * plain_C) * scale_C
+        along_C = ((grad * shifted).sum(dims).double() + off_C * plain_C) * scale_C
         sums = ctx.layer.summed(torch.cat([plain_C, along_C]), "gradient of batch normalisation")
-        mean_grad_C, mean_along_C = (sums / count).chunk(2)
+        mean_C, mean_along_C = (sums / count).chunk(2)
         curve_C = -slope_C * mean_along_C * scale_C
-        start_C = -curve_C * mean_C - slope_C * mean_grad_C
-        slope, curve, start = (x.to(values.dtype).view(shape) for x in (slope_C, curve_C, start_C))
-        back = torch.addcmul(start, grad, slope).addcmul_(values, curve)
+        start_C = curve_C * off_C - slope_C * mean_C
+        slope, curve, start = (x.to(shifted.dtype).view(shape) for x in (slope_C, curve_C, start_C))
+        back = torch.addcmul(start, grad, slope).addcmul_(shifted, curve)
         wanted = ctx.needs_input_grad
         return (
             back.to(ctx.dtype),
-            along_C.to(values.dtype) if wanted[1] else None,
-            plain_C.to(values.dtype) if wanted[2] else None,
+            along_C.to(shifted.dtype) if wanted[1] else None,
+            plain_C.to(shifted.dtype) if wanted[2] else None,
             None,
         )
 
