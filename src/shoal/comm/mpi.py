@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from shoal.comm.call import Call
 from shoal.comm.collectives import (
     Part,
     Pending,
@@ -28,7 +29,7 @@ from shoal.comm.collectives import (
     check_values,
     gathered_objects,
 )
-from shoal.errors import CollectiveFailed, collective_failed
+from shoal.errors import CollectiveFailed
 
 __all__ = ["MpiCollectives"]
 
@@ -149,14 +150,12 @@ class MpiCollectives:
             self._comm.Abort(1)
 
 
-class _Call:
-    """One collective under way: what was begun, when, and how a failure is told."""
+class _Call(Call):
+    """One collective under way."""
 
     def __init__(self, owner: MpiCollectives, what: str) -> None:
-        if owner._failure is not None:
-            raise owner._failure
-        self._owner, self._what, self._step = owner, what, owner.step
-        self._start = time.monotonic()
+        super().__init__(owner, what)
+        self._owner = owner
         self._requests: list[MPI.Request] = []
         self._buffers: list[object] = []
         if owner._closed:
@@ -191,22 +190,6 @@ class _Call:
             raise self.failed(str(error)) from error
         self._buffers.clear()
         self._owner._under_way.discard(self)
-
-    def failed(self, reason: str) -> CollectiveFailed:
-        """The error, or an earlier one; later collectives of the same ranks raise it at once."""
-        owner = self._owner
-        if owner._failure is not None:
-            return owner._failure
-        owner._failure = collective_failed(
-            self._what,
-            rank=owner.rank,
-            world_size=owner.world_size,
-            step=self._step,
-            elapsed_s=time.monotonic() - self._start,
-            timeout_s=owner.timeout_s,
-            reason=reason,
-        )
-        return owner._failure
 
 
 class _Arriving:

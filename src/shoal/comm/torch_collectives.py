@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.call import Call
 from shoal.comm.collectives import (
     Part,
     Pending,
@@ -29,7 +30,7 @@ from shoal.comm.collectives import (
     check_values,
     gathered_objects,
 )
-from shoal.errors import CollectiveFailed, collective_failed
+from shoal.errors import CollectiveFailed
 
 __all__ = ["TorchCollectives"]
 
@@ -137,14 +138,12 @@ class TorchCollectives:
             self._release(group)
 
 
-class _Call:
-    """One collective under way: what was begun, when, and how a failure is told."""
+class _Call(Call):
+    """One collective under way."""
 
     def __init__(self, owner: TorchCollectives, what: str) -> None:
-        if owner._failure is not None:
-            raise owner._failure
-        self._owner, self._what, self._step = owner, what, owner.step
-        self._start = time.monotonic()
+        super().__init__(owner, what)
+        self._owner = owner
         self._works: list[dist.Work] = []
 
     def begin(self, operation: Callable[..., Any]) -> None:
@@ -166,26 +165,6 @@ class _Call:
                     work.wait(datetime.timedelta(seconds=max(self.left_s(), 1e-3)))
         except RuntimeError as error:
             raise self.failed(_reason(error)) from error
-
-    def left_s(self) -> float:
-        """Seconds until the collective counts as failed."""
-        return self._start + self._owner.timeout_s - time.monotonic()
-
-    def failed(self, reason: str) -> CollectiveFailed:
-        """The error, or an earlier one; later collectives of the same ranks raise it at once."""
-        owner = self._owner
-        if owner._failure is not None:
-            return owner._failure
-        owner._failure = collective_failed(
-            self._what,
-            rank=owner.rank,
-            world_size=owner.world_size,
-            step=self._step,
-            elapsed_s=time.monotonic() - self._start,
-            timeout_s=owner.timeout_s,
-            reason=reason,
-        )
-        return owner._failure
 
 
 class _Arriving:
