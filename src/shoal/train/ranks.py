@@ -18,6 +18,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.timed import Waiting
 from shoal.config import RunConfig
 from shoal.data import RankShare
+from shoal.distributed.dense import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.table.factory import resolve_device
 
@@ -93,9 +94,13 @@ class Ranks:
             # Errors with further `args` keep their kind, not their parts: the text has them.
             raise type(error)(self._ended(error, self._alarm)) from error
         except Exception as error:
-            if self._alarm is not None:
-                self._ended(error, self._alarm)
-            raise
+            if self._alarm is None:
+                raise
+            lost = lost_in_backward(error)
+            ended = self._ended(error if lost is None else lost, self._alarm)
+            if lost is None:
+                raise
+            raise CollectiveFailed(ended) from error
 
     def _ended(self, error: Exception, alarm: Alarm) -> str:
         """Tell the others, hear them, and say it all."""
