@@ -27,7 +27,8 @@ def name_failures(
     """Let backward say rank, step and collective where a rank is gone, on Gloo.
 
     What backward raises is a RuntimeError with the text of a `CollectiveFailed`: torch passes on
-    the text of errors in callbacks, not their class; `lost_in_backward` gives it back. NCCL's own watchdog ends such a process.
+    the text of errors in callbacks, not their class; `lost_in_backward` gives it back. NCCL's own
+    watchdog ends such a process.
     """
 
     def average(bucket: Any) -> torch.futures.Future[torch.Tensor]:
