@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.comm.alarm import Alarm, Ending
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.devices import pin_cores
+from shoal.comm.devices import pick_device, pin_cores
 from shoal.comm.launch import current, detect, init
 from shoal.comm.mesh import Mesh
 from shoal.comm.timed import Waiting
@@ -131,7 +131,8 @@ def gather_ranks(config: RunConfig) -> tuple[Ranks, RunConfig]:
         device = resolve_device(config.device)
         return ALONE, config.model_copy(update={"device": device})
     launch = detect()
-    if config.device == "cpu" and config.distributed.pin_cores:
+    on_cpu = pick_device(config.device, launch.local_rank).type == "cpu"
+    if on_cpu and config.distributed.pin_cores:
         pin_cores(launch.local_rank, launch.local_world_size)
     mesh = init(device=config.device, timeout_s=config.distributed.timeout_s)
     if mesh.world_size == 1:
