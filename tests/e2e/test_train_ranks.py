@@ -20,6 +20,7 @@ from shoal import config, train
 from shoal.comm.launch import early_votes
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError
+from shoal.train import folder as folders_module
 from shoal.train import gathering
 from shoal.train.learner import Learner
 from support.ranks import free_port, launcher_variables, run_ranks, start_ranks
@@ -82,12 +83,24 @@ ADMITTED = {
     "evict_every_s": 200,
     "amp": "bfloat16",
 }
-CASES = {"plain": PLAIN, "accumulated": ACCUMULATED, "normed": NORMED, "admitted": ADMITTED}
+SPLIT = {
+    "accumulation": 2,
+    "clip_norm": 0.05,
+    "model": {"kind": "dcn", "hidden": [4]},
+    "distributed": {"dense": "fsdp2", "placement": "grid"},
+}
+CASES = {
+    "plain": PLAIN,
+    "accumulated": ACCUMULATED,
+    "normed": NORMED,
+    "admitted": ADMITTED,
+    "split": SPLIT,
+}
 
 
 def settings(folder: Path, changes: Mapping[str, Any]) -> config.RunConfig:
     beside: dict[str, Any] = {"output": {"dir": str(folder)}}
-    if "accumulation" in changes:
+    if changes.get("accumulation") == 3:
         beside["profile"] = str(folder / "profile")
     return config.from_mapping({**BASE, **changes, **beside})
 
@@ -152,7 +165,13 @@ def test_every_rank_writes_a_profile(runs: tuple[list[Any], list[Any]]) -> None:
         assert trace["traceEvents"]
 
 
+def _never(run: str, overrides: Sequence[str]) -> Any:
+    raise AssertionError("only rank 0 looks for runs")
+
+
 def judged(folders: Sequence[Path]) -> list[Any]:
+    if os.environ.get("RANK", "0") != "0":
+        folders_module.find = _never  # type: ignore[assignment]
     found = []
     for folder in folders:
         sheets = train.evaluate(str(folder), console=SILENT)
@@ -164,7 +183,7 @@ def judged(folders: Sequence[Path]) -> list[Any]:
 def test_what_either_saved_the_other_judges(runs: tuple[list[Any], list[Any]]) -> None:
     import pyarrow.parquet as pq
 
-    alone, both = (side[1::2] for side in runs)
+    alone, both = ([side[case] for case in (1, 3, 4)] for side in runs)
     for run, (sheets, _) in zip(both, judged([run[3] for run in both]), strict=True):
         assert sheets["logistic"] == pytest.approx(run[0]["logistic"], rel=1e-6)
         assert sheets["base_rate"] == pytest.approx(run[0]["base_rate"], rel=1e-6)
@@ -188,6 +207,9 @@ def synced(names: Sequence[str]) -> list[str]:
     def fail() -> config.RunConfig:
         raise ConfigError("no such file on rank 0")
 
+    def stumble() -> config.RunConfig:
+        raise ValueError("a bug")
+
     def differ() -> config.RunConfig:
         config.require_same(votes, config.from_mapping({**BASE, "name": names[votes.rank]}))
         raise AssertionError("told apart")
@@ -198,6 +220,8 @@ def synced(names: Sequence[str]) -> list[str]:
         with pytest.raises(ConfigError) as raised:
             act()
         told.append(str(raised.value))
+    with pytest.raises(ValueError, match="a bug"):  # a ConfigError elsewhere
+        config.load_synced_config(votes, stumble)
     return [str(seed), *told]
 
 
@@ -210,7 +234,7 @@ def test_configs_are_the_same_or_nothing_starts() -> None:
 
 def broken(folder: Path, how: str) -> None:
     """A run in which rank 1 ends in step 5."""
-    plain_batch, plain_apply = Loader._batch, Learner.apply
+    plain_batch, plain_apply, plain_losses = Loader._batch, Learner.apply, Learner.losses
 
     def batch(self: Loader, number: int, start: int, stop: int) -> Any:
         if how == "data" and self.share.rank == 1 and start == 5 * BATCH:
@@ -225,7 +249,14 @@ def broken(folder: Path, how: str) -> None:
                 raise ValueError("no such thing")
         plain_apply(self)
 
+    def losses(self: Learner, batch: Any) -> Any:
+        found = plain_losses(self, batch)
+        if how == "forward" and self.steps == 5 and os.environ["RANK"] == "1":
+            raise ValueError("no such loss")
+        return found
+
     Loader._batch, Learner.apply = batch, apply  # type: ignore[method-assign]
+    Learner.losses = losses  # type: ignore[method-assign]
     train.run(settings(folder, {"baselines": ["base_rate"]}), console=SILENT)
 
 
@@ -234,6 +265,13 @@ def broken(folder: Path, how: str) -> None:
     [
         ("data", ["rank 1 of 2, step", "row 160 is no row"]),
         ("raise", ["rank 0 of 2, step 5", "rank 1 of 2, step 5: ValueError: no such thing"]),
+        (
+            "forward",
+            [
+                "CollectiveFailed: rank 0 of 2, step 5: collective 'gradients of the dense part'",
+                "rank 1 of 2, step 5: ValueError: no such loss",
+            ],
+        ),
         ("kill", ["rank 0 of 2, step 5", "collective 'vote on finite gradients' at step 5"]),
     ],
 )

@@ -297,3 +297,11 @@ def test_one_rank_loads_its_config_itself():
     config.require_same(votes, settings())
     with pytest.raises(UnknownName, match="baddevice"):
         config.load_synced_config(votes, lambda: settings(baddevice=1))
+    told = ConfigError("no such file")
+
+    def fail() -> config.RunConfig:
+        raise told
+
+    with pytest.raises(ConfigError) as caught:
+        config.load_synced_config(votes, fail)
+    assert caught.value is told  # with the traceback that --debug shows

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from shoal import config
 from shoal.comm.devices import pin_cores
+from shoal.comm.launch import Launch
+from shoal.train import ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores"
@@ -39,3 +43,24 @@ def test_nothing_happens(
     kept = bound(monkeypatch, cores, of)
     assert pin_cores(0, ranks) == frozenset()
     assert kept == []
+
+
+def test_a_run_without_gpus_pins_whatever_its_device_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Met(Exception):
+        pass
+
+    def meet(**_: object) -> None:
+        raise Met
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ranks, "detect", lambda: Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", 1))
+    monkeypatch.setattr(ranks, "pin_cores", lambda *place: asked.append(place))
+    monkeypatch.setattr(ranks, "init", meet)
+    data = {"source": "synthetic"}
+    for device in ("cpu", "auto"):
+        with pytest.raises(Met):
+            ranks.gather_ranks(config.from_mapping({"name": "a", "device": device, "data": data}))
+    assert asked == [(1, 2), (1, 2)]

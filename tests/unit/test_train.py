@@ -218,6 +218,25 @@ def test_rows_expire_by_event_time(tmp_path: Path):
     assert fading.total_rows < lasting.total_rows
 
 
+def test_rows_are_counted_after_the_last_eviction(tmp_path: Path):
+    source = {**SOURCE, "examples": 1200, "vocabulary": 3000}
+    data = {"source": source, "batch_size": 400}
+    tables = {"default": {**TABLE, "expiry": {"ttl_s": 1}}}
+    result, _ = run(tmp_path, data=data, tables=tables, evict_every_s=1, baselines=[])
+    saved = json.loads((result.folder / "model" / "manifest.json").read_text())
+    assert result.total_rows == sum(file["rows"] for file in saved["row_files"])
+
+
+def test_a_window_without_weight_changes_no_weights(tmp_path: Path):
+    file = tmp_path / "clicks.csv"
+    lines = [f"{k % 5},{k % 2},{int(k >= 8)}" for k in range(16)]
+    file.write_text("\n".join(["user,label,weight", *lines]) + "\n")
+    columns = {"paths": [str(file)], "eval_paths": [str(file)], "label": "label"}
+    source = {"kind": "csv", **columns, "ids": {"user": {}}, "weight": "weight"}
+    result, _ = run(tmp_path, data={"source": source, "batch_size": 8}, baselines=[])
+    assert math.isfinite(result.metrics["deepfm"]["log_loss"])
+
+
 def test_no_examples_to_judge_are_an_error(tmp_path: Path):
     file = tmp_path / "clicks.csv"
     file.write_text("user,label,second\n1,0,10\n2,1,20\n")

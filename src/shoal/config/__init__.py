@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from shoal.config.compose import ENVIRONMENT, from_mapping, load, to_yaml
-from shoal.config.synced import load_synced_config, require_same
+from shoal.config.synced import as_first_rank, load_synced_config, require_same
 from shoal.config.tree import RunConfig
 
 __all__ = [
     "ENVIRONMENT",
     "RunConfig",
+    "as_first_rank",
     "from_mapping",
     "load",
     "load_synced_config",

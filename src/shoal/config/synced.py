@@ -4,13 +4,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import TypeVar
 
 from shoal.comm.collectives import Collectives
 from shoal.config.compose import to_yaml
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError, describe
 
-__all__ = ["load_synced_config", "require_same"]
+__all__ = ["as_first_rank", "load_synced_config", "require_same"]
+
+T = TypeVar("T")
+
+
+def as_first_rank(votes: Collectives, find: Callable[[], T], *, what: str) -> T:
+    """What rank 0 finds, on every rank; a collective call.
+
+    Args:
+        votes: collectives between the hosts of all ranks.
+        find: called on rank 0 only.
+        what: its result is, for errors.
+
+    Raises:
+        ShoalError: what rank 0 raised, on every rank; a ConfigError that tells of any other error.
+        CollectiveFailed: a rank died or did not come in time.
+    """
+    found: tuple[T] | ShoalError | None = None
+    own: Exception | None = None
+    if votes.rank == 0:
+        try:
+            found = (find(),)
+        except ShoalError as error:
+            # Errors with further `args` keep their kind, not their parts: the text has them.
+            own, found = error, type(error)(str(error))
+        except Exception as error:  # noqa: BLE001 - raised again once the others know
+            own, found = error, ConfigError(f"rank 0: {type(error).__name__}: {error}")
+    found = votes.gather_objects(found, what=what)[0]
+    if own is not None:
+        raise own  # with its traceback
+    if isinstance(found, ShoalError):
+        raise found
+    if found is None:
+        raise ConfigError(
+            describe(
+                what,
+                got="nothing from rank 0",
+                allowed="what rank 0 found",
+                remedy="Start every rank with the same command.",
+            )
+        )
+    return found[0]
 
 
 def load_synced_config(votes: Collectives, load: Callable[[], RunConfig]) -> RunConfig:
@@ -23,28 +65,11 @@ def load_synced_config(votes: Collectives, load: Callable[[], RunConfig]) -> Run
         load: reads the config; called on rank 0 only.
 
     Raises:
-        ShoalError: what rank 0 raised, on every rank.
+        ShoalError: what rank 0 raised, on every rank; a ConfigError that tells of any other error.
         ConfigError: ranks that got different configs: other versions of this package.
         CollectiveFailed: a rank died or did not come in time.
     """
-    found: RunConfig | ShoalError | None = None
-    if votes.rank == 0:
-        try:
-            found = load()
-        except ShoalError as error:
-            found = type(error)(str(error))
-    found = votes.gather_objects(found, what="config of rank 0")[0]
-    if isinstance(found, ShoalError):
-        raise found
-    if found is None:
-        raise ConfigError(
-            describe(
-                "config of rank 0",
-                got="nothing",
-                allowed="settings of a run",
-                remedy="Start every rank with the same command.",
-            )
-        )
+    found = as_first_rank(votes, load, what="config of rank 0")
     require_same(votes, found)
     return found
 

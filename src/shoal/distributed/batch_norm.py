@@ -38,7 +38,8 @@ class BatchNormOverRanks(_NormBase):
         """Normalise [B, C] or [B, C, ...].
 
         Raises:
-            InputError: in training, fewer than two values a channel over all ranks.
+            InputError: in training, fewer than two values a channel over all ranks; on CUDA,
+                where looking would wait for the device, their variance counts as 0.
         """
         tracked = self.running_mean is not None
         if not self.training and tracked:
@@ -59,15 +60,19 @@ class BatchNormOverRanks(_NormBase):
 
     def moments(self, shifted: Tensor, shift_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(mean [C], variance [C], values a channel) over all ranks, float64, of values that are
-        given less `shift_C`, so that their squares do not cancel; running statistics follow.
+        given less `shift_C`, each rank's own, so that their squares do not cancel; running
+        statistics follow.
         """
         dims = [0, *range(2, shifted.ndim)]
         here = shifted.new_full((1,), shifted.numel() // self.num_features, dtype=torch.float64)
-        sums = torch.cat([shifted.sum(dims).double(), (shifted * shifted).sum(dims).double(), here])
+        sum_C, squares_C = shifted.sum(dims).double(), (shifted * shifted).sum(dims).double()
+        moved_C = here * shift_C
+        squares_C = squares_C + shift_C * (2.0 * sum_C + moved_C)
+        sums = torch.cat([sum_C + moved_C, squares_C, here])
         sums = self.summed(sums, "moments of batch normalisation")
         count = sums[-1]
-        off_C, squares_C = (sums[:-1] / count).chunk(2)
-        mean_C, var_C = off_C + shift_C, (squares_C - off_C * off_C).clamp_min(0.0)
+        mean_C, square_C = (sums[:-1] / count).chunk(2)
+        var_C = (square_C - mean_C * mean_C).clamp_min(0.0)
         self._track(mean_C, var_C, count)
         return mean_C, var_C, count
 
@@ -92,7 +97,7 @@ class BatchNormOverRanks(_NormBase):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased_C = var_C * (count / (count - 1))
+        unbiased_C = var_C * (count / (count - 1).clamp_min(1.0))
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), share)
 
@@ -114,10 +119,9 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         shape = [1, -1] + [1] * (batch.ndim - 2)
         values = _wide(batch)
-        channels = values.new_zeros(layer.num_features)
-        shift_C = (
-            channels if layer.running_mean is None else layer.running_mean.to(values, copy=True)
-        )
+        # The mean of a rank's values; running means are far off until many steps are done.
+        dims = [0, *range(2, batch.ndim)]
+        shift_C = values.mean(dims) if values.numel() else values.new_zeros(layer.num_features)
         shifted = values - shift_C.view(shape)
         mean_C, var_C, count = layer.moments(shifted, shift_C.double())
         scale_C = (var_C + layer.eps).rsqrt()

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.mesh import Mesh
 from shoal.errors import CollectiveFailed, collective_failed
 
-__all__ = ["name_failures"]
+__all__ = ["lost_in_backward", "name_failures"]
+
+_MARK = f"{CollectiveFailed.__name__}: "
 
 
 def name_failures(
@@ -25,7 +27,8 @@ def name_failures(
     """Let backward say rank, step and collective where a rank is gone, on Gloo.
 
     What backward raises is a RuntimeError with the text of a `CollectiveFailed`: torch passes on
-    the text of errors in callbacks, not their class. NCCL's own watchdog ends such a process.
+    the text of errors in callbacks, not their class; `lost_in_backward` gives it back. NCCL's own
+    watchdog ends such a process.
     """
 
     def average(bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -58,3 +61,13 @@ def name_failures(
 
     # It checks annotations, which are text here: a lambda has none.
     wrapped.register_comm_hook(None, lambda _, bucket: average(bucket))
+
+
+def lost_in_backward(error: Exception) -> CollectiveFailed | None:
+    """The `CollectiveFailed` whose text an error of backward passes on; None for other errors."""
+    if isinstance(error, CollectiveFailed):
+        return error
+    _, mark, text = str(error).partition(_MARK)
+    if not mark or not isinstance(error, RuntimeError):
+        return None
+    return CollectiveFailed(text.partition("\n")[0])

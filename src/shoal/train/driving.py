@@ -55,15 +55,15 @@ def plainly(
     due_s: int | None = None
     source = iter(batches)
     while window := list(islice(source, accumulation)):
-        yield Trained(window, {one.name: one.train_step(window) for one in learners})
-        if evict_every_s is None:
-            continue
-        now_s = max(batch.event_time_s for batch in window)
-        if due_s is not None and now_s >= due_s:
-            for one in learners:
-                one.tables.shard.evict(now_s)
-        if due_s is None or now_s >= due_s:
-            due_s = now_s + evict_every_s
+        trained = Trained(window, {one.name: one.train_step(window) for one in learners})
+        if evict_every_s is not None:
+            now_s = max(batch.event_time_s for batch in window)
+            if due_s is not None and now_s >= due_s:
+                for one in learners:
+                    one.tables.shard.evict(now_s)
+            if due_s is None or now_s >= due_s:
+                due_s = now_s + evict_every_s
+        yield trained  # rows are counted after an eviction, as a pipeline has it
 
 
 def overlapping(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -43,6 +44,7 @@ class Scorer(nn.Module):
         self.module = module
         self._device_type = torch.device(config.device).type
         self._dtype = _AMP_DTYPES[config.amp]
+        self._split = config.distributed.dense == "fsdp2"
 
     def forward(self, batch: Batch) -> Tensor:
         inputs = self.tables(batch.ids, event_time_s=batch.event_time_s)
@@ -50,7 +52,9 @@ class Scorer(nn.Module):
             self._device_type, dtype=self._dtype, enabled=self._dtype != torch.float32
         ):
             logits_B: Tensor = self.module(batch.dense, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
-        return logits_B.float()
+        logits_B = logits_B.float()
+        # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
+        return logits_B.clone() if self._split else logits_B
 
 
 class Learner:
@@ -135,7 +139,8 @@ class Learner:
             device, which is not waited for.
         """
         self.model.train()
-        total = sum(window_weight(batch) for batch in window)
+        # Of a window that weighs nothing the loss is 0, and so are gradients.
+        total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
         for batch in map(self._moved, window):
             logits_B = self.model(batch)
@@ -222,11 +227,15 @@ def _loss_sum(logits_B: Tensor, batch: Batch) -> Tensor:
 
 def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:
     kind = _OPTIMIZERS[settings.kind]
-    on_cpu = all(parameter.is_cpu for parameter in module.parameters())
+    parameters = list(module.parameters())
+    on_cpu = all(parameter.is_cpu for parameter in parameters)
+    split = any(isinstance(parameter, DTensor) for parameter in parameters)
+    # torch has no fused Adagrad for CUDA in every version served, and of parameters that FSDP2
+    # splits it fuses Adam only.
+    fused = settings.kind in ("adam", "adamw") if split else on_cpu or settings.kind != "adagrad"
     return kind(
-        module.parameters(),
+        parameters,
         lr=as_rate(settings.lr, 0),
         weight_decay=settings.weight_decay,
-        # torch has no fused Adagrad for CUDA in every version served.
-        fused=True if on_cpu or settings.kind != "adagrad" else None,
+        fused=True if fused else None,
     )  # type: ignore[call-arg]

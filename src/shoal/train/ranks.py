@@ -12,12 +12,13 @@ from torch import Tensor
 
 from shoal.comm.alarm import Alarm, Ending
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.devices import pin_cores
+from shoal.comm.devices import pick_device, pin_cores
 from shoal.comm.launch import current, detect, init
 from shoal.comm.mesh import Mesh
 from shoal.comm.timed import Waiting
 from shoal.config import RunConfig
 from shoal.data import RankShare
+from shoal.distributed.dense import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.table.factory import resolve_device
 
@@ -93,9 +94,13 @@ class Ranks:
             # Errors with further `args` keep their kind, not their parts: the text has them.
             raise type(error)(self._ended(error, self._alarm)) from error
         except Exception as error:
-            if self._alarm is not None:
-                self._ended(error, self._alarm)
-            raise
+            if self._alarm is None:
+                raise
+            lost = lost_in_backward(error)
+            ended = self._ended(error if lost is None else lost, self._alarm)
+            if lost is None:
+                raise
+            raise CollectiveFailed(ended) from error
 
     def _ended(self, error: Exception, alarm: Alarm) -> str:
         """Tell the others, hear them, and say it all."""
@@ -126,7 +131,8 @@ def gather_ranks(config: RunConfig) -> tuple[Ranks, RunConfig]:
         device = resolve_device(config.device)
         return ALONE, config.model_copy(update={"device": device})
     launch = detect()
-    if config.device == "cpu" and config.distributed.pin_cores:
+    on_cpu = pick_device(config.device, launch.local_rank).type == "cpu"
+    if on_cpu and config.distributed.pin_cores:
         pin_cores(launch.local_rank, launch.local_world_size)
     mesh = init(device=config.device, timeout_s=config.distributed.timeout_s)
     if mesh.world_size == 1:

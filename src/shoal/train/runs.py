@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from shoal import checkpoint, report
-from shoal.config import RunConfig, require_same
+from shoal.comm.launch import early_votes
+from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data
 from shoal.config.tree import LogisticSettings
@@ -91,7 +92,7 @@ def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Me
     Raises:
         ShoalError: no trained run there, or wrong settings or data.
     """
-    folder, settings = folders.find(run, overrides)
+    folder, settings = _found(run, overrides)
     ranks, config = gather_ranks(settings)
     with ranks.together():
         require_same(ranks.votes, settings)
@@ -123,7 +124,7 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    folder, settings = folders.find(run, overrides)
+    folder, settings = _found(run, overrides)
     ranks, config = gather_ranks(settings)
     with ranks.together():
         require_same(ranks.votes, settings)
@@ -135,6 +136,11 @@ def predict(
         write_predictions(file, learners[0], data.evaluation, progress, ranks)
         _print_path(console, "predictions", file)
         return file
+
+
+def _found(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
+    """A trained run and its settings, as rank 0 finds them: the latest may change meanwhile."""
+    return as_first_rank(early_votes(), lambda: folders.find(run, overrides), what="trained run")
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
