@@ -159,6 +159,7 @@ struct RowPlace {
   char* state;
   std::uint32_t* version;
   LastSeen* seen;
+  std::uint32_t* maximum;
 };
 
 __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::int32_t number,
@@ -169,7 +170,8 @@ __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::
   const RowPlace place{block.weights + std::size_t{row} * v.weight_stride,
                        block.state + std::size_t{row} * v.state_stride,
                        reinterpret_cast<std::uint32_t*>(block.versions + std::size_t{row} * 4),
-                       reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8)};
+                       reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8),
+                       row_maximum(v, row)};
   prefetch_write(place.weights, weight_bytes);
   prefetch_write(place.state, state_bytes);
   __builtin_prefetch(place.version, 1, 2);
@@ -179,6 +181,7 @@ __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::
 
 inline void stamp(const StepParams& step, const RowPlace& place, std::int64_t count) {
   *place.version = step.epoch;
+  raise_maximum(place.maximum, step.epoch);
   LastSeen seen = *place.seen;
   if (step.event_time_s > seen.seconds) seen.seconds = step.event_time_s;
   const std::int64_t total = seen.count + count;

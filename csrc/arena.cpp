@@ -46,6 +46,7 @@ std::size_t Arena::block_start(int block) const {
 RowView Arena::view() const {
   RowView v;
   v.blocks = views_.data();
+  v.maxima = const_cast<std::uint32_t*>(maxima_.data());  // as the blocks: the view writes rows
   v.weight_stride = strides_[kWeights];
   v.state_stride = strides_[kState];
   v.geometry = geometry_;
@@ -66,6 +67,7 @@ void Arena::reserve(std::size_t count) {
     for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
     Block memory(offsets[5]);
     blocks_.reserve(blocks_.size() + 1);
+    maxima_.resize(std::max(maxima_.size(), ((start + rows - 1) >> kMaximumShift) + 1), kFree);
     const auto biased = [&](int i) {
       const auto base = reinterpret_cast<std::uintptr_t>(memory.data()) + offsets[i];
       return reinterpret_cast<char*>(base - start * strides_[i]);
@@ -95,15 +97,49 @@ void Arena::clear() {
   // Blocks stay: a cleared table is about to be filled again, and touching memory is what costs.
   const RowView v = view();
   for (std::size_t row = 0; row < used_; ++row) row_version(v, static_cast<std::uint32_t>(row)) = kFree;
+  std::fill(maxima_.begin(), maxima_.end(), kFree);
   used_ = 0;
   free_.clear();
+}
+
+std::size_t Arena::changed(std::size_t start, std::uint32_t from, std::uint32_t to,
+                           std::size_t limit, std::size_t& versions,
+                           std::vector<std::int32_t>& found) const {
+  constexpr std::size_t kBlock = std::size_t{1} << kMaximumShift, kStretch = 64;
+  const RowView v = view();
+  const std::uint32_t span = to - from;
+  const std::size_t first = found.size();
+  std::size_t row = start;
+  while (row < used_ && found.size() - first < limit && versions > 0) {
+    if (*row_maximum(v, static_cast<std::uint32_t>(row)) <= from) {
+      row = (row | (kBlock - 1)) + 1;
+      continue;
+    }
+    // A stretch lies in one block of memory: blocks start and end at multiples of 256 rows.
+    const std::size_t stop = std::min(used_, (row | (kStretch - 1)) + 1);
+    const auto* at = reinterpret_cast<const std::uint32_t*>(
+        block_view(v, static_cast<std::uint32_t>(row)).versions);
+    // One unsigned comparison: version - from - 1 wraps for versions that are not above `from`.
+    std::uint32_t hits = 0;
+    for (std::size_t i = row; i < stop; ++i) hits += at[i] - from - 1 < span;
+    versions -= std::min(versions, stop - row);
+    if (hits == 0) {
+      row = stop;
+      continue;
+    }
+    for (; row < stop && found.size() - first < limit; ++row) {
+      if (at[row] - from - 1 < span) found.push_back(static_cast<std::int32_t>(row));
+    }
+  }
+  return std::min(row, used_);
 }
 
 // Rows beyond the high-water mark were never touched, so they are not resident.
 std::size_t Arena::weight_bytes() const { return used_ * strides_[kWeights]; }
 std::size_t Arena::state_bytes() const { return used_ * strides_[kState]; }
 std::size_t Arena::metadata_bytes() const {
-  return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) + free_.capacity() * 4;
+  return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) +
+         (free_.capacity() + maxima_.capacity()) * 4;
 }
 
 }  // namespace shoal

@@ -76,6 +76,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
       copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
       reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.epoch;
+      raise_maximum(row_maximum(v, row), step.epoch);
       reinterpret_cast<LastSeen*>(block.seen)[row] = LastSeen{step.event_time_s, 0};
     }
   }

@@ -6,15 +6,7 @@
 
 namespace shoal {
 
-Exported Shard::export_rows(int t, const std::int64_t* only) {
-  const WriteGuard guard(lock_);
-  const Table& table = tables_[t];
-  std::vector<std::int32_t> rows;
-  if (only == nullptr) {
-    rows = table.rows_by_hash();
-  } else if (const std::int32_t row = table.index().find(*only); row != kNoRow) {
-    rows.push_back(row);
-  }
+Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows) {
   const RowView view = table.view().rows;
   const std::size_t weight = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
@@ -38,6 +30,18 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
   return out;
 }
 
+Exported Shard::export_rows(int t, const std::int64_t* only) {
+  const WriteGuard guard(lock_);
+  const Table& table = tables_[t];
+  std::vector<std::int32_t> rows;
+  if (only == nullptr) {
+    rows = table.rows_by_hash();
+  } else if (const std::int32_t row = table.index().find(*only); row != kNoRow) {
+    rows.push_back(row);
+  }
+  return copy_rows(table, rows);
+}
+
 void Shard::load_rows(int t, const Exported& rows) {
   const WriteGuard guard(lock_);
   ++membership_;
@@ -51,6 +55,8 @@ void Shard::load_rows(int t, const Exported& rows) {
     throw TableFullError(table.spec().name, live, capacity, fresh);
   }
   table.reserve(live + fresh);
+  // Rows bring versions of an earlier life, which no cursor of this one covers.
+  if (rows.n > 0) incarnation_ = new_incarnation();
   const RowView view = table.view().rows;
   const std::size_t weight = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
@@ -66,6 +72,8 @@ void Shard::load_rows(int t, const Exported& rows) {
   for (const std::int64_t version : rows.versions) {
     epoch_ = std::max(epoch_, static_cast<std::uint32_t>(version));
   }
+  deletions_.set_epoch(epoch_);
+  if (rows.n > 0 && deletions_.open()) deletions_.start(epoch_ - 1);
 }
 
 void Shard::clear(int t) {
