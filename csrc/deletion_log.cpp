@@ -1,11 +1,28 @@
 #include "deletion_log.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 namespace shoal {
+
+UnnamedFile::UnnamedFile() {
+  const char* folder = std::getenv("TMPDIR");
+  std::string path = folder == nullptr || *folder == '\0' ? "/tmp" : folder;
+  path += "/shoal-deletions-XXXXXX";
+  fd_ = mkstemp(path.data());
+  if (fd_ < 0) throw std::runtime_error("no temporary file for the log of deletions");
+  unlink(path.c_str());
+  fcntl(fd_, F_SETFD, FD_CLOEXEC);
+}
+
+UnnamedFile::~UnnamedFile() {
+  if (fd_ >= 0) close(fd_);
+}
 
 void DeletionLog::empty() {
   first_ = tail_at_ = 0;
@@ -42,16 +59,14 @@ void DeletionLog::append(int table, std::int64_t id) noexcept {
 
 void DeletionLog::spill() {
   if (files_.empty() || files_.back().n >= kInFile) {
-    std::unique_ptr<std::FILE, Close> file(std::tmpfile());
-    if (file == nullptr) throw std::runtime_error("no temporary file for the log of deletions");
-    files_.push_back(Spilled{std::move(file), tail_at_, 0});
+    files_.push_back(Spilled{UnnamedFile(), tail_at_, 0});
   }
   Spilled& to = files_.back();
   const auto* at = reinterpret_cast<const char*>(tail_.data());
   std::size_t left = tail_.size() * sizeof(Deletion);
   auto offset = static_cast<off_t>(to.n * sizeof(Deletion));
   while (left > 0) {
-    const ssize_t wrote = pwrite(fileno(to.file.get()), at, left, offset);
+    const ssize_t wrote = pwrite(to.file.fd(), at, left, offset);
     if (wrote <= 0) throw std::runtime_error("cannot write the log of deletions");
     at += wrote;
     offset += wrote;
@@ -93,7 +108,7 @@ std::vector<Deletion> DeletionLog::read(std::int64_t first, std::int64_t n) cons
     std::size_t left = static_cast<std::size_t>(until - at) * sizeof(Deletion);
     auto offset = static_cast<off_t>((at - from.first) * sizeof(Deletion));
     while (left > 0) {
-      const ssize_t got = pread(fileno(from.file.get()), to, left, offset);
+      const ssize_t got = pread(from.file.fd(), to, left, offset);
       if (got <= 0) throw std::runtime_error("cannot read the log of deletions");
       to += got;
       offset += got;

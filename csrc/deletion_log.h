@@ -4,9 +4,8 @@
 //
 // A record of an id that has a row again is still here; who reads asks the index.
 #include <cstdint>
-#include <cstdio>
 #include <deque>
-#include <memory>
+#include <utility>
 #include <vector>
 
 namespace shoal {
@@ -15,6 +14,19 @@ struct Deletion {
   std::int64_t id;
   std::int32_t table;
   std::uint32_t epoch;
+};
+
+// A file without a name in $TMPDIR, or /tmp; gone when closed.
+class UnnamedFile {
+ public:
+  UnnamedFile();  // throws std::runtime_error
+  UnnamedFile(UnnamedFile&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  UnnamedFile& operator=(UnnamedFile&&) = delete;
+  ~UnnamedFile();
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
 };
 
 class DeletionLog {
@@ -42,13 +54,9 @@ class DeletionLog {
     std::uint32_t epoch;
     std::int64_t first;  // the epoch's first record
   };
-  struct Close {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
-
   // A file goes when all of it is released.
   struct Spilled {
-    std::unique_ptr<std::FILE, Close> file;
+    UnnamedFile file;
     std::int64_t first, n;
   };
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from shoal.errors import InputError, TicketError
 from shoal.table.changes import Cursor
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
-
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 
@@ -221,21 +221,23 @@ def test_a_refused_clear_deletes_nothing(shard: CpuShard) -> None:
     assert consumer.drain(shard) == set()
 
 
+def expire_many(shard: CpuShard, first: int, many: int, at_s: int) -> None:
+    """Ids first..first+many come at `at_s` and go 100 s later."""
+    ids_N, splits = torch.arange(first, first + many), torch.tensor([0, many])
+    groups = IdGroups(ids_N, splits, torch.zeros(1, dtype=torch.int32))
+    shard.assign(groups, [torch.zeros(many, 2)], ctx=StepContext(event_time_s=at_s))
+    shard.cut()
+    shard.evict(at_s + 100)
+    shard.cut()
+
+
 def test_a_long_log_of_deletions_spills(shard: CpuShard) -> None:
     many = 300_000
     fast, slow = Consumer(1 << 20), Consumer(1 << 20)
     put(shard, [-1], at_s=1000)
     caught_up(shard, fast, slow)
     for at_s in (0, 200):
-        ids_N = torch.arange(many) + at_s
-        shard.assign(
-            IdGroups(ids_N, torch.tensor([0, many]), torch.zeros(1, dtype=torch.int32)),
-            [torch.zeros(many, 2)],
-            ctx=StepContext(event_time_s=at_s),
-        )
-        shard.cut()
-        assert shard.evict(at_s + 100) == many
-        shard.cut()
+        expire_many(shard, at_s, many, at_s)
         fast.drain(shard)
         shard.release(slow.cursor.from_epoch)
     assert fast.held.keys() == named(-1)
@@ -243,6 +245,24 @@ def test_a_long_log_of_deletions_spills(shard: CpuShard) -> None:
     shard.release(slow.cursor.from_epoch)
     caught_up(shard, fast, slow)
     assert fast.restarts == slow.restarts == 1
+
+
+def test_a_log_that_cannot_spill_means_a_full_pass(
+    shard: CpuShard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    consumer = Consumer(1 << 20)
+    put(shard, [-1], at_s=1000)
+    put(shard, [-2], at_s=0)
+    caught_up(shard, consumer)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    expire_many(shard, 0, 100_000, 1)
+    caught_up(shard, consumer)
+    assert consumer.held.keys() == named(-1)
+    assert consumer.restarts == 2
+    put(shard, [5], at_s=500)
+    shard.evict(2000)
+    caught_up(shard, consumer)
+    assert consumer.restarts == 2
 
 
 def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: CpuShard) -> None:

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import RowChunk, StepContext
-
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 
