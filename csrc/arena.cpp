@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "kernels.h"
+
 namespace shoal {
 namespace {
 
@@ -105,31 +107,36 @@ void Arena::clear() {
 std::size_t Arena::changed(std::size_t start, std::uint32_t from, std::uint32_t to,
                            std::size_t limit, std::size_t& versions,
                            std::vector<std::int32_t>& found) const {
-  constexpr std::size_t kBlock = std::size_t{1} << kMaximumShift, kStretch = 64;
+  constexpr std::size_t kStretch = std::size_t{1} << kMaximumShift, kShort = 64;
   const RowView v = view();
-  const std::uint32_t span = to - from;
-  const std::size_t first = found.size();
+  const auto& count_between = kernels().count_between;
+  const std::size_t full = found.size() + limit;
   std::size_t row = start;
-  while (row < used_ && found.size() - first < limit && versions > 0) {
+  while (row < used_ && found.size() < full && versions > 0) {
     if (*row_maximum(v, static_cast<std::uint32_t>(row)) <= from) {
-      row = (row | (kBlock - 1)) + 1;
+      row = (row | (kStretch - 1)) + 1;
       continue;
     }
-    // A stretch lies in one block of memory: blocks start and end at multiples of 256 rows.
-    const std::size_t stop = std::min(used_, (row | (kStretch - 1)) + 1);
-    const auto* at = reinterpret_cast<const std::uint32_t*>(
-        block_view(v, static_cast<std::uint32_t>(row)).versions);
-    // One unsigned comparison: version - from - 1 wraps for versions that are not above `from`.
-    std::uint32_t hits = 0;
-    for (std::size_t i = row; i < stop; ++i) hits += at[i] - from - 1 < span;
+    // A stretch lies in one block of memory.
+    const int block = block_of(geometry_, static_cast<std::uint32_t>(row));
+    const std::size_t stop = std::min(
+        {used_, (row | (kStretch - 1)) + 1, block_start(block) + block_rows(block)});
+    const auto* at = reinterpret_cast<const std::uint32_t*>(views_[block].versions);
     versions -= std::min(versions, stop - row);
-    if (hits == 0) {
-      row = stop;
-      continue;
+    std::uint32_t left = count_between(at + row, stop - row, from, to);
+    while (left > 0 && found.size() < full) {
+      const std::size_t end = std::min(stop, (row | (kShort - 1)) + 1);
+      if (count_between(at + row, end - row, from, to) == 0) {
+        row = end;
+        continue;
+      }
+      for (; row < end && found.size() < full; ++row) {
+        if (at[row] <= from || at[row] > to) continue;
+        found.push_back(static_cast<std::int32_t>(row));
+        --left;
+      }
     }
-    for (; row < stop && found.size() - first < limit; ++row) {
-      if (at[row] - from - 1 < span) found.push_back(static_cast<std::int32_t>(row));
-    }
+    if (left == 0) row = stop;
   }
   return std::min(row, used_);
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "shard.h"
 
 namespace shoal {
@@ -18,7 +19,15 @@ Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows) {
   out.counts.resize(rows.size());
   out.weights.resize(rows.size() * weight);
   out.state.resize(rows.size() * state);
+  constexpr std::size_t kAhead = 16;
   for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size()) {
+      const auto next = static_cast<std::uint32_t>(rows[i + kAhead]);
+      prefetch_row(weight_row(view, next), weight);
+      prefetch_row(state_row(view, next), state);
+      __builtin_prefetch(&row_id(view, next));
+      __builtin_prefetch(&row_seen(view, next));
+    }
     const auto row = static_cast<std::uint32_t>(rows[i]);
     out.ids[i] = row_id(view, row);
     out.versions[i] = row_version(view, row);
