@@ -159,7 +159,6 @@ struct RowPlace {
   char* state;
   std::uint32_t* version;
   LastSeen* seen;
-  std::uint32_t* maximum;
 };
 
 __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::int32_t number,
@@ -170,8 +169,7 @@ __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::
   const RowPlace place{block.weights + std::size_t{row} * v.weight_stride,
                        block.state + std::size_t{row} * v.state_stride,
                        reinterpret_cast<std::uint32_t*>(block.versions + std::size_t{row} * 4),
-                       reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8),
-                       row_maximum(v, row)};
+                       reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8)};
   prefetch_write(place.weights, weight_bytes);
   prefetch_write(place.state, state_bytes);
   __builtin_prefetch(place.version, 1, 2);
@@ -181,7 +179,6 @@ __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::
 
 inline void stamp(const StepParams& step, const RowPlace& place, std::int64_t count) {
   *place.version = step.epoch;
-  raise_maximum(place.maximum, step.epoch);
   LastSeen seen = *place.seen;
   if (step.event_time_s > seen.seconds) seen.seconds = step.event_time_s;
   const std::int64_t total = seen.count + count;
@@ -297,6 +294,12 @@ template <class T>
 std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
   const std::uint32_t unique =
       job.in_place ? group_rows<T, true>(job, items, s) : group_rows<T, false>(job, items, s);
+  // Apart from the steps, where it cost 8 % of those of 16 columns; here it costs 1 %. A row that is
+  // skipped below raises its maximum too, which only has it looked at.
+  for (std::uint32_t u = 0; u < unique; ++u) {
+    raise_maximum(row_maximum(job.table.rows, static_cast<std::uint32_t>(s.rows[u])),
+                  job.step.epoch);
+  }
   const bool compensated = job.table.segments[0].rule.delay_compensated;
   if (!job.table.plain || job.table.n_segments != 1 || compensated || job.step.nan_policy != 0) {
     return step_any_rows<T>(job, items, s, unique);
