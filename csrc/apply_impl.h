@@ -294,6 +294,12 @@ template <class T>
 std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
   const std::uint32_t unique =
       job.in_place ? group_rows<T, true>(job, items, s) : group_rows<T, false>(job, items, s);
+  // Apart from the steps, where it cost 8 % of those of 16 columns; here it costs 1 %. A row that is
+  // skipped below raises its maximum too, which only has it looked at.
+  for (std::uint32_t u = 0; u < unique; ++u) {
+    raise_maximum(row_maximum(job.table.rows, static_cast<std::uint32_t>(s.rows[u])),
+                  job.step.epoch);
+  }
   const bool compensated = job.table.segments[0].rule.delay_compensated;
   if (!job.table.plain || job.table.n_segments != 1 || compensated || job.step.nan_policy != 0) {
     return step_any_rows<T>(job, items, s, unique);

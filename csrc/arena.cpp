@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "kernels.h"
+
 namespace shoal {
 namespace {
 
@@ -46,6 +48,7 @@ std::size_t Arena::block_start(int block) const {
 RowView Arena::view() const {
   RowView v;
   v.blocks = views_.data();
+  v.maxima = const_cast<std::uint32_t*>(maxima_.data());  // as the blocks: the view writes rows
   v.weight_stride = strides_[kWeights];
   v.state_stride = strides_[kState];
   v.geometry = geometry_;
@@ -66,6 +69,7 @@ void Arena::reserve(std::size_t count) {
     for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
     Block memory(offsets[5]);
     blocks_.reserve(blocks_.size() + 1);
+    maxima_.resize(std::max(maxima_.size(), ((start + rows - 1) >> kMaximumShift) + 1), kFree);
     const auto biased = [&](int i) {
       const auto base = reinterpret_cast<std::uintptr_t>(memory.data()) + offsets[i];
       return reinterpret_cast<char*>(base - start * strides_[i]);
@@ -95,15 +99,54 @@ void Arena::clear() {
   // Blocks stay: a cleared table is about to be filled again, and touching memory is what costs.
   const RowView v = view();
   for (std::size_t row = 0; row < used_; ++row) row_version(v, static_cast<std::uint32_t>(row)) = kFree;
+  std::fill(maxima_.begin(), maxima_.end(), kFree);
   used_ = 0;
   free_.clear();
+}
+
+std::size_t Arena::changed(std::size_t start, std::uint32_t from, std::uint32_t to,
+                           std::size_t limit, std::size_t& versions,
+                           std::vector<std::int32_t>& found) const {
+  constexpr std::size_t kStretch = std::size_t{1} << kMaximumShift, kShort = 64;
+  const RowView v = view();
+  const auto& count_between = kernels().count_between;
+  const std::size_t full = found.size() + limit;
+  std::size_t row = start;
+  while (row < used_ && found.size() < full && versions > 0) {
+    if (*row_maximum(v, static_cast<std::uint32_t>(row)) <= from) {
+      row = (row | (kStretch - 1)) + 1;
+      continue;
+    }
+    // A stretch lies in one block of memory.
+    const int block = block_of(geometry_, static_cast<std::uint32_t>(row));
+    const std::size_t stop = std::min(
+        {used_, (row | (kStretch - 1)) + 1, block_start(block) + block_rows(block)});
+    const auto* at = reinterpret_cast<const std::uint32_t*>(views_[block].versions);
+    versions -= std::min(versions, stop - row);
+    std::uint32_t left = count_between(at + row, stop - row, from, to);
+    while (left > 0 && found.size() < full) {
+      const std::size_t end = std::min(stop, (row | (kShort - 1)) + 1);
+      if (count_between(at + row, end - row, from, to) == 0) {
+        row = end;
+        continue;
+      }
+      for (; row < end && found.size() < full; ++row) {
+        if (at[row] <= from || at[row] > to) continue;
+        found.push_back(static_cast<std::int32_t>(row));
+        --left;
+      }
+    }
+    if (left == 0) row = stop;
+  }
+  return std::min(row, used_);
 }
 
 // Rows beyond the high-water mark were never touched, so they are not resident.
 std::size_t Arena::weight_bytes() const { return used_ * strides_[kWeights]; }
 std::size_t Arena::state_bytes() const { return used_ * strides_[kState]; }
 std::size_t Arena::metadata_bytes() const {
-  return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) + free_.capacity() * 4;
+  return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) +
+         (free_.capacity() + maxima_.capacity()) * 4;
 }
 
 }  // namespace shoal

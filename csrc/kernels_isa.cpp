@@ -76,6 +76,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
       copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
       reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.epoch;
+      raise_maximum(row_maximum(v, row), step.epoch);
       reinterpret_cast<LastSeen*>(block.seen)[row] = LastSeen{step.event_time_s, 0};
     }
   }
@@ -95,6 +96,15 @@ bool all_finite(const T* x, std::int64_t n) {
   return total == 0;
 }
 
+std::uint32_t count_between(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
+                            std::uint32_t to) {
+  // One unsigned comparison: version - from - 1 wraps for versions that are not above `from`.
+  const std::uint32_t span = to - from;
+  std::uint32_t hits = 0;
+  for (std::size_t i = 0; i < n; ++i) hits += versions[i] - from - 1 < span ? 1U : 0U;
+  return hits;
+}
+
 bool finite32(const float* x, std::int64_t n) { return all_finite(x, n); }
 bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
 
@@ -107,8 +117,8 @@ bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
 
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
-    SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows, finite32,
-    finite64,
+    SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows,
+    count_between, finite32, finite64,
 };
 
 }  // namespace shoal

@@ -54,6 +54,8 @@ struct Geometry {
   int chunk = 16;
 };
 
+constexpr int kMaximumShift = 10;  // rows that share a maximum of their versions: 1,024
+
 struct LastSeen {
   std::uint32_t seconds;
   std::uint32_t count;
@@ -71,6 +73,7 @@ struct BlockView {
 
 struct RowView {
   const BlockView* blocks = nullptr;
+  std::uint32_t* maxima = nullptr;  // by row >> kMaximumShift: no row there has a later version
   std::size_t weight_stride = 0, state_stride = 0;
   Geometry geometry;
   int dim = 0, state_width = 0;
@@ -102,6 +105,17 @@ inline std::int64_t& row_id(const RowView& v, std::uint32_t row) {
 inline std::uint32_t& row_version(const RowView& v, std::uint32_t row) {
   return *reinterpret_cast<std::uint32_t*>(block_view(v, row).versions + std::size_t{row} * 4);
 }
+inline std::uint32_t* row_maximum(const RowView& v, std::uint32_t row) {
+  return v.maxima + (row >> kMaximumShift);
+}
+
+// Threads of one call may stamp neighbours, all with the epoch of that call.
+inline void raise_maximum(std::uint32_t* maximum, std::uint32_t version) {
+  if (__atomic_load_n(maximum, __ATOMIC_RELAXED) < version) {
+    __atomic_store_n(maximum, version, __ATOMIC_RELAXED);
+  }
+}
+
 inline LastSeen& row_seen(const RowView& v, std::uint32_t row) {
   return *reinterpret_cast<LastSeen*>(block_view(v, row).seen + std::size_t{row} * 8);
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <stdexcept>
 
 namespace shoal {
 namespace {
@@ -43,13 +45,18 @@ void run_pieces(const std::vector<Piece>& pieces, std::int64_t total, int thread
 
 }  // namespace
 
-Shard::Shard(std::vector<TableSpec> specs) {
+Shard::Shard(std::vector<TableSpec> specs) : incarnation_(new_incarnation()) {
   tables_.reserve(specs.size());
   for (TableSpec& spec : specs) tables_.emplace_back(std::move(spec));
+  for (int t = 0; t < size(); ++t) tables_[t].log_deletions(&deletions_, t);
 }
 
 std::uint32_t Shard::cut() {
   const WriteGuard guard(lock_);
+  if (epoch_ == std::numeric_limits<std::uint32_t>::max()) {
+    throw std::overflow_error("a shard has at most 2^32 - 1 epochs");
+  }
+  deletions_.set_epoch(epoch_ + 1);
   return epoch_++;
 }
 

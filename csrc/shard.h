@@ -94,12 +94,31 @@ class TicketStateError : public std::exception {
   const char* what() const noexcept override { return "a ticket is not in the state needed"; }
 };
 
-// Rows of one table in hash order, copied out under the lock.
+// Rows of one table, copied out under the lock.
 struct Exported {
   std::int64_t n = 0;
   std::vector<std::int64_t> ids, versions, seen, counts;
   std::vector<char> weights, state;
 };
+
+// Which rows a consumer has seen: all stamped up to `from`; it is reading those in (from, to].
+// `position` 0 starts; from == to at position 0 waits for the next closed epoch.
+struct ChangeCursor {
+  std::int64_t incarnation = 0;
+  std::uint32_t from = 0, to = 0;
+  std::int64_t position = 0;
+};
+
+std::int64_t new_incarnation();  // random, in [1, 2^63)
+
+struct ChangePage {
+  std::vector<Exported> rows;                      // by table, in order of row number
+  std::vector<std::vector<std::int64_t>> deleted;  // by table
+  ChangeCursor next;
+  bool done = false, restarted = false;
+};
+
+Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows);
 
 class Shard {
  public:
@@ -130,6 +149,13 @@ class Shard {
   Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
   void load_rows(int t, const Exported& rows);
 
+  // At most `limit` changed rows and deleted ids; throws std::invalid_argument when the cursor's
+  // epochs are not closed or not in order. The first call opens the log of deletions.
+  ChangePage changes(const ChangeCursor& cursor, std::int64_t limit);
+  void release(std::uint32_t epoch);  // no cursor starts below it any more
+  void stop_changes();                // no cursor is in use any more
+  std::int64_t incarnation();
+
   std::int64_t evict(std::int64_t now_s);
   void end(Ticket& ticket);
   void clear(int t);
@@ -146,9 +172,14 @@ class Shard {
   void gather_rows(const Groups& groups, const std::int32_t* rows, bool absent_is_zero,
                    const GatherArgs& args) const;
   void apply_locked(const ApplyArgs& args);
+  ChangePage changes_locked(ChangeCursor cursor, std::int64_t limit) const;
+  std::int64_t read_deletions(ChangePage& page, std::int64_t limit) const;
+  void read_rows(ChangePage& page, std::int64_t limit) const;
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;
+  std::int64_t incarnation_;  // new whenever cursors of before can no longer be served
+  DeletionLog deletions_;
   std::atomic<std::int64_t> last_step_{0};     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;

@@ -2,19 +2,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "shard.h"
 
 namespace shoal {
 
-Exported Shard::export_rows(int t, const std::int64_t* only) {
-  const WriteGuard guard(lock_);
-  const Table& table = tables_[t];
-  std::vector<std::int32_t> rows;
-  if (only == nullptr) {
-    rows = table.rows_by_hash();
-  } else if (const std::int32_t row = table.index().find(*only); row != kNoRow) {
-    rows.push_back(row);
-  }
+Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows) {
   const RowView view = table.view().rows;
   const std::size_t weight = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
@@ -26,7 +19,15 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
   out.counts.resize(rows.size());
   out.weights.resize(rows.size() * weight);
   out.state.resize(rows.size() * state);
+  constexpr std::size_t kAhead = 16;
   for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size()) {
+      const auto next = static_cast<std::uint32_t>(rows[i + kAhead]);
+      prefetch_row(weight_row(view, next), weight);
+      prefetch_row(state_row(view, next), state);
+      __builtin_prefetch(&row_id(view, next));
+      __builtin_prefetch(&row_seen(view, next));
+    }
     const auto row = static_cast<std::uint32_t>(rows[i]);
     out.ids[i] = row_id(view, row);
     out.versions[i] = row_version(view, row);
@@ -36,6 +37,18 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
     if (state > 0) std::memcpy(out.state.data() + i * state, state_row(view, row), state);
   }
   return out;
+}
+
+Exported Shard::export_rows(int t, const std::int64_t* only) {
+  const WriteGuard guard(lock_);
+  const Table& table = tables_[t];
+  std::vector<std::int32_t> rows;
+  if (only == nullptr) {
+    rows = table.rows_by_hash();
+  } else if (const std::int32_t row = table.index().find(*only); row != kNoRow) {
+    rows.push_back(row);
+  }
+  return copy_rows(table, rows);
 }
 
 void Shard::load_rows(int t, const Exported& rows) {
@@ -51,6 +64,8 @@ void Shard::load_rows(int t, const Exported& rows) {
     throw TableFullError(table.spec().name, live, capacity, fresh);
   }
   table.reserve(live + fresh);
+  // Rows bring versions of an earlier life, which no cursor of this one covers.
+  if (rows.n > 0) incarnation_ = new_incarnation();
   const RowView view = table.view().rows;
   const std::size_t weight = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
@@ -66,6 +81,8 @@ void Shard::load_rows(int t, const Exported& rows) {
   for (const std::int64_t version : rows.versions) {
     epoch_ = std::max(epoch_, static_cast<std::uint32_t>(version));
   }
+  deletions_.set_epoch(epoch_);
+  if (rows.n > 0 && deletions_.open()) deletions_.start(epoch_ - 1);
 }
 
 void Shard::clear(int t) {

@@ -225,6 +225,7 @@ void Table::write_row(std::int32_t row, const char* values, bool add, StepParams
     store_nearest(spec_.dtype, sum.data(), stored, d);
   }
   row_version(rows, at) = step.epoch;
+  raise_maximum(row_maximum(rows, at), step.epoch);
   LastSeen& seen = row_seen(rows, at);
   seen.seconds = std::max(seen.seconds, step.event_time_s);
 }
@@ -245,12 +246,14 @@ void Table::load_row(const Loaded& loaded) {
   }
   row_id(rows, at) = loaded.id;
   row_version(rows, at) = std::max<std::uint32_t>(loaded.version, 1);
+  raise_maximum(row_maximum(rows, at), row_version(rows, at));
   row_seen(rows, at) = LastSeen{loaded.last_seen_s, loaded.count};
 }
 
 bool Table::erase(std::int64_t id) {
   const std::int32_t row = index_.erase(id);
   if (row == kNoRow) return false;
+  if (log_ != nullptr) log_->append(number_, id);
   arena_.give_back(row);
   return true;
 }
@@ -273,6 +276,11 @@ std::int64_t Table::evict_expired(std::int64_t now_s, const std::vector<bool>& p
 }
 
 void Table::clear() {
+  const RowView rows = arena_.view();
+  for (std::size_t r = 0; log_ != nullptr && r < arena_.high_water(); ++r) {
+    const auto row = static_cast<std::uint32_t>(r);
+    if (row_version(rows, row) != Arena::kFree) log_->append(number_, row_id(rows, row));
+  }
   index_.clear();
   arena_.clear();
   admission_.clear();

@@ -7,6 +7,7 @@
 
 #include "admission.h"
 #include "arena.h"
+#include "deletion_log.h"
 #include "index.h"
 #include "kernels.h"
 
@@ -99,6 +100,11 @@ class Table {
   bool erase(std::int64_t id);
   std::int64_t evict_expired(std::int64_t now_s, const std::vector<bool>& pinned);
   void clear();
+  // Ids that lose their row from now on go there, as of table `number`.
+  void log_deletions(DeletionLog* log, int number) {
+    log_ = log;
+    number_ = number;
+  }
   // Live rows ordered by unsigned hash.
   std::vector<std::int32_t> rows_by_hash() const;
   void reserve(std::int64_t rows);
@@ -116,6 +122,8 @@ class Table {
   Admission admission_;
   TableCounters counters_;
   bool plain_ = true;
+  DeletionLog* log_ = nullptr;
+  int number_ = 0;
 };
 
 }  // namespace shoal

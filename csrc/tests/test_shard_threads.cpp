@@ -1,6 +1,7 @@
 // Trainers, readers, evictors and cuts on one shard. Run under the thread sanitizer by `make tsan`.
 // All columns of a row always move together, so a reader that sees unequal columns saw half a step.
 #include <atomic>
+#include <map>
 #include <random>
 #include <thread>
 #include <vector>
@@ -87,6 +88,34 @@ void read(shoal::Shard& shard, int seed, const std::atomic<bool>& stop) {
   }
 }
 
+// A consumer of changes: ids and the version each had when it was read.
+struct Copy {
+  shoal::ChangeCursor cursor;
+  std::map<std::int64_t, std::int64_t> versions;
+  int restarts = 0;
+
+  void scan(shoal::Shard& shard) {
+    for (bool done = false; !done;) {
+      const shoal::ChangePage page = shard.changes(cursor, 500);
+      if (page.restarted) ++restarts;
+      for (const std::int64_t id : page.deleted[0]) versions.erase(id);
+      const shoal::Exported& rows = page.rows[0];
+      for (std::int64_t i = 0; i < rows.n; ++i) versions[rows.ids[i]] = rows.versions[i];
+      cursor = page.next;
+      done = page.done;
+    }
+  }
+
+  bool equals(const shoal::Exported& rows) const {
+    bool same = rows.n == static_cast<std::int64_t>(versions.size());
+    for (std::int64_t i = 0; i < rows.n && same; ++i) {
+      const auto found = versions.find(rows.ids[i]);
+      same = found != versions.end() && found->second == rows.versions[i];
+    }
+    return same;
+  }
+};
+
 void all_at_once(shoal::TableSpec table, bool clears) {
   shoal::Shard shard({std::move(table)});
   std::atomic<bool> stop{false};
@@ -106,6 +135,14 @@ void all_at_once(shoal::TableSpec table, bool clears) {
       std::this_thread::yield();
     }
   });
+  Copy copy;
+  others.emplace_back([&] {
+    while (!stop.load()) {
+      shard.cut();
+      copy.scan(shard);
+      shard.release(copy.cursor.from);
+    }
+  });
   if (clears) {
     others.emplace_back([&] {
       while (!stop.load()) {
@@ -122,6 +159,10 @@ void all_at_once(shoal::TableSpec table, bool clears) {
   for (auto& t : others) t.join();
   const std::size_t rows = shard.table(0).index().size();
   EXPECT(static_cast<std::size_t>(shard.export_rows(0, nullptr).n) == rows);
+  shard.cut();
+  copy.scan(shard);
+  EXPECT(copy.restarts == 1);
+  EXPECT(copy.equals(shard.export_rows(0, nullptr)));
   const std::int64_t capacity = shard.table(0).spec().capacity_rows;
   EXPECT(capacity == 0 || static_cast<std::int64_t>(rows) <= capacity);
   shard.evict(1'000'000);

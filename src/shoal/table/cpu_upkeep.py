@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shoal.table import checks, refusals, rows
+from shoal.table.changes import Changes, Cursor, changes_of, released
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
@@ -45,6 +46,30 @@ class CpuUpkeep:
     def cut(self) -> int:
         """Close the current epoch and open the next; returns the closed one."""
         return int(self._core.cut())
+
+    @property
+    def incarnation(self) -> int:
+        """Whose cursors are good; see `shoal.table.changes.ChangeFeed`."""
+        return int(self._core.incarnation())
+
+    def changes(self, cursor: Cursor, limit: int) -> Changes:
+        """The next page of what changed: at most `limit` rows and deleted ids together.
+
+        Raises:
+            InputError: limit is below 1, or `to_epoch` is not closed yet.
+        """
+        return changes_of(self._specs, self._core, cursor, limit)
+
+    def release(self, epoch: int | None) -> None:
+        """Forget deletions up to `epoch`; None forgets all and keeps none until `changes`.
+
+        Raises:
+            InputError: not an int in [0, 2^32).
+        """
+        if epoch is None:
+            self._core.stop_changes()
+        else:
+            self._core.release(released(epoch))
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""

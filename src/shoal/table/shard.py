@@ -380,7 +380,11 @@ class Shard(Protocol):
         ...
 
     def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+        """Close the current epoch and open the next; returns the closed one. Waits for writers.
+
+        What changed up to it: `changes`, `incarnation`, `release` of shards that are a
+        `shoal.table.changes.ChangeFeed` (the CPU's).
+        """
         ...
 
     def export(self, table: int) -> RowChunk:

@@ -1,0 +1,123 @@
+#include "deletion_log.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace shoal {
+
+UnnamedFile::UnnamedFile() {
+  const char* folder = std::getenv("TMPDIR");
+  std::string path = folder == nullptr || *folder == '\0' ? "/tmp" : folder;
+  path += "/shoal-deletions-XXXXXX";
+  fd_ = mkstemp(path.data());
+  if (fd_ < 0) throw std::runtime_error("no temporary file for the log of deletions");
+  unlink(path.c_str());
+  fcntl(fd_, F_SETFD, FD_CLOEXEC);
+}
+
+UnnamedFile::~UnnamedFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void DeletionLog::empty() {
+  first_ = tail_at_ = 0;
+  marks_.clear();
+  tail_ = {};
+  files_.clear();
+  broken_ = false;
+}
+
+void DeletionLog::start(std::uint32_t floor) {
+  empty();
+  open_ = true;
+  floor_ = floor;
+}
+
+void DeletionLog::stop() {
+  empty();
+  open_ = false;
+}
+
+void DeletionLog::append(int table, std::int64_t id) noexcept {
+  if (!open_ || broken_) return;
+  // A deletion must not fail for want of a record of it: the shard turns to a new incarnation instead.
+  try {
+    if (tail_.size() == kInMemory) spill();
+    if (marks_.empty() || marks_.back().epoch < epoch_) {
+      marks_.push_back(Mark{epoch_, tail_at_ + static_cast<std::int64_t>(tail_.size())});
+    }
+    tail_.push_back(Deletion{id, table, epoch_});
+  } catch (const std::exception&) {
+    broken_ = true;
+  }
+}
+
+void DeletionLog::spill() {
+  if (files_.empty() || files_.back().n >= kInFile) {
+    files_.push_back(Spilled{UnnamedFile(), tail_at_, 0});
+  }
+  Spilled& to = files_.back();
+  const auto* at = reinterpret_cast<const char*>(tail_.data());
+  std::size_t left = tail_.size() * sizeof(Deletion);
+  auto offset = static_cast<off_t>(to.n * sizeof(Deletion));
+  while (left > 0) {
+    const ssize_t wrote = pwrite(to.file.fd(), at, left, offset);
+    if (wrote <= 0) throw std::runtime_error("cannot write the log of deletions");
+    at += wrote;
+    offset += wrote;
+    left -= static_cast<std::size_t>(wrote);
+  }
+  to.n += static_cast<std::int64_t>(tail_.size());
+  tail_at_ += static_cast<std::int64_t>(tail_.size());
+  tail_.clear();
+}
+
+void DeletionLog::release(std::uint32_t epoch) {
+  if (!open_ || epoch <= floor_) return;
+  floor_ = epoch;
+  first_ = after(epoch);
+  while (!marks_.empty() && marks_.front().epoch <= epoch) marks_.pop_front();
+  while (!files_.empty() && files_.front().first + files_.front().n <= first_) files_.pop_front();
+  if (first_ <= tail_at_) return;
+  tail_.erase(tail_.begin(), tail_.begin() + (first_ - tail_at_));
+  tail_at_ = first_;
+}
+
+std::int64_t DeletionLog::after(std::uint32_t epoch) const {
+  const auto mark = std::upper_bound(
+      marks_.begin(), marks_.end(), epoch,
+      [](std::uint32_t e, const Mark& m) { return e < m.epoch; });
+  return mark == marks_.end() ? tail_at_ + static_cast<std::int64_t>(tail_.size()) : mark->first;
+}
+
+std::vector<Deletion> DeletionLog::read(std::int64_t first, std::int64_t n) const {
+  const std::int64_t end = tail_at_ + static_cast<std::int64_t>(tail_.size());
+  first = std::max(first, first_);
+  const std::int64_t stop = std::min(first + n, end);
+  std::vector<Deletion> records(static_cast<std::size_t>(std::max<std::int64_t>(stop - first, 0)));
+  std::int64_t at = first;
+  for (const Spilled& from : files_) {
+    const std::int64_t until = std::min(stop, from.first + from.n);
+    if (at < from.first || at >= until) continue;
+    auto* to = reinterpret_cast<char*>(records.data() + (at - first));
+    std::size_t left = static_cast<std::size_t>(until - at) * sizeof(Deletion);
+    auto offset = static_cast<off_t>((at - from.first) * sizeof(Deletion));
+    while (left > 0) {
+      const ssize_t got = pread(from.file.fd(), to, left, offset);
+      if (got <= 0) throw std::runtime_error("cannot read the log of deletions");
+      to += got;
+      offset += got;
+      left -= static_cast<std::size_t>(got);
+    }
+    at = until;
+  }
+  if (at < stop) std::copy_n(tail_.begin() + (at - tail_at_), stop - at, records.begin() + (at - first));
+  return records;
+}
+
+}  // namespace shoal

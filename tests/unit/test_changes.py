@@ -1,0 +1,435 @@
+"""What a shard says changed: every consumer ends with the table, whatever happens on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.errors import InputError, TicketError
+from shoal.table.changes import Cursor
+from shoal.table.cpu import CpuShard
+from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
+from support.change_consumer import Consumer, contents
+from support.id_groups import groups_of
+
+LIMITS = (1, 7, 100_000)
+ANY = pytest.mark.parametrize("limit", LIMITS)
+CLOCK = itertools.count(1)
+
+
+def specs() -> tuple[TableSpec, ...]:
+    segment = Segment(dim=2, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad(lr=1.0))
+    return (
+        TableSpec(name="grows", segments=(segment,), expiry=Expiry(ttl_s=100)),
+        TableSpec(name="full", segments=(segment,), capacity_rows=8, on_full="lru"),
+    )
+
+
+@pytest.fixture
+def shard() -> CpuShard:
+    return CpuShard(specs())
+
+
+def put(
+    shard: CpuShard, ids: Sequence[int], value: float = 0.0, *, table: int = 0, at_s: int = 0
+) -> None:
+    """Assign `value`, or one never used before."""
+    weights_ND = torch.full((len(ids), 2), value or float(next(CLOCK)))
+    shard.assign(groups_of((table, ids)), [weights_ND], ctx=StepContext(event_time_s=at_s))
+
+
+def train(shard: CpuShard, ids: Sequence[int], at_s: int = 0) -> None:
+    ctx = StepContext(event_time_s=at_s)
+    ticket = shard.find_or_init(groups_of((0, ids)), ctx=ctx)
+    shard.apply([GradRecord(ticket, (torch.ones(len(ids), 2),))], ctx=ctx)
+
+
+def caught_up(shard: CpuShard, *consumers: Consumer) -> None:
+    """After a cut and a scan, every consumer holds the shard."""
+    shard.cut()
+    for consumer in consumers:
+        consumer.drain(shard)
+        assert consumer.held == contents(shard.export(0), shard.export(1))
+
+
+def named(*ids: int, table: str = "grows") -> set[tuple[str, int]]:
+    return {(table, id_) for id_ in ids}
+
+
+@ANY
+def test_only_what_changed_is_sent(shard: CpuShard, limit: int) -> None:
+    consumer = Consumer(limit)
+    put(shard, range(5000))
+    caught_up(shard, consumer)
+    assert consumer.restarts == 1
+    put(shard, [4999, 3])
+    train(shard, [1024, 7000])
+    shard.reinitialize(groups_of((0, [17])), ctx=StepContext())
+    put(shard, [5], table=1)
+    shard.cut()
+    assert consumer.drain(shard) == named(3, 17, 1024, 4999, 7000) | named(5, table="full")
+    shard.cut()
+    assert consumer.drain(shard) == set()
+    caught_up(shard, consumer)
+    assert consumer.restarts == 1
+
+
+def test_a_scan_ends_at_the_last_cut(shard: CpuShard) -> None:
+    consumer = Consumer(10)
+    put(shard, [1])
+    assert consumer.drain(shard) == set()
+    closed = shard.cut()
+    put(shard, [2])
+    assert consumer.drain(shard) == named(1)
+    assert consumer.cursor == Cursor(shard.incarnation, closed, closed, 0)
+    shard.cut()
+    assert consumer.drain(shard) == named(2)
+
+
+def test_a_consumer_may_stop_at_an_earlier_cut(shard: CpuShard) -> None:
+    consumer = Consumer(10)
+    caught_up(shard, consumer)
+    closed = []
+    for id_ in (1, 2):
+        put(shard, [id_])
+        closed.append(shard.cut())
+    consumer.cursor = Cursor(shard.incarnation, consumer.cursor.from_epoch, closed[0])
+    assert consumer.drain(shard) == named(1)
+    assert consumer.drain(shard) == named(2)
+
+
+@ANY
+def test_consumers_at_different_paces(shard: CpuShard, limit: int) -> None:
+    fast, slow = Consumer(limit), Consumer(7)
+    put(shard, range(50))
+    caught_up(shard, fast, slow)
+    put(shard, range(40, 60))
+    shard.cut()
+    slow.page(shard)
+    for turn in range(5):
+        put(shard, range(turn * 10, turn * 10 + 15), at_s=turn * 60)
+        put(shard, range(turn * 3, turn * 3 + 6), table=1, at_s=turn * 60)
+        shard.evict(turn * 60)
+        caught_up(shard, fast)
+        slow.page(shard)
+        shard.release(min(fast.cursor.from_epoch, slow.cursor.from_epoch))
+    slow.drain(shard)
+    caught_up(shard, fast, slow)
+    assert fast.restarts == slow.restarts == 1
+
+
+def test_a_row_changed_under_a_scan_comes_with_the_next(shard: CpuShard) -> None:
+    consumer = Consumer(1)
+    put(shard, [1, 2, 3], 1.0)
+    shard.cut()
+    consumer.page(shard)
+    put(shard, [1, 3], 2.0)
+    consumer.drain(shard)
+    assert {key[1] for key in consumer.held} == {1, 2}
+    assert consumer.held["grows", 1][0] == 1.0
+    shard.cut()
+    assert consumer.drain(shard) == named(1, 3)
+    assert consumer.held["grows", 3][0] == 2.0
+
+
+@ANY
+def test_deletions_come_before_rows(shard: CpuShard, limit: int) -> None:
+    consumer = Consumer(limit)
+    put(shard, [1, 2, 3], at_s=0)
+    put(shard, [4], at_s=50)
+    caught_up(shard, consumer)
+    assert shard.evict(100) == 3
+    put(shard, [5, 6], at_s=100)
+    shard.cut()
+    order = []
+    done = False
+    while not done:
+        page = consumer.page(shard)
+        order += [-id_ for part in page.deleted for id_ in part.ids.tolist()]
+        order += [id_ for chunk in page.rows for id_ in chunk.ids.tolist()]
+        done = page.done
+    assert sorted(order[:3]) == [-3, -2, -1]
+    assert sorted(order[3:]) == [5, 6]
+    assert consumer.held.keys() == named(4, 5, 6)
+
+
+def test_an_id_back_before_the_read_is_no_deletion(shard: CpuShard) -> None:
+    consumer = Consumer(100)
+    put(shard, [1, 2])
+    caught_up(shard, consumer)
+    shard.evict(100)
+    put(shard, [2], 5.0, at_s=100)
+    shard.cut()
+    page = consumer.page(shard)
+    assert [part.ids.tolist() for part in page.deleted] == [[1]]
+    assert [chunk.ids.tolist() for chunk in page.rows] == [[2]]
+
+
+def test_an_id_back_in_a_later_epoch_is_in_the_next_scan(shard: CpuShard) -> None:
+    consumer = Consumer(100)
+    put(shard, [1])
+    caught_up(shard, consumer)
+    shard.evict(100)
+    shard.cut()
+    put(shard, [1], 5.0, at_s=100)
+    assert consumer.drain(shard) == set()
+    caught_up(shard, consumer)
+
+
+@ANY
+def test_capacity_evictions_are_deletions(shard: CpuShard, limit: int) -> None:
+    consumer = Consumer(limit)
+    for id_ in range(8):
+        put(shard, [id_], table=1, at_s=id_)
+    caught_up(shard, consumer)
+    put(shard, range(8, 13), table=1, at_s=8)
+    shard.cut()
+    assert consumer.drain(shard) == named(*range(5), *range(8, 13), table="full")
+    caught_up(shard, consumer)
+
+
+@ANY
+def test_a_cleared_table_is_deleted(shard: CpuShard, limit: int) -> None:
+    consumer = Consumer(limit)
+    put(shard, range(300))
+    put(shard, [1], table=1)
+    caught_up(shard, consumer)
+    shard.clear(0)
+    put(shard, range(290, 310))
+    shard.cut()
+    assert consumer.drain(shard) == named(*range(310))
+    caught_up(shard, consumer)
+    assert consumer.restarts == 1
+
+
+def test_a_refused_clear_deletes_nothing(shard: CpuShard) -> None:
+    consumer = Consumer(10)
+    put(shard, [1])
+    caught_up(shard, consumer)
+    ticket = shard.find_or_init(groups_of((0, [1])), ctx=StepContext())
+    with pytest.raises(TicketError):
+        shard.clear(0)
+    ticket.end()
+    shard.cut()
+    assert consumer.drain(shard) == set()
+
+
+def expire_many(shard: CpuShard, first: int, many: int, at_s: int) -> None:
+    """Ids first..first+many come at `at_s` and go 100 s later."""
+    ids_N, splits = torch.arange(first, first + many), torch.tensor([0, many])
+    groups = IdGroups(ids_N, splits, torch.zeros(1, dtype=torch.int32))
+    shard.assign(groups, [torch.zeros(many, 2)], ctx=StepContext(event_time_s=at_s))
+    shard.cut()
+    shard.evict(at_s + 100)
+    shard.cut()
+
+
+def test_a_long_log_of_deletions_spills(shard: CpuShard) -> None:
+    many = 300_000
+    fast, slow = Consumer(1 << 20), Consumer(1 << 20)
+    put(shard, [-1], at_s=1000)
+    caught_up(shard, fast, slow)
+    for at_s in (0, 200):
+        expire_many(shard, at_s, many, at_s)
+        fast.drain(shard)
+        shard.release(slow.cursor.from_epoch)
+    assert fast.held.keys() == named(-1)
+    assert slow.drain(shard) == named(*range(many + 200))
+    shard.release(slow.cursor.from_epoch)
+    caught_up(shard, fast, slow)
+    assert fast.restarts == slow.restarts == 1
+
+
+def test_a_log_that_cannot_spill_means_a_full_pass(
+    shard: CpuShard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    consumer = Consumer(1 << 20)
+    put(shard, [-1], at_s=1000)
+    put(shard, [-2], at_s=0)
+    caught_up(shard, consumer)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    expire_many(shard, 0, 100_000, 1)
+    caught_up(shard, consumer)
+    assert consumer.held.keys() == named(-1)
+    assert consumer.restarts == 2
+    put(shard, [5], at_s=500)
+    shard.evict(2000)
+    caught_up(shard, consumer)
+    assert consumer.restarts == 2
+
+
+def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: CpuShard) -> None:
+    early, late = Consumer(2), Consumer(100)
+    put(shard, [1, 2])
+    caught_up(shard, early, late)
+    shard.evict(100)
+    put(shard, [3], at_s=100)
+    caught_up(shard, late)
+    shard.release(late.cursor.from_epoch)
+    caught_up(shard, early, late)
+    assert (early.restarts, late.restarts) == (2, 1)
+
+
+def test_release_leaves_the_open_epoch(shard: CpuShard) -> None:
+    consumer = Consumer(100)
+    put(shard, [1, 2])
+    caught_up(shard, consumer)
+    shard.evict(100)
+    shard.release((1 << 32) - 1)
+    shard.cut()
+    assert consumer.drain(shard) == named(1, 2)
+    assert consumer.restarts == 1
+
+
+def test_deletions_are_kept_only_for_consumers(shard: CpuShard) -> None:
+    made = shard.incarnation
+    put(shard, [1, 2])
+    by_hand = Consumer(100)
+    by_hand.held = contents(shard.export(0))
+    by_hand.cursor = Cursor(made, shard.cut(), 1)
+    shard.evict(100)
+    shard.cut()
+    caught_up(shard, by_hand)
+    assert by_hand.restarts == 1
+    assert shard.incarnation != made
+    shard.release(None)
+    put(shard, [3])
+    shard.evict(100)
+    caught_up(shard, by_hand)
+    assert by_hand.restarts == 2
+
+
+def rows_of(ids: Sequence[int], version: int) -> RowChunk:
+    n = len(ids)
+    meta_N = torch.zeros(n, dtype=torch.int64)
+    versions_N = torch.full((n,), version)
+    values_N2 = torch.full((n, 2), 0.5)
+    return RowChunk("grows", torch.tensor(ids), values_N2, values_N2, versions_N, meta_N, meta_N)
+
+
+@ANY
+@pytest.mark.parametrize("version", [1, 9])
+def test_a_load_makes_a_new_incarnation(shard: CpuShard, limit: int, version: int) -> None:
+    done, midway = Consumer(limit), Consumer(1)
+    put(shard, range(10))
+    put(shard, [1], table=1)
+    caught_up(shard, done)
+    shard.cut()
+    midway.page(shard)
+    before = shard.incarnation
+    shard.evict(100)
+    shard.load(0, rows_of([3, 99], version))
+    assert shard.incarnation != before
+    caught_up(shard, done, midway)
+    assert done.restarts == midway.restarts == 2
+
+
+def test_shards_have_incarnations_of_their_own() -> None:
+    drawn = [CpuShard(specs()).incarnation for _ in range(20)]
+    assert len(set(drawn)) == 20
+    assert all(0 < number < 1 << 63 for number in drawn)
+
+
+def test_a_skipped_gradient_changes_nothing(shard: CpuShard) -> None:
+    consumer = Consumer(10)
+    put(shard, [1, 2])
+    caught_up(shard, consumer)
+    ctx = StepContext(nan_policy="skip")
+    ticket = shard.find_or_init(groups_of((0, [1, 2])), ctx=ctx)
+    grads_N2 = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+    shard.sum_grads([GradRecord(ticket, (grads_N2,))])
+    shard.apply([GradRecord(ticket, (grads_N2,))], ctx=ctx)
+    shard.cut()
+    assert consumer.drain(shard) == named(1)
+
+
+def test_all_ids_are_legal(shard: CpuShard) -> None:
+    consumer = Consumer(1)
+    ids = [-(1 << 63), -1, 0, (1 << 63) - 1]
+    put(shard, ids)
+    caught_up(shard, consumer)
+    shard.evict(100)
+    shard.cut()
+    assert consumer.drain(shard) == named(*ids)
+
+
+def test_a_cursor_survives_json() -> None:
+    cursor = Cursor((1 << 63) - 1, 3, (1 << 32) - 1, (1 << 62) + 5)
+    assert Cursor.from_json(cursor.to_json()) == cursor
+    assert json.loads(cursor.to_json())["from_epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"incarnation": 1, "from_epoch": 2, "to_epoch": 1, "position": 0}',
+        '{"incarnation": 1, "from_epoch": 1.0, "to_epoch": 1, "position": 0}',
+        '{"incarnation": -1, "from_epoch": 1, "to_epoch": 1, "position": 0}',
+        '{"incarnation": 1, "from_epoch": 1, "to_epoch": 4294967296, "position": 0}',
+        '{"incarnation": 1, "from_epoch": 1, "to_epoch": 1, "position": 0, "more": 1}',
+    ],
+)
+def test_bad_json_of_a_cursor(text: str) -> None:
+    with pytest.raises(InputError, match="cursor"):
+        Cursor.from_json(text)
+
+
+def test_bad_calls(shard: CpuShard) -> None:
+    shard.cut()
+    Consumer(1).drain(shard)
+    for limit in (0, -1, 1 << 31):
+        with pytest.raises(InputError, match="limit"):
+            shard.changes(Cursor(), limit)
+    with pytest.raises(InputError, match="to_epoch"):
+        shard.changes(Cursor(shard.incarnation, 1, 2), 1)
+    for epoch in (-1, 1 << 32):
+        with pytest.raises(InputError, match="epoch to release"):
+            shard.release(epoch)
+
+
+def test_scans_beside_training_lose_nothing(shard: CpuShard) -> None:
+    consumers = [Consumer(37), Consumer(1000)]
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def training() -> None:
+        generator = torch.Generator().manual_seed(1)
+        try:
+            for step in range(300):
+                ids = torch.randint(3000, (64,), generator=generator).tolist()
+                train(shard, ids, at_s=step)
+                put(shard, ids[:3], table=1, at_s=step)
+                shard.evict(step)
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            errors.append(error)
+        finally:
+            over.set()
+
+    def scanning(consumer: Consumer) -> None:
+        try:
+            while not over.is_set():
+                shard.cut()
+                consumer.drain(shard)
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=training)]
+    threads += [threading.Thread(target=scanning, args=(consumer,)) for consumer in consumers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    caught_up(shard, *consumers)
+    assert [consumer.restarts for consumer in consumers] == [1, 1]

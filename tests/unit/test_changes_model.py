@@ -1,0 +1,127 @@
+"""Changes against a dictionary: after a scan, all that lies before its cut is with the consumer."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.table.cpu import CpuShard
+from shoal.table.shard import RowChunk, StepContext
+from support.change_consumer import Consumer, contents
+from support.id_groups import groups_of
+
+IDS = st.lists(st.integers(0, 12), min_size=1, max_size=6, unique=True)
+TTL_S = 10
+
+
+class ChangesMachine(RuleBasedStateMachine):
+    """One table that expires, one that evicts; consumers with pages of 1, 3 and 50."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        segment = Segment(dim=1, initializer=initializers.Zeros(), optimizer=optimizers.SGD())
+        self.shard = CpuShard(
+            (
+                TableSpec(name="ttl", segments=(segment,), expiry=Expiry(ttl_s=TTL_S)),
+                TableSpec(name="lru", segments=(segment,), capacity_rows=6, on_full="lru"),
+            )
+        )
+        self.consumers = [Consumer(limit) for limit in (1, 3, 50)]
+        self.values: dict[int, float] = {}
+        self.seen_s: dict[int, int] = {}
+        self.changed: dict[int, int] = {}
+        self.epoch = 1
+        self.now_s = 0
+        self.next_value = 1.0
+        self.loads = 0
+
+    @rule(ids=IDS)
+    def assign(self, ids: list[int]) -> None:
+        weights = torch.arange(len(ids), dtype=torch.float32)[:, None] + self.next_value
+        ctx = StepContext(event_time_s=self.now_s)
+        self.shard.assign(groups_of((0, ids), (1, ids)), [weights, weights], ctx=ctx)
+        for id_, value in zip(ids, weights[:, 0].tolist(), strict=True):
+            self.values[id_] = value
+            self.seen_s[id_] = self.now_s
+            self.changed[id_] = self.epoch
+        self.next_value += len(ids)
+
+    @rule(wait_s=st.integers(1, TTL_S))
+    def expire(self, wait_s: int) -> None:
+        self.now_s += wait_s
+        self.shard.evict(self.now_s)
+        for id_ in [id_ for id_ in self.values if self.now_s - self.seen_s[id_] >= TTL_S]:
+            del self.values[id_]
+            self.changed[id_] = self.epoch
+
+    @rule(table=st.integers(0, 1))
+    def clear(self, table: int) -> None:
+        self.shard.clear(table)
+        if table == 0:
+            self.changed.update(dict.fromkeys(self.values, self.epoch))
+            self.values.clear()
+
+    @rule()
+    def cut(self) -> None:
+        assert self.shard.cut() == self.epoch
+        self.epoch += 1
+
+    @rule(k=st.integers(0, 2))
+    def page(self, k: int) -> None:
+        consumer = self.consumers[k]
+        if self.consumers[k].page(self.shard).done:
+            self.compare(consumer)
+
+    @rule(k=st.integers(0, 2))
+    def scan(self, k: int) -> None:
+        self.consumers[k].drain(self.shard)
+        self.compare(self.consumers[k])
+
+    def compare(self, consumer: Consumer) -> None:
+        """Ids not touched since the scan's cut are as in the table."""
+        held = {id_: row[0] for (table, id_), row in consumer.held.items() if table == "ttl"}
+        for id_, epoch in self.changed.items():
+            if epoch <= consumer.cursor.from_epoch:
+                assert held.get(id_) == self.values.get(id_)
+
+    @rule()
+    def release(self) -> None:
+        self.shard.release(min(consumer.cursor.from_epoch for consumer in self.consumers))
+
+    @precondition(lambda self: self.loads < 2)
+    @rule(id_=st.integers(0, 12), ahead=st.integers(0, 2))
+    def load(self, id_: int, ahead: int) -> None:
+        version = max(1, self.epoch - 1 + ahead)
+        one = torch.ones(1, dtype=torch.int64)
+        weight = torch.full((1, 1), self.next_value)
+        chunk = RowChunk(
+            "ttl", one * id_, weight, torch.zeros(1, 0), one * version, one * self.now_s, one
+        )
+        self.shard.load(0, chunk)
+        self.values[id_] = self.next_value
+        self.seen_s[id_] = self.now_s
+        self.changed[id_] = version
+        self.epoch = max(self.epoch, version)
+        self.next_value += 1
+        self.loads += 1
+
+    @invariant()
+    def no_needless_restart(self) -> None:
+        for consumer in self.consumers:
+            assert consumer.restarts <= consumer.pages
+            if self.loads == 0 and consumer.cursor.from_epoch > 0:
+                assert consumer.cursor.incarnation == self.shard.incarnation
+
+    def teardown(self) -> None:
+        self.shard.cut()
+        for consumer in self.consumers:
+            consumer.drain(self.shard)  # the scan under way, if any, ends at an earlier cut
+            consumer.drain(self.shard)
+            assert consumer.held == contents(self.shard.export(0), self.shard.export(1))
+
+
+TestChangesModel = ChangesMachine.TestCase
+TestChangesModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
