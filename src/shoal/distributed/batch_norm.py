@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from shoal.comm.collectives import Collectives
 from shoal.errors import InputError, describe
 
-__all__ = ["BatchNormOverRanks", "normalise_over_ranks"]
+__all__ = ["BatchNormOverRanks", "normalise_over_ranks", "resting"]
 
 
 class BatchNormOverRanks(_NormBase):
@@ -167,8 +169,28 @@ def normalise_over_ranks(module: nn.Module, collectives: Collectives) -> nn.Modu
     Returns:
         the module; another one only if it is itself a batch normalisation.
     """
-    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+    if _is_of_one_rank(module):
         return BatchNormOverRanks(module, collectives)
     for name, child in module.named_children():
         setattr(module, name, normalise_over_ranks(child, collectives))
     return module
+
+
+@contextmanager
+def resting(module: nn.Module) -> Iterator[None]:
+    """Batch normalisation of one rank as in eval, so that its statistics stay.
+
+    Synchronised statistics are other ranks' too: there the examples count.
+    """
+    parts = [part for part in module.modules() if _is_of_one_rank(part) and part.training]
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.train()
+
+
+def _is_of_one_rank(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)

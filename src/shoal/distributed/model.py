@@ -11,13 +11,13 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.distributed.batch_norm import resting
 from shoal.distributed.dense import name_failures
 from shoal.distributed.later import LaterExchange
 from shoal.distributed.placing import Family, Placing, families_of
@@ -177,21 +177,9 @@ class DistributedModelParallel(nn.Module):
             loss_of: gets `dummy_batch()` and returns a loss of it that went through this
                 wrapper's forward, with zeros for dense inputs.
         """
-        resting = [
-            part
-            for part in self.modules()
-            if isinstance(part, _BatchNorm)
-            and not isinstance(part, nn.SyncBatchNorm)
-            and part.training
-        ]
-        for part in resting:
-            part.eval()
-        try:
+        with resting(self):
             loss = loss_of(self.dummy_batch())
             (loss * 0.0).sum().backward()  # type: ignore[no-untyped-call]
-        finally:
-            for part in resting:
-                part.train()
 
     def _agree(self, families: tuple[Family, ...]) -> None:
         """Refuse ranks that built different tables."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.distributed.batch_norm import resting
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, describe
 from shoal.pipeline.batches import detached, event_time_of, ids_of
@@ -141,7 +141,7 @@ class TrainingStages:
             collection.drop_begun()
 
     def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
-        with self._reducing(last), self._resting() if idle else nullcontext():
+        with self._reducing(last), resting(self.model) if idle else nullcontext():
             given = self.model(batch)
         if self._loss_of is not None:
             losses, predictions = self._loss_of(given, batch), given
@@ -211,27 +211,6 @@ class TrainingStages:
         """Dense gradients are reduced over ranks once a window."""
         pause = None if last else getattr(self.model, "no_sync", None)
         return nullcontext() if pause is None else pause()
-
-    @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """Batch normalisation as in eval, so that its statistics stay.
-
-        Synchronised statistics are other ranks' too: there the examples count.
-        """
-        resting = [
-            part
-            for part in self.model.modules()
-            if isinstance(part, _BatchNorm)
-            and not isinstance(part, nn.SyncBatchNorm)
-            and part.training
-        ]
-        for part in resting:
-            part.eval()
-        try:
-            yield
-        finally:
-            for part in resting:
-                part.train()
 
     def _plain_step(self) -> None:
         if self._scaler is None:
