@@ -19,6 +19,7 @@ from shoal.comm.shared_memory import SharedMemoryCollectives
 from shoal.comm.timed import TimedCollectives, Waiting
 from shoal.comm.torch_collectives import TorchCollectives
 from shoal.errors import (
+    CollectiveFailed,
     ConfigError,
     DeviceUnavailable,
     LaunchError,
@@ -228,15 +229,7 @@ class Mesh:
                 timeout=datetime.timedelta(seconds=timeout_s), backend=backend, group_desc=name
             )
         except RuntimeError as error:
-            raise collective_failed(
-                f"group {name}",
-                rank=self.rank,
-                world_size=self.world_size,
-                step=0,
-                elapsed_s=time.monotonic() - began,
-                timeout_s=timeout_s,
-                reason=str(error).partition("\n")[0],
-            ) from error
+            raise _not_started(f"group {name}", self.launch, began, timeout_s, error) from error
         self._groups.append(group)
         return group
 
@@ -367,15 +360,22 @@ def _start_world(launch: Launch, device: torch.device, backend: str, timeout_s: 
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
-        raise collective_failed(
-            f"start of the process groups at {host}:{launch.master_port}",
-            rank=launch.rank,
-            world_size=launch.world_size,
-            step=0,
-            elapsed_s=time.monotonic() - began,
-            timeout_s=timeout_s,
-            reason=str(error).partition("\n")[0],
-        ) from error
+        what = f"start of the process groups at {host}:{launch.master_port}"
+        raise _not_started(what, launch, began, timeout_s, error) from error
+
+
+def _not_started(
+    what: str, launch: Launch, began: float, timeout_s: float, error: RuntimeError
+) -> CollectiveFailed:
+    return collective_failed(
+        what,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        step=0,
+        elapsed_s=time.monotonic() - began,
+        timeout_s=timeout_s,
+        reason=str(error).partition("\n")[0],
+    )
 
 
 def _check_world(launch: Launch) -> None:
