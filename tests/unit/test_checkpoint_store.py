@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal import checkpoint
+from shoal.checkpoint import whole as checkpoint
 from shoal.errors import CheckpointError
 from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table.shard import IdGroups, RowChunk, Shard, StepContext

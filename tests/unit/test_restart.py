@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 import torch
 
-from shoal import Admission, Segment, TableSpec, checkpoint
+from shoal import Admission, Segment, TableSpec
+from shoal.checkpoint import whole as checkpoint
 from shoal.errors import ShapeError
 from shoal.table.cpu import CpuShard
 from shoal.table.shard import AdmissionState, IdGroups, StepContext

@@ -1,7 +1,8 @@
-"""Saving and loading a whole model: dense weights, and every table in full."""
+"""Checkpoints: full and delta, written by all ranks, loaded by any number of them."""
 
 from __future__ import annotations
 
-from shoal.checkpoint.store import Manifest, RowFile, Rows, attend, load, read_manifest, save
+from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.manifest import Manifest
 
-__all__ = ["Manifest", "RowFile", "Rows", "attend", "load", "read_manifest", "save"]
+__all__ = ["Contents", "Manifest"]

@@ -45,6 +45,14 @@ class OneRankOnly:
         """Refused: gradients are summed at their owner."""
         raise _refused("apply_summed", "Use the rank's own shard.")
 
+    def snapshot(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: every rank saves its own part."""
+        raise _refused("snapshot", "Use the rank's own shard, or save a checkpoint.")
+
+    def resume(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: every rank goes on by itself."""
+        raise _refused("resume", "Use the rank's own shard.")
+
     def load(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: every rank loads its own part."""
         raise _refused("load", "Load each rank's part into its own shard.")

@@ -20,10 +20,10 @@ from shoal.errors import DTypeError, ShoalError, describe
 from shoal.exchange.agreement import agree, finish
 from shoal.exchange.forwarding import Arrived, Hosting, Outgoing, outgoing, receive, reply
 from shoal.exchange.one_rank_only import OneRankOnly
-from shoal.exchange.whole_rows import joined_chunk, joined_entry, joined_stats, slice_rates
 from shoal.placement import Placement
 from shoal.table import checks, scalars
 from shoal.table.hosting import hosted_spec
+from shoal.table.rejoin import joined_chunk, joined_entry, joined_stats, slice_rates
 from shoal.table.rows import real_dtype
 from shoal.table.shard import Entry, Found, IdGroups, RowChunk, Shard, StepContext, TableStats
 from shoal.table.spec import TableSpec

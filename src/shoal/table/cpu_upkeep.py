@@ -10,6 +10,7 @@ import torch
 from shoal.table import checks, refusals, rows
 from shoal.table.changes import Changes, Cursor, changes_of, released
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
+from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
 
 __all__ = ["CpuUpkeep"]
@@ -70,6 +71,14 @@ class CpuUpkeep:
             self._core.stop_changes()
         else:
             self._core.release(released(epoch))
+
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        """See `shoal.table.shard.Shard`."""
+        raise NotImplementedError
+
+    def resume(self, epoch: int) -> Cursor:
+        """See `shoal.table.shard.Shard`."""
+        raise NotImplementedError
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""

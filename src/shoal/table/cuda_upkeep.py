@@ -21,10 +21,12 @@ from shoal.kernels.table_layout import (
     COUNT_REFUSED,
 )
 from shoal.table import checks, rows, scalars
+from shoal.table.changes import Cursor
 from shoal.table.cuda_write import CudaWrite
 from shoal.table.device_evict import Lives, expired_many
 from shoal.table.device_export import entry_of, export_rows, write_rows
 from shoal.table.shard import AdmissionState, Entry, IdGroups, RowChunk, StepContext, TableStats
+from shoal.table.snapshot import Snapshot
 
 __all__ = ["CudaUpkeep"]
 
@@ -61,6 +63,14 @@ class CudaUpkeep(CudaWrite):
         with self._turn():
             self._epoch += 1
             return self._epoch - 1
+
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        """See `shoal.table.shard.Shard`."""
+        raise NotImplementedError
+
+    def resume(self, epoch: int) -> Cursor:
+        """See `shoal.table.shard.Shard`."""
+        raise NotImplementedError
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash, on the CPU."""

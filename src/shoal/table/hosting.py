@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shoal.errors import ConfigError, describe, unknown_name
@@ -17,15 +18,38 @@ from shoal.placement import (
     table_row_wise,
     table_wise,
 )
+from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
 
-__all__ = ["Sharding", "check_placement", "hosted_spec", "hosted_specs", "plan_placement"]
+__all__ = [
+    "HostedTables",
+    "Sharding",
+    "check_placement",
+    "hosted_spec",
+    "hosted_specs",
+    "plan_placement",
+]
 
 Sharding = Literal[
     "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
 ]
 
 _WIDE_LOAD = 4  # columns that a planned slice has at least, where the table has them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedTables:
+    """Whole tables, and this rank's part of them.
+
+    Args:
+        specs: the whole tables, in the same order on every rank.
+        shard: this rank's; hosts `specs`, or `hosted_specs(specs, placement, rank)`.
+        placement: what lies where; None: all on this one rank.
+    """
+
+    specs: tuple[TableSpec, ...]
+    shard: Shard
+    placement: Placement | None = None
 
 
 def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoal.table import scalars
 from shoal.table.spec import TableSpec
+
+if TYPE_CHECKING:  # they are made of what stands here
+    from shoal.table.changes import Cursor
+    from shoal.table.snapshot import Snapshot
 
 __all__ = [
     "AdmissionState",
@@ -384,6 +388,31 @@ class Shard(Protocol):
 
         What changed up to it: `changes`, `incarnation`, `release` of shards that are a
         `shoal.table.changes.ChangeFeed` (the CPU's).
+        """
+        ...
+
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        """Make a cut and keep the rows as they are at it; at most one snapshot at a time.
+
+        From here on deletions are kept, so that a later snapshot may start at this one's epoch.
+
+        Args:
+            since: only what changed after `since.from_epoch`; None: all rows.
+
+        Raises:
+            InputError: another snapshot is open, or `since` is of another incarnation or older
+                than the deletions that are kept: take a full one.
+        """
+        ...
+
+    def resume(self, epoch: int) -> Cursor:
+        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+
+        Returns:
+            the cursor of a consumer that has everything up to `epoch`.
+
+        Raises:
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
         ...
 

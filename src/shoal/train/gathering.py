@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import Rows
+from shoal.checkpoint.whole import Rows
 from shoal.comm.collectives import Collectives, Part
 from shoal.embedding import EmbeddingCollection
 from shoal.errors import ConfigError, describe
 from shoal.exchange import AllToAllExchange
-from shoal.exchange.whole_rows import joined_chunk
 from shoal.placement import Hosted
 from shoal.table.hosting import hosted_spec
+from shoal.table.rejoin import joined_chunk
 from shoal.table.resplit import hosted_rows, hosted_sights
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import AdmissionState, RowChunk, Shard

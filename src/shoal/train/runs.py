@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from shoal import checkpoint, report
+from shoal import report
+from shoal.checkpoint import whole as checkpoint
 from shoal.comm.launch import early_votes
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, build_parts

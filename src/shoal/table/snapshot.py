@@ -1,0 +1,63 @@
+"""Rows of a shard as they were at a cut, read by hash range while training goes on or waits."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.table.shard import RowChunk
+
+__all__ = ["HASHES", "Snapshot"]
+
+HASHES = 1 << 64  # hashes are in [0, HASHES)
+
+
+class Snapshot(Protocol):
+    """The rows that a shard had when `Shard.snapshot` closed an epoch.
+
+    Between its making and `close` each row is kept as it was at the cut, whatever later verbs do
+    to it: it is read here, or copied away by the first verb that changes it. Copies that do not
+    fit the memory set aside for them go to an unlinked file. One thread reads; others train.
+
+    Attributes:
+        epoch: the closed epoch it shows.
+        since: rows stamped in `(since, epoch]` are in it; 0: all rows.
+        concurrent: whether verbs that change rows may be called before `close`. Where not, they
+            raise `InputError`; reading verbs never do.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def since(self) -> int: ...
+    @property
+    def concurrent(self) -> bool: ...
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20]."""
+        ...
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
+
+        Ranges may be asked for in any order, each as often as wanted; ascending order is quick.
+        """
+        ...
+
+    def deleted(self, table: int) -> Tensor:
+        """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`."""
+        ...
+
+    def close(self) -> None:
+        """Forget it; nothing is copied from now on. May be called twice."""
+        ...
+
+    def __enter__(self) -> Snapshot: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
