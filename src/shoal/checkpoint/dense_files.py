@@ -67,24 +67,22 @@ def write_values(
 
     plans = together(collectives, "plan of the dense part of a checkpoint", plan)
 
-    def write() -> tuple[Any, Metadata]:
+    here: list[Metadata] = []
+
+    def write() -> tuple[Any, tuple[SavedFile, ...]]:
         # Every rank makes the plan of all: it is a function of what all have heard.
         everything, metadata = planner.create_global_plan(plans)
-        everything = writer.prepare_global_plan(everything)
-        written = writer.write_data(planner.finish_plan(everything[collectives.rank]), planner)
-        return written.value(), metadata
-
-    def write_own() -> tuple[Any, tuple[SavedFile, ...]]:
-        results, here["metadata"] = write()
+        here.append(metadata)
+        own = planner.finish_plan(writer.prepare_global_plan(everything)[collectives.rank])
+        results = writer.write_data(own, planner).value() if own.items else []
         return results, files.saved()
 
-    here: dict[str, Metadata] = {}
-    parts = together(collectives, "writing the dense part of a checkpoint", write_own)
+    parts = together(collectives, "writing the dense part of a checkpoint", write)
 
     def finish() -> tuple[SavedFile, ...]:
         files.clear()
         if first:
-            writer.finish(here["metadata"], [results for results, _ in parts])
+            writer.finish(here[0], [results for results, _ in parts])
         return files.saved()
 
     index = together(collectives, "index of the dense part of a checkpoint", finish)
