@@ -63,6 +63,7 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
   const RowView view = table.view().rows;
   const std::uint64_t salt = table.spec().salt, width = last - first;
   Entry batch[kGroup];
+  std::uint32_t places[kGroup];
   while (start < stop) {
     const auto row = static_cast<std::uint32_t>(start);
     const std::size_t end =
@@ -72,13 +73,15 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
     const BlockView& block = block_view(view, row);
     const auto* versions = reinterpret_cast<const std::uint32_t*>(block.versions);
     const auto* ids = reinterpret_cast<const std::int64_t*>(block.ids);
+    const std::size_t many =
+        kernels().find_between(versions + row, end - row, since_, epoch_, places);
     // Every row is written, those that are not wanted are written over: no branch to guess.
     std::size_t n = 0;
-    for (std::size_t r = row; r < end; ++r) {
+    for (std::size_t i = 0; i < many; ++i) {
+      const std::uint32_t r = row + places[i];
       const std::uint64_t hash = hash_of(ids[r], salt);
-      batch[n] = Entry{hash, static_cast<std::uint32_t>(r)};
-      n += static_cast<std::size_t>(hash - first <= width) &
-           static_cast<std::size_t>(images_.stamped(versions[r]));
+      batch[n] = Entry{hash, r};
+      n += static_cast<std::size_t>(hash - first <= width);
     }
     if (images_.overwritten(t)) {
       const auto gone = [&](const Entry& e) { return !images_.unchanged(t, e.row, versions[e.row]); };
