@@ -22,15 +22,20 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from shoal.errors import InputError, describe
-from shoal.table import rows
-from shoal.table.shard import RowChunk
-from shoal.table.spec import TableSpec
+from shoal.table.row_values import RowChunk
 
-__all__ = ["ChangeFeed", "Changes", "Cursor", "DeletedIds", "changes_of", "released"]
+__all__ = [
+    "ChangeFeed",
+    "Changes",
+    "Cursor",
+    "DeletedIds",
+    "checked_limit",
+    "not_closed",
+    "released",
+]
 
 _INT_LIMITS = {
     "incarnation": 1 << 63,
@@ -173,11 +178,11 @@ class ChangeFeed(Protocol):
         ...
 
 
-def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: int) -> Changes:
-    """A page of a compiled shard.
+def checked_limit(limit: int) -> int:
+    """The size of a page, checked.
 
     Raises:
-        InputError: limit is below 1, or `to_epoch` is not closed yet.
+        InputError: not an int in [1, 2^31).
     """
     if type(limit) is not int or not 1 <= limit < 1 << 31:
         raise InputError(
@@ -188,29 +193,19 @@ def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: i
                 remedy="Ask for as many rows as fit the buffer they go to.",
             )
         )
-    at = (cursor.incarnation, cursor.from_epoch, cursor.to_epoch, cursor.position)
-    try:
-        page = core.changes(*at, limit)
-    except ValueError as error:
-        raise InputError(
-            describe(
-                "to_epoch of a cursor",
-                got=cursor.to_epoch,
-                allowed="an epoch that a cut has closed",
-                remedy="Call cut() first.",
-            )
-        ) from error
-    chunks = []
-    deleted = []
-    for table, spec in enumerate(specs):
-        if page.rows(table).n > 0:
-            chunks.append(rows.chunk_of(spec, page.rows(table)))
-        count = page.deleted_count(table)
-        if count > 0:
-            ids_U = torch.empty(count, dtype=torch.int64)
-            page.copy_deleted(table, ids_U.data_ptr())
-            deleted.append(DeletedIds(spec.name, ids_U))
-    return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
+    return limit
+
+
+def not_closed(cursor: Cursor) -> InputError:
+    """Why a cursor cannot be served whose `to_epoch` no cut has closed."""
+    return InputError(
+        describe(
+            "to_epoch of a cursor",
+            got=cursor.to_epoch,
+            allowed="an epoch that a cut has closed",
+            remedy="Call cut() first.",
+        )
+    )
 
 
 def released(epoch: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shoal.table import checks, refusals, rows
-from shoal.table.changes import Changes, Cursor, changes_of, released
+from shoal.table.changes import Changes, Cursor, released
+from shoal.table.cpu_changes import changes_of
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec

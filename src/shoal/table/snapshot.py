@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.table.shard import RowChunk
+from shoal.table.row_values import RowChunk
 
 __all__ = ["HASHES", "Snapshot"]
 
