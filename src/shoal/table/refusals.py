@@ -11,6 +11,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import (
+    InputError,
     NonFiniteGradient,
     OutOfDeviceMemory,
     ShapeError,
@@ -26,6 +27,7 @@ __all__ = [
     "foreign_ticket",
     "out_of_memory",
     "plan_without_offsets",
+    "rows_at_rest",
     "table_full",
     "worded",
 ]
@@ -122,6 +124,18 @@ def plan_without_offsets() -> ShapeError:
             got="a plan without offsets",
             allowed="plan and offsets together, or neither",
             remedy="Pass the offsets that gather_pooled was given.",
+        )
+    )
+
+
+def rows_at_rest() -> InputError:
+    """The error for a verb that would change rows of which a snapshot is being read."""
+    return InputError(
+        describe(
+            "verb that changes rows",
+            got="an open snapshot of this shard, which training waits for",
+            allowed="find, gather and other reads",
+            remedy="Close the snapshot first.",
         )
     )
 

@@ -1,0 +1,272 @@
+"""Rows of a GPU shard as they were at a cut, read by hash range while training waits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError, describe
+from shoal.kernels.transfer import retire, sent
+from shoal.placement import hash_ids, sort_key
+from shoal.table import checks
+from shoal.table.changes import Cursor
+from shoal.table.cuda_changes import CudaChanges, Span
+from shoal.table.cuda_core import drawn_incarnation
+from shoal.table.device_export import sorted_handles
+from shoal.table.row_values import RowChunk
+from shoal.table.snapshot import HASHES
+
+__all__ = ["CudaSnapshot", "CudaSnapshots"]
+
+_MOST_BITS = 20
+_LAST_EPOCH = (1 << 32) - 2
+_ALL = (1 << 32) - 1  # no row is stamped later
+
+
+class CudaSnapshots(CudaChanges):
+    """Snapshots of a `CudaShard`, and the way back into a saved life."""
+
+    def snapshot(self, since: Cursor | None = None) -> CudaSnapshot:
+        """Make a cut and keep the rows as they are: verbs that change them raise until `close`.
+
+        Raises:
+            InputError: another snapshot is open, or `since` is of another incarnation or older
+                than the deletions that are kept: take a full one.
+        """
+        with self._turn():
+            if self._open_snapshot() is not None:
+                raise _open_already()
+            self._settled()
+            self._deletions.drain()
+            from_epoch = 0 if since is None else since.from_epoch
+            if since is not None and from_epoch > 0:
+                self._check_since(since)
+            epoch = self.cut()
+            if not self._deletions.kept:
+                self._keep_deletions()
+            made = CudaSnapshot(self, from_epoch, epoch)
+            self._snapshot = weakref.ref(made)
+            return made
+
+    def _check_since(self, since: Cursor) -> None:
+        floor = self._deletions.log.floor
+        known = self._deletions.kept and since.incarnation == self._incarnation
+        if not known or since.from_epoch < floor or since.from_epoch >= self._epoch:
+            kept = f"{floor}..{self._epoch - 1}" if known else "none of this cursor's incarnation"
+            raise InputError(
+                describe(
+                    "since of a snapshot",
+                    got=f"epoch {since.from_epoch} of incarnation {since.incarnation}",
+                    allowed=f"an epoch whose later deletions are kept: {kept}",
+                    remedy="Take a full one: snapshot().",
+                )
+            )
+
+    def _deletions_wanted(self) -> Sequence[int]:
+        found = self._open_snapshot()
+        return (found.since,) if isinstance(found, CudaSnapshot) and found.since > 0 else ()
+
+    def resume(self, epoch: int) -> Cursor:
+        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+
+        Raises:
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2];
+                or a snapshot is open.
+        """
+        if type(epoch) is not int or not 0 <= epoch <= _LAST_EPOCH:
+            raise _no_epoch(epoch, f"an int in [0, {_LAST_EPOCH}]")
+        with self._turn(changing=True):
+            self._settled()
+            later = self._changed(self._whole(range(len(self._specs))), (epoch, _ALL), 1)[0]
+            if any(len(handles_R) for handles_R in later):
+                raise _no_epoch(epoch, "at least the epochs that rows are stamped with")
+            self._epoch = max(self._epoch, epoch + 1)
+            self._incarnation = drawn_incarnation()
+            # Whoever resumes holds what is here now: deletions of before are none of its concern.
+            self._deletions.start(epoch)
+            return Cursor(self._incarnation, epoch, epoch, 0)
+
+    def _whole(self, tables: Sequence[int]) -> list[Span]:
+        sizes = self._handed_out_K
+        return [Span(k, 0, int(sizes[k])) for k in tables if sizes[k] > 0]
+
+    def _order_of(self, table: int, epochs: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Keys and handles of the rows of a table stamped in a span of epochs, by hash."""
+        parts = self._changed(self._whole([table]), epochs)[0]
+        handles_R = parts[0] if parts else torch.empty(0, dtype=torch.int32, device=self._device)
+        return sorted_handles(self._layout, handles_R, self._specs[table].hash_name)
+
+    def _deleted_in(self, table: int, epochs: tuple[int, int]) -> Tensor:
+        """Ids deleted in a span of epochs that have no row, by hash: int64 [U] on the CPU."""
+        log = self._deletions.log
+        at, stop = (log.after(epoch) for epoch in epochs)
+        parts = [np.empty(0, dtype=np.int64)]
+        while at < stop:
+            records_R = log.read(at, min(stop - at, 1 << 20))
+            at += len(records_R)
+            records_R = records_R[records_R["table"] == table]
+            parts.append(records_R["id"][self._lack_rows(records_R)])
+        ids_U = torch.from_numpy(np.unique(np.concatenate(parts)))
+        return ids_U[sort_key(hash_ids(self._specs[table].hash_name, ids_U)).argsort()]
+
+
+class CudaSnapshot:
+    """See `shoal.table.snapshot.Snapshot`; not concurrent.
+
+    The device holds 12 bytes a row of the table read last; the host two pieces beside what is
+    returned. Ends with this object at the latest.
+
+    Args:
+        shard: whose rows.
+        since, epoch: rows stamped in `(since, epoch]` are in it.
+    """
+
+    def __init__(self, shard: CudaSnapshots, since: int, epoch: int) -> None:
+        self._shard = shard
+        self._since = since
+        self._epoch = epoch
+        self._table = -1
+        self._order: tuple[Tensor, Tensor] | None = None
+        self._open = True
+
+    @property
+    def epoch(self) -> int:
+        """The closed epoch it shows."""
+        return self._epoch
+
+    @property
+    def since(self) -> int:
+        """Rows stamped in `(since, epoch]` are in it; 0: all rows."""
+        return self._since
+
+    @property
+    def concurrent(self) -> bool:
+        """False: verbs that change rows raise before `close`."""
+        return False
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
+
+        Raises:
+            InputError: bits outside that range, or the snapshot is closed.
+        """
+        if type(bits) is not int or not 0 <= bits <= _MOST_BITS:
+            what = "bits of a histogram"
+            remedy = "Ask for fewer."
+            allowed = f"an int in [0, {_MOST_BITS}]"
+            raise InputError(describe(what, got=bits, allowed=allowed, remedy=remedy))
+        shard = self._shard
+        with shard._turn():
+            keys_R, _ = self._sorted(table)
+            firsts = np.arange(1 << bits, dtype=np.uint64)
+            firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
+            edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
+            starts = torch.searchsorted(keys_R, edges)
+            ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
+            return (ends - starts).cpu()
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with `start <= h < stop`, ordered by h, on the CPU.
+
+        Raises:
+            InputError: not 0 <= start <= stop <= HASHES, or the snapshot is closed.
+        """
+        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= HASHES:
+            what, remedy = "range of hashes", "Give unsigned hashes, the last one outside."
+            allowed = "0 <= start <= stop <= 2^64"
+            raise InputError(
+                describe(what, got=f"[{start}, {stop})", allowed=allowed, remedy=remedy)
+            )
+        shard = self._shard
+        with shard._rows_at_home():
+            keys_R, handles_R = self._sorted(table)
+            low, high = (_place(keys_R, bound) for bound in (start, stop))
+            return shard._rows_of_table(table, handles_R[low:high])
+
+    def deleted(self, table: int) -> Tensor:
+        """Ids int64 [U] on the CPU, by h, deleted in `(since, epoch]` and without a row.
+
+        None if `since` is 0: who starts from nothing has nothing to delete.
+
+        Raises:
+            InputError: the snapshot is closed.
+        """
+        with self._shard._turn():
+            self._check(table)
+            if self._since == 0:
+                return torch.empty(0, dtype=torch.int64)
+            return self._shard._deleted_in(table, (self._since, self._epoch))
+
+    def close(self) -> None:
+        """Let rows change again. May be called twice."""
+        with self._shard._turn():
+            if self._open:
+                self._open = False
+                self._forget()
+                self._shard._snapshot = None
+
+    def __enter__(self) -> CudaSnapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(self, table: int) -> None:
+        checks.table_index(table, len(self._shard.specs))
+        if not self._open:
+            remedy = "Read it before close()."
+            raise InputError(
+                describe("snapshot", got="one that is closed", allowed="an open one", remedy=remedy)
+            )
+
+    def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
+        self._check(table)
+        if self._order is None or self._table != table:
+            self._forget()
+            self._order = self._shard._order_of(table, (self._since, self._epoch))
+            self._table = table
+        return self._order
+
+    def _forget(self) -> None:
+        if self._order is not None:
+            retire(*self._order)
+        self._order = None
+
+
+def _place(keys_R: Tensor, bound: int) -> int:
+    """How many keys lie below the key of an unsigned hash; waits for the device."""
+    if bound in (0, HASHES):
+        return 0 if bound == 0 else len(keys_R)
+    return int(torch.searchsorted(keys_R, keys_R.new_tensor([bound - (1 << 63)])))
+
+
+def _open_already() -> InputError:
+    return InputError(
+        describe(
+            "snapshot of a shard",
+            got="another one that is open",
+            allowed="one at a time",
+            remedy="Close the snapshot first.",
+        )
+    )
+
+
+def _no_epoch(epoch: object, allowed: str) -> InputError:
+    return InputError(
+        describe(
+            "epoch to resume from",
+            got=epoch,
+            allowed=allowed,
+            remedy="Pass the epoch of the checkpoint that was loaded.",
+        )
+    )
