@@ -110,16 +110,17 @@ class ChangeVerbs:
 
     def snapshot(self, since: Cursor | None = None) -> ReferenceSnapshot:
         if self._snapshot is not None and self._snapshot() is not None:
-            raise refused("snapshot of a shard", "another one that is open")
+            raise refused("snapshot", "another one is open")
         from_epoch = 0 if since is None else since.from_epoch
-        if since is not None and from_epoch > 0:
+        if since is not None:
             known = self._deleted is not None and since.incarnation == self._incarnation
             if not known or not self._floor <= from_epoch < self._epoch:
-                raise refused("since of a snapshot", since)
+                raise refused("snapshot", since)
+        gone = self._gone_in(from_epoch, self._epoch)
         epoch = self.cut()
         if self._deleted is None:
             self._keep(epoch)
-        made = ReferenceSnapshot(self, from_epoch, epoch)
+        made = ReferenceSnapshot(self, from_epoch, epoch, [] if since is None else gone)
         self._snapshot = weakref.ref(made)
         return made
 
@@ -127,7 +128,7 @@ class ChangeVerbs:
         self._check_still()
         stamps = [row.version for rows in self._rows for row in rows.values()]
         if type(epoch) is not int or not max(stamps, default=0) <= epoch <= LAST_EPOCH:
-            raise refused("epoch to resume from", epoch)
+            raise refused("epoch to resume at", epoch)
         self._epoch = max(self._epoch, epoch + 1)
         self._keep(epoch)
         return Cursor(self._incarnation, epoch, epoch)
@@ -178,14 +179,15 @@ class ReferenceSnapshot:
 
     concurrent = False
 
-    def __init__(self, shard: ChangeVerbs, since: int, epoch: int) -> None:
+    def __init__(self, shard: ChangeVerbs, since: int, epoch: int, gone: list[Key]) -> None:
         self.shard: ChangeVerbs | None = shard
         self.since = since
         self.epoch = epoch
+        self.gone = gone
 
     def _open(self) -> ChangeVerbs:
         if self.shard is None:
-            raise refused("snapshot", "one that is closed")
+            raise refused("snapshot", "a closed one")
         return self.shard
 
     def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
@@ -213,8 +215,7 @@ class ReferenceSnapshot:
 
     def deleted(self, table: int) -> Tensor:
         shard = self._open()
-        keys = shard._gone_in(self.since, self.epoch) if self.since else []
-        return by_hash(shard.specs[table], [id_ for k, id_ in keys if k == table])[0]
+        return by_hash(shard.specs[table], [id_ for k, id_ in self.gone if k == table])[0]
 
     def close(self) -> None:
         if self.shard is not None:
@@ -242,5 +243,5 @@ def by_hash(spec: TableSpec, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def refused(what: str, got: object) -> InputError:
-    remedy = "Close the snapshot first, or take a full one."
+    remedy = "Close the snapshot first, or take a full snapshot."
     return InputError(describe(what, got=got, allowed="see shoal.table.shard.Shard", remedy=remedy))

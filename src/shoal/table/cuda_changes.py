@@ -70,24 +70,16 @@ class CudaChanges(CudaUpkeep):
     def release(self, epoch: int | None) -> None:
         """Forget deletions up to `epoch`; None forgets all and keeps none until `changes`.
 
-        An open snapshot's deletions stay until it is closed.
-
         Raises:
             InputError: not an int in [0, 2^32).
         """
-        wanted = None if epoch is None else released(epoch)
+        closed = None if epoch is None else released(epoch)
         with self._turn():
-            if wanted is None and self._open_snapshot() is None:
+            if closed is None:
                 self._deletions.stop()
                 return
-            kept_from = self._deletions_wanted()
-            limits = [self._epoch - 1, *([] if wanted is None else [wanted])]
             self._deletions.drain()
-            self._deletions.log.release(min([*limits, *kept_from]))
-
-    def _deletions_wanted(self) -> Sequence[int]:
-        """Epochs from which deletions are still read, beside those of cursors."""
-        return ()
+            self._deletions.log.release(min(closed, self._epoch - 1))
 
     def changes(self, cursor: Cursor, limit: int) -> Changes:
         """The next page of what changed: at most `limit` rows and deleted ids together.

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import InputError, describe
@@ -25,6 +26,9 @@ __all__ = ["CudaSnapshot", "CudaSnapshots"]
 
 _MOST_BITS = 20
 _LAST_EPOCH = (1 << 32) - 2
+_RECORDS = 1 << 20  # of deletions, looked up at a time
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+_FULL = "Take a full snapshot: since=None."
 _ALL = (1 << 32) - 1  # no row is stamped later
 
 
@@ -40,36 +44,28 @@ class CudaSnapshots(CudaChanges):
         """
         with self._turn():
             if self._open_snapshot() is not None:
-                raise _open_already()
+                allowed = "one snapshot of a shard at a time"
+                raise _refused("another one is open", allowed, "Close the other one first.")
             self._settled()
             self._deletions.drain()
-            from_epoch = 0 if since is None else since.from_epoch
-            if since is not None and from_epoch > 0:
+            span, deleted = (0, self._epoch), [_NO_IDS] * len(self._specs)
+            if since is not None:
                 self._check_since(since)
-            epoch = self.cut()
+                span = (since.from_epoch, self._epoch)
+                deleted = self._deleted_in(span)
+            self.cut()
             if not self._deletions.kept:
                 self._keep_deletions()
-            made = CudaSnapshot(self, from_epoch, epoch)
+            made = CudaSnapshot(self, span, deleted)
             self._snapshot = weakref.ref(made)
             return made
 
     def _check_since(self, since: Cursor) -> None:
-        floor = self._deletions.log.floor
-        known = self._deletions.kept and since.incarnation == self._incarnation
-        if not known or since.from_epoch < floor or since.from_epoch >= self._epoch:
-            kept = f"{floor}..{self._epoch - 1}" if known else "none of this cursor's incarnation"
-            raise InputError(
-                describe(
-                    "since of a snapshot",
-                    got=f"epoch {since.from_epoch} of incarnation {since.incarnation}",
-                    allowed=f"an epoch whose later deletions are kept: {kept}",
-                    remedy="Take a full one: snapshot().",
-                )
-            )
-
-    def _deletions_wanted(self) -> Sequence[int]:
-        found = self._open_snapshot()
-        return (found.since,) if isinstance(found, CudaSnapshot) and found.since > 0 else ()
+        if since.incarnation != self._incarnation:
+            raise _refused(str(since), "a cursor of the shard's incarnation", _FULL)
+        known = self._deletions.kept and since.from_epoch >= self._deletions.log.floor
+        if not known or since.from_epoch >= self._epoch:
+            raise _refused(str(since), "a closed epoch from which on deletions are kept", _FULL)
 
     def resume(self, epoch: int) -> Cursor:
         """After a load: close all epochs up to `epoch` and keep deletions from here on.
@@ -101,18 +97,21 @@ class CudaSnapshots(CudaChanges):
         handles_R = parts[0] if parts else torch.empty(0, dtype=torch.int32, device=self._device)
         return sorted_handles(self._layout, handles_R, self._specs[table].hash_name)
 
-    def _deleted_in(self, table: int, epochs: tuple[int, int]) -> Tensor:
-        """Ids deleted in a span of epochs that have no row, by hash: int64 [U] on the CPU."""
+    def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
+        """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
         log = self._deletions.log
         at, stop = (log.after(epoch) for epoch in epochs)
-        parts = [np.empty(0, dtype=np.int64)]
+        parts: list[list[NDArray[np.int64]]] = [[] for _ in self._specs]
         while at < stop:
-            records_R = log.read(at, min(stop - at, 1 << 20))
+            records_R = log.read(at, min(stop - at, _RECORDS))
             at += len(records_R)
-            records_R = records_R[records_R["table"] == table]
-            parts.append(records_R["id"][self._lack_rows(records_R)])
-        ids_U = torch.from_numpy(np.unique(np.concatenate(parts)))
-        return ids_U[sort_key(hash_ids(self._specs[table].hash_name, ids_U)).argsort()]
+            records_R = records_R[self._lack_rows(records_R)]
+            for k in np.unique(records_R["table"]).tolist():
+                parts[k].append(records_R["id"][records_R["table"] == k])
+        return [
+            _by_hash(spec.hash_name, np.unique(np.concatenate(ids))) if ids else _NO_IDS
+            for spec, ids in zip(self._specs, parts, strict=True)
+        ]
 
 
 class CudaSnapshot:
@@ -123,13 +122,16 @@ class CudaSnapshot:
 
     Args:
         shard: whose rows.
-        since, epoch: rows stamped in `(since, epoch]` are in it.
+        epochs: since and epoch; rows stamped in `(since, epoch]` are in it.
+        deleted: of each table, the ids that went in that span.
     """
 
-    def __init__(self, shard: CudaSnapshots, since: int, epoch: int) -> None:
+    def __init__(
+        self, shard: CudaSnapshots, epochs: tuple[int, int], deleted: Sequence[Tensor]
+    ) -> None:
         self._shard = shard
-        self._since = since
-        self._epoch = epoch
+        self._since, self._epoch = epochs
+        self._deleted = tuple(deleted)
         self._table = -1
         self._order: tuple[Tensor, Tensor] | None = None
         self._open = True
@@ -191,16 +193,11 @@ class CudaSnapshot:
     def deleted(self, table: int) -> Tensor:
         """Ids int64 [U] on the CPU, by h, deleted in `(since, epoch]` and without a row.
 
-        None if `since` is 0: who starts from nothing has nothing to delete.
-
         Raises:
             InputError: the snapshot is closed.
         """
-        with self._shard._turn():
-            self._check(table)
-            if self._since == 0:
-                return torch.empty(0, dtype=torch.int64)
-            return self._shard._deleted_in(table, (self._since, self._epoch))
+        self._check(table)
+        return self._deleted[table]
 
     def close(self) -> None:
         """Let rows change again. May be called twice."""
@@ -224,10 +221,7 @@ class CudaSnapshot:
     def _check(self, table: int) -> None:
         checks.table_index(table, len(self._shard.specs))
         if not self._open:
-            remedy = "Read it before close()."
-            raise InputError(
-                describe("snapshot", got="one that is closed", allowed="an open one", remedy=remedy)
-            )
+            raise _refused("a closed one", "an open one", "Read before close(), or take another.")
 
     def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
         self._check(table)
@@ -250,21 +244,19 @@ def _place(keys_R: Tensor, bound: int) -> int:
     return int(torch.searchsorted(keys_R, keys_R.new_tensor([bound - (1 << 63)])))
 
 
-def _open_already() -> InputError:
-    return InputError(
-        describe(
-            "snapshot of a shard",
-            got="another one that is open",
-            allowed="one at a time",
-            remedy="Close the snapshot first.",
-        )
-    )
+def _by_hash(hashed_as: str, ids: NDArray[np.int64]) -> Tensor:
+    ids_U = torch.from_numpy(ids)
+    return ids_U[sort_key(hash_ids(hashed_as, ids_U)).argsort()]
+
+
+def _refused(got: str, allowed: str, remedy: str) -> InputError:
+    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
 
 
 def _no_epoch(epoch: object, allowed: str) -> InputError:
     return InputError(
         describe(
-            "epoch to resume from",
+            "epoch to resume at",
             got=epoch,
             allowed=allowed,
             remedy="Pass the epoch of the checkpoint that was loaded.",
