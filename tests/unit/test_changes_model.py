@@ -93,7 +93,6 @@ class ChangesMachine(RuleBasedStateMachine):
             if epoch <= consumer.cursor.from_epoch:
                 assert held.get(id_) == self.values.get(id_)
 
-    @precondition(lambda self: self.kind != "cpu")
     @rule()
     def snapshot(self) -> None:
         """A full one, or what changed since the last one: put together they are the table."""

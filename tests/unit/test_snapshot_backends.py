@@ -20,9 +20,12 @@ from shoal.table.shard import GradRecord, RowChunk, Shard, StepContext
 from shoal.table.snapshot import HASHES, Snapshot
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
-from support.shards import CUDA, TIERED, shard_factory
+from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
 
-KINDS = ("reference", CUDA, TIERED)
+STILL = ("reference", CUDA, TIERED)
+"""Shards whose rows wait for a snapshot; the core's do not (`test_snapshot.py`)."""
+KINDS = ("cpu", *STILL)
+waiting = pytest.mark.parametrize("shard", STILL, indirect=True)
 
 
 def specs() -> tuple[TableSpec, ...]:
@@ -118,6 +121,24 @@ def test_pieces_do_not_show(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> No
         assert same(snapshot.read(0, 0, HASHES), shard.export(0))
 
 
+@pytest.mark.parametrize("shard", ["cpu", COMPILED, TIERED_COMPILED], indirect=True)
+def test_large_tables(shard: Shard) -> None:
+    many = 200_000
+    put(shard, range(many), 1.0)
+    with shard.snapshot() as full:
+        want = shard.export(0)
+        sizes = full.histogram(0, 4).tolist()
+        parts = [full.read(0, k << 60, (k + 1) << 60) for k in range(16)]
+        assert [len(part.ids) for part in parts] == sizes
+        assert torch.equal(torch.cat([part.ids for part in parts]), want.ids)
+        assert torch.equal(torch.cat([part.weights for part in parts]), want.weights)
+    put(shard, range(0, many, 3), 2.0, at_s=150)
+    assert shard.evict(150) == many - len(range(0, many, 3))
+    with shard.snapshot(after(shard, full)) as delta:
+        assert same(delta.read(0, 0, HASHES), shard.export(0))
+        assert sorted(delta.deleted(0).tolist()) == [i for i in range(many) if i % 3]
+
+
 def test_a_delta_shows_what_changed_and_what_went(shard: Shard) -> None:
     put(shard, range(20), 1.0)
     put(shard, range(8), 1.0, table=1)
@@ -192,6 +213,7 @@ VERBS: dict[str, Verb] = {
 }
 
 
+@waiting
 @pytest.mark.parametrize("verb", VERBS)
 def test_rows_wait_for_a_snapshot(shard: Shard, verb: str) -> None:
     put(shard, [1, 2], 1.0)
@@ -206,6 +228,7 @@ def test_rows_wait_for_a_snapshot(shard: Shard, verb: str) -> None:
     VERBS[verb](shard)
 
 
+@waiting
 def test_a_step_waits_and_its_ticket_lives(shard: Shard) -> None:
     put(shard, [1, 2], 1.0)
     ticket = shard.find_or_init(groups_of((0, [1, 2])), ctx=StepContext())

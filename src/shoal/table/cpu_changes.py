@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from shoal.table import rows
+from shoal.errors import InputError, describe
+from shoal.table import rows, scalars
 from shoal.table.changes import Changes, Cursor, DeletedIds, checked_limit, not_closed
 from shoal.table.spec import TableSpec
 
-__all__ = ["changes_of"]
+__all__ = ["changes_of", "resumed"]
 
 
 def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: int) -> Changes:
@@ -36,3 +37,25 @@ def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: i
             page.copy_deleted(table, ids_U.data_ptr())
             deleted.append(DeletedIds(spec.name, ids_U))
     return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
+
+
+def resumed(core: Any, epoch: int) -> Cursor:
+    """The cursor of a compiled shard's consumer that has everything up to `epoch`.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+    """
+    remedy = "Pass the epoch that the loaded rows were saved at."
+    scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
+    try:
+        return Cursor(*core.resume(epoch))
+    except ValueError as error:
+        raise InputError(
+            describe(
+                "epoch to resume at",
+                got=epoch,
+                allowed="at least the version of every row",
+                remedy=remedy,
+            )
+        ) from error

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS, count_changed, list_changed
 from shoal.kernels.table_layout import COUNT_FREE, COUNT_FRESH, COUNT_ISSUED, CallGroups
 from shoal.kernels.transfer import sent
+from shoal.table import refusals, scalars
 from shoal.table.changes import (
     Changes,
     Cursor,
@@ -62,8 +63,14 @@ class CudaChanges(CudaUpkeep):
             return self._incarnation
 
     def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one."""
+        """Close the current epoch and open the next; returns the closed one.
+
+        Raises:
+            InputError: the last of 2^32 - 2 epochs is open.
+        """
         with self._turn():
+            if self._epoch > scalars.LAST_VERSION:
+                raise refusals.last_epoch()
             self._epoch += 1
             return self._epoch - 1
 

@@ -14,18 +14,16 @@ from torch import Tensor
 from shoal.errors import InputError, describe
 from shoal.kernels.transfer import retire, sent
 from shoal.placement import hash_ids, sort_key
-from shoal.table import checks
+from shoal.table import checks, scalars
 from shoal.table.changes import Cursor
 from shoal.table.cuda_changes import CudaChanges, Span
 from shoal.table.cuda_core import drawn_incarnation
 from shoal.table.device_export import sorted_handles
 from shoal.table.row_values import RowChunk
-from shoal.table.snapshot import HASHES
+from shoal.table.snapshot import HASHES, check_bits, check_range
 
 __all__ = ["CudaSnapshot", "CudaSnapshots"]
 
-_MOST_BITS = 20
-_LAST_EPOCH = (1 << 32) - 2
 _RECORDS = 1 << 20  # of deletions, looked up at a time
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _FULL = "Take a full snapshot: since=None."
@@ -74,13 +72,16 @@ class CudaSnapshots(CudaChanges):
             InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2];
                 or a snapshot is open.
         """
-        if type(epoch) is not int or not 0 <= epoch <= _LAST_EPOCH:
-            raise _no_epoch(epoch, f"an int in [0, {_LAST_EPOCH}]")
+        remedy = "Pass the epoch that the loaded rows were saved at."
+        scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
         with self._turn(changing=True):
             self._settled()
             later = self._changed(self._whole(range(len(self._specs))), (epoch, _ALL), 1)[0]
             if any(len(handles_R) for handles_R in later):
-                raise _no_epoch(epoch, "at least the epochs that rows are stamped with")
+                allowed = "at least the version of every row"
+                raise InputError(
+                    describe("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
+                )
             self._epoch = max(self._epoch, epoch + 1)
             self._incarnation = drawn_incarnation()
             # Whoever resumes holds what is here now: deletions of before are none of its concern.
@@ -157,11 +158,7 @@ class CudaSnapshot:
         Raises:
             InputError: bits outside that range, or the snapshot is closed.
         """
-        if type(bits) is not int or not 0 <= bits <= _MOST_BITS:
-            what = "bits of a histogram"
-            remedy = "Ask for fewer."
-            allowed = f"an int in [0, {_MOST_BITS}]"
-            raise InputError(describe(what, got=bits, allowed=allowed, remedy=remedy))
+        check_bits(bits)
         shard = self._shard
         with shard._turn():
             keys_R, _ = self._sorted(table)
@@ -178,12 +175,7 @@ class CudaSnapshot:
         Raises:
             InputError: not 0 <= start <= stop <= HASHES, or the snapshot is closed.
         """
-        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= HASHES:
-            what, remedy = "range of hashes", "Give unsigned hashes, the last one outside."
-            allowed = "0 <= start <= stop <= 2^64"
-            raise InputError(
-                describe(what, got=f"[{start}, {stop})", allowed=allowed, remedy=remedy)
-            )
+        check_range(start, stop)
         shard = self._shard
         with shard._rows_at_home():
             keys_R, handles_R = self._sorted(table)
@@ -251,14 +243,3 @@ def _by_hash(hashed_as: str, ids: NDArray[np.int64]) -> Tensor:
 
 def _refused(got: str, allowed: str, remedy: str) -> InputError:
     return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
-
-
-def _no_epoch(epoch: object, allowed: str) -> InputError:
-    return InputError(
-        describe(
-            "epoch to resume at",
-            got=epoch,
-            allowed=allowed,
-            remedy="Pass the epoch of the checkpoint that was loaded.",
-        )
-    )

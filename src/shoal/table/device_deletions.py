@@ -80,7 +80,7 @@ class DeviceDeletions:
         if self.kept and most:
             try:
                 self._make_room(most)
-            except torch.OutOfMemoryError:
+            except RuntimeError:  # no memory on the device, or none to lock
                 # A deletion must not fail for want of a record of it.
                 self.log.broken = True
             else:

@@ -23,8 +23,10 @@ from shoal.errors import (
 
 __all__ = [
     "cleared",
+    "cut",
     "enough_memory",
     "foreign_ticket",
+    "last_epoch",
     "out_of_memory",
     "plan_without_offsets",
     "rows_at_rest",
@@ -60,6 +62,30 @@ def worded(call: Callable[[], T]) -> T:
                 "nan_policy='skip' or 'clip'. No table was changed.",
             )
         ) from None
+
+
+def cut(call: Callable[[], T]) -> T:
+    """Run a call that closes an epoch.
+
+    Raises:
+        InputError: there is no epoch after the open one.
+    """
+    try:
+        return call()
+    except OverflowError as error:
+        raise last_epoch() from error
+
+
+def last_epoch() -> InputError:
+    """The error for a cut where there is no epoch after the open one."""
+    return InputError(
+        describe(
+            "cut",
+            got="the last epoch is open",
+            allowed="at most 2^32 - 2 epochs in the life of a table's rows",
+            remedy="Set the versions of all rows to 1 and load them into new tables.",
+        )
+    )
 
 
 def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
