@@ -10,7 +10,7 @@ import torch
 
 from shoal.errors import ShapeError, describe
 from shoal.table import pooled
-from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
+from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = [
