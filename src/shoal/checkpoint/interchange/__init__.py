@@ -7,6 +7,7 @@ from shoal.checkpoint.interchange.embedding import open_embeddings
 from shoal.checkpoint.interchange.entries import Entries, Offered, Source, TableForm, form_of
 from shoal.checkpoint.interchange.monolith import open_monolith
 from shoal.checkpoint.interchange.parquet import open_parquet, write_parquet
+from shoal.checkpoint.interchange.receiving import receive
 
 __all__ = [
     "Entries",
@@ -19,5 +20,6 @@ __all__ = [
     "open_npz",
     "open_parquet",
     "open_text",
+    "receive",
     "write_parquet",
 ]

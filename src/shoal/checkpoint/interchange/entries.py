@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import SavedSegment, SavedTable
+from shoal.checkpoint.manifest import SavedTable
+from shoal.checkpoint.matching import saved_table
 from shoal.errors import DataError, describe
 from shoal.table.spec import TableSpec
 
@@ -89,24 +90,7 @@ def form_of(collection: str, spec: TableSpec) -> TableForm:
     dtype = STATE_DTYPES[spec.dtype]
     parts = [segment.optimizer.init_state(segment.dim, dtype) for segment in spec.segments]
     return TableForm(
-        table=SavedTable(
-            collection=collection,
-            name=spec.name,
-            hash_name=spec.hash_name,
-            dtype=spec.dtype,
-            segments=tuple(
-                SavedSegment(
-                    name=segment.name,
-                    dim=segment.dim,
-                    state_width=segment.state_width,
-                    optimizer=segment.optimizer.kind,
-                )
-                for segment in spec.segments
-            ),
-            rows=0,
-            deleted=0,
-            admission=None,
-        ),
+        table=saved_table(collection, spec, rows=0, deleted=0),
         initial_state=torch.cat([part.reshape(-1) for part in parts]),
     )
 
