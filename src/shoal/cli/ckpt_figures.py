@@ -44,7 +44,9 @@ class RowFigures:
         """As JSON has it."""
 
         def norms(of: Norms | None) -> dict[str, Any] | None:
-            parts = {"mean": of.mean, "max": of.largest, "nonfinite_rows": of.nonfinite} if of else {}
+            parts = (
+                {"mean": of.mean, "max": of.largest, "nonfinite_rows": of.nonfinite} if of else {}
+            )
             return parts or None
 
         def spread(of: tuple[int, int, int] | None) -> dict[str, int] | None:

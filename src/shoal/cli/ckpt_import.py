@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -72,7 +72,7 @@ def import_rows(request: Request, *, tell: Console) -> None:
     config = None if request.config is None else settings.load(request.config)
     names = request.tables or tuple(offered)
     forms = {name: _form(request, config, offered[name]) for name in names}
-    seed = request.seed if request.seed is not None else config.seed if config else 0
+    seed = _seed(request, config, [offered[name] for name in names])
     now_s = int(time.time())
     manifest, where = receive(
         request.out,
@@ -116,9 +116,7 @@ def _open(request: Request) -> Source:
 
 def _open_parquet(request: Request) -> Source:
     named = request.tables[0] if len(request.tables) == 1 else None
-    return open_parquet(
-        request.source, named, ids=request.id_column, vectors=request.vector_column
-    )
+    return open_parquet(request.source, named, ids=request.id_column, vectors=request.vector_column)
 
 
 def _open_monolith(request: Request) -> Source:
@@ -126,7 +124,7 @@ def _open_monolith(request: Request) -> Source:
 
 
 def _open_embeddings(request: Request) -> Source:
-    if not request.tables or request.keys and len(request.keys) != len(request.tables):
+    if not request.tables or (request.keys and len(request.keys) != len(request.tables)):
         raise _refused(
             "--table and --key",
             f"{len(request.tables)} and {len(request.keys)} of them",
@@ -167,21 +165,32 @@ def _form(request: Request, config: RunConfig | None, offered: Offered) -> Table
     if config is not None:
         spec = table_spec(config, offered.name)
         form = form_of(collection or config.model.kind, spec)
-        _check_fits(request, offered, form)
-        return form
-    if request.optimizer is not None:
+    elif request.optimizer is not None:
         form = form_of(collection or _COLLECTION, _spec(request, offered))
-        _check_fits(request, offered, form)
-        return form
-    if saved is None:
+    elif saved is None:
         raise _refused(
             f"optimizer of table {offered.name!r}",
             "none",
             "--optimizer RULE, or --config FILE",
             "Rows need its initial state; say --optimizer sgd for tables without state.",
         )
-    table = replace(saved, collection=collection or _COLLECTION, rows=0, deleted=0, admission=None)
-    return TableForm(table=table, initial_state=None)
+    else:
+        table = replace(saved, collection=collection or _COLLECTION, admission=None)
+        form = TableForm(table=table, initial_state=None)
+    _check_fits(request, offered, form)
+    return form
+
+
+def _seed(request: Request, config: RunConfig | None, tables: Sequence[Offered]) -> int:
+    if request.seed is not None:
+        return request.seed
+    if config is not None:
+        return config.seed
+    seeds = {table.seed for table in tables if table.seed is not None}
+    if len(seeds) > 1:
+        got = ", ".join(map(str, sorted(seeds)))
+        raise _refused("seeds of the tables", got, "one", "Name one with --seed.")
+    return seeds.pop() if seeds else 0
 
 
 def _spec(request: Request, offered: Offered) -> TableSpec:

@@ -118,10 +118,10 @@ def _sights(place: Place, manifest: Manifest, key: str) -> int:
 
 
 def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
-    if not any(file.kind == "dense" for file in manifest.files):
-        return [{"module": name, "numbers": 0, "optimizer": False} for name in manifest.modules]
-    reader = DenseReader(place.folder)
-    shapes = {key: reader.shape(key) for key in reader.keys()}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if any(file.kind == "dense" for file in manifest.files):
+        reader = DenseReader(place.folder)
+        shapes.update((key, reader.shape(key)) for key in tuple(reader.keys()))
 
     def numbers(part: str, name: str) -> int:
         prefix = f"{part}/{name}/"
@@ -209,7 +209,7 @@ def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
 def _modules(modules: Sequence[dict[str, Any]]) -> Table:
     table = plain_table("module", "numbers", "of its optimizer")
     for one in modules:
-        held = one.get("optimizer_numbers")
+        held = one["optimizer_numbers"]
         table.add_row(one["module"], f"{one['numbers']:,}", "" if held is None else f"{held:,}")
     return table
 

@@ -54,11 +54,12 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A table that a source has: D columns. `saved` where the source says what it was here."""
+    """A table that a source has: D columns. `saved` and `seed` where it says what they were."""
 
     name: str
     dim: int
     saved: SavedTable | None = None
+    seed: int | None = None
     has_state: bool = False
 
 

@@ -2,7 +2,8 @@
 
 Columns are `id` (int64) and `weights` (list of floats), and unless left out `state` (list of
 floats), `version`, `last_seen_s` and `count` (uint32). 16-bit weights are written as float32,
-which holds them exactly. The key "shoal.table" of the schema's metadata says what the table was.
+which holds them exactly. The keys "shoal.table" and "shoal.seed" of the schema's metadata say what
+the table was and the seed of its initial values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal.table.shard import RowChunk
 
 __all__ = ["open_parquet", "write_parquet"]
 
-_NOTE = b"shoal.table"
+_NOTE, _SEED = b"shoal.table", b"shoal.seed"
 _FILE_BYTES = 256 << 20
 _VECTORS = ("weights", "weight", "vector", "embedding")
 _IDS = ("id", "ids", "fid")
@@ -33,12 +34,18 @@ _METADATA = ("version", "last_seen_s", "count")
 
 
 def write_parquet(
-    folder: Path, table: SavedTable, chunks: Iterable[RowChunk], *, weights_only: bool = False
+    folder: Path,
+    table: SavedTable,
+    chunks: Iterable[RowChunk],
+    *,
+    seed: int = 0,
+    weights_only: bool = False,
 ) -> int:
     """Write the rows of a table into files of a new folder.
 
     Args:
         chunks: any number of rows each; a row group has some MiB of rows at most.
+        seed: of the table's initial values.
         weights_only: without state and metadata.
 
     Returns:
@@ -48,7 +55,7 @@ def write_parquet(
     from pyarrow import parquet as pq
 
     folder.mkdir(parents=True)
-    schema = _schema(table, weights_only)
+    schema = _schema(table, seed, weights_only)
     per_group = rows_at_once(table.dim + table.state_width)
     per_file = max(1, _FILE_BYTES // (4 * (table.dim + table.state_width) + 20))
     rows = files = 0
@@ -120,7 +127,7 @@ class _Part:
         schema = _parquet(self._files[0]).schema_arrow
         self._id = _column(self._files[0], schema.names, "ids", ids, _IDS)
         self._vector = _column(self._files[0], schema.names, "vectors", vectors, _VECTORS)
-        saved = _saved_in(self._files[0], schema)
+        saved, seed = _saved_in(self._files[0], schema)
         self._extra = [name for name in ("state", *_METADATA) if saved and name in schema.names]
         name = saved.name if saved else table
         if name is None:
@@ -129,6 +136,7 @@ class _Part:
             name=name,
             dim=saved.dim if saved else self._first_dim(),
             saved=saved,
+            seed=seed,
             has_state=saved is not None and (not saved.state_width or "state" in self._extra),
         )
 
@@ -167,7 +175,7 @@ class _Part:
             raise _unreadable(file, error) from error
 
 
-def _schema(table: SavedTable, weights_only: bool) -> Any:
+def _schema(table: SavedTable, seed: int, weights_only: bool) -> Any:
     import pyarrow as pa
 
     real = pa.float64() if table.dtype == "float64" else pa.float32()
@@ -175,7 +183,7 @@ def _schema(table: SavedTable, weights_only: bool) -> Any:
     if not weights_only:
         fields += [pa.field("state", pa.list_(real))] if table.state_width else []
         fields += [pa.field(name, pa.uint32(), nullable=False) for name in _METADATA]
-    return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table))})
+    return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), _SEED: str(seed)})
 
 
 def _columns(chunk: RowChunk, piece: slice, weights_only: bool, state_width: int) -> dict[str, Any]:
@@ -260,14 +268,14 @@ def _column(
     return found
 
 
-def _saved_in(file: Path, schema: Any) -> SavedTable | None:
-    note = (schema.metadata or {}).get(_NOTE)
-    if note is None:
-        return None
+def _saved_in(file: Path, schema: Any) -> tuple[SavedTable | None, int | None]:
+    notes = schema.metadata or {}
+    if _NOTE not in notes:
+        return None, None
     try:
-        raw: Mapping[str, Any] = json.loads(note)
+        raw: Mapping[str, Any] = json.loads(notes[_NOTE])
         segments = tuple(SavedSegment(**segment) for segment in raw["segments"])
-        return SavedTable(**{**raw, "segments": segments})
+        return SavedTable(**{**raw, "segments": segments}), int(notes.get(_SEED, b"0"))
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(file, error) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from urllib.parse import quote
 
 import torch
 
@@ -72,7 +73,9 @@ def receive(
             rows.add(order[name], taken)
         rows.finish()
         try:
-            manifest = _write(folder, rows, [form.table for form in forms.values()], seed, created_s)
+            manifest = _write(
+                folder, rows, [form.table for form in forms.values()], seed, created_s
+            )
         except BaseException:
             folder.remove_tree()
             raise
@@ -139,5 +142,8 @@ def _sketches(folder: Storage, tables: Sequence[SavedTable]) -> Iterator[SavedFi
     for table in tables:
         if table.admission and table.admission.startswith("sketch"):
             width, depth = table.admission.removeprefix("sketch ").split("x")
-            path = f"sights/{table.collection}.{table.name}.sketch"
-            yield write_whole(folder, path, "sketch", bytes(4 * int(width) * int(depth)), [table.key])
+            name = f"{quote(table.collection, safe='')}.{quote(table.name, safe='')}"
+            path = f"sights/{name}.sketch"
+            yield write_whole(
+                folder, path, "sketch", bytes(4 * int(width) * int(depth)), [table.key]
+            )
