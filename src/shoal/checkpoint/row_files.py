@@ -9,12 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import FileKind, SavedFile
-from shoal.checkpoint.row_layout import IdLayout, RowLayout
+from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
 from shoal.errors import CheckpointError, describe
 from shoal.table.shard import RowChunk
@@ -31,6 +32,7 @@ __all__ = [
     "read_checked",
     "read_ids",
     "read_rows",
+    "sketch_path",
     "write_whole",
 ]
 
@@ -61,14 +63,14 @@ class RowFileWriter:
     ) -> None:
         self._layout = layout
         self._file = _ArrowFile(storage, path, "rows", tables, ranges)
-        self._pending: list[RowChunk] = []
-        self._pending_rows = 0
+        self._staged: RowChunk | None = None
+        self._staged_rows = 0
         self._table = 0
 
     @property
     def rows(self) -> int:
         """Rows added so far."""
-        return self._file.rows + self._pending_rows
+        return self._file.rows + self._staged_rows
 
     @property
     def bytes(self) -> int:
@@ -78,7 +80,8 @@ class RowFileWriter:
     def add(self, table_index: int, chunk: RowChunk) -> None:
         """Append rows, any number, of the table of that index in `tables`, ordered by hash.
 
-        Full batches are written before it returns, the others' memory is kept until then.
+        Full batches are written before it returns; what is left over is copied, so that the
+        caller's memory is free again.
 
         Raises:
             CheckpointError: rows of another layout, tables out of order, or no space.
@@ -88,12 +91,13 @@ class RowFileWriter:
             self._table = self._file.next_table(self._table, table_index)
         rows, at, batch = len(chunk.ids), 0, self._layout.batch_rows
         while at < rows:
-            took = min(rows - at, batch - self._pending_rows)
-            self._pending.append(_slice(chunk, at, at + took))
-            self._pending_rows += took
+            if not self._staged_rows and rows - at >= batch:
+                self._write(_slice(chunk, at, at + batch))
+                at += batch
+                continue
+            took = min(rows - at, batch - self._staged_rows)
+            self._stage(_slice(chunk, at, at + took))
             at += took
-            if self._pending_rows == batch:
-                self._flush()
 
     def close(self) -> SavedFile:
         """Finish it and make it durable."""
@@ -102,15 +106,32 @@ class RowFileWriter:
 
     def abort(self) -> None:
         """Remove it."""
-        self._pending = []
+        self._staged, self._staged_rows = None, 0
         self._file.abort()
 
+    def _stage(self, chunk: RowChunk) -> None:
+        """Copy rows behind those that wait for a batch to be full, in memory that is reused."""
+        self._layout.check(chunk)
+        if self._staged is None:
+            self._staged = self._layout.empty(self._layout.batch_rows)
+        start = self._staged_rows
+        self._staged_rows += len(chunk.ids)
+        for name in ROW_FIELDS:
+            # numpy's copy stays on this thread; torch's would wake those that train.
+            _bits(getattr(self._staged, name))[start : self._staged_rows] = _bits(
+                getattr(chunk, name)
+            )
+        if self._staged_rows == self._layout.batch_rows:
+            self._flush()
+
     def _flush(self) -> None:
-        if self._pending_rows:
-            chunk = _joined(self._pending)
-            grouped = self._file.grouped
-            self._file.write(self._layout.to_arrow(chunk, self._table if grouped else None))
-            self._pending, self._pending_rows = [], 0
+        if self._staged is not None and self._staged_rows:
+            self._write(_slice(self._staged, 0, self._staged_rows))
+            self._staged_rows = 0
+
+    def _write(self, chunk: RowChunk) -> None:
+        table = self._table if self._file.grouped else None
+        self._file.write(self._layout.to_arrow(chunk, table))
 
 
 class IdFileWriter:
@@ -268,6 +289,11 @@ def write_whole(
     )
 
 
+def sketch_path(collection: str, table: str) -> str:
+    """Where the cells of a table's sketch of sights lie."""
+    return f"sights/{quote(collection, safe='')}.{quote(table, safe='')}.sketch"
+
+
 def damaged(storage: Storage, path: str, got: object, allowed: object) -> CheckpointError:
     """A file that is not what the manifest says."""
     return CheckpointError(
@@ -408,27 +434,10 @@ def _table_of(storage: Storage, saved: SavedFile, batch: pa.RecordBatch) -> int:
     return first
 
 
+def _bits(part: Tensor) -> Any:
+    return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
+
+
 def _slice(chunk: RowChunk, start: int, stop: int) -> RowChunk:
-    return RowChunk(
-        table=chunk.table,
-        ids=chunk.ids[start:stop],
-        weights=chunk.weights[start:stop],
-        state=chunk.state[start:stop],
-        versions=chunk.versions[start:stop],
-        last_seen_s=chunk.last_seen_s[start:stop],
-        counts=chunk.counts[start:stop],
-    )
-
-
-def _joined(chunks: Sequence[RowChunk]) -> RowChunk:
-    if len(chunks) == 1:
-        return chunks[0]
-    return RowChunk(
-        table=chunks[0].table,
-        ids=torch.cat([one.ids for one in chunks]),
-        weights=torch.cat([one.weights for one in chunks]),
-        state=torch.cat([one.state for one in chunks]),
-        versions=torch.cat([one.versions for one in chunks]),
-        last_seen_s=torch.cat([one.last_seen_s for one in chunks]),
-        counts=torch.cat([one.counts for one in chunks]),
-    )
+    parts = {name: getattr(chunk, name)[start:stop] for name in ROW_FIELDS}
+    return RowChunk(table=chunk.table, **parts)

@@ -17,7 +17,10 @@ from shoal.table.shard import RowChunk
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["IdLayout", "RowLayout"]
+__all__ = ["ROW_FIELDS", "IdLayout", "RowLayout"]
+
+ROW_FIELDS = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
+"""What a `RowChunk` has of each row."""
 
 _BATCH_BYTES = 2 << 20
 _METADATA_BYTES = 8 + 4 + 4 + 4
@@ -111,7 +114,7 @@ class RowLayout:
         """
         import pyarrow as pa
 
-        self._check(chunk)
+        self.check(chunk)
         rows = len(chunk.ids)
         schema = self.schema(table is not None)
         arrays = [
@@ -139,7 +142,26 @@ class RowLayout:
             counts=_longs(batch.column("count")),
         )
 
-    def _check(self, chunk: RowChunk) -> None:
+    def empty(self, rows: int, table: str = "") -> RowChunk:
+        """A chunk of that many rows with anything in them."""
+        words = (torch.empty(rows, dtype=torch.int64) for _ in range(4))
+        ids, versions, last_seen_s, counts = words
+        return RowChunk(
+            table=table,
+            ids=ids,
+            weights=torch.empty(rows, self.dim, dtype=self.weights_dtype),
+            state=torch.empty(rows, self.state_width, dtype=self.state_dtype),
+            versions=versions,
+            last_seen_s=last_seen_s,
+            counts=counts,
+        )
+
+    def check(self, chunk: RowChunk) -> None:
+        """Check shapes, dtypes and device.
+
+        Raises:
+            CheckpointError: rows of another layout.
+        """
         rows = len(chunk.ids)
         wanted = {
             "ids": ((rows,), torch.int64),
@@ -213,7 +235,7 @@ def _arrow_type(dtype: torch.dtype) -> pa.DataType:
 
 
 def _words(values_R: Tensor, name: str, table: str) -> pa.Array:
-    """int64 as uint32."""
+    """int64 [R] as uint32."""
     import pyarrow as pa
 
     values = values_R.contiguous().numpy()
