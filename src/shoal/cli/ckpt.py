@@ -95,8 +95,12 @@ def verify(
 
 @ckpt.command(name="diff", no_args_is_help=True)
 def diff(
-    left: Annotated[str, typer.Argument(metavar="A", help="As of inspect.", show_default=False)],
-    right: Annotated[str, typer.Argument(metavar="B", help="As of inspect.", show_default=False)],
+    left: Annotated[
+        str, typer.Argument(metavar="A", help="Folder or URL, as of inspect.", show_default=False)
+    ],
+    right: Annotated[
+        str, typer.Argument(metavar="B", help="Folder or URL, as of inspect.", show_default=False)
+    ],
     tables: Tables = None,
     debug: Debug = False,
 ) -> None:

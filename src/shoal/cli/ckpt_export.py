@@ -48,8 +48,14 @@ def export(
             folder = partial / _folder_of(saved)
             # Of a delta the chain's rows are written, so its own counts do not hold.
             whole = replace(saved, rows=0, deleted=0)
-            chunks, seed = rows.chunks(index), chain[-1].seed
-            count = write_parquet(folder, whole, chunks, seed=seed, weights_only=weights_only)
+            count = write_parquet(
+                folder,
+                whole,
+                rows.chunks(index),
+                seed=chain[-1].seed,
+                place=index,
+                weights_only=weights_only,
+            )
             line = f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}"
             tell.print(line, markup=False, highlight=False, soft_wrap=True)
         os.replace(partial, out)

@@ -41,14 +41,15 @@ class CollectedRows:
     Args:
         forms: the tables.
         last_seen_s: of rows that do not say when they were seen.
-        run_bytes: rows in memory before some go to a file.
+        run_bytes: rows in memory before some go to a file; None: 64 MiB.
     """
 
     def __init__(
-        self, forms: Sequence[TableForm], *, last_seen_s: int = 0, run_bytes: int = _RUN_BYTES
+        self, forms: Sequence[TableForm], *, last_seen_s: int = 0, run_bytes: int | None = None
     ) -> None:
         self._forms = tuple(forms)
-        self._last_seen_s, self._run_bytes = last_seen_s, run_bytes
+        self._last_seen_s = last_seen_s
+        self._run_bytes = _RUN_BYTES if run_bytes is None else run_bytes
         self._dtypes = [_record(form) for form in self._forms]
         self._waiting: list[list[_Array]] = [[] for _ in self._forms]
         self._bytes = [0] * len(self._forms)

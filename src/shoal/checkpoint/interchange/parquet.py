@@ -2,8 +2,8 @@
 
 Columns are `id` (int64) and `weights` (list of floats), and unless left out `state` (list of
 floats), `version`, `last_seen_s` and `count` (uint32). 16-bit weights are written as float32,
-which holds them exactly. The keys "shoal.table" and "shoal.seed" of the schema's metadata say what
-the table was and the seed of its initial values.
+which holds them exactly. Keys of the schema's metadata say what the table was ("shoal.table"), the
+seed of its initial values ("shoal.seed") and its place among the tables ("shoal.place").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.table.shard import RowChunk
 
 __all__ = ["open_parquet", "write_parquet"]
 
-_NOTE, _SEED = b"shoal.table", b"shoal.seed"
+_NOTE, _SEED, _PLACE = b"shoal.table", b"shoal.seed", b"shoal.place"
 _FILE_BYTES = 256 << 20
 _VECTORS = ("weights", "weight", "vector", "embedding")
 _IDS = ("id", "ids", "fid")
@@ -39,6 +39,7 @@ def write_parquet(
     chunks: Iterable[RowChunk],
     *,
     seed: int = 0,
+    place: int = 0,
     weights_only: bool = False,
 ) -> int:
     """Write the rows of a table into files of a new folder.
@@ -46,6 +47,7 @@ def write_parquet(
     Args:
         chunks: any number of rows each; a row group has some MiB of rows at most.
         seed: of the table's initial values.
+        place: among the tables that are read together again.
         weights_only: without state and metadata.
 
     Returns:
@@ -55,7 +57,7 @@ def write_parquet(
     from pyarrow import parquet as pq
 
     folder.mkdir(parents=True)
-    schema = _schema(table, seed, weights_only)
+    schema = _schema(table, weights_only, {_SEED: str(seed), _PLACE: str(place)})
     per_group = rows_at_once(table.dim + table.state_width)
     per_file = max(1, _FILE_BYTES // (4 * (table.dim + table.state_width) + 20))
     rows = files = 0
@@ -101,7 +103,7 @@ def open_parquet(
     parts = [_Part(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
     if not parts:
         raise malformed(path, "no .parquet files", "a Parquet file or a folder of them", "Check.")
-    return _Parquet(parts)
+    return _Parquet(sorted(parts, key=lambda part: part.place))
 
 
 class _Parquet:
@@ -127,7 +129,7 @@ class _Part:
         schema = _parquet(self._files[0]).schema_arrow
         self._id = _column(self._files[0], schema.names, "ids", ids, _IDS)
         self._vector = _column(self._files[0], schema.names, "vectors", vectors, _VECTORS)
-        saved, seed = _saved_in(self._files[0], schema)
+        saved, seed, self.place = _saved_in(self._files[0], schema)
         self._extra = [name for name in ("state", *_METADATA) if saved and name in schema.names]
         name = saved.name if saved else table
         if name is None:
@@ -175,7 +177,7 @@ class _Part:
             raise _unreadable(file, error) from error
 
 
-def _schema(table: SavedTable, seed: int, weights_only: bool) -> Any:
+def _schema(table: SavedTable, weights_only: bool, notes: Mapping[bytes, str]) -> Any:
     import pyarrow as pa
 
     real = pa.float64() if table.dtype == "float64" else pa.float32()
@@ -183,7 +185,7 @@ def _schema(table: SavedTable, seed: int, weights_only: bool) -> Any:
     if not weights_only:
         fields += [pa.field("state", pa.list_(real))] if table.state_width else []
         fields += [pa.field(name, pa.uint32(), nullable=False) for name in _METADATA]
-    return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), _SEED: str(seed)})
+    return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), **notes})
 
 
 def _columns(chunk: RowChunk, piece: slice, weights_only: bool, state_width: int) -> dict[str, Any]:
@@ -268,14 +270,15 @@ def _column(
     return found
 
 
-def _saved_in(file: Path, schema: Any) -> tuple[SavedTable | None, int | None]:
+def _saved_in(file: Path, schema: Any) -> tuple[SavedTable | None, int | None, int]:
     notes = schema.metadata or {}
     if _NOTE not in notes:
-        return None, None
+        return None, None, 0
     try:
         raw: Mapping[str, Any] = json.loads(notes[_NOTE])
         segments = tuple(SavedSegment(**segment) for segment in raw["segments"])
-        return SavedTable(**{**raw, "segments": segments}), int(notes.get(_SEED, b"0"))
+        saved = SavedTable(**{**raw, "segments": segments})
+        return saved, int(notes.get(_SEED, b"0")), int(notes.get(_PLACE, b"0"))
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(file, error) from error
 
