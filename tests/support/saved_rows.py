@@ -131,7 +131,7 @@ def save_by_hand(
     files: list[SavedFile] = []
     by_key = {table.key: table for table in tables}
 
-    def plans(what: str):  # noqa: ANN202
+    def plans(what: str):
         counted = []
         for t in tables:
             ids = {"rows": t.rows.ids, "deleted": t.deleted, "sights": t.sights}[what]

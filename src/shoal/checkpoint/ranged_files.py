@@ -162,7 +162,7 @@ class RangedFile:
             columns = [k for k, name in enumerate(self._schema.names) if name in ("table", "id")]
             options = pa.ipc.IpcReadOptions(included_fields=columns)
         file = self._storage.open(self.saved.path)
-        return _Closing(pa.ipc.open_file(pa.PythonFile(file), options=options), file)
+        return _Closing(pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options), file)
 
     def _check_schema(self) -> None:
         with self._opened(ids_only=False) as reader:

@@ -79,6 +79,11 @@ class ChainRows:
         """Index of a table by its key, "collection/table"."""
         return [table.key for table in self.tables].index(key)
 
+    def most_rows(self, table: int) -> int:
+        """Rows that the table has at most: those of all links together."""
+        key = self.tables[table].key
+        return sum(link.rows_of(key) for link in self._links)
+
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash, int64 [2^bits]; reads ids only."""
         counts = torch.zeros(1 << bits, dtype=torch.int64)
@@ -202,6 +207,10 @@ class _Link:
                     remedy="After a change of a table, deltas start from a new full checkpoint.",
                 )
             )
+
+    def rows_of(self, key: str) -> int:
+        table = self._tables.get(key)
+        return table.rows if table else 0
 
     def size(self, key: str) -> int:
         table = self._tables.get(key)

@@ -70,10 +70,15 @@ class DurableFile:
         """Make it durable. A second call does nothing.
 
         Raises:
-            CheckpointError: no space, or the device failed; nothing of the file counts then.
+            CheckpointError: no space, or the device failed; the file is removed then, or does not
+                count.
         """
         if self._sink is not None:
-            self._flush(None)
+            try:
+                self._flush(None)
+            except CheckpointError:
+                self.abort()
+                raise
             sink, self._sink = self._sink, None
             with _told(self._where):
                 sink.commit()
@@ -392,9 +397,8 @@ def _make_folder(path: str) -> None:
         path = os.path.dirname(path)
     for folder in reversed(missing):
         # Another rank of this machine may make it at the same moment.
-        with_others = os.path.dirname(folder)
         os.makedirs(folder, exist_ok=True)
-        _sync_folder(with_others)
+        _sync_folder(os.path.dirname(folder))
 
 
 def _sync_folder(path: str) -> None:
