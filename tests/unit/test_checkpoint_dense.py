@@ -146,9 +146,7 @@ def test_optimizer_state_goes_by_name_not_by_order(tmp_path: Path) -> None:
     manifest = saved(tmp_path, {"net": net}, {"net": optimizer})
     again = Net(5)
     turned = list(again.parameters())[::-1]
-    other = torch.optim.Adam(
-        [{"params": turned[:3]}, {"params": turned[3:], "lr": 0.5}], lr=0.2
-    )
+    other = torch.optim.Adam([{"params": turned[:3]}, {"params": turned[3:], "lr": 0.5}], lr=0.2)
     loaded(tmp_path, manifest, {"net": again}, {"net": other})
     assert [group["lr"] for group in other.param_groups] == [0.01, 0.01]
     for (name, here), (_, there) in zip(

@@ -45,7 +45,7 @@ def together(collectives: Collectives, what: str, work: Callable[[], T]) -> list
                 what,
                 got="; ".join(f"on rank {rank}: {text}" for rank, text in wrong),
                 allowed="success on every rank",
-                remedy="Nothing was kept; mend what is named and try again.",
+                remedy="Mend what is named, and try again.",
             )
         ) from failure
     return [one for _, one in said]

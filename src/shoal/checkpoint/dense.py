@@ -82,7 +82,7 @@ def write(
 
 def named_state(module: nn.Module) -> dict[str, Any]:
     """Parameters and buffers themselves, and extra state, by their names without wrappers."""
-    return cast(dict[str, Any], _bare(module).state_dict(keep_vars=True))
+    return _bare(module).state_dict(keep_vars=True)
 
 
 class DenseLoad:
@@ -175,13 +175,17 @@ class DenseLoad:
         assert self._reader is not None
         prefix = f"module/{name}/"
         state = named_state(module)
-        saved = {key.removeprefix(prefix) for key in self._reader.keys() if key.startswith(prefix)}
-        for key in sorted(state.keys() - saved):
-            if not _waived(f"module:{name}.{key}", self._options.allow_missing):
-                problems.append(f"{key!r} of module {name!r} is not in it")
-        for key in sorted(saved - state.keys()):
-            if not _waived(f"module:{name}.{key}", self._options.allow_unknown):
-                problems.append(f"{key!r} of it is unknown to module {name!r}")
+        saved = {key.removeprefix(prefix) for key in self._reader.names() if key.startswith(prefix)}
+        problems += [
+            f"{key!r} of module {name!r} is not in it"
+            for key in sorted(state.keys() - saved)
+            if not _waived(f"module:{name}.{key}", self._options.allow_missing)
+        ]
+        problems += [
+            f"{key!r} of it is unknown to module {name!r}"
+            for key in sorted(saved - state.keys())
+            if not _waived(f"module:{name}.{key}", self._options.allow_unknown)
+        ]
         values: dict[str, Any] = {}
         for key in sorted(state.keys() & saved):
             there = self._reader.shape(prefix + key)
@@ -207,9 +211,7 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _take(values: dict[str, Any], key: str, value: Any, rank: int) -> None:
-    if isinstance(value, DTensor):
-        values[key] = value.detach().to(device="cpu", copy=True)
-    elif rank == 0 and isinstance(value, Tensor):
+    if isinstance(value, DTensor) or (rank == 0 and isinstance(value, Tensor)):
         values[key] = value.detach().to(device="cpu", copy=True)
     elif rank == 0:
         check_state({"value": value}, f"{key} of a checkpoint")

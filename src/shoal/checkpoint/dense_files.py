@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from shoal.checkpoint.agreement import together
 from shoal.checkpoint.manifest import Manifest, SavedFile
+from shoal.checkpoint.row_files import damaged
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.comm.collectives import Collectives
-from shoal.errors import CheckpointError, describe
 from shoal.table.snapshot import HASHES
 
 __all__ = ["FOLDER", "DenseReader", "check_files", "write_values"]
@@ -56,7 +56,7 @@ def write_values(
     """
     files = _Files(storage)
     writer = FileSystemWriter(FOLDER, single_file_per_rank=True, sync_files=False)
-    writer.fs, writer.path = files, FOLDER
+    writer.fs, writer.path = cast(Any, files), FOLDER
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = collectives.rank == 0
 
@@ -67,24 +67,22 @@ def write_values(
 
     plans = together(collectives, "plan of the dense part of a checkpoint", plan)
 
-    def write() -> tuple[Any, Metadata]:
+    here: list[Metadata] = []
+
+    def write() -> tuple[Any, tuple[SavedFile, ...]]:
         # Every rank makes the plan of all: it is a function of what all have heard.
         everything, metadata = planner.create_global_plan(plans)
-        everything = writer.prepare_global_plan(everything)
-        written = writer.write_data(planner.finish_plan(everything[collectives.rank]), planner)
-        return written.value(), metadata
-
-    def write_own() -> tuple[Any, tuple[SavedFile, ...]]:
-        results, here["metadata"] = write()
+        here.append(metadata)
+        own = planner.finish_plan(writer.prepare_global_plan(everything)[collectives.rank])
+        results = writer.write_data(own, planner).value() if own.items else []
         return results, files.saved()
 
-    here: dict[str, Metadata] = {}
-    parts = together(collectives, "writing the dense part of a checkpoint", write_own)
+    parts = together(collectives, "writing the dense part of a checkpoint", write)
 
     def finish() -> tuple[SavedFile, ...]:
         files.clear()
         if first:
-            writer.finish(here["metadata"], [results for results, _ in parts])
+            writer.finish(here[0], [results for results, _ in parts])
         return files.saved()
 
     index = together(collectives, "index of the dense part of a checkpoint", finish)
@@ -113,7 +111,7 @@ class DenseReader:
 
     def __init__(self, storage: Storage) -> None:
         self._reader = FileSystemReader(FOLDER)
-        self._reader.fs, self._reader.path = _Files(storage), FOLDER
+        self._reader.fs, self._reader.path = cast(Any, _Files(storage)), FOLDER
         self.metadata: Metadata = self._reader.read_metadata()
 
     def shape(self, key: str) -> tuple[int, ...] | None:
@@ -130,7 +128,7 @@ class DenseReader:
         found: torch.dtype = self.metadata.state_dict_metadata[key].properties.dtype  # type: ignore[union-attr]
         return found
 
-    def keys(self) -> Iterator[str]:
+    def names(self) -> Iterator[str]:
         """Names of all values."""
         return iter(self.metadata.state_dict_metadata)
 
@@ -186,10 +184,10 @@ class _Files(FileSystemBase):
         self._written = []
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         if mode == "rb":
             with self._storage.open(os.fspath(path)) as source:
-                yield source  # type: ignore[misc]
+                yield source
             return
         with self._storage.create(os.fspath(path).removesuffix(_TEMPORARY)) as file:
             yield _Sink(file)
@@ -242,12 +240,5 @@ def _check(storage: Storage, saved: SavedFile) -> None:
         while block := source.read(_BLOCK_BYTES):
             crc32, size = zlib.crc32(block, crc32), size + len(block)
     if (size, crc32) != (saved.bytes, saved.crc32):
-        got = f"{size} bytes" if size != saved.bytes else "another checksum than the manifest's"
-        raise CheckpointError(
-            describe(
-                f"checkpoint file {storage.url}/{saved.path}",
-                got=got,
-                allowed=f"the {saved.bytes} bytes that were saved",
-                remedy="Restore it from a copy, or load another checkpoint.",
-            )
-        )
+        got = f"{size} bytes" if size != saved.bytes else f"checksum {crc32:08x}"
+        raise damaged(storage, saved.path, got, f"{saved.bytes} bytes, checksum {saved.crc32:08x}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.manifest import Manifest, SavedFile
+from shoal.checkpoint.row_files import read_checked, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, describe
-from shoal.table.snapshot import HASHES
 
 __all__ = ["STATE_PATH", "JobState", "check_state", "read", "write"]
 
@@ -52,18 +51,7 @@ def write(
     """
     value = {"state": dict(state), "ranks": [dict(one) for one in rank_states]}
     data = _encoded(value, "state of a job")
-    with storage.create(STATE_PATH) as file:
-        file.write(data)
-    return SavedFile(
-        path=STATE_PATH,
-        kind="state",
-        tables=(),
-        start=0,
-        stop=HASHES,
-        rows=0,
-        bytes=file.bytes,
-        crc32=file.crc32,
-    )
+    return write_whole(storage, STATE_PATH, "state", data)
 
 
 def read(storage: Storage, manifest: Manifest) -> JobState:
@@ -75,16 +63,7 @@ def read(storage: Storage, manifest: Manifest) -> JobState:
     found = [one for one in manifest.files if one.kind == "state"]
     if not found:
         return JobState({}, ())
-    data = storage.read(found[0].path)
-    if len(data) != found[0].bytes or zlib.crc32(data) != found[0].crc32:
-        raise CheckpointError(
-            describe(
-                f"checkpoint file {storage.url}/{found[0].path}",
-                got="another size or checksum than the manifest's",
-                allowed="the file as it was saved",
-                remedy="Restore it from a copy, or load another checkpoint.",
-            )
-        )
+    data = read_checked(storage, found[0]).numpy().tobytes()
     value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return JobState(value["state"], tuple(value["ranks"]))
 

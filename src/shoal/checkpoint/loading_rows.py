@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.adapting import adapt
+from shoal.checkpoint.adapting import Adapted, adapt
 from shoal.checkpoint.chain_files import ChainFile, Newer, windows
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.matching import TableMatch
@@ -25,7 +25,7 @@ from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.resplit import hosted_rows, hosted_sights
 from shoal.table.shard import AdmissionState, RowChunk, Shard
 
-__all__ = ["Link", "RowLoader", "Target", "Tally", "targets_of"]
+__all__ = ["Link", "RowLoader", "Tally", "Target", "targets_of"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -136,9 +136,7 @@ class RowLoader:
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
-        self._layouts = {
-            table.key: RowLayout.of(table) for table in links[-1].manifest.tables
-        }
+        self._layouts = {table.key: RowLayout.of(table) for table in links[-1].manifest.tables}
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
@@ -222,13 +220,14 @@ class RowLoader:
             self._load_rows(targets, part)
 
     def _load_rows(self, targets: Sequence[Target], chunk: RowChunk) -> None:
-        adapted = None
+        adapted: Adapted | None = None
+        last: TableMatch | None = None
         for target in targets:
-            if adapted is None or adapted.chunk.table != target.match.spec.name:
-                seed = target.shard.seed
-                adapted = adapt(target.match, chunk, seed=seed, now_s=self._now_s)
+            if adapted is None or last is not target.match:  # not a further slice of the same
+                last = target.match
+                adapted = adapt(last, chunk, seed=target.shard.seed, now_s=self._now_s)
                 if adapted.unfit:
-                    self._unfit[target.match.key] += adapted.unfit
+                    self._unfit[last.key] += adapted.unfit
             rows = target.rows(adapted.chunk, self._rank)
             for piece in _pieces(rows, target.match.spec.capacity_rows):
                 target.shard.load(target.table, piece)

@@ -96,8 +96,7 @@ class TableMatch:
     def same_columns(self) -> bool:
         """Whether a row's numbers are where they were."""
         return self.saved.dim == self.spec.dim and all(
-            one.source == one.start and one.state_source == one.state_start
-            for one in self.segments
+            one.source == one.start and one.state_source == one.state_start for one in self.segments
         )
 
 
