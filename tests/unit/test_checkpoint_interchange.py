@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +14,35 @@ import torch
 from pyarrow import parquet as pq
 from torch import Tensor, nn
 
+from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.interchange import (
     Entries,
+    Offered,
     form_of,
     open_embeddings,
     open_monolith,
     open_npz,
     open_parquet,
     open_text,
+    receive,
     write_parquet,
 )
 from shoal.checkpoint.interchange.collecting import CollectedRows
 from shoal.checkpoint.interchange.entries import Source
 from shoal.checkpoint.interchange.tfrecord import frame, masked_crc32c, read_records
-from shoal.errors import DataError, UnknownName
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.verifying import verify
+from shoal.errors import CheckpointError, DataError, UnknownName
 from shoal.placement import hash_ids, sort_key
+from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table import Segment, TableSpec
+from shoal.table.factory import make_shard
+from shoal.table.hosting import HostedTables
 from shoal.table.shard import RowChunk
 from shoal.table.snapshot import HASHES
 
+NAMES = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
 I64 = torch.iinfo(torch.int64)
 
 
@@ -68,8 +78,7 @@ def all_of(source: Source, name: str) -> Entries:
         values = [getattr(part, field) for part in parts]
         return None if values[0] is None else torch.cat(values)
 
-    fields = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
-    return Entries(**{field: joined(field) for field in fields})
+    return Entries(**{field: joined(field) for field in NAMES})
 
 
 def chunk_of(rows: int, dim: int, state: int, dtype: torch.dtype = torch.float32) -> RowChunk:
@@ -109,11 +118,10 @@ def rows_of(chunk: RowChunk, piece: slice) -> RowChunk:
 
 
 def same(left: RowChunk, right: RowChunk) -> bool:
-    names = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
     return all(
         getattr(left, name).dtype == getattr(right, name).dtype
         and torch.equal(getattr(left, name), getattr(right, name))
-        for name in names
+        for name in NAMES
     )
 
 
@@ -412,8 +420,7 @@ def test_rows_are_put_in_order(run_bytes: int):
     with CollectedRows([form_of("c", spec)], run_bytes=run_bytes) as collected:
         for start in range(0, 5000, 700):
             piece = slice(start, start + 700)
-            fields = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
-            collected.add(0, Entries(**{f: getattr(whole, f)[piece] for f in fields}))
+            collected.add(0, Entries(**{f: getattr(whole, f)[piece] for f in NAMES}))
         collected.finish()
         assert collected.rows(0) == 5000
         assert collected.latest(0) == int(chunk.versions.max())
@@ -472,3 +479,72 @@ def test_columns_that_differ_are_refused():
             collected.add(0, Entries(ids=ids, weights=torch.ones(1, 3)))
         with pytest.raises(DataError, match="state of 1 floats"):
             collected.add(0, Entries(ids=ids, weights=torch.ones(1, 2), state=torch.ones(1, 1)))
+
+
+# --- the checkpoint
+
+
+class Given:
+    """A source of rows made by hand."""
+
+    def __init__(self, **tables: Entries) -> None:
+        self._tables = tables
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return tuple(Offered(name=n, dim=t.weights.shape[1]) for n, t in self._tables.items())
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        yield from ((name, rows) for name, rows in self._tables.items() if name in wanted)
+
+
+@pytest.mark.parametrize("counter", [None, "exact", "sketch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_received_checkpoint_loads(tmp_path: Path, counter: str | None, dtype: str):
+    admission = None
+    if counter is not None:
+        admission = Admission(threshold=2, counter=counter, sketch_width=16)
+    specs = tuple(
+        TableSpec(name=name, segments=(Segment(dim=2),), dtype=dtype, admission=admission)
+        for name in ("user", "item")
+    )
+    chunk = chunk_of(300, 2, 2, getattr(torch, dtype))
+    chunk = RowChunk("user", chunk.ids, *(getattr(chunk, name) for name in NAMES[1:]))
+    source = Given(
+        user=entries_of(chunk), item=Entries(ids=torch.tensor([5]), weights=torch.ones(1, 2))
+    )
+    forms = {spec.name: form_of("c", spec) for spec in specs}
+    manifest, where = receive(str(tmp_path / "new"), source, forms, seed=9, created_s=1)
+    assert where.endswith("step-000000000000-full")
+    assert verify(where).ok
+    shard = make_shard(specs, seed=9)
+    contents = Contents(tables={"c": HostedTables(specs, shard)})
+    loaded = load(tmp_path / "new", contents)
+    assert loaded.manifest.id == manifest.id
+    assert loaded.rows == {"c/user": 300, "c/item": 1}
+    assert same(shard.export(0), in_order(chunk))
+    assert shard.export(1).weights.tolist() == [[1.0, 1.0]]
+
+
+def test_a_receive_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
+    source = Given(t=Entries(ids=torch.arange(9), weights=torch.ones(9, 1)))
+
+    def broken(*_: object) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr("shoal.checkpoint.interchange.receiving.commit", broken)
+    with pytest.raises(CheckpointError, match="no room"):
+        receive(str(tmp_path / "new"), source, {"t": form}, created_s=1)
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "new" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="not empty"):
+        receive(str(tmp_path / "new"), source, {"t": form}, created_s=1)
+
+
+def test_received_into_memory_and_back():
+    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
+    source = Given(t=Entries(ids=torch.arange(9), weights=torch.ones(9, 1)))
+    _, where = receive("memory://received/new", source, {"t": form}, created_s=1)
+    assert where.startswith("memory://")
+    assert verify(where).ok

@@ -78,7 +78,7 @@ def _print_rows(rows: TableDiffs, out: Console) -> None:
 def _dense(a: Place, b: Place, manifests: Sequence[Manifest]) -> Iterator[str]:
     """A line for each value of a module or an optimizer that differs."""
     readers = [_reader(place, one) for place, one in zip((a, b), manifests, strict=True)]
-    keys = [frozenset(reader.keys()) if reader else frozenset() for reader in readers]
+    keys = [frozenset(reader.names()) if reader else frozenset() for reader in readers]
     for key in sorted(keys[0] | keys[1]):
         for letter, own in zip("AB", keys, strict=True):
             if key not in keys[0] & keys[1] and key in own:

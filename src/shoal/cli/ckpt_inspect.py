@@ -121,7 +121,7 @@ def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
     shapes: dict[str, tuple[int, ...] | None] = {}
     if any(file.kind == "dense" for file in manifest.files):
         reader = DenseReader(place.folder)
-        shapes.update((key, reader.shape(key)) for key in tuple(reader.keys()))
+        shapes.update((key, reader.shape(key)) for key in tuple(reader.names()))
 
     def numbers(part: str, name: str) -> int:
         prefix = f"{part}/{name}/"

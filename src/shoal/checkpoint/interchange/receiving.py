@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from urllib.parse import quote
 
 import torch
 
 from shoal.checkpoint.interchange.collecting import CollectedRows
 from shoal.checkpoint.interchange.entries import Source, TableForm
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.row_files import RowFileWriter, write_whole
+from shoal.checkpoint.row_files import RowFileWriter, sketch_path, write_whole
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.splitting import TableRows, bits_for, pieces, split
 from shoal.checkpoint.storage import Storage
@@ -142,8 +141,7 @@ def _sketches(folder: Storage, tables: Sequence[SavedTable]) -> Iterator[SavedFi
     for table in tables:
         if table.admission and table.admission.startswith("sketch"):
             width, depth = table.admission.removeprefix("sketch ").split("x")
-            name = f"{quote(table.collection, safe='')}.{quote(table.name, safe='')}"
-            path = f"sights/{name}.sketch"
+            path = sketch_path(table.collection, table.name)
             yield write_whole(
                 folder, path, "sketch", bytes(4 * int(width) * int(depth)), [table.key]
             )
