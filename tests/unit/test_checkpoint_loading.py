@@ -360,10 +360,43 @@ def test_capacity(tmp_path: Path) -> None:
     with pytest.raises(TableFull):
         load(tmp_path, Contents(tables={"b": full}))
     assert full.shard.size(0) == 0
-    evicting = hosted(dataclasses.replace(TAGS, capacity_rows=20, on_full="lru"))
-    load(tmp_path, Contents(tables={"b": evicting}))
-    kept = evicting.shard.export(0)
-    assert kept.ids.numel() == 20 and set(kept.last_seen_s.tolist()) == {15}
+
+
+@pytest.mark.parametrize(("policy", "capacity"), [("lru", 20), ("lru", 45), ("lfu", 33)])
+def test_an_evicting_table_keeps_the_rows_in_use(
+    tmp_path: Path, policy: Any, capacity: int
+) -> None:
+    rows = trained(TAGS, 60).export()
+    rows.counts[:] = torch.arange(60) % 7
+    cut = chunk_where(rows, torch.arange(60) < 50)
+    parent = write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, cut, cuts=QUARTERS)]}, epoch=8)
+    late = chunk_where(rows, torch.arange(60) >= 45)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, late)]}, step=2, epoch=9, parent=parent)
+    tables = hosted(dataclasses.replace(TAGS, capacity_rows=capacity, on_full=policy))
+    found = load(tmp_path, Contents(tables={"b": tables}))
+    kept = tables.shard.export(0)
+    assert found.rows == {"b/tags": capacity} and kept.ids.numel() == capacity
+    used = (lambda one: one.last_seen_s) if policy == "lru" else (lambda one: one.counts)
+    best = used(rows).sort(descending=True).values[:capacity]
+    assert torch.equal(used(kept).sort(descending=True).values, best)
+    by_id = {id_: k for k, id_ in enumerate(rows.ids.tolist())}
+    order = torch.tensor([by_id[id_] for id_ in kept.ids.tolist()])
+    check_equal(kept, chunk_where(rows, order))
+
+
+def test_a_table_at_its_budget_may_be_split_otherwise(tmp_path: Path) -> None:
+    rows = trained(TAGS, 90).export()
+    spec = dataclasses.replace(TAGS, capacity_rows=90, on_full="lru")
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(spec, rows)]}, epoch=9)
+    placement = plan_placement((spec,), 3)
+    kept = 0
+    for rank in range(3):
+        shard = CpuShard(hosted_specs((spec,), placement, rank))
+        tables = HostedTables(specs=(spec,), shard=shard, placement=placement)
+        load(tmp_path, Contents(tables={"b": tables}), collectives=OneOf(rank, 3))
+        kept += shard.size(0)
+        assert shard.size(0) <= 30
+    assert 80 <= kept < 90  # the hash does not split evenly
 
 
 def test_sketches_go_to_every_rank(tmp_path: Path) -> None:

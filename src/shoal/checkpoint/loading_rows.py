@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain as joined
@@ -19,7 +19,8 @@ from shoal.checkpoint.matching import TableMatch
 from shoal.checkpoint.row_files import ReadBuffer, read_checked, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, describe
+from shoal.checkpoint.trimming import Trim
+from shoal.errors import CheckpointError, TableFull, describe
 from shoal.placement import BUCKET_BITS, Hosted, hash_ids, owners, rank_buckets
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.resplit import hosted_rows, hosted_sights
@@ -140,6 +141,8 @@ class RowLoader:
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
+        self._trims: dict[Target, Trim] = {}
+        self._weighing = False
 
     def load(self) -> Tally:
         """Load everything.
@@ -149,15 +152,20 @@ class RowLoader:
                 dtypes. Rows may be loaded already.
             TableFull: a table has no room. As above.
         """
-        runs = windows([link.manifest for link in self._links], self._wanted)
-        newer: dict[str, Newer] = {}
-        ahead = _ahead([one for run in runs for one in run], self._opened)
-        for run in runs:
-            newer.clear()
-            oldest = min(one.link for one in run)
-            for one in run:
-                for key, chunk in next(ahead):
-                    self._take(one.link, oldest, key, chunk, newer)
+        try:
+            self._pass()
+        except TableFull:
+            # A table at its budget, split over other ranks, has more rows here and fewer there.
+            self._trims = _trims(joined.from_iterable(self._targets.values()))
+            if not self._trims:
+                raise
+            self.clear()
+            self._weighing = True
+            self._pass()
+            self._weighing = False
+            for trim in self._trims.values():
+                trim.weighed()
+            self._pass()
         if self._unfit:
             raise _does_not_fit(self._unfit)
         self._load_sights()
@@ -173,6 +181,20 @@ class RowLoader:
                 target.shard.load_admission_state(
                     target.table, AdmissionState(none, none.clone(), cells)
                 )
+
+    def _pass(self) -> None:
+        """Once over all files, from the newest to the oldest of each run."""
+        for counter in (self._rows, self._expired, self._unfit):
+            counter.clear()
+        runs = windows([link.manifest for link in self._links], self._wanted)
+        newer: dict[str, Newer] = {}
+        ahead = _ahead([one for run in runs for one in run], self._opened)
+        for run in runs:
+            newer.clear()
+            oldest = min(one.link for one in run)
+            for one in run:
+                for key, chunk in next(ahead):
+                    self._take(one.link, oldest, key, chunk, newer)
 
     def _wanted(self, file: SavedFile) -> bool:
         return any(
@@ -229,8 +251,14 @@ class RowLoader:
                 if adapted.unfit:
                     self._unfit[last.key] += adapted.unfit
             rows = target.rows(adapted.chunk, self._rank)
-            for piece in _pieces(rows, target.match.spec.capacity_rows):
-                target.shard.load(target.table, piece)
+            trim = self._trims.get(target)
+            if trim is not None and self._weighing:
+                trim.weigh(rows)
+            if self._weighing:
+                continue
+            if trim is not None:
+                rows = _selected(rows, trim.kept(rows))
+            target.shard.load(target.table, rows)
             if target.counts:
                 self._rows[target.match.key] += rows.ids.numel()
                 expired = target.owned(adapted.expired_U, self._rank)
@@ -295,16 +323,14 @@ def _selected(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
     )
 
 
-def _pieces(chunk: RowChunk, limit: int | None) -> Iterator[RowChunk]:
-    """Rows in runs no longer than a table may be: it can evict older ones for a run that fits."""
-    rows = chunk.ids.numel()
-    if limit is None or rows <= limit:
-        if rows:
-            yield chunk
-        return
-    for start in range(0, rows, limit):
-        part = torch.arange(start, min(start + limit, rows))
-        yield _selected(chunk, part)
+def _trims(targets: Iterable[Target]) -> dict[Target, Trim]:
+    """A choice of rows for each table that may leave some out."""
+    found = {}
+    for target in targets:
+        spec = target.shard.specs[target.table]
+        if spec.capacity_rows is not None and spec.on_full != "raise":
+            found[target] = Trim(spec.capacity_rows, spec.on_full)
+    return found
 
 
 def _does_not_fit(unfit: Mapping[str, int]) -> CheckpointError:
