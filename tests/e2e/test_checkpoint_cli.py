@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from shoal import checkpoint
-from shoal.checkpoint import CheckpointStore
+from shoal.checkpoint import CheckpointStore, Contents
 from shoal.checkpoint.interchange import parquet
 from shoal.checkpoint.interchange.tfrecord import frame
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.cli import app
+from shoal.table import Segment, Table, TableSpec
+from shoal.table.hosting import HostedTables
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
 LAYOUT = RowLayout(dim=3, state_width=3, dtype="float32")
@@ -196,6 +198,46 @@ def test_diff_of_a_chain_and_its_compaction(tmp_path: Path):
     assert invoke("verify", tmp_path / "step-000000000020-full")[0] == 0
     assert "load the full one" in refused("compact", delta)
     assert "full one" in refused("compact", tmp_path / "step-000000000010-full")
+
+
+def saved_job(root: Path, *, moved: float = 0.0) -> Manifest:
+    """A job with a dense module and its optimizer, after one step."""
+    spec = TableSpec(name="user", segments=(Segment(dim=2),))
+    table, module = Table(spec, seed=1), nn.Linear(3, 2)
+    table.apply([1, 2, 3], torch.ones(3, 2))
+    optimizer = torch.optim.Adam(module.parameters())
+    with torch.no_grad():
+        module.weight.fill_(0.5)
+        module.bias.fill_(0.25)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        module.weight[0, 0] += moved
+    contents = Contents(
+        tables={"c": HostedTables((spec,), table.shard)},
+        modules={"net": module},
+        optimizers={"net": optimizer},
+        state={"seen": 3},
+    )
+    return checkpoint.save(root, contents, step=1, position=3)
+
+
+def test_dense_parts_are_told_and_compared(tmp_path: Path):
+    for name, moved in (("a", 0.0), ("b", 0.0), ("c", 0.125)):
+        saved_job(tmp_path / name, moved=moved)
+    found = json.loads(invoke("inspect", tmp_path / "a", "--json")[1])
+    (net,) = found["modules"]
+    assert (net["module"], net["numbers"]) == ("net", 3 * 2 + 2)
+    assert net["optimizer_numbers"] >= 2 * (3 * 2 + 2)
+    files = {one["kind"]: one["files"] for one in found["files"]}
+    assert files["rows"] == files["state"] == 1
+    assert "net 8" in " ".join(invoke("inspect", tmp_path / "a")[1].split())
+    assert invoke("verify", tmp_path / "a")[0] == 0
+    assert invoke("diff", tmp_path / "a", tmp_path / "b")[0] == 0
+    code, out, _ = invoke("diff", tmp_path / "a", tmp_path / "c")
+    assert code == 1
+    assert "dense module/net/weight: 1 of 6 numbers, max diff 0.125" in out
+    assert "bias" not in out
 
 
 # --- export and import

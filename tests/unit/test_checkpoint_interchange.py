@@ -400,6 +400,13 @@ def test_bad_parquet_is_refused(tmp_path: Path, message: str):
         all_of(open_parquet(file, "t"), "t")
 
 
+def test_files_of_two_forms_are_refused(tmp_path: Path):
+    pq.write_table(pa.table({"id": [1], "weights": [[1.0]]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"id": [2], "vector": [[1.0]]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: got no column 'weights'"):
+        all_of(open_parquet(tmp_path, "t"), "t")
+
+
 def test_what_is_no_parquet_is_refused(tmp_path: Path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(DataError, match=str(path)):
@@ -479,6 +486,15 @@ def test_columns_that_differ_are_refused():
             collected.add(0, Entries(ids=ids, weights=torch.ones(1, 3)))
         with pytest.raises(DataError, match="state of 1 floats"):
             collected.add(0, Entries(ids=ids, weights=torch.ones(1, 2), state=torch.ones(1, 1)))
+
+
+def test_weights_that_the_dtype_cannot_hold_are_refused():
+    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=2),), dtype="float16"))
+    weights = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0], [3.0, -70_000.0]])
+    with CollectedRows([form]) as collected:
+        collected.add(0, Entries(ids=torch.tensor([1, 2]), weights=weights[:2]))
+        with pytest.raises(DataError, match="a weight of 7e\\+04 at id 3"):
+            collected.add(0, Entries(ids=torch.tensor([3]), weights=weights[2:]))
 
 
 # --- the checkpoint

@@ -22,6 +22,7 @@ from shoal.checkpoint.interchange.entries import (
     TableForm,
     malformed,
 )
+from shoal.checkpoint.manifest import SavedTable
 from shoal.errors import CheckpointError, describe
 from shoal.placement import hash_ids
 from shoal.table.shard import RowChunk
@@ -84,7 +85,7 @@ class CollectedRows:
         for (name, default), values in zip(defaults.items(), given, strict=True):
             rows[name] = default if values is None else values.clamp(0, _LARGEST).numpy()
         self._latest[table] = max(self._latest[table], int(rows["version"].max(initial=1)))
-        rows["weights"] = _stored(entries.weights, form.table.dtype)
+        rows["weights"] = _stored(form.table, entries)
         if form.table.state_width:
             state = form.initial_state if entries.state is None else entries.state
             assert state is not None
@@ -226,9 +227,19 @@ def _record(form: TableForm) -> np.dtype[Any]:
     return np.dtype(fields)
 
 
-def _stored(weights: Tensor, dtype: str) -> Any:
-    stored = weights.to(WEIGHT_DTYPES[dtype])
-    return (stored.view(torch.int16) if dtype == "bfloat16" else stored).numpy()
+def _stored(table: SavedTable, entries: Entries) -> Any:
+    """Weights in the table's dtype; bfloat16 as the int16 of its bits."""
+    stored = entries.weights.to(WEIGHT_DTYPES[table.dtype])
+    lost = (entries.weights.isfinite() & ~stored.isfinite()).any(1)
+    if lost.any():
+        row = int(lost.nonzero()[0])
+        raise malformed(
+            f"table {table.name!r} that come in",
+            f"a weight of {float(entries.weights[row].abs().max()):.4g} at id {entries.ids[row]}",
+            f"numbers that {table.dtype} holds",
+            "Choose a wider dtype.",
+        )
+    return (stored.view(torch.int16) if table.dtype == "bfloat16" else stored).numpy()
 
 
 def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:

@@ -171,8 +171,13 @@ class _Part:
         import pyarrow as pa
 
         wanted = [self._id, self._vector, *self._extra]
+        opened = _parquet(file)
+        names = opened.schema_arrow.names
+        if missing := [name for name in wanted if name not in names]:
+            got = f"no column {missing[0]!r}, which {self._files[0].name} has"
+            raise malformed(file, got, ", ".join(wanted), "Keep files of one form in a folder.")
         try:
-            yield from _parquet(file).iter_batches(batch_size=many, columns=wanted)
+            yield from opened.iter_batches(batch_size=many, columns=wanted)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, error) from error
 
