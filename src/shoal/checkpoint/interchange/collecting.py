@@ -30,7 +30,7 @@ from shoal.table.snapshot import HASHES
 
 __all__ = ["CollectedRows"]
 
-_RUN_BYTES = 64 << 20
+_RUN_BYTES = 32 << 20
 _PIECES = 256  # of the hash range, for what looks at all hashes
 _LARGEST = (1 << 32) - 1
 _Array = Any  # a NumPy array of records
@@ -42,7 +42,7 @@ class CollectedRows:
     Args:
         forms: the tables.
         last_seen_s: of rows that do not say when they were seen.
-        run_bytes: rows in memory before some go to a file; None: 64 MiB.
+        run_bytes: rows in memory before some go to a file; None: 32 MiB.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class CollectedRows:
         self._waiting: list[list[_Array]] = [[] for _ in self._forms]
         self._bytes = [0] * len(self._forms)
         self._latest = [1] * len(self._forms)
-        self._runs: list[list[tuple[_Array, _Array]]] = [[] for _ in self._forms]
+        # Of each run its hashes, and its rows or the file that they are in.
+        self._runs: list[list[tuple[_Array, _Array | Path]]] = [[] for _ in self._forms]
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-import-")
 
     def __enter__(self) -> CollectedRows:
@@ -151,9 +152,15 @@ class CollectedRows:
         for hashes, rows in self._runs[table]:
             low, high = _between(hashes, start, stop)
             if low < high:
-                found.append(np.array(rows[low:high]))
+                found.append(self._of_run(table, rows, low, high))
         merged = np.concatenate(found)
         return merged[np.argsort(merged["h"], kind="stable")] if len(found) > 2 else merged
+
+    def _of_run(self, table: int, rows: _Array | Path, low: int, high: int) -> _Array:
+        if not isinstance(rows, Path):
+            return rows[low:high]
+        dtype = self._dtypes[table]
+        return np.fromfile(rows, dtype=dtype, count=high - low, offset=low * dtype.itemsize)
 
     def _sorted(self, table: int) -> _Array:
         rows = np.concatenate(self._waiting[table])
@@ -176,7 +183,7 @@ class CollectedRows:
                 )
             ) from error
         mapped = np.memmap(f"{stem}.hashes", dtype=np.uint64, mode="r")
-        self._runs[table].append((mapped, np.memmap(f"{stem}.rows", dtype=rows.dtype, mode="r")))
+        self._runs[table].append((mapped, Path(f"{stem}.rows")))
 
     def _check(self, form: TableForm, entries: Entries) -> None:
         table = form.table
