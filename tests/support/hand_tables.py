@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.loading_rows import Tally
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import Adagrad, Adam
 from shoal.table import Segment, Table, TableSpec
@@ -79,5 +80,6 @@ class OneOf:
     def gather_objects(self, value: Any, *, what: str) -> list[Any]:
         told, own = value
         mine = (told, own)
-        empty = type(own)({}, {}) if type(own).__name__ == "Tally" else own
+        none: dict[str, int] = {}
+        empty = dataclasses.replace(own, rows=none, expired=none) if isinstance(own, Tally) else own
         return [mine if rank == self.rank else (None, empty) for rank in range(self.world_size)]

@@ -112,7 +112,9 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     assert found.rank_state is not None and found.rank_state["rng"].tolist() == [0, 1, 2]
     assert (found.manifest.step, found.manifest.position) == (7, 70)
     assert [shard.last_step for shard in job.shards()] == [6, 7]
-    # The next epoch is the one after the checkpoint's.
+    # A delta may go on top of it, of what changes from the next epoch on.
+    assert found.cursors is not None
+    assert {key: one.from_epoch for key, one in found.cursors.items()} == {"a": 5, "b": 5}
     assert [shard.cut() for shard in job.shards()] == [6, 6]
 
 
@@ -186,7 +188,7 @@ def test_options_reach_tables_and_dense_parts(
         dense=False,
     )
     found = load(root, Contents(tables={"x": tables}), options=options)
-    assert found.rows == {"x/people": 500}
+    assert found.rows == {"x/people": 500} and found.cursors is None
     assert tables.shard.last_step == 6
     by_id = {int(i): k for k, i in enumerate(rows["a/users"].ids.tolist())}
     export = tables.shard.export(0)
@@ -204,6 +206,7 @@ def test_expired_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     assert 0 < old < 60
     assert (found.rows["b/tags"], found.expired["b/tags"]) == (60 - old, old)
     check_equal(tables.shard.export(0), chunk_where(rows, rows.last_seen_s > 12))
+    assert found.cursors is None  # a delta would not say that they are gone
     every = hosted(dataclasses.replace(TAGS, expiry=Expiry(ttl_s=8)))
     assert load(tmp_path, Contents(tables={"b": every})).rows == {"b/tags": 60}
 
@@ -242,6 +245,7 @@ def test_an_evicting_table_keeps_the_rows_in_use(
     found = load(tmp_path, Contents(tables={"b": tables}))
     kept = tables.shard.export(0)
     assert found.rows == {"b/tags": capacity} and kept.ids.numel() == capacity
+    assert found.cursors is None
     used = (lambda one: one.last_seen_s) if policy == "lru" else (lambda one: one.counts)
     best = used(rows).sort(descending=True).values[:capacity]
     assert torch.equal(used(kept).sort(descending=True).values, best)
