@@ -126,7 +126,7 @@ class TrainPipeline:
 
     @property
     def evict_due_s(self) -> int | None:
-        """Event time of the next eviction, as of the last cut; None: the first batches settle it."""
+        """When the next eviction is due, as of the last cut; None: the first batches settle it."""
         return self._evict_due_s
 
     @property
