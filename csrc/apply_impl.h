@@ -278,6 +278,9 @@ std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyS
       ++skipped;
       return;
     }
+    if (job.keeper.keep != nullptr && job.step.nan_policy != 0) {
+      job.keeper.keep(job.keeper.context, job.table.rows, s.rows + u, s.versions + u, 1);
+    }
     const Source& source = source_at(job, items, s.heads[u]);
     const T* seen = source.seen == nullptr
                         ? nullptr
@@ -299,6 +302,10 @@ std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScr
   for (std::uint32_t u = 0; u < unique; ++u) {
     raise_maximum(row_maximum(job.table.rows, static_cast<std::uint32_t>(s.rows[u])),
                   job.step.epoch);
+  }
+  // A row that is skipped does not change, so there each is kept when that is known.
+  if (job.keeper.keep != nullptr && job.step.nan_policy == 0) {
+    job.keeper.keep(job.keeper.context, job.table.rows, s.rows, s.versions, unique);
   }
   const bool compensated = job.table.segments[0].rule.delay_compensated;
   if (!job.table.plain || job.table.n_segments != 1 || compensated || job.step.nan_policy != 0) {

@@ -141,6 +141,20 @@ std::size_t Arena::changed(std::size_t start, std::uint32_t from, std::uint32_t 
   return std::min(row, used_);
 }
 
+std::uint32_t Arena::latest() const {
+  constexpr std::size_t kGroup = std::size_t{1} << kMaximumShift;
+  const RowView v = view();
+  std::uint32_t latest = kFree;
+  for (std::size_t row = 0; row < used_; row = (row | (kGroup - 1)) + 1) {
+    // A maximum may be that of a row that is gone.
+    if (maxima_[row >> kMaximumShift] <= latest) continue;
+    for (std::size_t r = row; r < std::min(used_, row + kGroup); ++r) {
+      latest = std::max(latest, row_version(v, static_cast<std::uint32_t>(r)));
+    }
+  }
+  return latest;
+}
+
 // Rows beyond the high-water mark were never touched, so they are not resident.
 std::size_t Arena::weight_bytes() const { return used_ * strides_[kWeights]; }
 std::size_t Arena::state_bytes() const { return used_ * strides_[kState]; }

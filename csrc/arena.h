@@ -21,6 +21,11 @@ class Arena {
   void clear();
 
   std::size_t high_water() const { return used_; }
+  // Where the memory that a row lies in ends.
+  std::size_t block_stop(std::size_t row) const {
+    const int block = block_of(geometry_, static_cast<std::uint32_t>(row));
+    return block_start(block) + block_rows(block);
+  }
   std::size_t weight_bytes() const;
   std::size_t state_bytes() const;
   std::size_t metadata_bytes() const;
@@ -30,6 +35,8 @@ class Arena {
   // at the end. Blocks of 1,024 rows whose maximum is not above `from` cost one comparison.
   std::size_t changed(std::size_t start, std::uint32_t from, std::uint32_t to, std::size_t limit,
                       std::size_t& versions, std::vector<std::int32_t>& found) const;
+
+  std::uint32_t latest() const;  // of the versions of live rows
 
   static constexpr std::uint32_t kFree = 0;  // version of a row nobody owns
 

@@ -14,7 +14,9 @@
 
 #include "bind_changes.h"
 #include "bind_ops.h"
+#include "bind_shard.h"
 #include "bind_shared_memory.h"
+#include "bind_snapshot.h"
 #include "bind_specs.h"
 #include "buffers.h"
 #include "shard.h"
@@ -25,23 +27,11 @@ using namespace nb::literals;
 namespace shoal {
 namespace {
 
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
 std::vector<void*> pointers(const std::vector<Address>& addresses) {
   std::vector<void*> result(addresses.size());
   for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at<void>(addresses[i]);
   return result;
 }
-
-struct PyShard {
-  Shard shard;
-  explicit PyShard(std::vector<TableSpec> specs) : shard(std::move(specs)) {}
-};
 
 // A ticket ends with its Python object at the latest; it keeps the shard alive until then.
 struct PyTicket {
@@ -376,6 +366,7 @@ NB_MODULE(_core, m) {
   bind_lookups(shard);
   bind_updates(shard);
   bind_upkeep(shard);
+  bind_snapshot(m, shard);
   bind_ids_ops(m);
   bind_rows_ops(m);
   bind_segment_ops(m);

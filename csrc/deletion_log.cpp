@@ -1,28 +1,9 @@
 #include "deletion_log.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
-#include <string>
 
 namespace shoal {
-
-UnnamedFile::UnnamedFile() {
-  const char* folder = std::getenv("TMPDIR");
-  std::string path = folder == nullptr || *folder == '\0' ? "/tmp" : folder;
-  path += "/shoal-deletions-XXXXXX";
-  fd_ = mkstemp(path.data());
-  if (fd_ < 0) throw std::runtime_error("no temporary file for the log of deletions");
-  unlink(path.c_str());
-  fcntl(fd_, F_SETFD, FD_CLOEXEC);
-}
-
-UnnamedFile::~UnnamedFile() {
-  if (fd_ >= 0) close(fd_);
-}
 
 void DeletionLog::empty() {
   first_ = tail_at_ = 0;
@@ -62,16 +43,8 @@ void DeletionLog::spill() {
     files_.push_back(Spilled{UnnamedFile(), tail_at_, 0});
   }
   Spilled& to = files_.back();
-  const auto* at = reinterpret_cast<const char*>(tail_.data());
-  std::size_t left = tail_.size() * sizeof(Deletion);
-  auto offset = static_cast<off_t>(to.n * sizeof(Deletion));
-  while (left > 0) {
-    const ssize_t wrote = pwrite(to.file.fd(), at, left, offset);
-    if (wrote <= 0) throw std::runtime_error("cannot write the log of deletions");
-    at += wrote;
-    offset += wrote;
-    left -= static_cast<std::size_t>(wrote);
-  }
+  to.file.write(tail_.data(), tail_.size() * sizeof(Deletion),
+                static_cast<std::uint64_t>(to.n) * sizeof(Deletion));
   to.n += static_cast<std::int64_t>(tail_.size());
   tail_at_ += static_cast<std::int64_t>(tail_.size());
   tail_.clear();
@@ -104,16 +77,9 @@ std::vector<Deletion> DeletionLog::read(std::int64_t first, std::int64_t n) cons
   for (const Spilled& from : files_) {
     const std::int64_t until = std::min(stop, from.first + from.n);
     if (at < from.first || at >= until) continue;
-    auto* to = reinterpret_cast<char*>(records.data() + (at - first));
-    std::size_t left = static_cast<std::size_t>(until - at) * sizeof(Deletion);
-    auto offset = static_cast<off_t>((at - from.first) * sizeof(Deletion));
-    while (left > 0) {
-      const ssize_t got = pread(from.file.fd(), to, left, offset);
-      if (got <= 0) throw std::runtime_error("cannot read the log of deletions");
-      to += got;
-      offset += got;
-      left -= static_cast<std::size_t>(got);
-    }
+    from.file.read(records.data() + (at - first),
+                   static_cast<std::size_t>(until - at) * sizeof(Deletion),
+                   static_cast<std::uint64_t>(at - from.first) * sizeof(Deletion));
     at = until;
   }
   if (at < stop) std::copy_n(tail_.begin() + (at - tail_at_), stop - at, records.begin() + (at - first));

@@ -5,8 +5,9 @@
 // A record of an id that has a row again is still here; who reads asks the index.
 #include <cstdint>
 #include <deque>
-#include <utility>
 #include <vector>
+
+#include "unnamed_file.h"
 
 namespace shoal {
 
@@ -14,19 +15,6 @@ struct Deletion {
   std::int64_t id;
   std::int32_t table;
   std::uint32_t epoch;
-};
-
-// A file without a name in $TMPDIR, or /tmp; gone when closed.
-class UnnamedFile {
- public:
-  UnnamedFile();  // throws std::runtime_error
-  UnnamedFile(UnnamedFile&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  UnnamedFile& operator=(UnnamedFile&&) = delete;
-  ~UnnamedFile();
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
 };
 
 class DeletionLog {

@@ -98,6 +98,13 @@ struct ApplyScratch {
   char* temp;                // one row of float or double
 };
 
+// Who wants rows as they are before they change, told their versions; null: nobody.
+struct Keeper {
+  void (*keep)(const void* context, const RowView&, const std::int32_t* rows,
+               const std::uint32_t* versions, std::uint32_t n) = nullptr;
+  const void* context = nullptr;
+};
+
 struct ApplyJob {
   TableView table;
   const Source* sources;
@@ -105,6 +112,7 @@ struct ApplyJob {
   StepParams step;
   bool counted;       // some source brings counts of its own
   bool in_place;      // all sources are direct and nothing changes a gradient before the rule
+  Keeper keeper;
 };
 
 struct Kernels {

@@ -51,11 +51,15 @@ Shard::Shard(std::vector<TableSpec> specs) : incarnation_(new_incarnation()) {
   for (int t = 0; t < size(); ++t) tables_[t].log_deletions(&deletions_, t);
 }
 
-std::uint32_t Shard::cut() {
-  const WriteGuard guard(lock_);
+void Shard::check_epochs() const {
   if (epoch_ == std::numeric_limits<std::uint32_t>::max()) {
     throw std::overflow_error("a shard has at most 2^32 - 1 epochs");
   }
+}
+
+std::uint32_t Shard::cut() {
+  const WriteGuard guard(lock_);
+  check_epochs();
   deletions_.set_epoch(epoch_ + 1);
   return epoch_++;
 }
@@ -288,6 +292,7 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
       const std::int32_t row = ticket->rows[i];
       if (mode == Write::reinitialize) {
         status[i] = fresh[i] ? 0 : 1;
+        table.keep(row);
         LastSeen& seen = row_seen(view.rows, static_cast<std::uint32_t>(row));
         const LastSeen before = seen;
         kernels().init_rows(view, groups.ids + i, &row, 1, step);

@@ -12,6 +12,7 @@
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
+#include "snapshot.h"
 #include "table.h"
 
 namespace shoal {
@@ -156,6 +157,13 @@ class Shard {
   void stop_changes();                // no cursor is in use any more
   std::int64_t incarnation();
 
+  // A cut that keeps the rows as they are at it until close(); rows and deletions after
+  // `since->from`, or all rows. Throws SnapshotRefused.
+  std::shared_ptr<Snapshot> snapshot(const ChangeCursor* since, Snapshot::Options options);
+  void close(const Snapshot& snapshot);
+  // Closes the epochs up to this one; throws std::invalid_argument where a row's is above it.
+  ChangeCursor resume(std::uint32_t epoch);
+
   std::int64_t evict(std::int64_t now_s);
   void end(Ticket& ticket);
   void clear(int t);
@@ -175,11 +183,14 @@ class Shard {
   ChangePage changes_locked(ChangeCursor cursor, std::int64_t limit) const;
   std::int64_t read_deletions(ChangePage& page, std::int64_t limit) const;
   void read_rows(ChangePage& page, std::int64_t limit) const;
+  void check_epochs() const;
+  void collect_deleted(std::uint32_t from, std::vector<std::vector<std::int64_t>>& deleted) const;
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;
   std::int64_t incarnation_;  // new whenever cursors of before can no longer be served
   DeletionLog deletions_;
+  std::shared_ptr<Snapshot> snapshot_;  // the open one
   std::atomic<std::int64_t> last_step_{0};     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;

@@ -105,7 +105,8 @@ void Shard::apply_locked(const ApplyArgs& args) {
       static_cast<std::int64_t>(parts.size()), args.threads, [&](std::int64_t i, int lane) {
         const TableWork& work = works[parts[i].work];
         const ApplyJob job{tables_[work.table].view(), work.sources.data(),
-                           args.lrs.data() + work.first_lr, step, work.counted, in_place(work)};
+                           args.lrs.data() + work.first_lr, step, work.counted, in_place(work),
+                           tables_[work.table].keeper()};
         const ApplyScratch memory =
             scratch_[lane].fit(parts[i].n, job.table.rows, job.in_place);
         skipped[parts[i].work] += kernels().apply(job, items_of(work, parts[i]), memory);
@@ -131,7 +132,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
     list_items(work, lists_);
     const RowView rows = tables_[work.table].view().rows;
     const ApplyJob job{tables_[work.table].view(), work.sources.data(), nullptr, StepParams{},
-                       work.counted, false};
+                       work.counted, false, Keeper{}};
     const ApplyScratch memory = scratch_[0].fit(work.items.n, rows, false);
     const std::uint32_t unique = kernels().sum(job, work.items, memory);
     const std::size_t bytes = rows.dim * (rows.dtype == DType::f64 ? 8 : 4);

@@ -64,6 +64,7 @@ void Shard::load_rows(int t, const Exported& rows) {
     throw TableFullError(table.spec().name, live, capacity, fresh);
   }
   table.reserve(live + fresh);
+  if (snapshot_) snapshot_->images().make_bits(t);
   // Rows bring versions of an earlier life, which no cursor of this one covers.
   if (rows.n > 0) incarnation_ = new_incarnation();
   const RowView view = table.view().rows;

@@ -208,7 +208,18 @@ std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned
   return many;
 }
 
+Keeper Table::keeper() const {
+  if (images_ == nullptr) return Keeper{};
+  return Keeper{[](const void* context, const RowView& view, const std::int32_t* rows,
+                   const std::uint32_t* versions, std::uint32_t n) {
+                  const auto& table = *static_cast<const Table*>(context);
+                  table.images_->keep(table.number_, view, rows, versions, n);
+                },
+                this};
+}
+
 void Table::write_row(std::int32_t row, const char* values, bool add, StepParams step) {
+  keep(row);
   const RowView rows = arena_.view();
   const auto at = static_cast<std::uint32_t>(row);
   char* stored = weight_row(rows, at);
@@ -237,6 +248,7 @@ void Table::load_row(const Loaded& loaded) {
     row = arena_.take();
     index_.insert(loaded.id, row);
   }
+  keep(row);
   const RowView rows = arena_.view();
   const auto at = static_cast<std::uint32_t>(row);
   std::memcpy(weight_row(rows, at), loaded.weights, spec_.dim * element_bytes(spec_.dtype));
@@ -248,11 +260,13 @@ void Table::load_row(const Loaded& loaded) {
   row_version(rows, at) = std::max<std::uint32_t>(loaded.version, 1);
   raise_maximum(row_maximum(rows, at), row_version(rows, at));
   row_seen(rows, at) = LastSeen{loaded.last_seen_s, loaded.count};
+  if (images_ != nullptr) images_->overwrite(number_, at);
 }
 
 bool Table::erase(std::int64_t id) {
   const std::int32_t row = index_.erase(id);
   if (row == kNoRow) return false;
+  keep(row);
   if (log_ != nullptr) log_->append(number_, id);
   arena_.give_back(row);
   return true;
@@ -279,7 +293,9 @@ void Table::clear() {
   const RowView rows = arena_.view();
   for (std::size_t r = 0; log_ != nullptr && r < arena_.high_water(); ++r) {
     const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) != Arena::kFree) log_->append(number_, row_id(rows, row));
+    if (row_version(rows, row) == Arena::kFree) continue;
+    keep(static_cast<std::int32_t>(row));
+    log_->append(number_, row_id(rows, row));
   }
   index_.clear();
   arena_.clear();

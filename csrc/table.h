@@ -10,6 +10,7 @@
 #include "deletion_log.h"
 #include "index.h"
 #include "kernels.h"
+#include "pre_images.h"
 
 namespace shoal {
 
@@ -105,6 +106,12 @@ class Table {
     log_ = log;
     number_ = number;
   }
+  // From now on rows that are about to change are copied there first; null: nowhere.
+  void keep_in(PreImages* images) { images_ = images; }
+  Keeper keeper() const;
+  void keep(std::int32_t row) const {
+    if (images_ != nullptr) images_->keep(number_, arena_.view(), &row, nullptr, 1);
+  }
   // Live rows ordered by unsigned hash.
   std::vector<std::int32_t> rows_by_hash() const;
   void reserve(std::int64_t rows);
@@ -124,6 +131,7 @@ class Table {
   bool plain_ = true;
   DeletionLog* log_ = nullptr;
   int number_ = 0;
+  PreImages* images_ = nullptr;
 };
 
 }  // namespace shoal

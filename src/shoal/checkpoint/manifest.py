@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.typed_json import NotThat, decoded
+from shoal.errors import CheckpointError, describe
+
 __all__ = [
+    "MANIFEST",
     "SCHEMA",
     "FileKind",
     "Kind",
@@ -14,7 +22,13 @@ __all__ = [
     "SavedFile",
     "SavedSegment",
     "SavedTable",
+    "commit",
+    "from_json",
+    "read_manifest",
+    "to_json",
 ]
+
+MANIFEST = "manifest.json"
 
 SCHEMA = 2
 
@@ -133,3 +147,134 @@ class Manifest:
     modules: tuple[str, ...]
     optimizers: tuple[str, ...]
     files: tuple[SavedFile, ...]
+
+
+_TAIL = ',\n  "crc32": "{:08x}"\n}}\n'
+_TAIL_BYTES = len(_TAIL.format(0))
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`; they end with the checksum of all before it."""
+    head = json.dumps(asdict(manifest), indent=2, ensure_ascii=True).removesuffix("\n}")
+    return (head + _TAIL.format(zlib.crc32(head.encode()))).encode()
+
+
+def from_json(data: bytes, where: str = MANIFEST) -> Manifest:
+    """The manifest that `to_json` made these bytes of; `where` is for errors.
+
+    Raises:
+        CheckpointError: other bytes than were written, another schema, or values that no
+            checkpoint has.
+    """
+    head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    whole = tail == _TAIL.format(zlib.crc32(head)).encode()
+    try:
+        raw = json.loads(data)
+    except ValueError as error:
+        raise _damaged(where, f"no JSON ({error})") from error
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if type(schema) is int and schema != SCHEMA and (whole or "crc32" not in raw):
+        raise CheckpointError(
+            describe(
+                f"schema of {where}",
+                got=f"{schema}, a {'newer' if schema > SCHEMA else 'older'} form",
+                allowed=SCHEMA,
+                remedy="Load it with the version that wrote it.",
+            )
+        )
+    if not whole:
+        raise _damaged(where, "another checksum than its last line says")
+    del raw["crc32"]
+    try:
+        manifest: Manifest = decoded(Manifest, raw, "manifest")
+        _check(manifest)
+    except NotThat as error:
+        raise _damaged(where, str(error)) from error
+    return manifest
+
+
+def read_manifest(storage: Storage | str | Path) -> Manifest:
+    """Read the manifest of a checkpoint's folder.
+
+    Raises:
+        CheckpointError: the folder holds no finished checkpoint, its manifest is damaged, or it
+            is of a form that this version does not know.
+    """
+    if not isinstance(storage, Storage):
+        storage = Storage(storage)
+    if not storage.exists(MANIFEST):
+        raise CheckpointError(
+            describe(
+                "checkpoint",
+                got=f"{storage.url} without {MANIFEST}",
+                allowed="a folder that a finished save wrote",
+                remedy="Check the path; an interrupted save leaves no manifest.",
+            )
+        )
+    return from_json(storage.read(MANIFEST), f"{storage.url}/{MANIFEST}")
+
+
+def commit(storage: Storage, manifest: Manifest) -> None:
+    """Write the manifest: from here on the folder is a checkpoint. All it names must be durable.
+
+    Raises:
+        CheckpointError: the folder is a checkpoint already, or values that no checkpoint has.
+    """
+    if storage.exists(MANIFEST):
+        raise CheckpointError(
+            describe(
+                "checkpoint folder",
+                got=f"{storage.url}, which holds a checkpoint",
+                allowed="a folder without one",
+                remedy="Choose another folder; a checkpoint is never overwritten.",
+            )
+        )
+    data = to_json(manifest)
+    from_json(data, f"{storage.url}/{MANIFEST}")
+    storage.replace(MANIFEST, data)
+
+
+def _damaged(where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        describe(
+            f"checkpoint file {where}",
+            got=why,
+            allowed="the file as it was written",
+            remedy="It is damaged: load an earlier checkpoint, or copy it anew.",
+        )
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    """What types do not say."""
+    digits = set(manifest.id)
+    if len(manifest.id) != 32 or not digits <= set("0123456789abcdef"):
+        raise NotThat("id", manifest.id, "32 hexadecimal digits")
+    if (manifest.kind == "delta") != (manifest.parent is not None):
+        raise NotThat("parent", manifest.parent, "one of a delta, none of a full checkpoint")
+    keys = {table.key for table in manifest.tables}
+    if len(keys) != len(manifest.tables):
+        raise NotThat("tables", "two of one name", "one of each name")
+    paths = set()
+    for file in manifest.files:
+        parts = file.path.split("/")
+        if any(part in ("", ".", "..") for part in parts) or "\\" in file.path:
+            raise NotThat("path of a file", file.path, "a path below the folder")
+        if file.path in paths or file.path == MANIFEST:
+            raise NotThat("files", f"{file.path} twice", "each path once")
+        paths.add(file.path)
+        if not 0 <= file.start < file.stop <= 1 << 64:
+            raise NotThat(f"hashes of {file.path}", (file.start, file.stop), "a range of 64 bits")
+        if min(file.rows, file.bytes) < 0 or not 0 <= file.crc32 < 1 << 32:
+            raise NotThat(f"sizes of {file.path}", file, "0 or more")
+        if unknown := set(file.tables) - keys:
+            raise NotThat(f"tables of {file.path}", sorted(unknown), "tables of the manifest")
+        if manifest.kind == "full" and file.kind == "deleted":
+            raise NotThat("files", file.path, "no deletions in a full checkpoint")
+    for table in manifest.tables:
+        for kind, rows in (("rows", table.rows), ("deleted", table.deleted)):
+            files = [f for f in manifest.files if f.kind == kind and table.key in f.tables]
+            alone = all(len(f.tables) == 1 for f in files)
+            held = sum(f.rows for f in files)
+            if rows < 0 or (held != rows if alone else held < rows):
+                raise NotThat(f"{kind} of table {table.key!r}", rows, f"{held}, as in its files")

@@ -26,11 +26,19 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError, describe
-from shoal.table import rows
+from shoal.table import rows, scalars
 from shoal.table.shard import RowChunk
 from shoal.table.spec import TableSpec
 
-__all__ = ["ChangeFeed", "Changes", "Cursor", "DeletedIds", "changes_of", "released"]
+__all__ = [
+    "ChangeFeed",
+    "Changes",
+    "Cursor",
+    "DeletedIds",
+    "changes_of",
+    "released",
+    "resumed",
+]
 
 _INT_LIMITS = {
     "incarnation": 1 << 63,
@@ -229,3 +237,25 @@ def released(epoch: int) -> int:
             )
         )
     return epoch
+
+
+def resumed(core: Any, epoch: int) -> Cursor:
+    """The cursor of a compiled shard's consumer that has everything up to `epoch`.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+    """
+    remedy = "Pass the epoch that the loaded rows were saved at."
+    scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
+    try:
+        return Cursor(*core.resume(epoch))
+    except ValueError as error:
+        raise InputError(
+            describe(
+                "epoch to resume at",
+                got=epoch,
+                allowed="at least the version of every row",
+                remedy=remedy,
+            )
+        ) from error

@@ -372,7 +372,8 @@ def chunk(
                     remedy="Load rows of a table with the same segments, rules and dtype.",
                 )
             )
-    for name in ("versions", "last_seen_s", "counts"):
+    _within(f"versions of rows for table {spec.name!r}", value.versions, scalars.LAST_VERSION)
+    for name in ("last_seen_s", "counts"):
         _within(f"{name} of rows for table {spec.name!r}", expected[name][0], _MAX_UINT32)
     sorted_R = value.ids.sort().values
     twice_R = sorted_R[1:][sorted_R[1:] == sorted_R[:-1]]

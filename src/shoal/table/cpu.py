@@ -69,9 +69,8 @@ class CpuShard(CpuUpkeep):
                     remedy="Leave it out to follow torch.get_num_threads().",
                 )
             )
-        super().__init__(specs, _core.Shard([table_dict(spec, seed) for spec in specs]))
+        super().__init__(specs, _core.Shard([table_dict(spec, seed) for spec in specs]), threads)
         self._seed = seed
-        self._threads = threads
         self._dims = tuple(spec.dim for spec in self._specs)
         self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
         self._rate_list = RateList(self._specs)
@@ -81,9 +80,6 @@ class CpuShard(CpuUpkeep):
     def seed(self) -> int:
         """Seed of initial values."""
         return self._seed
-
-    def _lanes(self) -> int:
-        return self._threads or torch.get_num_threads()
 
     def _groups(self, groups: IdGroups) -> Any:
         return checks.groups(groups, len(self._specs))

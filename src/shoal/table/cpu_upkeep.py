@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shoal.table import checks, refusals, rows
-from shoal.table.changes import Changes, Cursor, changes_of, released
+from shoal.table.changes import Changes, Cursor, changes_of, released, resumed
+from shoal.table.cpu_snapshot import BUFFER_BYTES, CpuSnapshot
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
-from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
 
 __all__ = ["CpuUpkeep"]
@@ -24,11 +24,16 @@ class CpuUpkeep:
     Args:
         specs: the tables.
         core: the compiled shard that holds them.
+        threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
     """
 
-    def __init__(self, specs: Sequence[TableSpec], core: Any) -> None:
+    def __init__(self, specs: Sequence[TableSpec], core: Any, threads: int | None) -> None:
         self._specs = tuple(specs)
         self._core = core
+        self._threads = threads
+
+    def _lanes(self) -> int:
+        return self._threads or torch.get_num_threads()
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
@@ -45,8 +50,12 @@ class CpuUpkeep:
         return int(self._core.evict(now_s))
 
     def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one."""
-        return int(self._core.cut())
+        """Close the current epoch and open the next; returns the closed one.
+
+        Raises:
+            InputError: the last of 2^32 - 2 epochs is open.
+        """
+        return int(refusals.cut(self._core.cut))
 
     @property
     def incarnation(self) -> int:
@@ -72,13 +81,29 @@ class CpuUpkeep:
         else:
             self._core.release(released(epoch))
 
-    def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """See `shoal.table.shard.Shard`."""
-        raise NotImplementedError
+    def snapshot(
+        self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
+    ) -> CpuSnapshot:
+        """Make a cut and keep the rows as they are at it; see `shoal.table.shard.Shard`.
+
+        Args:
+            since: only what changed after `since.from_epoch`; None: all rows.
+            buffer_bytes: memory for copies of rows that change; what is beyond it goes to an
+                unlinked file in $TMPDIR.
+
+        Raises:
+            InputError: another snapshot is open, `since` is of another incarnation, older than
+                the deletions that are kept or not of a closed epoch, or the buffer is negative.
+        """
+        return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)
 
     def resume(self, epoch: int) -> Cursor:
-        """See `shoal.table.shard.Shard`."""
-        raise NotImplementedError
+        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+
+        Raises:
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+        """
+        return resumed(self._core, epoch)
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""

@@ -11,6 +11,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import (
+    InputError,
     NonFiniteGradient,
     OutOfDeviceMemory,
     ShapeError,
@@ -22,6 +23,7 @@ from shoal.errors import (
 
 __all__ = [
     "cleared",
+    "cut",
     "enough_memory",
     "foreign_ticket",
     "out_of_memory",
@@ -58,6 +60,25 @@ def worded(call: Callable[[], T]) -> T:
                 "nan_policy='skip' or 'clip'. No table was changed.",
             )
         ) from None
+
+
+def cut(call: Callable[[], T]) -> T:
+    """Run a call that closes an epoch.
+
+    Raises:
+        InputError: there is no epoch after the open one.
+    """
+    try:
+        return call()
+    except OverflowError as error:
+        raise InputError(
+            describe(
+                "cut",
+                got="the last epoch is open",
+                allowed="at most 2^32 - 2 epochs in the life of a table's rows",
+                remedy="Set the versions of all rows to 1 and load them into new tables.",
+            )
+        ) from error
 
 
 def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:

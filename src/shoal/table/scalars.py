@@ -11,10 +11,20 @@ from shoal.errors import DTypeError, InputError, describe
 if TYPE_CHECKING:
     from shoal.table.shard import StepContext
 
-__all__ = ["MAX_ID", "MAX_TIME_S", "MIN_ID", "event_time", "finite_rates", "step", "whole"]
+__all__ = [
+    "LAST_VERSION",
+    "MAX_ID",
+    "MAX_TIME_S",
+    "MIN_ID",
+    "event_time",
+    "finite_rates",
+    "step",
+    "whole",
+]
 
 MIN_ID, MAX_ID = -(1 << 63), (1 << 63) - 1
 MAX_TIME_S = (1 << 32) - 1
+LAST_VERSION = (1 << 32) - 2  # one epoch must remain above that of any row
 
 _POLICIES = ("raise", "skip", "clip")
 _MAX_STEP = (1 << 63) - 1

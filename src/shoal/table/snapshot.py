@@ -7,11 +7,36 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shoal.table import scalars
 from shoal.table.shard import RowChunk
 
-__all__ = ["HASHES", "Snapshot"]
+__all__ = ["HASHES", "MOST_BITS", "Snapshot", "check_bits", "check_range"]
 
 HASHES = 1 << 64  # hashes are in [0, HASHES)
+MOST_BITS = 20  # of a histogram
+
+
+def check_range(start: int, stop: int) -> None:
+    """Check a range of hashes, 0 <= start <= stop <= HASHES.
+
+    Raises:
+        DTypeError: not ints.
+        InputError: outside, or out of order.
+    """
+    remedy = "Cut [0, 2^64) into ranges as Python ints."
+    scalars.whole("stop of a range of hashes", stop, 0, HASHES, remedy=remedy)
+    scalars.whole("start of a range of hashes", start, 0, stop, remedy=remedy)
+
+
+def check_bits(bits: int) -> None:
+    """Check the bits of a histogram, 0..MOST_BITS.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: outside.
+    """
+    remedy = f"A histogram has at most 2^{MOST_BITS} bins."
+    scalars.whole("bits of a histogram", bits, 0, MOST_BITS, remedy=remedy)
 
 
 class Snapshot(Protocol):

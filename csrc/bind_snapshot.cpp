@@ -1,0 +1,106 @@
+#include "bind_snapshot.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+// Closed with its Python object at the latest; it keeps the shard alive until then.
+struct PySnapshot {
+  std::shared_ptr<PyShard> owner;
+  std::shared_ptr<Snapshot> snapshot;
+  std::mutex reading;
+  PySnapshot(std::shared_ptr<PyShard> o, std::shared_ptr<Snapshot> s)
+      : owner(std::move(o)), snapshot(std::move(s)) {}
+  PySnapshot(const PySnapshot&) = delete;
+  PySnapshot& operator=(const PySnapshot&) = delete;
+  ~PySnapshot() { owner->shard.close(*snapshot); }
+};
+
+using Where = std::tuple<std::int64_t, std::uint32_t, std::uint32_t, std::int64_t>;
+
+std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional<Where>& since,
+                                 std::size_t buffer_bytes, std::size_t window_rows) {
+  std::shared_ptr<Snapshot> snapshot;
+  {
+    const nb::gil_scoped_release release;
+    ChangeCursor cursor;
+    if (since) {
+      cursor = ChangeCursor{std::get<0>(*since), std::get<1>(*since), std::get<2>(*since),
+                            std::get<3>(*since)};
+    }
+    snapshot = s->shard.snapshot(since ? &cursor : nullptr,
+                                 Snapshot::Options{buffer_bytes, window_rows});
+  }
+  return std::make_unique<PySnapshot>(std::move(s), std::move(snapshot));
+}
+
+}  // namespace
+
+void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::exception<SnapshotRefused>(m, "SnapshotRefused");
+  nb::class_<PySnapshot>(m, "Snapshot")
+      .def_prop_ro("epoch", [](const PySnapshot& s) { return s.snapshot->epoch(); })
+      .def_prop_ro("since", [](const PySnapshot& s) { return s.snapshot->since(); })
+      .def("stats",
+           [](const PySnapshot& s) {
+             const PreImageStats stats = s.snapshot->stats();
+             return std::make_tuple(stats.rows, stats.spilled_bytes, stats.waited_s);
+           })
+      .def("histogram",
+           [](PySnapshot& s, int t, int bits, Address counts, int threads) {
+             const std::lock_guard guard(s.reading);
+             s.snapshot->histogram(t, bits, at<std::int64_t>(counts), threads);
+           },
+           Release())
+      .def("find",
+           [](PySnapshot& s, int t, std::uint64_t first, std::uint64_t last, int threads) {
+             const std::lock_guard guard(s.reading);
+             return s.snapshot->find(t, first, last, threads);
+           },
+           Release())
+      .def("read",
+           [](PySnapshot& s, const std::vector<Address>& to, int threads) {
+             const std::lock_guard guard(s.reading);
+             s.snapshot->read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
+                                              at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
+                                              at<char>(to[4]), at<char>(to[5])},
+                              threads);
+           },
+           Release())
+      .def("deleted_count",
+           [](PySnapshot& s, int t) {
+             const std::lock_guard guard(s.reading);
+             return s.snapshot->deleted(t).size();
+           },
+           Release())
+      .def("copy_deleted",
+           [](PySnapshot& s, int t, Address to) {
+             const std::lock_guard guard(s.reading);
+             const std::vector<std::int64_t>& ids = s.snapshot->deleted(t);
+             if (!ids.empty()) std::memcpy(at<void>(to), ids.data(), ids.size() * 8);
+           })
+      .def("close", [](PySnapshot& s) { s.owner->shard.close(*s.snapshot); }, Release());
+  shard.def("snapshot", &open, nb::arg("since").none(), nb::arg("buffer_bytes"),
+            nb::arg("window_rows"));
+  shard.def("resume",
+            [](PyShard& s, std::uint32_t epoch) {
+              const ChangeCursor cursor = s.shard.resume(epoch);
+              return std::make_tuple(cursor.incarnation, cursor.from, cursor.to, cursor.position);
+            },
+            Release());
+}
+
+}  // namespace shoal

@@ -1,0 +1,147 @@
+#pragma once
+// Rows as they were at a cut, copied by the first verb that changes them: in a bounded memory buffer,
+// then in an unnamed temporary file. Every row of the cut is either unchanged where it lies or has
+// exactly one copy here.
+//
+// Memory is four segments. Records grow from the front of one, entries (hash, where) from its end.
+// While two are full, a thread of its own sorts the older and writes it as a run: records by
+// (table, hash), with a mark in memory every 64 KiB, so that a range of hashes is found again.
+//
+// keep() and overwrite() run under the shard's exclusive lock; keep() from several threads at once.
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "layout.h"
+#include "memory.h"
+#include "pool.h"
+#include "unnamed_file.h"
+
+namespace shoal {
+
+struct PreImage {
+  std::int64_t id;
+  std::uint32_t table, row, version, seen_s, count;
+  std::uint32_t clock;  // of the reader when it was copied
+};
+static_assert(sizeof(PreImage) == 32);
+
+struct PreImageStats {
+  std::int64_t rows = 0, spilled_bytes = 0;
+  double waited_s = 0;  // verbs that waited for the disk
+};
+
+class PreImages {
+ public:
+  struct Form {  // of a table's rows
+    std::size_t weights, state;  // bytes
+    std::uint64_t salt;
+    std::size_t rows;            // numbers that rows of the cut lie below
+    std::size_t record = 0;      // bytes of a copy; set by PreImages
+  };
+  // Rows stamped in (since, epoch] are those of the cut.
+  PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t epoch,
+            std::size_t budget_bytes);
+  PreImages(const PreImages&) = delete;
+  PreImages& operator=(const PreImages&) = delete;
+  ~PreImages();
+
+  // Whether a row with this version is still as it was at the cut.
+  bool unchanged(int table, std::uint32_t row, std::uint32_t version) const {
+    if (version - since_ - 1 >= span_ || row >= forms_[table].rows) return false;
+    const std::vector<std::uint64_t>& bits = overwritten_[table];
+    return bits.empty() || (bits[row / 64] >> (row % 64) & 1) == 0;
+  }
+  // Copies those of the rows that are unchanged; `versions`, or null: as stored.
+  void keep(int table, const RowView& view, const std::int32_t* rows, const std::uint32_t* versions,
+            std::uint32_t n) noexcept;
+  // Rows that come in whole may bear versions of before the cut: whatever lies at this number from
+  // now on is not of the cut. make_bits() first, once a table: it throws std::bad_alloc.
+  void make_bits(int table) { overwritten_[table].resize((forms_[table].rows + 63) / 64); }
+  void overwrite(int table, std::uint32_t row) {
+    if (row < forms_[table].rows) overwritten_[table][row / 64] |= std::uint64_t{1} << (row % 64);
+  }
+
+  // The reader passes a place: copies made from now on have a clock not below what it returns.
+  std::uint32_t tick() { return clock_.fetch_add(1) + 1; }
+  // Calls visit(image, weights, state) for the table's copies with first <= hash <= last; takes the
+  // shard's lock for a moment. Throws std::runtime_error when the file failed.
+  using Visit = std::function<void(const PreImage&, const char* weights, const char* state)>;
+  void visit(FairLock& lock, int table, std::uint64_t first, std::uint64_t last,
+             const Visit& visit);
+  void check() const;  // throws std::runtime_error when a copy was lost
+  PreImageStats stats() const;
+
+ private:
+  struct Entry {
+    std::uint64_t hash;
+    std::uint32_t table, place;  // in units of 8 bytes
+  };
+  // A written one is a run already, but someone still reads it.
+  enum class State { empty, active, full, spilling, written };
+  struct Segment {
+    Block block;
+    std::size_t used = 0, entries = 0;
+    std::atomic<int> writers{0};
+    int readers = 0;
+    State state = State::empty;
+  };
+  struct Mark {
+    std::uint64_t hash, offset;
+    std::uint32_t table;
+  };
+  struct Run {
+    std::vector<Mark> marks;
+    std::uint64_t end;
+  };
+  struct Claim {
+    Segment* segment;
+    std::size_t at, entry;
+    std::uint32_t n;
+  };
+
+  Entry* entries(const Segment& segment) const;
+  Claim claim(const Form& form, std::uint32_t n);
+  void copy(const Claim& claim, int table, const RowView& view, const std::int32_t* rows,
+            const std::uint32_t* versions);
+  void rotate(std::unique_lock<std::mutex>& guard);
+  void spill();
+  Run write_run(const Segment& segment);
+  void read_run(const Run& run, int table, std::uint64_t first, std::uint64_t last,
+                const Visit& visit);
+  void fail(const char* why) noexcept;
+
+  std::vector<Form> forms_;
+  const std::uint32_t since_, span_;
+  std::size_t segment_bytes_, largest_ = 0;
+  std::vector<std::vector<std::uint64_t>> overwritten_;
+  std::atomic<std::uint32_t> clock_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<std::int64_t> kept_{0};
+
+  mutable std::mutex mutex_;  // all below; inside the shard's lock, never around it
+  std::condition_variable freed_, filled_;
+  std::array<Segment, 4> segments_;
+  Segment* active_ = nullptr;
+  std::deque<Segment*> full_;  // oldest first
+  std::deque<Run> runs_;
+  std::unique_ptr<UnnamedFile> file_;
+  std::uint64_t written_ = 0;
+  double waited_s_ = 0;
+  bool stop_ = false;
+  std::string why_;
+  std::vector<Entry> order_;   // scratch of the spilling thread
+  std::vector<char> out_;
+  std::thread spiller_;
+  const long process_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,283 @@
+#include "snapshot.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "prefetch.h"
+#include "shard.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kStretch = std::size_t{1} << 15;  // rows scanned under the lock at a time
+constexpr std::size_t kPiece = 1024;                    // rows copied under the lock at a time
+constexpr int kMostBins = 12;                           // as bits
+constexpr std::size_t kBinRows = 1024;
+
+std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
+  return mix64(static_cast<std::uint64_t>(id) ^ salt);
+}
+
+std::vector<PreImages::Form> forms_of(const Shard& shard) {
+  std::vector<PreImages::Form> forms;
+  for (int t = 0; t < shard.size(); ++t) {
+    const Table& table = shard.table(t);
+    const TableSpec& spec = table.spec();
+    const std::size_t real = spec.dtype == DType::f64 ? 8 : 4;
+    forms.push_back(PreImages::Form{spec.dim * element_bytes(spec.dtype), spec.state_width * real,
+                                    spec.salt, table.arena().high_water()});
+  }
+  return forms;
+}
+
+int bits_of(std::size_t bins) { return __builtin_ctzll(bins); }
+
+// The first hash of a bin; of the bin past the last one: 0.
+std::uint64_t bin_start(std::size_t bin, int bits) {
+  return bits == 0 ? 0 : static_cast<std::uint64_t>(bin) << (64 - bits);
+}
+
+std::size_t bin_of(std::uint64_t hash, int bits) { return bits == 0 ? 0 : hash >> (64 - bits); }
+
+}  // namespace
+
+Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
+                   std::vector<std::vector<std::int64_t>> deleted, Options options)
+    : shard_(shard),
+      since_(since),
+      epoch_(epoch),
+      window_rows_(std::max<std::size_t>(options.window_rows, 1)),
+      images_(forms_of(shard), since, epoch, options.buffer_bytes),
+      deleted_(std::move(deleted)),
+      deleted_ready_(deleted_.size(), false),
+      bins_(deleted_.size()) {
+  for (int t = 0; t < shard.size(); ++t) highs_.push_back(shard.table(t).arena().high_water());
+}
+
+void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64_t first,
+                         std::uint64_t last, const Found& found) const {
+  constexpr std::size_t kGroup = std::size_t{1} << kMaximumShift;
+  const Table& table = shard_.table(t);
+  const RowView view = table.view().rows;
+  const std::uint64_t salt = table.spec().salt;
+  while (start < stop) {
+    const auto row = static_cast<std::uint32_t>(start);
+    const std::size_t end =
+        std::min({stop, (start | (kGroup - 1)) + 1, table.arena().block_stop(start)});
+    start = end;
+    if (*row_maximum(view, row) <= since_) continue;
+    const BlockView& block = block_view(view, row);
+    const auto* versions = reinterpret_cast<const std::uint32_t*>(block.versions);
+    const auto* ids = reinterpret_cast<const std::int64_t*>(block.ids);
+    for (std::size_t r = row; r < end; ++r) {
+      const std::uint64_t hash = hash_of(ids[r], salt);
+      if (hash < first || hash > last) continue;
+      if (images_.unchanged(t, static_cast<std::uint32_t>(r), versions[r])) {
+        found(hash, static_cast<std::uint32_t>(r));
+      }
+    }
+  }
+}
+
+void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,
+                    const Found& found) {
+  const std::size_t high = highs_[t];
+  const std::size_t stretches = (high + kStretch - 1) / kStretch;
+  std::vector<std::uint32_t> clocks(stretches);
+  Pool::instance().run(static_cast<std::int64_t>(stretches), threads, [&](std::int64_t k, int) {
+    const ReadGuard guard(shard_.lock());
+    clocks[k] = images_.tick();
+    const std::size_t start = static_cast<std::size_t>(k) * kStretch;
+    scan_rows(t, start, std::min(start + kStretch, high), first, last, found);
+  });
+  const std::uint64_t salt = shard_.table(t).spec().salt;
+  // What changed before the scan passed it was not found there.
+  images_.visit(shard_.lock(), t, first, last, [&](const PreImage& image, const char*, const char*) {
+    if (image.clock < clocks[image.row / kStretch]) found(hash_of(image.id, salt), image.row);
+  });
+}
+
+void Snapshot::histogram(int t, int bits, std::int64_t* counts, int threads) {
+  scan(t, 0, ~std::uint64_t{0}, threads, [&](std::uint64_t hash, std::uint32_t) {
+    std::atomic_ref(counts[bin_of(hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+  });
+}
+
+const std::vector<std::uint32_t>& Snapshot::bins(int t, int threads) {
+  if (!bins_[t].empty()) return bins_[t];
+  int bits = 0;
+  while (bits < kMostBins && (highs_[t] >> bits) > kBinRows) ++bits;
+  std::vector<std::uint32_t> counts(std::size_t{1} << bits, 0);
+  scan(t, 0, ~std::uint64_t{0}, threads, [&](std::uint64_t hash, std::uint32_t) {
+    std::atomic_ref(counts[bin_of(hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+  });
+  return bins_[t] = std::move(counts);
+}
+
+// A window of whole bins from the one `first` lies in; bins are counted, so that each row goes
+// straight to its bin.
+void Snapshot::build(int t, std::uint64_t first, int threads) {
+  window_.table = -1;
+  const std::vector<std::uint32_t>& counts = bins(t, threads);
+  const int bits = bits_of(counts.size());
+  const std::size_t start = bin_of(first, bits);
+  std::vector<std::size_t> edges{0};
+  while (start + edges.size() - 1 < counts.size()) {
+    const std::size_t next = edges.back() + counts[start + edges.size() - 1];
+    if (edges.size() > 1 && next > window_rows_) break;
+    edges.push_back(next);
+  }
+  const std::size_t many = edges.size() - 1;
+  const std::size_t n = edges.back();
+  window_.first = bin_start(start, bits);
+  window_.last = bin_start(start + many, bits) - 1;
+  if (bits == 0) window_.last = ~std::uint64_t{0};
+  if (!window_.rows || window_.rows->size() < n) {
+    window_.rows.reset();
+    window_.rows = std::make_unique<Scratch<Entry>>(n);
+  }
+  Entry* const rows = window_.rows->data();
+  std::vector<std::size_t> at(edges.begin(), edges.end() - 1);
+  scan(t, window_.first, window_.last, threads, [&](std::uint64_t hash, std::uint32_t row) {
+    const std::size_t bin = bin_of(hash, bits) - start;
+    const std::size_t to = std::atomic_ref(at[bin]).fetch_add(1, std::memory_order_relaxed);
+    if (to >= edges[bin + 1]) throw std::logic_error("a snapshot met more rows than it counted");
+    rows[to] = Entry{hash, row};
+  });
+  images_.check();
+  for (std::size_t bin = 0; bin < many; ++bin) {
+    if (at[bin] != edges[bin + 1]) throw std::logic_error("a snapshot lost rows that it counted");
+  }
+  Pool::instance().run(static_cast<std::int64_t>(many), threads, [&](std::int64_t bin, int) {
+    std::sort(rows + edges[bin], rows + edges[bin + 1],
+              [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
+  });
+  window_.n = n;
+  window_.table = t;
+}
+
+std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int threads) {
+  images_.check();
+  found_.clear();
+  found_table_ = t;
+  found_first_ = first;
+  found_last_ = last;
+  for (;;) {
+    if (window_.table != t || first < window_.first || first > window_.last) {
+      build(t, first, threads);
+    }
+    const Entry* const rows = window_.rows->data();
+    const std::uint64_t end = std::min(last, window_.last);
+    const Entry* at = std::lower_bound(
+        rows, rows + window_.n, first, [](const Entry& e, std::uint64_t h) { return e.hash < h; });
+    const Entry* const stop = std::upper_bound(
+        at, rows + window_.n, end, [](std::uint64_t h, const Entry& e) { return h < e.hash; });
+    for (; at != stop; ++at) found_.push_back(at->row);
+    if (end == last) break;
+    first = end + 1;
+  }
+  return static_cast<std::int64_t>(found_.size());
+}
+
+void Snapshot::gather_piece(std::size_t start, std::size_t stop, const SnapshotColumns& to,
+                            std::vector<std::uint64_t>& missed) const {
+  constexpr std::size_t kAhead = 16;
+  const RowView view = shard_.table(found_table_).view().rows;
+  const std::size_t weights = view.dim * element_bytes(view.dtype);
+  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  const auto ask = [&](std::size_t i) {
+    const std::uint32_t row = found_[i];
+    const BlockView& block = block_view(view, row);
+    __builtin_prefetch(block.versions + std::size_t{row} * 4);
+    __builtin_prefetch(block.ids + std::size_t{row} * 8);
+    __builtin_prefetch(block.seen + std::size_t{row} * 8);
+    prefetch_row(block.weights + row * view.weight_stride, weights);
+    prefetch_row(block.state + row * view.state_stride, state);
+  };
+  for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
+  for (std::size_t i = start; i < stop; ++i) {
+    if (i + kAhead < stop) ask(i + kAhead);
+    const std::uint32_t row = found_[i];
+    const std::uint32_t version = row_version(view, row);
+    if (!images_.unchanged(found_table_, row, version)) {
+      missed.push_back(std::uint64_t{row} << 32 | i);
+      continue;
+    }
+    const LastSeen seen = row_seen(view, row);
+    to.ids[i] = row_id(view, row);
+    to.versions[i] = version;
+    to.seen_s[i] = seen.seconds;
+    to.counts[i] = seen.count;
+    std::memcpy(to.weights + i * weights, weight_row(view, row), weights);
+    if (state > 0) std::memcpy(to.state + i * state, state_row(view, row), state);
+  }
+}
+
+void Snapshot::read(const SnapshotColumns& to, int threads) {
+  const std::size_t n = found_.size();
+  if (n >= std::size_t{1} << 32) throw std::length_error("a range of 2^32 rows");
+  const std::size_t pieces = (n + kPiece - 1) / kPiece;
+  std::vector<std::vector<std::uint64_t>> missed(static_cast<std::size_t>(std::max(threads, 1)));
+  Pool::instance().run(static_cast<std::int64_t>(pieces), threads, [&](std::int64_t k, int lane) {
+    const std::size_t start = static_cast<std::size_t>(k) * kPiece;
+    const ReadGuard guard(shard_.lock());
+    gather_piece(start, std::min(start + kPiece, n), to, missed[lane]);
+  });
+  std::vector<std::uint64_t> all;
+  for (const std::vector<std::uint64_t>& some : missed) {
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  if (!all.empty()) fill(to, all);
+  images_.check();
+}
+
+void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed) {
+  const TableSpec& spec = shard_.table(found_table_).spec();
+  const std::size_t weights = spec.dim * element_bytes(spec.dtype);
+  const std::size_t state = spec.state_width * (spec.dtype == DType::f64 ? 8 : 4);
+  // Open addressing: row << 32 | place, all ones where free (no row has that number).
+  std::size_t size = 16;
+  while (size < 2 * missed.size()) size *= 2;
+  std::vector<std::uint64_t> slots(size, ~std::uint64_t{0});
+  const auto slot_of = [&](std::uint32_t row) { return (row * 0x9E3779B97F4A7C15ULL >> 20) & (size - 1); };
+  for (const std::uint64_t entry : missed) {
+    std::size_t at = slot_of(static_cast<std::uint32_t>(entry >> 32));
+    while (slots[at] != ~std::uint64_t{0}) at = (at + 1) & (size - 1);
+    slots[at] = entry;
+  }
+  std::size_t filled = 0;
+  images_.visit(shard_.lock(), found_table_, found_first_, found_last_,
+                [&](const PreImage& image, const char* from, const char* from_state) {
+                  std::size_t at = slot_of(image.row);
+                  while (slots[at] != ~std::uint64_t{0} && slots[at] >> 32 != image.row) {
+                    at = (at + 1) & (size - 1);
+                  }
+                  if (slots[at] == ~std::uint64_t{0}) return;  // read before it changed
+                  const std::size_t i = slots[at] & 0xffffffffU;
+                  to.ids[i] = image.id;
+                  to.versions[i] = image.version;
+                  to.seen_s[i] = image.seen_s;
+                  to.counts[i] = image.count;
+                  std::memcpy(to.weights + i * weights, from, weights);
+                  if (state > 0) std::memcpy(to.state + i * state, from_state, state);
+                  ++filled;
+                });
+  images_.check();
+  if (filled != missed.size()) throw std::logic_error("a snapshot lost rows that changed");
+}
+
+const std::vector<std::int64_t>& Snapshot::deleted(int t) {
+  std::vector<std::int64_t>& ids = deleted_[t];
+  if (!deleted_ready_[t]) {
+    const std::uint64_t salt = shard_.table(t).spec().salt;
+    std::sort(ids.begin(), ids.end(), [salt](std::int64_t a, std::int64_t b) {
+      return hash_of(a, salt) < hash_of(b, salt);
+    });
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    deleted_ready_[t] = true;
+  }
+  return ids;
+}
+
+}  // namespace shoal

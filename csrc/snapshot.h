@@ -1,0 +1,104 @@
+#pragma once
+// The rows of a shard as they were when an epoch closed, read by table and range of hashes while
+// verbs go on. Rows that did not change since are read where they lie; a row's version tells. The
+// others are in PreImages.
+//
+// Which rows there are is fixed at the cut, so an index of a window of the hash space, once built,
+// is right for good: (hash, row number), ordered, of at most 2^21 rows. It is built by scanning the
+// ids for a short while at a time, and adding what had been copied away before the scan came by.
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "buffers.h"
+#include "pre_images.h"
+
+namespace shoal {
+
+class Shard;
+class Table;
+
+class SnapshotRefused : public std::exception {
+ public:
+  enum class Why { open, incarnation, forgotten };
+  explicit SnapshotRefused(Why why) : why_(why) {}
+  const char* what() const noexcept override {
+    return why_ == Why::open ? "open" : why_ == Why::incarnation ? "incarnation" : "forgotten";
+  }
+
+ private:
+  Why why_;
+};
+
+// Where the rows of a range go: a value a row, or rows of `Form` bytes.
+struct SnapshotColumns {
+  std::int64_t *ids, *versions, *seen_s, *counts;
+  char *weights, *state;
+};
+
+class Snapshot {
+ public:
+  struct Options {
+    std::size_t buffer_bytes = std::size_t{64} << 20;
+    std::size_t window_rows = std::size_t{1} << 21;
+  };
+  // Under the shard's exclusive lock; `deleted`: ids by table, maybe several times.
+  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
+           std::vector<std::vector<std::int64_t>> deleted, Options options);
+
+  std::uint32_t since() const { return since_; }
+  std::uint32_t epoch() const { return epoch_; }
+  PreImages& images() { return images_; }
+  PreImageStats stats() const { return images_.stats(); }
+
+  // Adds the rows by the top bits of their hash.
+  void histogram(int t, int bits, std::int64_t* counts, int threads);
+  // Finds the rows with first <= hash <= last and returns how many there are; read() then copies
+  // those found last, ordered by hash.
+  std::int64_t find(int t, std::uint64_t first, std::uint64_t last, int threads);
+  void read(const SnapshotColumns& to, int threads);
+  // Ordered by hash, once each.
+  const std::vector<std::int64_t>& deleted(int t);
+
+ private:
+  struct Entry {
+    std::uint64_t hash;
+    std::uint32_t row;
+  };
+  struct Window {
+    int table = -1;
+    std::uint64_t first = 0, last = 0;
+    std::unique_ptr<Scratch<Entry>> rows;
+    std::size_t n = 0;
+  };
+  using Found = std::function<void(std::uint64_t hash, std::uint32_t row)>;
+
+  // Calls `found` once for each row of the cut with first <= hash <= last; from several threads.
+  void scan(int t, std::uint64_t first, std::uint64_t last, int threads, const Found& found);
+  void scan_rows(int t, std::size_t start, std::size_t stop, std::uint64_t first,
+                 std::uint64_t last, const Found& found) const;
+  const std::vector<std::uint32_t>& bins(int t, int threads);
+  void build(int t, std::uint64_t first, int threads);
+  std::vector<std::uint64_t> gather(const SnapshotColumns& to, int threads);
+  void gather_piece(std::size_t start, std::size_t stop, const SnapshotColumns& to,
+                    std::vector<std::uint64_t>& missed) const;
+  void fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed);
+
+  Shard& shard_;
+  const std::uint32_t since_, epoch_;
+  const std::size_t window_rows_;
+  PreImages images_;
+  std::vector<std::size_t> highs_;  // numbers that rows of the cut lie below
+  std::vector<std::vector<std::int64_t>> deleted_;
+  std::vector<bool> deleted_ready_;
+  std::vector<std::vector<std::uint32_t>> bins_;  // rows by top bits, once a table is read
+  Window window_;
+  int found_table_ = 0;
+  std::uint64_t found_first_ = 0, found_last_ = 0;
+  std::vector<std::uint32_t> found_;  // row numbers
+};
+
+}  // namespace shoal

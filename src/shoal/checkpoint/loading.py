@@ -1,0 +1,224 @@
+"""Fill a job from a checkpoint: on any number of ranks, wholly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import job_state
+from shoal.checkpoint.agreement import together
+from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.dense import DenseLoad
+from shoal.checkpoint.loading_rows import Link, RowLoader, Target, targets_of
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match_tables
+from shoal.checkpoint.store import CheckpointStore, locate
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.errors import CheckpointError, describe
+from shoal.table.shard import Shard
+
+__all__ = ["Loaded", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loaded:
+    """What was loaded.
+
+    Args:
+        manifest: of the checkpoint.
+        state: what `Contents.state` was.
+        rank_state: what `Contents.rank_state` was on this rank; None where the job had another
+            number of ranks.
+        rows: rows loaded, by table ("collection/table" of the model), over all ranks.
+        expired: rows left out since they are expired, likewise.
+    """
+
+    manifest: Manifest
+    state: Mapping[str, Any]
+    rank_state: Mapping[str, Any] | None
+    rows: Mapping[str, int]
+    expired: Mapping[str, int]
+
+
+def load(
+    url: str | Path,
+    contents: Contents,
+    *,
+    options: LoadOptions | None = None,
+    collectives: Collectives | None = None,
+) -> Loaded:
+    """Fill freshly built tables, modules and optimizers from a checkpoint.
+
+    Everything is compared first, and every file is checked before it is parsed. Where anything
+    fails on any rank, it is raised on every rank, tables are empty again and the rest is as it
+    was. Tables are at the checkpoint's epoch then: the next delta may be relative to it.
+
+    Args:
+        url: a checkpoint's folder, or the folder of a store: the newest in it.
+        contents: what to fill; its tables are empty. `state` and `rank_state` are not read.
+        options: subset, renames and waivers.
+        collectives: all ranks of the job, which all call this; None: this one alone.
+
+    Raises:
+        CheckpointError: there is none, a file of it is missing or damaged, or it is of another
+            model; or another rank raised something.
+        TableFull: rows do not fit a table.
+    """
+    ranks = LocalCollectives() if collectives is None else collectives
+    wanted = LoadOptions() if options is None else options
+    # What is newest may change under the ranks: the first one's word counts.
+    root, name = together(ranks, "finding a checkpoint", lambda: _found(url))[0]
+    prepared: list[_Load] = []
+
+    def prepare() -> int:
+        one = _Load(CheckpointStore(root), name, contents, wanted, ranks)
+        prepared.append(one)
+        return one.check()
+
+    epochs = together(ranks, f"checking checkpoint {name}", prepare)
+    (one,) = prepared
+    try:
+        tallies = together(ranks, f"loading the tables of checkpoint {name}", one.rows.load)
+        together(ranks, f"reading the dense part of checkpoint {name}", one.read_dense)
+        together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(epochs)))
+    except BaseException:
+        one.rows.clear()
+        raise
+    return Loaded(
+        manifest=one.manifest,
+        state=one.state.state,
+        rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
+        rows=_summed(one.matches, (tally.rows for tally in tallies)),
+        expired=_summed(one.matches, (tally.expired for tally in tallies)),
+    )
+
+
+class _Load:
+    """One rank's part of a load, stage by stage; no stage talks to other ranks."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        name: str,
+        contents: Contents,
+        options: LoadOptions,
+        ranks: Collectives,
+    ) -> None:
+        self._contents, self._ranks = contents, ranks
+        self._links = _links(store, name)
+        self.manifest = self._links[-1].manifest
+        specs = {key: hosting.specs for key, hosting in contents.tables.items()}
+        self.matches = match_tables(self.manifest.tables, specs, options)
+        for match in self.matches:
+            _check_links(self._links, match)
+            check_room(match, _fewest_rows(self._links, match), options.now_s)
+        targets = targets_of(self.matches, contents.tables, ranks.rank)
+        _check_empty(targets)
+        self.rows = RowLoader(self._links, targets, rank=ranks.rank, now_s=options.now_s)
+        self._dense: DenseLoad | None = None
+        if options.dense:
+            self._dense = DenseLoad(
+                self._links[-1].storage,
+                self.manifest,
+                contents.modules,
+                contents.optimizers,
+                options,
+            )
+        self.state = job_state.read(self._links[-1].storage, self.manifest)
+
+    def check(self) -> int:
+        """Compare what is dense; the epoch that this rank's tables have closed."""
+        if self._dense is not None:
+            self._dense.check(self._ranks.rank, self._ranks.world_size)
+        return max((shard.cut() for shard in self._shards()), default=0)
+
+    def read_dense(self) -> None:
+        """Read modules and optimizers beside those in use."""
+        if self._dense is not None:
+            self._dense.read()
+
+    def apply(self, epoch: int) -> None:
+        """Put in place what was read: it is whole and fits.
+
+        epoch: closed by the tables of any rank before the load.
+        """
+        for shard in self._shards():
+            shard.resume(max(epoch, self.manifest.epoch))
+        for collection, hosting in self._contents.tables.items():
+            steps = [
+                self.manifest.last_steps.get(match.saved.collection, 0)
+                for match in self.matches
+                if match.collection == collection
+            ]
+            if steps:
+                # Collections that share a shard count its steps together.
+                hosting.shard.last_step = max(hosting.shard.last_step, *steps)
+        if self._dense is not None:
+            self._dense.apply()
+
+    def _shards(self) -> Iterable[Shard]:
+        return {id(one.shard): one.shard for one in self._contents.tables.values()}.values()
+
+
+def _found(url: str | Path) -> tuple[str, str]:
+    store, name = locate(url)
+    return store.url, name
+
+
+def _links(store: CheckpointStore, name: str) -> tuple[Link, ...]:
+    chain = store.chain(name)
+    folders = [link.parent.folder for link in chain if link.parent is not None]
+    return tuple(
+        Link(store.folder(folder), manifest)
+        for folder, manifest in zip([*folders, name], chain, strict=True)
+    )
+
+
+def _check_links(links: Iterable[Link], match: TableMatch) -> None:
+    """Refuse a chain whose checkpoints have a table in several forms."""
+    saved = match.saved
+    for link in links:
+        for table in link.manifest.tables:
+            same = (table.hash_name, table.dtype, table.segments)
+            if table.key == saved.key and same != (saved.hash_name, saved.dtype, saved.segments):
+                raise CheckpointError(
+                    describe(
+                        f"form of table {saved.key!r} in {link.storage.url}",
+                        got="another hash name, dtype or segments than in the newest delta",
+                        allowed="one form in a whole chain",
+                        remedy="Load an older checkpoint of the chain, or a full one.",
+                    )
+                )
+
+
+def _fewest_rows(links: Iterable[Link], match: TableMatch) -> int:
+    """Rows that a table has at least after a chain."""
+    fewest = 0
+    for link in links:
+        for table in link.manifest.tables:
+            if table.key == match.saved.key:
+                fewest = max(table.rows, fewest - table.deleted)
+    return fewest
+
+
+def _check_empty(targets: Iterable[Target]) -> None:
+    full = [t.match.key for t in targets if t.shard.size(t.table)]
+    if full:
+        raise CheckpointError(
+            describe(
+                "tables to load",
+                got=f"rows in {', '.join(map(repr, dict.fromkeys(full)))}",
+                allowed="empty tables",
+                remedy="Load into a freshly built job, or clear them first.",
+            )
+        )
+
+
+def _summed(matches: Iterable[TableMatch], parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = {match.key: 0 for match in matches}
+    for part in parts:
+        for key, rows in part.items():
+            total[key] += rows
+    return total

@@ -1,0 +1,344 @@
+"""Rows and sights of a chain of checkpoints into the tables that a rank hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain as joined
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.adapting import Adapted, adapt
+from shoal.checkpoint.chain_files import ChainFile, Newer, windows
+from shoal.checkpoint.manifest import Manifest, SavedFile
+from shoal.checkpoint.matching import TableMatch
+from shoal.checkpoint.row_files import ReadBuffer, read_checked, read_ids, read_rows
+from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.trimming import Trim
+from shoal.errors import CheckpointError, TableFull, describe
+from shoal.placement import BUCKET_BITS, Hosted, hash_ids, owners, rank_buckets
+from shoal.table.hosting import HostedTables, hosted_spec
+from shoal.table.resplit import hosted_rows, hosted_sights
+from shoal.table.shard import AdmissionState, RowChunk, Shard
+
+__all__ = ["Link", "RowLoader", "Tally", "Target", "targets_of"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_BUCKET_SHIFT = 64 - BUCKET_BITS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """One checkpoint of a chain and the folder that it lies in."""
+
+    storage: Storage
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A table of this rank's shard that gets rows of a matched one.
+
+    Args:
+        match: the whole table.
+        shard, table: where its rows go.
+        hosted: its part of the whole; None: all of it.
+        counts: whether this rank speaks for rows here, so that each is counted once.
+    """
+
+    match: TableMatch
+    shard: Shard
+    table: int
+    hosted: Hosted | None
+    counts: bool
+
+    def meets(self, file: SavedFile, rank: int) -> bool:
+        """Whether a file may have rows for it."""
+        hosted = self.hosted
+        if hosted is None or hosted.replicated or not self.match.same_hash:
+            return True
+        first, last = rank_buckets(hosted.ranks.index(rank), len(hosted.ranks))
+        return file.start < last << _BUCKET_SHIFT and first << _BUCKET_SHIFT < file.stop
+
+    def rows(self, chunk: RowChunk, rank: int) -> RowChunk:
+        """What it gets of rows of the whole table."""
+        if self.hosted is None:
+            return chunk
+        return hosted_rows(self.match.spec, self.hosted, rank, chunk)
+
+    def owned(self, ids_U: Tensor, rank: int) -> Tensor:
+        """bool [U]: ids whose rows are this rank's."""
+        hosted = self.hosted
+        if hosted is None or hosted.replicated:
+            return torch.ones_like(ids_U, dtype=torch.bool)
+        return owners(hosted, hash_ids(self.match.spec.hash_name, ids_U)) == rank
+
+    def sights(self, state: AdmissionState, rank: int) -> AdmissionState:
+        """What it gets of the sights of the whole table."""
+        if self.hosted is None:
+            return state
+        return hosted_sights(self.match.spec, self.hosted, rank, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Rows loaded and rows left out as expired, by key; each counted on one rank."""
+
+    rows: Mapping[str, int]
+    expired: Mapping[str, int]
+
+
+def targets_of(
+    matches: Sequence[TableMatch], tables: Mapping[str, HostedTables], rank: int
+) -> tuple[Target, ...]:
+    """The tables of a rank's shards that get rows."""
+    found = []
+    for match in matches:
+        hosting = tables[match.collection]
+        names = [spec.name for spec in hosting.shard.specs]
+        if hosting.placement is None:
+            at = names.index(match.spec.name)
+            found.append(Target(match, hosting.shard, at, None, True))
+            continue
+        for one in hosting.placement.of(match.spec.name):
+            if rank in one.ranks:
+                at = names.index(hosted_spec(match.spec, one).name)
+                counts = one.start == 0 and (not one.replicated or rank == one.ranks[0])
+                found.append(Target(match, hosting.shard, at, one, counts))
+    return tuple(found)
+
+
+class RowLoader:
+    """Loads a rank's rows: one thread reads and checks a file while another one loads the last.
+
+    Args:
+        links: the chain, the full checkpoint first.
+        targets: empty tables.
+        rank: this one.
+        now_s: rows expired at it are left out; None keeps all.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        targets: Sequence[Target],
+        *,
+        rank: int,
+        now_s: int | None,
+    ) -> None:
+        self._links, self._rank, self._now_s = links, rank, now_s
+        self._targets: dict[str, list[Target]] = {}
+        for target in targets:
+            self._targets.setdefault(target.match.saved.key, []).append(target)
+        self._layouts = {table.key: RowLayout.of(table) for table in links[-1].manifest.tables}
+        self._rows: Counter[str] = Counter()
+        self._expired: Counter[str] = Counter()
+        self._unfit: Counter[str] = Counter()
+        self._trims: dict[Target, Trim] = {}
+        self._weighing = False
+
+    def load(self) -> Tally:
+        """Load everything.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or numbers do not fit the tables'
+                dtypes. Rows may be loaded already.
+            TableFull: a table has no room. As above.
+        """
+        try:
+            self._pass()
+        except TableFull:
+            # A table at its budget, split over other ranks, has more rows here and fewer there.
+            self._trims = _trims(joined.from_iterable(self._targets.values()))
+            if not self._trims:
+                raise
+            self.clear()
+            self._weighing = True
+            self._pass()
+            self._weighing = False
+            for trim in self._trims.values():
+                trim.weighed()
+            self._pass()
+        if self._unfit:
+            raise _does_not_fit(self._unfit)
+        self._load_sights()
+        return Tally(dict(self._rows), dict(self._expired))
+
+    def clear(self) -> None:
+        """Empty the tables again."""
+        for target in joined.from_iterable(self._targets.values()):
+            target.shard.clear(target.table)
+            if target.match.sights:
+                cells = bytes(len(target.shard.admission_state(target.table).cells))
+                none = torch.empty(0, dtype=torch.int64)
+                target.shard.load_admission_state(
+                    target.table, AdmissionState(none, none.clone(), cells)
+                )
+
+    def _pass(self) -> None:
+        """Once over all files, from the newest to the oldest of each run."""
+        for counter in (self._rows, self._expired, self._unfit):
+            counter.clear()
+        runs = windows([link.manifest for link in self._links], self._wanted)
+        newer: dict[str, Newer] = {}
+        ahead = _ahead([one for run in runs for one in run], self._opened)
+        for run in runs:
+            newer.clear()
+            oldest = min(one.link for one in run)
+            for one in run:
+                for key, chunk in next(ahead):
+                    self._take(one.link, oldest, key, chunk, newer)
+
+    def _wanted(self, file: SavedFile) -> bool:
+        return any(
+            target.meets(file, self._rank)
+            for key in file.tables
+            for target in self._targets.get(key, ())
+        )
+
+    def _opened(
+        self, one: ChainFile, buffer: ReadBuffer
+    ) -> Iterator[tuple[str, RowChunk | Tensor]]:
+        """Rows or deleted ids of a file by key; it is read and checked when this returns."""
+        storage, file = self._links[one.link].storage, one.file
+        parts: Iterator[tuple[str, RowChunk | Tensor]]
+        if file.kind == "rows":
+            layout = self._layouts[file.tables[0]]
+            rows = read_rows(storage, file, layout, buffer)
+            parts = ((file.tables[index], chunk) for index, chunk in rows)
+        else:
+            ids = read_ids(storage, file, buffer)
+            parts = ((file.tables[index], ids_U) for index, ids_U, _ in ids)
+        first = next(parts, None)
+        return parts if first is None else joined([first], parts)
+
+    def _take(
+        self,
+        link: int,
+        oldest: int,
+        key: str,
+        part: RowChunk | Tensor,
+        newer: dict[str, Newer],
+    ) -> None:
+        targets = self._targets.get(key)
+        if not targets:
+            return
+        ids_R = part if isinstance(part, Tensor) else part.ids
+        if len(self._links) > 1:
+            seen = newer.setdefault(key, Newer())
+            fresh_R = seen.unseen(link, ids_R)
+            if link > oldest:
+                seen.add(ids_R)
+            if isinstance(part, RowChunk) and not bool(fresh_R.all()):
+                part = _selected(part, fresh_R)
+        if isinstance(part, RowChunk):
+            self._load_rows(targets, part)
+
+    def _load_rows(self, targets: Sequence[Target], chunk: RowChunk) -> None:
+        adapted: Adapted | None = None
+        last: TableMatch | None = None
+        for target in targets:
+            if adapted is None or last is not target.match:  # not a further slice of the same
+                last = target.match
+                adapted = adapt(last, chunk, seed=target.shard.seed, now_s=self._now_s)
+                if adapted.unfit:
+                    self._unfit[last.key] += adapted.unfit
+            rows = target.rows(adapted.chunk, self._rank)
+            trim = self._trims.get(target)
+            if trim is not None and self._weighing:
+                trim.weigh(rows)
+            if self._weighing:
+                continue
+            if trim is not None:
+                rows = _selected(rows, trim.kept(rows))
+            target.shard.load(target.table, rows)
+            if target.counts:
+                self._rows[target.match.key] += rows.ids.numel()
+                expired = target.owned(adapted.expired_U, self._rank)
+                self._expired[target.match.key] += int(expired.sum())
+
+    def _load_sights(self) -> None:
+        """Sights are whole in every checkpoint: the newest has all."""
+        storage, manifest = self._links[-1].storage, self._links[-1].manifest
+        files = [
+            file
+            for file in manifest.files
+            if file.kind in ("sights", "sketch") and self._wanted(file)
+        ]
+        none = torch.empty(0, dtype=torch.int64)
+        parts: dict[str, list[AdmissionState]] = {}
+        for file in files:
+            if file.kind == "sketch":
+                cells = read_checked(storage, file).numpy().tobytes()
+                parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
+                continue
+            for index, ids_P, counts_P in read_ids(storage, file):
+                assert counts_P is not None
+                found = AdmissionState(ids_P, counts_P, b"")
+                parts.setdefault(file.tables[index], []).append(found)
+        for key, targets in self._targets.items():
+            for target in targets:
+                if target.match.sights and key in parts:
+                    own = [target.sights(one, self._rank) for one in parts[key]]
+                    whole = AdmissionState(
+                        torch.cat([one.ids for one in own]),
+                        torch.cat([one.counts for one in own]),
+                        b"".join(one.cells for one in own),
+                    )
+                    target.shard.load_admission_state(target.table, whole)
+
+
+def _ahead(files: Sequence[T], begin: Callable[[T, ReadBuffer], U]) -> Iterator[U]:
+    """`begin` of each file, called in another thread while the last one's result is in use.
+
+    Two buffers take turns: a result is good until the next but one is asked for.
+    """
+    buffers = ReadBuffer(), ReadBuffer()
+    with ThreadPoolExecutor(1, thread_name_prefix="shoal-load") as pool:
+        pending = pool.submit(begin, files[0], buffers[0]) if files else None
+        for number in range(1, len(files) + 1):
+            assert pending is not None
+            result = pending.result()
+            if number < len(files):
+                pending = pool.submit(begin, files[number], buffers[number % 2])
+            yield result
+
+
+def _selected(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
+    return RowChunk(
+        table=chunk.table,
+        ids=chunk.ids[kept_R],
+        weights=chunk.weights[kept_R],
+        state=chunk.state[kept_R],
+        versions=chunk.versions[kept_R],
+        last_seen_s=chunk.last_seen_s[kept_R],
+        counts=chunk.counts[kept_R],
+    )
+
+
+def _trims(targets: Iterable[Target]) -> dict[Target, Trim]:
+    """A choice of rows for each table that may leave some out."""
+    found = {}
+    for target in targets:
+        spec = target.shard.specs[target.table]
+        if spec.capacity_rows is not None and spec.on_full != "raise":
+            found[target] = Trim(spec.capacity_rows, spec.on_full)
+    return found
+
+
+def _does_not_fit(unfit: Mapping[str, int]) -> CheckpointError:
+    return CheckpointError(
+        describe(
+            "saved numbers",
+            got="; ".join(f"{n} that are too large for table {key!r}" for key, n in unfit.items()),
+            allowed="numbers within the dtypes of the tables",
+            remedy="Load them into tables of a wider dtype (bfloat16 has the range of float32).",
+        )
+    )

@@ -1,0 +1,207 @@
+"""Rows of a hash range out of a row file or a file of ids, without the rest of it in memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.manifest import SavedFile
+from shoal.checkpoint.row_files import HASHES, damaged
+from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
+from shoal.checkpoint.storage import Storage
+from shoal.placement import hash_ids, sort_key
+from shoal.table.shard import RowChunk
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["RangedFile", "bounds", "check_streaming", "concatenated"]
+
+_PIECE_BYTES = 1 << 20
+
+
+def check_streaming(storage: Storage, saved: SavedFile) -> None:
+    """Compare a file's size and checksum, a piece in memory at a time.
+
+    Raises:
+        CheckpointError: missing, or other bytes than those that were saved.
+    """
+    size = storage.size(saved.path)
+    if size != saved.bytes:
+        raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
+    crc32 = 0
+    with storage.open(saved.path) as file:
+        while piece := file.read(_PIECE_BYTES):
+            crc32 = zlib.crc32(piece, crc32)
+    if crc32 != saved.crc32:
+        raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
+
+
+def bounds(keys: Tensor, start: int, stop: int) -> tuple[int, int]:
+    """Where the hashes [start, stop) lie in ascending sort keys."""
+    first = int(torch.searchsorted(keys, start - (1 << 63))) if start else 0
+    last = len(keys)
+    if stop < HASHES:
+        last = int(torch.searchsorted(keys, stop - (1 << 63)))
+    return first, last
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Table, first and last sort key of a record batch."""
+
+    number: int
+    table: int
+    first: int
+    last: int
+
+
+class RangedFile:
+    """A file of rows (`layout` given) or of ids.
+
+    Its checksum is compared before it is parsed for the first time.
+
+    Args:
+        hash_names: of its tables, in the order of `saved.tables`.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        saved: SavedFile,
+        hash_names: Sequence[str],
+        layout: RowLayout | None,
+    ) -> None:
+        self.saved = saved
+        self._storage = storage
+        self._hash_names = tuple(hash_names)
+        self._layout = layout
+        self._named = layout is None or len(saved.tables) > 1
+        self._index: list[_Batch] | None = None
+        ids = IdLayout(counted=saved.kind == "sights")
+        self._schema = layout.schema(self._named) if layout else ids.schema()
+
+    def ids(self, table: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Ids and ascending sort keys of the hashes [start, stop) of a table of the file."""
+        parts = [self._ids_of(batch) for batch in self._read(table, start, stop, ids_only=True)]
+        ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        keys = sort_key(hash_ids(self._hash_names[table], ids))
+        first, last = bounds(keys, start, stop)
+        return ids[first:last], keys[first:last]
+
+    def rows(self, table: int, start: int, stop: int) -> Iterator[RowChunk]:
+        """Rows of the hashes [start, stop) of a table of the file, batch after batch."""
+        layout, key = self._layout, self.saved.tables[table]
+        assert layout is not None, "a file of ids has no rows"
+        for batch in self._read(table, start, stop, ids_only=False):
+            chunk = layout.to_chunk(batch, key, _copied)
+            keys = sort_key(hash_ids(self._hash_names[table], chunk.ids))
+            first, last = bounds(keys, start, stop)
+            if (first, last) != (0, len(keys)):
+                parts = {name: getattr(chunk, name)[first:last] for name in ROW_FIELDS}
+                chunk = RowChunk(table=key, **parts)
+            yield chunk
+
+    def _read(
+        self, table: int, start: int, stop: int, *, ids_only: bool
+    ) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        if self._index is None:
+            check_streaming(self._storage, self.saved)
+            self._index = list(self._indexed())
+        low, high = start - (1 << 63), stop - 1 - (1 << 63)
+        wanted = [
+            one.number
+            for one in self._index
+            if one.table == table and one.first <= high and one.last >= low
+        ]
+        if wanted:
+            try:
+                with self._opened(ids_only=ids_only) as reader:
+                    for number in wanted:
+                        yield reader.get_batch(number)
+            except pa.ArrowException as error:
+                raise self._no_arrow(error) from error
+
+    def _indexed(self) -> Iterator[_Batch]:
+        import pyarrow as pa
+
+        rows = 0
+        try:
+            self._check_schema()
+            with self._opened(ids_only=True) as reader:
+                for number in range(reader.num_record_batches):
+                    batch = reader.get_batch(number)
+                    rows += batch.num_rows
+                    if batch.num_rows:
+                        table = int(batch.column("table")[0].as_py()) if self._named else 0
+                        ends = self._ids_of(batch)[[0, -1]]
+                        keys = sort_key(hash_ids(self._hash_names[table], ends)).tolist()
+                        yield _Batch(number, table, keys[0], keys[1])
+        except pa.ArrowException as error:
+            raise self._no_arrow(error) from error
+        except IndexError as error:
+            tables = f"{len(self.saved.tables)} tables"
+            raise damaged(self._storage, self.saved.path, "more tables", tables) from error
+        if rows != self.saved.rows:
+            got = f"{rows} rows"
+            raise damaged(self._storage, self.saved.path, got, f"{self.saved.rows} rows")
+
+    def _opened(self, *, ids_only: bool) -> Any:
+        import pyarrow as pa
+
+        options = None
+        if ids_only:
+            columns = [k for k, name in enumerate(self._schema.names) if name in ("table", "id")]
+            options = pa.ipc.IpcReadOptions(included_fields=columns)
+        file = self._storage.open(self.saved.path)
+        return _Closing(pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options), file)
+
+    def _check_schema(self) -> None:
+        with self._opened(ids_only=False) as reader:
+            if not reader.schema.equals(self._schema):
+                got, wanted = (" ".join(str(one).split()) for one in (reader.schema, self._schema))
+                raise damaged(self._storage, self.saved.path, got, wanted)
+
+    def _ids_of(self, batch: pa.RecordBatch) -> Tensor:
+        return torch.from_numpy(batch.column("id").to_numpy().copy())
+
+    def _no_arrow(self, error: Exception) -> Exception:
+        got = f"not Arrow: {error}"
+        return damaged(self._storage, self.saved.path, got, "an Arrow IPC file")
+
+
+class _Closing:
+    """A reader whose file is closed at the end of the block."""
+
+    def __init__(self, reader: Any, file: Any) -> None:
+        self._reader, self._file = reader, file
+
+    def __enter__(self) -> Any:
+        return self._reader
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def concatenated(layout: RowLayout, table: str, chunks: Sequence[RowChunk]) -> RowChunk:
+    """Rows of several chunks in one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
+        return layout.empty(0, table)
+    parts = {name: torch.cat([getattr(one, name) for one in chunks]) for name in ROW_FIELDS}
+    return RowChunk(table=table, **parts)
+
+
+def _copied(buffer: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    size = dtype.itemsize
+    memory = np.frombuffer(buffer, dtype=np.uint8, count=count * size, offset=first * size)
+    return torch.from_numpy(memory.copy()).view(dtype)

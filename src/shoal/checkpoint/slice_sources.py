@@ -1,0 +1,107 @@
+"""What one rank has of a table's column slice at a cut: rows, deleted ids, or sights of ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.row_layout import RowLayout
+from shoal.placement import hash_ids, sort_key
+from shoal.table.shard import RowChunk
+from shoal.table.snapshot import HASHES, Snapshot
+
+__all__ = ["Column", "IdSlice", "RowSlice", "SliceSource", "id_columns", "row_columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A field of rows: [R] where `width` is None, else [R, width]."""
+
+    dtype: torch.dtype
+    width: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's part."""
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
+
+
+def row_columns(layout: RowLayout) -> tuple[Column, ...]:
+    """Of rows: ids, versions, last seen, counts, state, weights; wide dtypes first."""
+    return (
+        *(Column(torch.int64),) * 4,
+        Column(layout.state_dtype, layout.state_width),
+        Column(layout.weights_dtype, layout.dim),
+    )
+
+
+def id_columns(counted: bool) -> tuple[Column, ...]:
+    """Of ids, and their counts."""
+    return (Column(torch.int64),) * (2 if counted else 1)
+
+
+class SliceSource(Protocol):
+    """Rows of a slice on this rank, read by one thread."""
+
+    def histogram(self, bits: int) -> Tensor:
+        """Rows by the top bits of their hash, int64 [2^bits]."""
+        ...
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Columns of the rows with hashes [start, stop), ordered by hash."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSlice:
+    """Table `table` of a snapshot."""
+
+    snapshot: Snapshot
+    table: int
+
+    def histogram(self, bits: int) -> Tensor:
+        """See `SliceSource`."""
+        return self.snapshot.histogram(self.table, bits)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """See `SliceSource`."""
+        chunk: RowChunk = self.snapshot.read(self.table, start, stop)
+        return (
+            *(chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts),
+            *(chunk.state, chunk.weights),
+        )
+
+
+class IdSlice:
+    """Ids in memory, with their counts or without.
+
+    Args:
+        hash_name: of the table.
+        ids_U: int64 [U], each once, in any order.
+        counts_U: int64 [U].
+    """
+
+    def __init__(self, hash_name: str, ids_U: Tensor, counts_U: Tensor | None = None) -> None:
+        keys_U = sort_key(hash_ids(hash_name, ids_U))
+        self._keys_U, order_U = keys_U.sort()
+        self._columns = tuple(column[order_U] for column in (ids_U, counts_U) if column is not None)
+
+    def histogram(self, bits: int) -> Tensor:
+        """See `SliceSource`."""
+        if bits == 0:
+            return torch.tensor([self._keys_U.numel()])
+        bins_U = (self._keys_U >> (64 - bits)) + (1 << (bits - 1))
+        return torch.bincount(bins_U, minlength=1 << bits)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """See `SliceSource`."""
+        first, last = self._below(start), self._below(stop)
+        return tuple(column[first:last] for column in self._columns)
+
+    def _below(self, hash_: int) -> int:
+        if hash_ == HASHES:
+            return self._keys_U.numel()
+        return int(torch.searchsorted(self._keys_U, hash_ - (HASHES >> 1)))

@@ -1,0 +1,247 @@
+"""The folder that a job's checkpoints lie in: their names, chains, retention and leftovers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, read_manifest
+from shoal.checkpoint.storage import Storage
+from shoal.errors import CheckpointError, describe
+
+__all__ = ["CheckpointStore", "Entry", "folder_name", "locate"]
+
+_NAME = re.compile(r"step-(\d{12,})-(full|delta)")
+
+
+def folder_name(step: int, kind: Kind) -> str:
+    """Of the checkpoint of a step.
+
+    Raises:
+        CheckpointError: a negative step.
+    """
+    if step < 0:
+        what = "step of a checkpoint"
+        remedy = "Count optimizer steps done."
+        raise CheckpointError(describe(what, got=step, allowed="0 or more", remedy=remedy))
+    return f"step-{step:012d}-{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A committed checkpoint of a store."""
+
+    name: str
+    step: int
+    kind: Kind
+
+
+class CheckpointStore:
+    """All checkpoints of a job; what lies in its folder besides is left alone.
+
+    Args:
+        url: the folder; it need not exist yet.
+        keep_full: how many full checkpoints `retain` keeps, with the deltas that start from them;
+            None: all.
+
+    Raises:
+        CheckpointError: keep_full below 1, or a protocol without its package.
+    """
+
+    def __init__(self, url: str | Path | Storage, keep_full: int | None = None) -> None:
+        _check_keep(keep_full)
+        self.storage = url if isinstance(url, Storage) else Storage(url)
+        self.keep_full = keep_full
+
+    @property
+    def url(self) -> str:
+        """Of the folder."""
+        return self.storage.url
+
+    def name(self, step: int, kind: Kind) -> str:
+        """Of the folder of the checkpoint of a step."""
+        return folder_name(step, kind)
+
+    def folder(self, name: str) -> Storage:
+        """A checkpoint's folder."""
+        return self.storage.child(name)
+
+    def list(self) -> tuple[Entry, ...]:
+        """The committed checkpoints, oldest first; of one step the full one last."""
+        found = [
+            _entry(name)
+            for name in self.storage.folders()
+            if _NAME.fullmatch(name) and self.folder(name).exists(MANIFEST)
+        ]
+        return tuple(sorted(found, key=_age))
+
+    def latest(self) -> Entry | None:
+        """The newest committed checkpoint."""
+        entries = self.list()
+        return entries[-1] if entries else None
+
+    def manifest(self, name: str) -> Manifest:
+        """Of a checkpoint by its folder's name."""
+        return read_manifest(self.folder(name))
+
+    def chain(self, name: str) -> tuple[Manifest, ...]:
+        """What a checkpoint is made of: a full one, then the deltas up to it.
+
+        Raises:
+            CheckpointError: a parent is missing, is another checkpoint than the one the delta
+                was made from, or comes after it.
+        """
+        links = [self.manifest(name)]
+        while (parent := links[-1].parent) is not None:
+            child = links[-1]
+            if not self.folder(parent.folder).exists(MANIFEST):
+                raise CheckpointError(
+                    describe(
+                        f"parent of checkpoint {name} in {self.url}",
+                        got=f"no checkpoint {parent.folder}",
+                        allowed=f"the one of id {parent.id} that it is a delta of",
+                        remedy="Copy the whole chain, or load an older checkpoint.",
+                    )
+                )
+            link = self.manifest(parent.folder)
+            if link.id != parent.id:
+                raise CheckpointError(
+                    describe(
+                        f"parent of checkpoint {name} in {self.url}",
+                        got=f"{parent.folder} of id {link.id}",
+                        allowed=f"id {parent.id}",
+                        remedy="Folders of two runs are mixed: put the right one there.",
+                    )
+                )
+            if any(link.id == one.id for one in links) or link.step > child.step:
+                raise CheckpointError(
+                    describe(
+                        f"parent of checkpoint {name} in {self.url}",
+                        got=f"{parent.folder} of step {link.step}",
+                        allowed=f"a step of at most {child.step}, not in the chain yet",
+                        remedy="The manifests were changed: load another checkpoint.",
+                    )
+                )
+            links.append(link)
+        return tuple(reversed(links))
+
+    def clean(self) -> tuple[str, ...]:
+        """Remove what interrupted saves and removals left: our folders without a manifest.
+
+        No save into this store may be under way. Returns the names.
+        """
+        left = [
+            name
+            for name in self.storage.folders()
+            if _NAME.fullmatch(name) and not self.folder(name).exists(MANIFEST)
+        ]
+        for name in left:
+            self.folder(name).remove_tree()
+        return tuple(left)
+
+    def retain(
+        self, keep_full: int | None = None, *, in_use: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Remove checkpoints older than the newest full ones, with the deltas on top of those.
+
+        A chain is kept whole: with its full one, up to its newest delta. The chain of the newest
+        delta is kept even where a newer full one was compacted from it, since the next delta goes
+        on top. Returns the names removed.
+
+        Args:
+            keep_full: how many full ones to keep; None: as the store was told.
+            in_use: names whose chains are kept besides.
+
+        Raises:
+            CheckpointError: keep_full below 1.
+        """
+        _check_keep(keep_full)
+        keep = keep_full if keep_full is not None else self.keep_full
+        if keep is None:
+            return ()
+        entries = self.list()
+        fulls = [entry for entry in entries if entry.kind == "full"]
+        if len(fulls) <= keep:
+            return ()
+        parents = {}
+        for entry in entries:
+            if (parent := self.manifest(entry.name).parent) is not None:
+                parents[entry.name] = parent.folder
+        lines = {entry.name: _line(entry.name, parents) for entry in entries}
+        newest = [e.name for e in entries if e.kind == "delta" and e.step >= fulls[-1].step]
+        roots = {entry.name for entry in fulls[-keep:]}
+        roots |= {lines[name][-1] for name in (*in_use, *newest) if name in lines}
+        names, oldest = {entry.name for entry in fulls}, fulls[-keep].step
+        doomed = [
+            entry.name
+            for entry in entries
+            if (root := lines[entry.name][-1]) not in roots
+            and (root in names or entry.step < oldest)
+        ]
+        gone = sorted(doomed, key=lambda name: len(lines[name]), reverse=True)
+        for name in gone:
+            self._remove(name)
+        return tuple(gone)
+
+    def _remove(self, name: str) -> None:
+        folder = self.folder(name)
+        folder.remove(MANIFEST)  # from here on `clean` would finish it
+        folder.remove_tree()
+
+
+def locate(url: str | Path) -> tuple[CheckpointStore, str]:
+    """A checkpoint by its own folder, or the newest one of the store in a folder.
+
+    Returns:
+        the store that it lies in, and its name there.
+
+    Raises:
+        CheckpointError: neither.
+    """
+    storage = Storage(url)
+    if storage.exists(MANIFEST):
+        return CheckpointStore(storage.parent()), storage.name
+    store = CheckpointStore(storage)
+    newest = store.latest()
+    if newest is None:
+        raise CheckpointError(
+            describe(
+                "checkpoint",
+                got=f"{storage.url}, which neither is one nor holds one",
+                allowed="the folder of a finished save, or the folder of those",
+                remedy="Check the path; an interrupted save leaves no checkpoint.",
+            )
+        )
+    return store, newest.name
+
+
+def _entry(name: str) -> Entry:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return Entry(name, int(match[1]), "full" if match[2] == "full" else "delta")
+
+
+def _age(entry: Entry) -> tuple[int, bool]:
+    return entry.step, entry.kind == "full"
+
+
+def _line(name: str, parents: dict[str, str]) -> list[str]:
+    """A checkpoint and those that it was made from."""
+    line = [name]
+    while (parent := parents.get(line[-1])) is not None and parent not in line:
+        line.append(parent)
+    return line
+
+
+def _check_keep(keep_full: int | None) -> None:
+    if keep_full is not None and keep_full < 1:
+        raise CheckpointError(
+            describe(
+                "full checkpoints to keep",
+                got=keep_full,
+                allowed="1 or more, or None for all",
+                remedy="Keep at least one.",
+            )
+        )

@@ -1,0 +1,209 @@
+"""`CpuSnapshot`: the rows of a CPU shard as they were at a cut."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import CheckpointError, InputError, describe
+from shoal.table import checks, refusals, rows, scalars
+from shoal.table.changes import Cursor
+from shoal.table.shard import RowChunk
+from shoal.table.snapshot import check_bits, check_range
+from shoal.table.spec import TableSpec
+
+__all__ = ["BUFFER_BYTES", "CpuSnapshot", "SnapshotStats"]
+
+BUFFER_BYTES = 64 << 20
+_WINDOW_ROWS = 1 << 21  # of the hash space, indexed at a time: 16 bytes each
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStats:
+    """What keeping the rows of a cut has cost so far.
+
+    Args:
+        copied_rows: rows copied before a verb changed them.
+        spilled_bytes: bytes of such rows that went to the temporary file.
+        waited_s: seconds that verbs waited for that file.
+    """
+
+    copied_rows: int
+    spilled_bytes: int
+    waited_s: float
+
+
+class CpuSnapshot:
+    """See `shoal.table.snapshot.Snapshot`. Verbs that change rows go on while it is open.
+
+    A row that a verb is about to change is copied first, once, into at most `buffer_bytes` of
+    memory and then into an unlinked file. If that fails, the verb goes on and the snapshot is
+    lost: its reads raise. Besides, an index of at most 32 MiB is kept of the hashes read last.
+
+    Args:
+        specs: the tables.
+        core: the compiled shard that holds them.
+        since: only what changed after `since.from_epoch`; None: all rows.
+        buffer_bytes: memory for copied rows.
+        lanes: threads a read may use, asked at each.
+
+    Raises:
+        InputError: another snapshot is open, or `since` cannot be served.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[TableSpec, ...],
+        core: Any,
+        since: Cursor | None,
+        buffer_bytes: int,
+        lanes: Callable[[], int],
+    ) -> None:
+        remedy = "Leave it out for 64 MiB."
+        scalars.whole("buffer_bytes of a snapshot", buffer_bytes, 0, 1 << 40, remedy=remedy)
+        self._specs = specs
+        self._lanes = lanes
+        at = None
+        if since is not None:
+            at = (since.incarnation, since.from_epoch, since.to_epoch, since.position)
+        try:
+            self._core = refusals.cut(lambda: core.snapshot(at, buffer_bytes, _WINDOW_ROWS))
+        except _core.SnapshotRefused as error:
+            raise _refused(str(error), since) from None
+        self._closed = False
+        self._reading = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The closed epoch it shows."""
+        return int(self._core.epoch)
+
+    @property
+    def since(self) -> int:
+        """Rows stamped in `(since, epoch]` are in it."""
+        return int(self._core.since)
+
+    @property
+    def concurrent(self) -> bool:
+        """True: verbs that change rows go on."""
+        return True
+
+    @property
+    def stats(self) -> SnapshotStats:
+        """What it has cost so far."""
+        return SnapshotStats(*self._core.stats())
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20].
+
+        Raises:
+            InputError: no such table, bits outside, or the snapshot is closed.
+            CheckpointError: copies of changed rows could not be kept.
+        """
+        self._check(table)
+        check_bits(bits)
+        counts = torch.zeros(1 << bits, dtype=torch.int64)
+        _kept(lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes()))
+        return counts
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
+
+        Raises:
+            InputError: no such table, a range outside, or the snapshot is closed.
+            CheckpointError: copies of changed rows could not be kept.
+        """
+        self._check(table)
+        check_range(start, stop)
+        with self._reading:  # the core fills what it found last
+            return self._read(table, start, stop, self._lanes())
+
+    def _read(self, table: int, start: int, stop: int, lanes: int) -> RowChunk:
+        count = 0
+        if start < stop:
+            count = _kept(lambda: self._core.find(table, start, stop - 1, lanes))
+        spec = self._specs[table]
+        columns = [torch.empty(count, dtype=torch.int64) for _ in range(4)]
+        weights = torch.empty(count, spec.dim, dtype=rows.weight_dtype(spec))
+        state = torch.empty(count, spec.state_width, dtype=rows.real_dtype(spec))
+        if count > 0:
+            to = [t.data_ptr() for t in (*columns, weights, state)]
+            _kept(lambda: self._core.read(to, lanes))
+        ids, versions, last_seen_s, counts = columns
+        return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
+
+    def deleted(self, table: int) -> Tensor:
+        """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`.
+
+        Raises:
+            InputError: no such table, or the snapshot is closed.
+        """
+        self._check(table)
+        ids_U = torch.empty(self._core.deleted_count(table), dtype=torch.int64)
+        self._core.copy_deleted(table, ids_U.data_ptr())
+        return ids_U
+
+    def close(self) -> None:
+        """Forget it; nothing is copied from now on. May be called twice."""
+        self._closed = True
+        self._core.close()
+
+    def __enter__(self) -> CpuSnapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(self, table: int) -> None:
+        checks.table_index(table, len(self._specs))
+        if self._closed:
+            raise InputError(
+                describe(
+                    "snapshot",
+                    got="a closed one",
+                    allowed="an open one",
+                    remedy="Read before close(), or take another.",
+                )
+            )
+
+
+def _refused(why: str, since: Cursor | None) -> InputError:
+    if why == "open":
+        got, allowed = "another one is open", "one snapshot of a shard at a time"
+        remedy = "Close the other one first."
+    elif why == "incarnation":
+        got, allowed = str(since), "a cursor of the shard's incarnation"
+        remedy = "Take a full snapshot: since=None."
+    else:
+        got, allowed = str(since), "a closed epoch from which on deletions are kept"
+        remedy = "Take a full snapshot: since=None."
+    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
+
+
+def _kept(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CheckpointError(
+            describe(
+                "snapshot",
+                got=f"rows that training changed could not be kept: {error}",
+                allowed="room for them in the temporary folder",
+                remedy="Point TMPDIR to a folder with room for the rows that change during a "
+                "save, or raise buffer_bytes. The tables are as they should be.",
+            )
+        ) from error

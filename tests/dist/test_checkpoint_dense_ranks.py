@@ -1,0 +1,187 @@
+"""Dense parts saved by one process, by DDP and by FSDP2; each loads what any of them saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.dense import capture, write
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, commit
+from shoal.checkpoint.storage import Storage
+from shoal.comm import launch
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.errors import CheckpointError
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+FORMS = ("one", "ddp", "fsdp2")
+BATCH = 8
+
+
+class Net(nn.Module):
+    """Rows that two ranks cannot halve, a buffer, and a parameter that gets no gradient."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 5)
+        self.last = nn.Linear(5, 1)
+        self.idle = nn.Parameter(torch.randn(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.last(self.first(x_BD).tanh())
+        return out
+
+
+class Job:
+    def __init__(self, form: str, seed: int, collectives: Collectives) -> None:
+        self.ranks = collectives
+        net = Net(seed)
+        self.model: nn.Module = net
+        if form == "fsdp2":
+            fully_shard(net)
+        elif form == "ddp":
+            self.model = DistributedDataParallel(net, find_unused_parameters=True)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05 / (1 + seed))
+
+    def train(self, steps: int, seed: int) -> list[float]:
+        made = torch.Generator().manual_seed(seed)
+        share = BATCH // self.ranks.world_size
+        losses = []
+        for _ in range(steps):
+            x_BD = torch.randn(BATCH, 3, generator=made)
+            own = x_BD[self.ranks.rank * share :][:share]
+            loss = (self.model(own) - own.sum(1, keepdim=True)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def values(self) -> dict[str, Tensor]:
+        """Everything that training goes on from, whole."""
+        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        found = {key: whole(value) for key, value in bare.state_dict().items()}
+        for name, parameter in bare.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = whole(value)
+        found["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"])
+        return found
+
+    def contents(self) -> Contents:
+        return Contents(modules={"net": self.model}, optimizers={"net": self.optimizer})
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def manifest_of(files: tuple[SavedFile, ...]) -> Manifest:
+    return Manifest(
+        schema=SCHEMA,
+        id="0" * 32,
+        kind="full",
+        step=1,
+        position=0,
+        epoch=1,
+        parent=None,
+        seed=0,
+        last_steps={},
+        world_size=1,
+        created_s=0,
+        versions={},
+        tables=(),
+        modules=("net",),
+        optimizers=("net",),
+        files=files,
+    )
+
+
+def save(folder: str, form: str, ranks: Collectives) -> dict[str, Tensor]:
+    job = Job(form, 0, ranks)
+    job.train(3, seed=1)
+    contents = job.contents()
+    captured = capture(contents.modules, contents.optimizers, rank=ranks.rank)
+    want = job.values()
+    job.train(1, seed=9)  # the copies are of the cut
+    storage = Storage(folder)
+    files = write(captured, storage, ranks)
+    assert all(other == files for other in ranks.gather_objects(files, what="files"))
+    if ranks.rank == 0:
+        commit(storage, manifest_of(files))
+    ranks.barrier(what="committed")
+    return want
+
+
+def load_on(folder: str, form: str, ranks: Collectives) -> tuple[dict[str, Tensor], list[float]]:
+    job = Job(form, 1, ranks)
+    load(folder, job.contents(), collectives=ranks)
+    return job.values(), job.train(2, seed=4)
+
+
+def on_ranks(work: str, folder: str, form: str) -> Any:
+    mesh = launch.init(device="cpu", timeout_s=30)
+    try:
+        return globals()[work](folder, form, mesh.collectives("checkpoint"))
+    finally:
+        launch.shutdown()
+
+
+def everywhere(work: str, folder: Path, form: str) -> Any:
+    """What the first rank returns."""
+    if form == "one":
+        return globals()[work](str(folder), form, LocalCollectives())
+    found = run_ranks(2, on_ranks, work, str(folder), form)
+    return found[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_loads_what_any_saved(tmp_path: Path, form: str) -> None:
+    want = everywhere("save", tmp_path, form)
+    parts = [p.name for p in (tmp_path / "dense").iterdir() if p.suffix == ".distcp"]
+    assert len(parts) == (2 if form == "fsdp2" else 1)
+    for other in FORMS:
+        found, losses = everywhere("load_on", tmp_path, other)
+        assert found.keys() == want.keys()
+        for key, value in want.items():
+            assert torch.equal(found[key], value), (other, key)
+        assert all(loss == loss for loss in losses)
+
+
+def failing(folder: str, form: str, ranks: Collectives) -> tuple[str, bool]:
+    job = Job(form, 1, ranks)
+    before = copy.deepcopy(job.values())
+    with pytest.raises(CheckpointError) as caught:
+        load(folder, job.contents(), collectives=ranks)
+    after = job.values()
+    same = before.keys() == after.keys() and all(
+        torch.equal(value, after[key]) for key, value in before.items()
+    )
+    return str(caught.value), same
+
+
+def test_a_damaged_part_of_one_rank_stops_all(tmp_path: Path) -> None:
+    everywhere("save", tmp_path, "fsdp2")
+    for file in sorted((tmp_path / "dense").iterdir()):
+        kept = file.read_bytes()
+        data = bytearray(kept)
+        data[len(data) // 3] ^= 4
+        file.write_bytes(data)
+        said = run_ranks(2, on_ranks, "failing", str(tmp_path), "fsdp2")
+        for text, same in said:
+            assert file.name in text and same
+        file.write_bytes(kept)
+    assert everywhere("load_on", tmp_path, "fsdp2")

@@ -1,0 +1,442 @@
+"""Loading checkpoints that were written by hand: exact, wholly or not at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.loading import Loaded, load
+from shoal.checkpoint.manifest import Parent
+from shoal.checkpoint.matching import LoadOptions
+from shoal.checkpoint.storage import Storage
+from shoal.errors import CheckpointError, TableFull
+from shoal.rules.admission import Admission
+from shoal.rules.expiry import Expiry
+from shoal.rules.optimizers import SGD, Adagrad, Adam
+from shoal.table import Segment, Table, TableSpec
+from shoal.table.cpu import CpuShard
+from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
+from shoal.table.rejoin import joined_chunk
+from shoal.table.shard import RowChunk, Shard
+from support.saved_by_hand import HandTable, chunk_where, write_by_hand
+
+VEC = Segment(name="vec", dim=4, optimizer=Adagrad())
+BIAS = Segment(name="bias", dim=1, optimizer=Adam())
+USERS = TableSpec(name="users", segments=(BIAS, VEC))
+ITEMS = TableSpec(name="items", segments=(VEC,), admission=Admission(threshold=3))
+TAGS = TableSpec(name="tags", segments=(VEC,))
+HASHES = 1 << 64
+QUARTERS = tuple(k * (HASHES // 4) for k in (1, 2, 3))
+
+
+def trained(spec: TableSpec, rows: int, seed: int = 0) -> Table:
+    """A table whose rows all differ, state and metadata, too."""
+    table = Table(dataclasses.replace(spec, admission=None), seed=seed)
+    made = torch.Generator().manual_seed(rows)
+    ids = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=made)
+    for step in range(2):
+        part = ids[: rows // (step + 1)]
+        grads = torch.randn(part.numel(), spec.dim, generator=made).to(table._dtype)
+        table.apply(part, grads, global_step=step, event_time_s=10 + 5 * step)
+        table.cut()
+    return table
+
+
+def hosted(*specs: TableSpec, seed: int = 0) -> HostedTables:
+    return HostedTables(specs=specs, shard=CpuShard(specs, seed=seed))
+
+
+def check_equal(found: RowChunk, want: RowChunk) -> None:
+    for one in dataclasses.fields(want):
+        if one.name != "table":
+            here, there = getattr(found, one.name), getattr(want, one.name)
+            assert here.dtype == there.dtype and torch.equal(here, there), one.name
+
+
+class Job:
+    """A small job: three tables in two collections, a module, an optimizer."""
+
+    def __init__(self, seed: int) -> None:
+        self.first, self.second = hosted(USERS, ITEMS), hosted(TAGS)
+        torch.manual_seed(seed)
+        self.net = nn.Linear(3, 2)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1 + seed)
+
+    def contents(self) -> Contents:
+        return Contents(
+            tables={"a": self.first, "b": self.second},
+            modules={"net": self.net},
+            optimizers={"net": self.optimizer},
+        )
+
+    def shards(self) -> list[Shard]:
+        return [self.first.shard, self.second.shard]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, RowChunk], Job]:
+    job = Job(0)
+    job.net(torch.ones(2, 3)).sum().backward()
+    job.optimizer.step()
+    rows = {
+        "a/users": trained(USERS, 500).export(),
+        "a/items": trained(ITEMS, 70).export(),
+        "b/tags": trained(TAGS, 30).export(),
+    }
+    sights = CpuShard((ITEMS,))
+    table = Table(ITEMS, shard=sights)
+    table.find_or_init(torch.arange(40), counts=torch.arange(40) % 2 + 1).end()
+    write_by_hand(
+        Storage(tmp_path),
+        {
+            "a": [
+                HandTable(USERS, rows["a/users"], cuts=QUARTERS),
+                HandTable(ITEMS, rows["a/items"], sights=sights.admission_state(0)),
+            ],
+            "b": [HandTable(TAGS, rows["b/tags"])],
+        },
+        step=7,
+        epoch=5,
+        grouped=("a/items", "b/tags"),
+        modules={"net": job.net},
+        optimizers={"net": job.optimizer},
+        state={"step": 7, "nested": {"rates": [0.5, 1.0]}},
+        rank_states=({"rng": torch.arange(3)},),
+        last_steps={"a": 6, "b": 7},
+    )
+    return tmp_path, rows, job
+
+
+def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
+    root, rows, old = saved
+    job = Job(1)
+    found = load(root, job.contents())
+    assert isinstance(found, Loaded)
+    check_equal(job.first.shard.export(0), rows["a/users"])
+    check_equal(job.first.shard.export(1), rows["a/items"])
+    check_equal(job.second.shard.export(0), rows["b/tags"])
+    assert found.rows == {"a/users": 500, "a/items": 70, "b/tags": 30}
+    assert found.expired == {"a/users": 0, "a/items": 0, "b/tags": 0}
+    sights = job.first.shard.admission_state(1)
+    pairs = dict(zip(sights.ids.tolist(), sights.counts.tolist(), strict=True))
+    assert pairs == {id_: id_ % 2 + 1 for id_ in range(40)}
+    assert torch.equal(job.net.weight, old.net.weight)
+    assert job.optimizer.param_groups[0]["lr"] == 0.1
+    assert found.state == {"step": 7, "nested": {"rates": [0.5, 1.0]}}
+    assert found.rank_state is not None and found.rank_state["rng"].tolist() == [0, 1, 2]
+    assert (found.manifest.step, found.manifest.position) == (7, 70)
+    assert [shard.last_step for shard in job.shards()] == [6, 7]
+    # The next epoch is the one after the checkpoint's.
+    assert [shard.cut() for shard in job.shards()] == [6, 6]
+
+
+def test_one_checkpoint_or_the_newest_of_a_store(tmp_path: Path) -> None:
+    for step, rows in ((1, 10), (2, 20)):
+        chunk = trained(TAGS, rows).export()
+        write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, chunk)]}, step=step, epoch=9)
+    (tmp_path / "step-000000000003-full").mkdir()  # was not committed
+    newest, older = hosted(TAGS), hosted(TAGS)
+    assert load(tmp_path, Contents(tables={"b": newest})).rows == {"b/tags": 20}
+    folder = tmp_path / "step-000000000001-full"
+    assert load(str(folder), Contents(tables={"b": older})).rows == {"b/tags": 10}
+    with pytest.raises(CheckpointError, match="neither is one nor holds one"):
+        load(tmp_path / "nothing", Contents(tables={"b": hosted(TAGS)}))
+
+
+def chain(root: Path, spec: TableSpec = TAGS) -> dict[int, RowChunk]:
+    """A full one and three deltas: rows change, go, come back; the last state by id."""
+    base = trained(spec, 400).export()
+    state: dict[int, RowChunk] = {}
+
+    def put(chunk: RowChunk) -> None:
+        for k, id_ in enumerate(chunk.ids.tolist()):
+            state[id_] = chunk_where(chunk, torch.tensor([k]))
+
+    def changed(chunk: RowChunk, version: int) -> RowChunk:
+        return dataclasses.replace(
+            chunk,
+            weights=chunk.weights + version,
+            versions=torch.full_like(chunk.versions, version),
+            counts=chunk.counts + version,
+        )
+
+    put(base)
+    storage = Storage(root)
+    parent = write_by_hand(storage, {"b": [HandTable(spec, base, cuts=QUARTERS)]}, epoch=4)
+    everything = torch.arange(400)
+    steps: list[tuple[int, torch.Tensor, torch.Tensor, Sequence[int]]] = [
+        (5, everything[:90], everything[100:140], ()),
+        (6, everything[80:130], everything[:30], (HASHES // 2,)),
+        (7, everything[10:20], everything[125:128], QUARTERS),
+    ]
+    for epoch, upserted, deleted, cuts in steps:
+        rows = changed(chunk_where(base, upserted), epoch)
+        put(rows)
+        for id_ in base.ids[deleted].tolist():
+            state.pop(id_, None)
+        table = HandTable(spec, rows, deleted=base.ids[deleted], cuts=cuts)
+        parent = write_by_hand(
+            storage, {"b": [table]}, step=epoch, epoch=epoch, parent=parent, last_steps={"b": epoch}
+        )
+    return state
+
+
+def check_state(found: RowChunk, state: dict[int, RowChunk]) -> None:
+    assert sorted(found.ids.tolist()) == sorted(state)
+    for k, id_ in enumerate(found.ids.tolist()):
+        check_equal(chunk_where(found, torch.tensor([k])), state[id_])
+
+
+def test_a_chain_ends_as_its_last_link(tmp_path: Path) -> None:
+    state = chain(tmp_path)
+    tables = hosted(TAGS)
+    found = load(tmp_path, Contents(tables={"b": tables}))
+    check_state(tables.shard.export(0), state)
+    assert found.rows == {"b/tags": len(state)}
+    assert (found.manifest.epoch, tables.shard.last_step) == (7, 7)
+
+
+def test_a_chain_without_its_parent_is_refused(tmp_path: Path) -> None:
+    chain(tmp_path)
+    (tmp_path / "step-000000000005-delta").rename(tmp_path / "elsewhere")
+    tables = hosted(TAGS)
+    with pytest.raises(CheckpointError, match="no checkpoint step-000000000005-delta"):
+        load(tmp_path, Contents(tables={"b": tables}))
+    assert tables.shard.size(0) == 0
+
+
+def test_a_chain_has_one_form(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    parent = write_by_hand(storage, {"b": [HandTable(TAGS, trained(TAGS, 5).export())]})
+    other = dataclasses.replace(TAGS, segments=(dataclasses.replace(VEC, dim=2),))
+    rows = trained(other, 5).export()
+    write_by_hand(storage, {"b": [HandTable(other, rows)]}, step=2, epoch=9, parent=parent)
+    with pytest.raises(CheckpointError, match="one form in a whole chain"):
+        load(tmp_path, Contents(tables={"b": hosted(other)}))
+
+
+KINDS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_keeps_its_part(tmp_path: Path, kind: str, world_size: int) -> None:
+    spec = TableSpec(
+        name="tags",
+        segments=(dataclasses.replace(VEC, dim=8), dataclasses.replace(BIAS, dim=2)),
+    )
+    state = chain(tmp_path, spec)
+    placement = plan_placement((spec,), world_size, default=kind, local_world_size=2)
+    parts, counted = [], 0
+    for rank in range(world_size):
+        shard = CpuShard(hosted_specs((spec,), placement, rank))
+        tables = HostedTables(specs=(spec,), shard=shard, placement=placement)
+        alone = OneOf(rank, world_size)
+        found = load(tmp_path, Contents(tables={"b": tables}), collectives=alone)
+        counted += found.rows["b/tags"]
+        here = [one for one in placement.of("tags") if rank in one.ranks]
+        parts += [
+            (one, shard.export(k))
+            for k, one in enumerate(here)
+            if not one.replicated or rank == world_size - 1
+        ]
+    assert counted == len(state)
+    check_state(joined_chunk(spec, parts), state)
+
+
+class OneOf:
+    """One rank's view of a job whose other ranks say what it says."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+        told, own = value
+        mine = (told, own)
+        empty = type(own)({}, {}) if type(own).__name__ == "Tally" else own
+        return [mine if rank == self.rank else (None, empty) for rank in range(self.world_size)]
+
+
+def damage(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "gone":
+        file.unlink()
+    elif how == "short":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "short", "gone"])
+def test_nothing_is_half_loaded(saved: tuple[Path, dict[str, RowChunk], Job], how: str) -> None:
+    root, _, _ = saved
+    folder = root / "step-000000000007-full"
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
+    assert len(files) >= 9
+    for file in files:
+        kept = file.read_bytes()
+        damage(file, how)
+        job = Job(1)
+        before = copy.deepcopy(job.net.state_dict())
+        with pytest.raises(CheckpointError, match=str(file.relative_to(folder))):
+            load(root, job.contents())
+        for shard in job.shards():
+            assert [shard.size(k) for k in range(len(shard.specs))] == [0] * len(shard.specs)
+            assert shard.last_step == 0
+        assert job.first.shard.admission_state(1).ids.numel() == 0
+        assert all(torch.equal(v, before[k]) for k, v in job.net.state_dict().items())
+        assert not job.optimizer.state and job.optimizer.param_groups[0]["lr"] == 1.1
+        file.write_bytes(kept)
+        # The same job may load what is whole.
+        assert load(root, job.contents()).rows["a/users"] == 500
+
+
+def test_tables_must_be_empty(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
+    job = Job(1)
+    Table(TAGS, shard=job.second.shard).assign([1], [[1.0] * 4])
+    with pytest.raises(CheckpointError, match="rows in 'b/tags'"):
+        load(saved[0], job.contents())
+    assert job.second.shard.size(0) == 1 and job.first.shard.size(0) == 0
+
+
+def test_options_reach_tables_and_dense_parts(
+    saved: tuple[Path, dict[str, RowChunk], Job],
+) -> None:
+    root, rows, _ = saved
+    people = dataclasses.replace(USERS, name="people", dtype="float16", capacity_rows=501)
+    tables = hosted(people)
+    options = LoadOptions(
+        renames={"x/people": "a/users"},
+        allow_unknown=frozenset({"a/items", "b/tags"}),
+        dense=False,
+    )
+    found = load(root, Contents(tables={"x": tables}), options=options)
+    assert found.rows == {"x/people": 500}
+    assert tables.shard.last_step == 6
+    by_id = {int(i): k for k, i in enumerate(rows["a/users"].ids.tolist())}
+    export = tables.shard.export(0)
+    order = torch.tensor([by_id[i] for i in export.ids.tolist()])
+    assert torch.equal(export.weights, rows["a/users"].weights[order].half())
+    assert torch.equal(export.state, rows["a/users"].state[order])
+
+
+def test_expired_rows_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows = trained(TAGS, 60).export()  # half seen at 15, half at 10
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, epoch=9)
+    tables = hosted(dataclasses.replace(TAGS, expiry=Expiry(ttl_s=8)))
+    found = load(tmp_path, Contents(tables={"b": tables}), options=LoadOptions(now_s=20))
+    old = int((rows.last_seen_s <= 12).sum())
+    assert 0 < old < 60
+    assert (found.rows["b/tags"], found.expired["b/tags"]) == (60 - old, old)
+    check_equal(tables.shard.export(0), chunk_where(rows, rows.last_seen_s > 12))
+    every = hosted(dataclasses.replace(TAGS, expiry=Expiry(ttl_s=8)))
+    assert load(tmp_path, Contents(tables={"b": every})).rows == {"b/tags": 60}
+
+
+def test_numbers_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    rows = trained(TAGS, 60).export()
+    rows.weights[::2, 1] = 1e6
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows, cuts=QUARTERS)]}, epoch=9)
+    tables = hosted(dataclasses.replace(TAGS, dtype="float16"))
+    with pytest.raises(CheckpointError, match="30 that are too large for table 'b/tags'"):
+        load(tmp_path, Contents(tables={"b": tables}))
+    assert tables.shard.size(0) == 0
+    load(tmp_path, Contents(tables={"b": hosted(dataclasses.replace(TAGS, dtype="bfloat16"))}))
+
+
+def test_capacity(tmp_path: Path) -> None:
+    rows = trained(TAGS, 60).export()
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, epoch=9)
+    full = hosted(dataclasses.replace(TAGS, capacity_rows=59))
+    with pytest.raises(TableFull):
+        load(tmp_path, Contents(tables={"b": full}))
+    assert full.shard.size(0) == 0
+
+
+@pytest.mark.parametrize(("policy", "capacity"), [("lru", 20), ("lru", 45), ("lfu", 33)])
+def test_an_evicting_table_keeps_the_rows_in_use(
+    tmp_path: Path, policy: Any, capacity: int
+) -> None:
+    rows = trained(TAGS, 60).export()
+    rows.counts[:] = torch.arange(60) % 7
+    cut = chunk_where(rows, torch.arange(60) < 50)
+    parent = write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, cut, cuts=QUARTERS)]}, epoch=8)
+    late = chunk_where(rows, torch.arange(60) >= 45)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, late)]}, step=2, epoch=9, parent=parent)
+    tables = hosted(dataclasses.replace(TAGS, capacity_rows=capacity, on_full=policy))
+    found = load(tmp_path, Contents(tables={"b": tables}))
+    kept = tables.shard.export(0)
+    assert found.rows == {"b/tags": capacity} and kept.ids.numel() == capacity
+    used = (lambda one: one.last_seen_s) if policy == "lru" else (lambda one: one.counts)
+    best = used(rows).sort(descending=True).values[:capacity]
+    assert torch.equal(used(kept).sort(descending=True).values, best)
+    by_id = {id_: k for k, id_ in enumerate(rows.ids.tolist())}
+    order = torch.tensor([by_id[id_] for id_ in kept.ids.tolist()])
+    check_equal(kept, chunk_where(rows, order))
+
+
+def test_a_table_at_its_budget_may_be_split_otherwise(tmp_path: Path) -> None:
+    rows = trained(TAGS, 90).export()
+    spec = dataclasses.replace(TAGS, capacity_rows=90, on_full="lru")
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(spec, rows)]}, epoch=9)
+    placement = plan_placement((spec,), 3)
+    kept = 0
+    for rank in range(3):
+        shard = CpuShard(hosted_specs((spec,), placement, rank))
+        tables = HostedTables(specs=(spec,), shard=shard, placement=placement)
+        load(tmp_path, Contents(tables={"b": tables}), collectives=OneOf(rank, 3))
+        kept += shard.size(0)
+        assert shard.size(0) <= 30
+    assert 80 <= kept < 90  # the hash does not split evenly
+
+
+def test_sketches_go_to_every_rank(tmp_path: Path) -> None:
+    admission = Admission(threshold=3, counter="sketch", sketch_width=64, sketch_depth=2)
+    spec = dataclasses.replace(TAGS, admission=admission)
+    shard = CpuShard((spec,))
+    Table(spec, shard=shard).find_or_init(torch.arange(9)).end()
+    sights = shard.admission_state(0)
+    table = HandTable(spec, trained(TAGS, 5).export(), sights=sights)
+    write_by_hand(Storage(tmp_path), {"b": [table]}, epoch=9)
+    placement = plan_placement((spec,), 2)
+    for rank in range(2):
+        own = CpuShard(hosted_specs((spec,), placement, rank))
+        tables = HostedTables(specs=(spec,), shard=own, placement=placement)
+        load(tmp_path, Contents(tables={"b": tables}), collectives=OneOf(rank, 2))
+        assert own.admission_state(0).cells == sights.cells != bytes(len(sights.cells))
+
+
+def test_a_table_may_be_new_in_the_middle_of_a_chain(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    first, second = trained(TAGS, 30).export(), trained(USERS, 20).export()
+    parent: Parent = write_by_hand(storage, {"b": [HandTable(TAGS, first)]}, epoch=4)
+    none = chunk_where(first, torch.zeros(30, dtype=torch.bool))
+    write_by_hand(
+        storage,
+        {"b": [HandTable(TAGS, none), HandTable(USERS, second)]},
+        step=2,
+        epoch=5,
+        parent=parent,
+    )
+    tables = hosted(TAGS, USERS)
+    assert load(tmp_path, Contents(tables={"b": tables})).rows == {"b/tags": 30, "b/users": 20}
+    check_equal(tables.shard.export(0), first)
+    check_equal(tables.shard.export(1), second)
+
+
+def test_another_optimizer_is_named(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
+    job = Job(1)
+    other = dataclasses.replace(TAGS, segments=(dataclasses.replace(VEC, optimizer=SGD()),))
+    job.second = hosted(other)
+    with pytest.raises(CheckpointError, match=r"'b/tags\.vec\.state' is of adagrad"):
+        load(saved[0], job.contents())
+    assert all(shard.size(0) == 0 for shard in job.shards())

@@ -1,0 +1,446 @@
+"""Snapshots of a CPU shard: the rows of a cut, whatever later verbs do to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.errors import CheckpointError, DTypeError, InputError
+from shoal.table.changes import Cursor
+from shoal.table.cpu import CpuShard
+from shoal.table.cpu_snapshot import BUFFER_BYTES, CpuSnapshot
+from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
+from shoal.table.snapshot import HASHES
+from support.change_consumer import Consumer, contents
+from support.cut_rows import assert_same, in_pieces, unsigned_hashes
+from support.id_groups import groups_of
+
+CLOCK = itertools.count(1)
+TINY = 4096
+
+
+def specs() -> tuple[TableSpec, ...]:
+    segment = Segment(dim=3, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad(lr=1.0))
+    plain = Segment(dim=2, initializer=initializers.Zeros(), optimizer=optimizers.SGD(lr=1.0))
+    return (
+        TableSpec(name="grows", segments=(segment,), expiry=Expiry(ttl_s=100)),
+        TableSpec(name="full", segments=(plain,), capacity_rows=64, on_full="lru"),
+        TableSpec(name="narrow", segments=(plain,), dtype="bfloat16"),
+    )
+
+
+@pytest.fixture(params=[1, 3])
+def shard(request: pytest.FixtureRequest) -> CpuShard:
+    return CpuShard(specs(), threads=request.param)
+
+
+def put(shard: CpuShard, table: int, ids: Sequence[int], at_s: int = 0) -> None:
+    """Assign values never used before."""
+    dim = shard.specs[table].dim
+    weights_ND = torch.full((len(ids), dim), float(next(CLOCK)))
+    shard.assign(groups_of((table, ids)), [weights_ND], ctx=StepContext(event_time_s=at_s))
+
+
+def train(shard: CpuShard, table: int, ids: Sequence[int], at_s: int = 0) -> None:
+    ctx = StepContext(event_time_s=at_s, global_step=3)
+    ticket = shard.find_or_init(groups_of((table, ids)), ctx=ctx)
+    grads = torch.ones(len(ids), shard.specs[table].dim)
+    shard.apply([GradRecord(ticket, (grads,))], ctx=ctx)
+
+
+def filled(shard: CpuShard) -> CpuShard:
+    put(shard, 0, range(3000), at_s=50)
+    train(shard, 0, range(0, 3000, 7), at_s=60)
+    put(shard, 1, range(64), at_s=50)
+    train(shard, 2, range(-200, 200))
+    return shard
+
+
+def whole(snapshot: CpuSnapshot) -> list[RowChunk]:
+    return [snapshot.read(table, 0, HASHES) for table in range(3)]
+
+
+def exported(shard: CpuShard) -> list[RowChunk]:
+    return [shard.export(table) for table in range(3)]
+
+
+def reload(shard: CpuShard, ids: Sequence[int], version: int) -> None:
+    """Rows that come in whole, with a version of their own."""
+    count = len(ids)
+    shard.load(
+        0,
+        RowChunk(
+            "grows",
+            torch.tensor(ids, dtype=torch.int64),
+            torch.full((count, 3), float(next(CLOCK))),
+            torch.ones(count, 3),
+            torch.full((count,), version),
+            torch.full((count,), 70),
+            torch.ones(count, dtype=torch.int64),
+        ),
+    )
+
+
+def apply_ids(shard: CpuShard, table: int, ids: Sequence[int]) -> None:
+    grads = [torch.ones(len(ids), shard.specs[table].dim)]
+    shard.apply_ids(groups_of((table, ids)), grads, ctx=StepContext(event_time_s=80))
+
+
+def apply_twice_named(shard: CpuShard) -> None:
+    ids = [5, 9, 5, 5, 4000, 9]
+    apply_ids(shard, 0, ids)
+    train(shard, 0, ids)
+
+
+def skip_bad(shard: CpuShard) -> None:
+    ctx = StepContext(nan_policy="skip")
+    grads = torch.ones(4, 3)
+    grads[1] = float("nan")
+    shard.apply_ids(groups_of((0, [1, 2, 3, 4])), [grads], ctx=ctx)
+
+
+def add(shard: CpuShard) -> None:
+    for table in range(3):
+        deltas = torch.ones(4, shard.specs[table].dim)
+        shard.assign_add(groups_of((table, [1, 2, 2, 7000])), [deltas], ctx=StepContext())
+
+
+def swap(shard: CpuShard) -> None:
+    """The two oldest rows of the full table go; those that come take their numbers."""
+    put(shard, 1, range(2, 64), at_s=90)
+    put(shard, 1, [1000], at_s=91)
+    put(shard, 1, [1001], at_s=91)
+    put(shard, 1, [1, 0], at_s=95)
+
+
+def reuse(shard: CpuShard) -> None:
+    shard.evict(155)  # those not trained since
+    put(shard, 0, range(5000, 7000), at_s=155)
+    put(shard, 0, range(100), at_s=155)
+
+
+def emptied(shard: CpuShard) -> None:
+    for table in range(3):
+        shard.clear(table)
+    put(shard, 0, range(2500, 3500))
+
+
+CHANGES: dict[str, Callable[[CpuShard], object]] = {
+    "nothing": lambda shard: None,
+    "apply": lambda shard: [train(shard, t, range(-20, 30)) for t in range(3)],
+    "apply_ids": lambda shard: [apply_ids(shard, t, range(40)) for t in range(3)],
+    "duplicates": apply_twice_named,
+    "skipped": skip_bad,
+    "assign": lambda shard: [put(shard, t, [0, 1, 2, 9999]) for t in range(3)],
+    "assign_add": add,
+    "reinitialize": lambda shard: shard.reinitialize(
+        groups_of((0, [3, 4, 90_000]), (2, [5])), ctx=StepContext()
+    ),
+    "load": lambda shard: reload(shard, [1, 2, 77_777], 9),
+    "load of old versions": lambda shard: reload(shard, [1, 2, 77_777, 77_778], 1),
+    "evict": lambda shard: shard.evict(155),
+    "clear": emptied,
+    "capacity": lambda shard: put(shard, 1, range(500, 540), at_s=99),
+    "swapped rows": swap,
+    "reused rows": reuse,
+    "all": lambda shard: [CHANGES[name](shard) for name in list(CHANGES) if name != "all"],
+}
+
+
+@pytest.mark.parametrize("buffer_bytes", [BUFFER_BYTES, TINY, 0])
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_are_those_of_the_cut(shard: CpuShard, change: str, buffer_bytes: int) -> None:
+    filled(shard)
+    want = exported(shard)
+    with shard.snapshot(buffer_bytes=buffer_bytes) as snapshot:
+        CHANGES[change](shard)
+        CHANGES[change](shard)
+        for table in range(3):
+            assert_same(snapshot.read(table, 0, HASHES), want[table])
+            assert_same(in_pieces(snapshot, table, 7), want[table])
+            assert int(snapshot.histogram(table, 0)) == len(want[table].ids)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_read_before_and_after_they_change(shard: CpuShard, change: str) -> None:
+    filled(shard)
+    want = exported(shard)
+    with shard.snapshot(buffer_bytes=TINY) as snapshot:
+        histograms = [snapshot.histogram(table, 5) for table in range(3)]
+        for table in range(3):
+            assert_same(snapshot.read(table, 0, HASHES), want[table])
+        CHANGES[change](shard)
+        for table in range(3):
+            assert_same(snapshot.read(table, 0, HASHES), want[table])
+            assert torch.equal(snapshot.histogram(table, 5), histograms[table])
+
+
+def test_a_histogram_counts_ranges(shard: CpuShard) -> None:
+    filled(shard)
+    with shard.snapshot() as snapshot:
+        apply_twice_named(shard)
+        shard.evict(155)
+        counts = snapshot.histogram(0, 4)
+        assert counts.dtype == torch.int64
+        width = HASHES >> 4
+        sizes = [len(snapshot.read(0, k * width, (k + 1) * width).ids) for k in range(16)]
+        assert counts.tolist() == sizes
+        assert snapshot.histogram(0, 20).sum() == 3000
+
+
+def test_any_range_in_any_order(shard: CpuShard) -> None:
+    filled(shard)
+    want = shard.export(0)
+    hashes = unsigned_hashes(want.ids, "grows")
+    assert hashes == sorted(hashes)
+    with shard.snapshot() as snapshot:
+        train(shard, 0, range(0, 3000, 2))
+        for first, last in ((100, 2000), (0, 0), (2999, 2999), (50, 60), (0, 2999)):
+            got = snapshot.read(0, hashes[first], hashes[last] + 1)
+            assert torch.equal(got.ids, want.ids[first : last + 1])
+            assert torch.equal(got.state, want.state[first : last + 1])
+        assert len(snapshot.read(0, hashes[7] + 1, hashes[8]).ids) == 0
+        assert len(snapshot.read(0, 5, 5).ids) == 0
+        assert len(snapshot.read(0, HASHES, HASHES).ids) == 0
+
+
+def test_no_rows(shard: CpuShard) -> None:
+    with shard.snapshot() as snapshot:
+        filled(shard)
+        for chunk in whole(snapshot):
+            assert len(chunk.ids) == 0
+        assert snapshot.histogram(0, 3).tolist() == [0] * 8
+        assert snapshot.deleted(0).tolist() == []
+
+
+def test_what_changed_since(shard: CpuShard) -> None:
+    filled(shard)
+    with shard.snapshot() as first:
+        start = Cursor(shard.incarnation, first.epoch, first.epoch)
+        assert (first.since, first.concurrent) == (0, True)
+        put(shard, 0, [1])
+    train(shard, 0, [2, 8000], at_s=90)
+    shard.cut()
+    put(shard, 2, [7])
+    shard.evict(152)  # the 1 of before too: its event time is 0
+    put(shard, 0, [3], at_s=90)
+    gone = {id_ for id_ in range(3000) if id_ % 7 and id_ not in (2, 3)}
+    want = {0: {2, 3, 8000}, 1: set[int](), 2: {7}}
+    held = {table: shard.export(table) for table in range(3)}
+    with shard.snapshot(start) as delta:
+        assert delta.since == first.epoch < delta.epoch
+        CHANGES["all"](shard)
+        for table, ids in want.items():
+            chunk = delta.read(table, 0, HASHES)
+            assert set(chunk.ids.tolist()) == ids
+            where = [held[table].ids.tolist().index(id_) for id_ in chunk.ids.tolist()]
+            assert torch.equal(chunk.weights, held[table].weights[where])
+            assert torch.equal(chunk.versions, held[table].versions[where])
+            assert int(delta.histogram(table, 2).sum()) == len(ids)
+        deleted = delta.deleted(0)
+        assert set(deleted.tolist()) == gone
+        assert len(deleted) == len(gone)
+        hashes = unsigned_hashes(deleted, "grows")
+        assert hashes == sorted(hashes)
+        assert delta.deleted(1).tolist() == delta.deleted(2).tolist() == []
+
+
+def test_a_deleted_id_is_named_once(shard: CpuShard) -> None:
+    put(shard, 0, [1, 2, 3])
+    snapshot = shard.snapshot()
+    start = Cursor(shard.incarnation, snapshot.epoch, snapshot.epoch)
+    snapshot.close()
+    for turn in range(1, 4):
+        shard.evict(turn * 1000)
+        put(shard, 0, [1, 2], at_s=turn * 1000)
+    shard.evict(9000)
+    put(shard, 0, [2], at_s=9000)
+    with shard.snapshot(start) as delta:
+        shard.evict(20_000)
+        assert sorted(delta.deleted(0).tolist()) == [1, 3]
+        assert delta.read(0, 0, HASHES).ids.tolist() == [2]
+
+
+def test_a_second_one_is_refused(shard: CpuShard) -> None:
+    put(shard, 0, [1])
+    snapshot = shard.snapshot()
+    with pytest.raises(InputError, match="another one is open"):
+        shard.snapshot()
+    closed = snapshot.epoch
+    snapshot.close()
+    snapshot.close()
+    with pytest.raises(InputError, match="closed one"):
+        snapshot.read(0, 0, HASHES)
+    with shard.snapshot() as again:
+        assert again.epoch == closed + 1
+    third = shard.snapshot()
+    del third  # forgotten, not closed
+    shard.snapshot().close()
+
+
+def test_cursors_that_cannot_be_served(shard: CpuShard) -> None:
+    put(shard, 0, [1])
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(Cursor(shard.incarnation, 0, 0))  # nothing is kept yet
+    first = shard.snapshot()
+    start = Cursor(shard.incarnation, first.epoch, first.epoch)
+    first.close()
+    with pytest.raises(InputError, match="closed epoch"):
+        shard.snapshot(Cursor(shard.incarnation, first.epoch + 1, first.epoch + 1))
+    with pytest.raises(InputError, match="incarnation"):
+        shard.snapshot(Cursor(start.incarnation ^ 1, start.from_epoch, start.to_epoch))
+    assert shard.cut() == first.epoch + 1  # refusals close none
+    shard.snapshot(start).close()
+    shard.release(shard.cut())
+    with pytest.raises(InputError, match="closed epoch"):
+        shard.snapshot(start)
+    shard.snapshot().close()
+    reload(shard, [5], 1)
+    with pytest.raises(InputError, match="incarnation"):
+        shard.snapshot(start)
+
+
+def test_beside_a_consumer_of_changes(shard: CpuShard) -> None:
+    consumer = Consumer(100)
+    filled(shard)
+    shard.cut()
+    consumer.drain(shard)
+    put(shard, 0, [1, 2, 3])
+    want = exported(shard)
+    with shard.snapshot() as snapshot:
+        for turn in range(3):
+            CHANGES["apply"](shard)
+            shard.evict(150 + turn)
+            shard.cut()
+            consumer.drain(shard)
+            shard.release(consumer.cursor.from_epoch)
+        for got, wanted in zip(whole(snapshot), want, strict=True):
+            assert_same(got, wanted)
+        assert consumer.held == contents(*exported(shard))
+    assert consumer.restarts == 1
+
+
+def test_what_it_costs_is_told(shard: CpuShard) -> None:
+    filled(shard)
+    with shard.snapshot() as snapshot:
+        assert snapshot.stats.copied_rows == 0
+        train(shard, 0, [*range(1000), *range(500), 9999])
+        train(shard, 0, range(1000))
+        assert snapshot.stats.copied_rows == 1000
+        assert snapshot.stats.spilled_bytes == 0
+    with shard.snapshot(buffer_bytes=TINY) as snapshot:
+        train(shard, 0, range(1000))
+        assert snapshot.stats.copied_rows == 1000
+        snapshot.read(0, 0, HASHES)
+        assert snapshot.stats.spilled_bytes > 10_000
+
+
+def test_a_full_folder_fails_the_snapshot_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, other = filled(CpuShard(specs())), filled(CpuShard(specs()))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    with shard.snapshot(buffer_bytes=TINY) as snapshot:
+        for one in (shard, other):
+            train(one, 0, range(3000))
+            train(one, 0, range(3000))
+        with pytest.raises(CheckpointError, match="temporary"):
+            snapshot.read(0, 0, HASHES)
+        with pytest.raises(CheckpointError, match="temporary"):
+            snapshot.histogram(1, 3)
+    assert torch.equal(shard.export(0).state, other.export(0).state)
+    with shard.snapshot() as snapshot:
+        assert len(snapshot.read(0, 0, HASHES).ids) == 3000
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda s: s.read(3, 0, 1), InputError),
+        (lambda s: s.read(-1, 0, 1), InputError),
+        (lambda s: s.read(0, 2, 1), InputError),
+        (lambda s: s.read(0, -1, 1), InputError),
+        (lambda s: s.read(0, 0, HASHES + 1), InputError),
+        (lambda s: s.read(0, 0.0, 1), DTypeError),
+        (lambda s: s.histogram(0, 21), InputError),
+        (lambda s: s.histogram(0, True), DTypeError),
+        (lambda s: s.deleted(9), InputError),
+    ],
+)
+def test_bad_calls(call: Callable[[CpuSnapshot], object], error: type[Exception]) -> None:
+    with CpuShard(specs()).snapshot() as snapshot, pytest.raises(error):
+        call(snapshot)
+
+
+def test_bad_buffers() -> None:
+    shard = CpuShard(specs())
+    with pytest.raises(InputError):
+        shard.snapshot(buffer_bytes=-1)
+    with pytest.raises(DTypeError):
+        shard.snapshot(buffer_bytes=1.5)  # type: ignore[arg-type]
+    assert shard.cut() == 1
+
+
+def test_resume_after_a_load(shard: CpuShard) -> None:
+    consumer = Consumer(50)
+    filled(shard)
+    shard.cut()
+    reload(shard, range(10), 7)
+    with pytest.raises(InputError, match="version of every row"):
+        shard.resume(6)
+    cursor = shard.resume(9)
+    assert cursor == Cursor(shard.incarnation, 9, 9, 0)
+    consumer.cursor = cursor
+    consumer.held = contents(*exported(shard))
+    put(shard, 0, [5000])
+    shard.evict(155)
+    with shard.snapshot(cursor) as delta:
+        assert (delta.since, delta.epoch) == (9, 10)
+        assert delta.read(0, 0, HASHES).ids.tolist() == []
+        assert len(delta.deleted(0)) > 2000
+    consumer.drain(shard)
+    assert consumer.restarts == 0
+    assert consumer.held == contents(*exported(shard))
+
+
+def test_resume_where_rows_are_gone(shard: CpuShard) -> None:
+    reload(shard, [1], 9)
+    shard.evict(10_000)
+    assert shard.resume(3).from_epoch == 3
+    assert shard.cut() == 9  # epochs never fall
+    for bad, error in ((-1, InputError), (2**32 - 1, InputError), (1.0, DTypeError)):
+        with pytest.raises(error):
+            shard.resume(bad)  # type: ignore[arg-type]
+
+
+def test_versions_leave_room_for_a_cut(shard: CpuShard) -> None:
+    with pytest.raises(InputError, match=str(2**32 - 2)):
+        reload(shard, [1], 2**32 - 1)
+    assert shard.size(0) == 0
+    reload(shard, [1], 2**32 - 2)
+    assert shard.cut() == 2**32 - 2
+    for call in (shard.cut, shard.snapshot):
+        with pytest.raises(InputError, match="epochs"):
+            call()
+    assert shard.size(0) == 1
+
+
+def test_many_groups_under_a_snapshot(shard: CpuShard) -> None:
+    """One step over all tables and several tickets."""
+    filled(shard)
+    want = exported(shard)
+    groups: IdGroups = groups_of((0, range(600)), (1, range(64)), (2, range(50)), (0, range(300)))
+    with shard.snapshot(buffer_bytes=TINY) as snapshot:
+        for _ in range(3):
+            ticket = shard.find_or_init(groups, ctx=StepContext())
+            dims = [shard.specs[t].dim for t in (0, 1, 2, 0)]
+            sizes = groups.splits_G1.diff().tolist()
+            grads = tuple(torch.ones(n, d) for n, d in zip(sizes, dims, strict=True))
+            shard.apply([GradRecord(ticket, grads)], ctx=StepContext())
+        for got, wanted in zip(whole(snapshot), want, strict=True):
+            assert_same(got, wanted)
