@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain as joined
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -115,6 +115,13 @@ def targets_of(
     return tuple(found)
 
 
+@runtime_checkable
+class Roomy(Protocol):
+    """A shard that grows once for rows that are to come, not many times."""
+
+    def reserve(self, table: int, rows: int) -> None: ...
+
+
 class RowLoader:
     """Loads a rank's rows: one thread reads and checks a file while another one loads the last.
 
@@ -137,7 +144,9 @@ class RowLoader:
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
-        self._layouts = {table.key: RowLayout.of(table) for table in links[-1].manifest.tables}
+        self._layouts = [
+            {table.key: RowLayout.of(table) for table in link.manifest.tables} for link in links
+        ]
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
@@ -153,6 +162,7 @@ class RowLoader:
             TableFull: a table has no room. As above.
         """
         try:
+            self._make_room()
             self._pass()
         except TableFull:
             # A table at its budget, split over other ranks, has more rows here and fewer there.
@@ -182,6 +192,17 @@ class RowLoader:
                     target.table, AdmissionState(none, none.clone(), cells)
                 )
 
+    def _make_room(self) -> None:
+        """Let tables grow at once to what the full checkpoint has for this rank."""
+        rows = {table.key: table.rows for table in self._links[0].manifest.tables}
+        for key, targets in self._targets.items():
+            for target in targets:
+                shares = 1 if target.hosted is None else target.hosted.shares
+                limit = target.shard.specs[target.table].capacity_rows
+                share = rows.get(key, 0) // shares
+                if isinstance(target.shard, Roomy):
+                    target.shard.reserve(target.table, min(share, limit or share))
+
     def _pass(self) -> None:
         """Once over all files, from the newest to the oldest of each run."""
         for counter in (self._rows, self._expired, self._unfit):
@@ -210,7 +231,7 @@ class RowLoader:
         storage, file = self._links[one.link].storage, one.file
         parts: Iterator[tuple[str, RowChunk | Tensor]]
         if file.kind == "rows":
-            layout = self._layouts[file.tables[0]]
+            layout = self._layouts[one.link][file.tables[0]]
             rows = read_rows(storage, file, layout, buffer)
             parts = ((file.tables[index], chunk) for index, chunk in rows)
         else:

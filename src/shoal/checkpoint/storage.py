@@ -231,6 +231,14 @@ class Storage:
                 return open(full, "rb", buffering=0)
             return self._fs.open(full, "rb")  # type: ignore[no-any-return]
 
+    def open_arrow(self, path: str) -> Any:
+        """A file for pyarrow to read and seek in (`pyarrow.NativeFile`); to be closed."""
+        import pyarrow as pa  # much to import for whoever only lists
+
+        full = self._full(path)
+        with _told(full):
+            return pa.OSFile(full) if self._fs is None else pa.PythonFile(self.open(path), "r")
+
     def read(self, path: str) -> bytes:
         """The whole of a file."""
         full = self._full(path)
