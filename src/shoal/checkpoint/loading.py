@@ -17,6 +17,7 @@ from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CheckpointError, describe
+from shoal.table.changes import Cursor
 from shoal.table.shard import Shard
 
 __all__ = ["Loaded", "load"]
@@ -33,6 +34,8 @@ class Loaded:
             number of ranks.
         rows: rows loaded, by table ("collection/table" of the model), over all ranks.
         expired: rows left out since they are expired, likewise.
+        cursors: by collection, of a consumer that has all that was loaded: what a delta on top of
+            this checkpoint passes as `since`. Of no use where only a part was loaded.
     """
 
     manifest: Manifest
@@ -40,6 +43,7 @@ class Loaded:
     rank_state: Mapping[str, Any] | None
     rows: Mapping[str, int]
     expired: Mapping[str, int]
+    cursors: Mapping[str, Cursor]
 
 
 def load(
@@ -92,6 +96,7 @@ def load(
         rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
         rows=_summed(one.matches, (tally.rows for tally in tallies)),
         expired=_summed(one.matches, (tally.expired for tally in tallies)),
+        cursors=one.cursors,
     )
 
 
@@ -126,6 +131,7 @@ class _Load:
                 contents.optimizers,
                 options,
             )
+        self.cursors: dict[str, Cursor] = {}
         self.state = job_state.read(self._links[-1].storage, self.manifest)
 
     def check(self) -> int:
@@ -144,8 +150,11 @@ class _Load:
 
         epoch: closed by the tables of any rank before the load.
         """
-        for shard in self._shards():
-            shard.resume(max(epoch, self.manifest.epoch))
+        cursors = {
+            id(shard): shard.resume(max(epoch, self.manifest.epoch)) for shard in self._shards()
+        }
+        for collection, hosting in self._contents.tables.items():
+            self.cursors[collection] = cursors[id(hosting.shard)]
         for collection, hosting in self._contents.tables.items():
             steps = [
                 self.manifest.last_steps.get(match.saved.collection, 0)

@@ -15,8 +15,10 @@ from shoal.checkpoint.writing_plan import Piece, PlacedRows, Span, WritingPlan, 
 from shoal.comm.collectives import Collectives, Part
 from shoal.errors import CheckpointError, describe
 from shoal.placement import Hosted
+from shoal.table.rejoin import joined_state
+from shoal.table.spec import TableSpec
 
-__all__ = ["OtherRankFailed", "ShardedRows", "ShardedTable", "joined_ids"]
+__all__ = ["OtherRankFailed", "ShardedRows", "ShardedTable", "joined_ids", "joined_rows"]
 
 Columns = tuple[Tensor, ...]
 Join = Callable[[Sequence[tuple[Hosted, Columns]]], Columns]
@@ -91,7 +93,7 @@ class ShardedRows:
             lambda: [self._counted(t, b) for t, b in zip(self.tables, bits, strict=True)],
             sum(1 << b for b in bits),
         )
-        parts = counts.split([1 << b for b in bits]) if bits else ()
+        parts = torch.split(counts, [1 << b for b in bits])
         return tuple(
             PlacedRows(table.key, table.slices, table.slice_bytes, part)
             for table, part in zip(self.tables, parts, strict=True)
@@ -261,6 +263,25 @@ class ShardedRows:
 def joined_ids(parts: Sequence[tuple[Hosted, Columns]]) -> Columns:
     """Of ids, which every slice has: those of the one that is read."""
     return parts[0][1]
+
+
+def joined_rows(spec: TableSpec) -> Join:
+    """Of rows (`row_columns`): columns side by side; versions, times and counts the largest."""
+
+    def join(parts: Sequence[tuple[Hosted, Columns]]) -> Columns:
+        if len(parts) == 1:
+            return parts[0][1]
+        metadata = [
+            torch.stack([columns[k] for _, columns in parts]).amax(dim=0) for k in range(1, 4)
+        ]
+        return (
+            parts[0][1][0],
+            *metadata,
+            joined_state(spec, [(hosted, columns[4]) for hosted, columns in parts]),
+            torch.cat([columns[5] for _, columns in parts], dim=1),
+        )
+
+    return join
 
 
 def _packed(parts: Sequence[Columns]) -> Tensor:

@@ -1,0 +1,124 @@
+"""`Saving`: a checkpoint under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import cast
+
+from shoal.checkpoint.job_writing import JobWriter, Progress
+from shoal.checkpoint.manifest import Manifest
+from shoal.comm.collectives import Collectives
+from shoal.errors import CheckpointError, describe
+from shoal.table.changes import ChangeFeed, Cursor
+from shoal.table.shard import Shard
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """What `begin` returns: this rank's part of a checkpoint under way.
+
+    Args:
+        url, name: the store's folder, and the checkpoint's in it.
+        writer: does it.
+        epoch: of the cut.
+        cursors: by collection, for the next delta.
+        shards: this rank's.
+        collectives: the writer's until it is done.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        writer: JobWriter,
+        *,
+        epoch: int,
+        cursors: Mapping[str, Cursor],
+        shards: tuple[Shard, ...],
+        collectives: Collectives,
+    ) -> None:
+        self.url, self.name, self.epoch, self.collectives = url, name, epoch, collectives
+        self._writer, self._cursors, self._shards = writer, dict(cursors), shards
+        self._manifest: Manifest | None = None
+        self._failure: CheckpointError | None = None
+        self._done = threading.Event()
+
+    def start(self, *, wait: bool) -> None:
+        """Write in a thread, or (`wait`) before it returns. `begin` calls it."""
+        if wait:
+            self._run()
+        else:
+            threading.Thread(target=self._run, name="shoal-save", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once. Ranks may differ for a moment."""
+        return self._done.is_set()
+
+    def join(self) -> None:
+        """Wait until it is done, well or not."""
+        self._done.wait()
+
+    def wait(self, timeout_s: float | None = None) -> Manifest:
+        """Wait until it is committed.
+
+        Raises:
+            CheckpointError: a rank failed, and which; on every rank. There is no checkpoint then,
+                and its leftovers are removed by the next save.
+            TimeoutError: it is still under way.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"checkpoint {self.url}/{self.name} is still under way")
+        if self._failure is not None:
+            raise self._failure
+        assert self._manifest is not None
+        return self._manifest
+
+    @property
+    def cursors(self) -> Mapping[str, Cursor]:
+        """What a delta on top of this checkpoint passes as `since`; waits until it is committed.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
+        self.wait()
+        return self._cursors
+
+    def progress(self) -> Progress:
+        """How far this rank is, and what the cut costs."""
+        return self._writer.progress()
+
+    def abort(self) -> None:
+        """Let it fail soon, on all ranks; `wait` says so. Does nothing once it is committed."""
+        self._writer.abort()
+
+    def release(self) -> None:
+        """Let this rank's shards forget deletions that are in this checkpoint or older ones.
+
+        Call it once no consumer needs them: no other feed of changes (a publisher's, say) is
+        behind this epoch, and the next delta goes on top of this checkpoint.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
+        self.wait()
+        for shard in self._shards:
+            cast(ChangeFeed, shard).release(self.epoch)
+
+    def _run(self) -> None:
+        try:
+            self._manifest = self._writer.run()
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            what = f"checkpoint {self.url}/{self.name}"
+            got = " ".join(f"{type(error).__name__}: {error}".split())
+            failure = CheckpointError(
+                describe(what, got=got, allowed="all ranks to write it", remedy="Save again.")
+            )
+            failure.__cause__ = error
+            self._failure = failure
+        finally:
+            self._done.set()

@@ -1,0 +1,233 @@
+"""Begin to save a job: cut it on all ranks, then write while training goes on."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import get_args
+
+from shoal.checkpoint.agreement import together
+from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.cutting import Cut, cut_job
+from shoal.checkpoint.job_writing import Facts, JobWriter
+from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, Parent
+from shoal.checkpoint.saving import Saving
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import CheckpointStore, folder_name
+from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.errors import CheckpointError, InputError, describe
+from shoal.table.changes import Cursor
+
+__all__ = ["begin", "save"]
+
+_begun: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+def begin(
+    url: str | Path,
+    contents: Contents,
+    *,
+    step: int,
+    position: int,
+    kind: Kind = "full",
+    parent: Manifest | None = None,
+    since: Mapping[str, Cursor] | None = None,
+    collectives: Collectives | None = None,
+) -> Saving:
+    """Begin to save a job into a store. Every rank calls it between the same two steps.
+
+    It cuts the job (all shards at one epoch, dense parts, sights and state copied) and returns;
+    a thread writes. Where a snapshot does not let training go on meanwhile, it writes before it
+    returns. A save into the same store, or over the same collectives, that is still under way is
+    waited for first. Leftovers of interrupted saves are removed.
+
+        saving = begin(url, contents, step=100, position=6400, collectives=ranks)
+        ... train ...
+        manifest = saving.wait()
+        later = begin(url, contents, step=200, position=12800, collectives=ranks,
+                      kind="delta", parent=manifest, since=saving.cursors)
+
+    Args:
+        url: the store's folder.
+        contents: the job; the same names on every rank.
+        step: optimizer steps done.
+        position: global samples consumed.
+        kind: "full", or "delta": what changed since `parent`.
+        parent: of a delta, in the same store.
+        since: of a delta, this rank's cursors at its parent, by collection: `Saving.cursors`, or
+            after a load those of `Shard.resume`.
+        collectives: of all ranks, for checkpoints only: they are in use until the save is done.
+            None: this rank alone.
+
+    Raises:
+        InputError: arguments that contradict each other; nothing was cut.
+        CheckpointError: the storage refuses, the folder holds a checkpoint, the parent is another
+            one, or a rank cannot be cut; on every rank.
+    """
+    ranks = LocalCollectives() if collectives is None else collectives
+    _check_kind(kind, parent, since, contents)
+    for name in _placed_elsewhere(contents, ranks.world_size):
+        raise _misplaced(name, ranks.world_size)
+    root = Storage(url)
+    for other in list(_begun):
+        if other.collectives is ranks or other.url == root.url:
+            other.join()
+    name = folder_name(step, kind)
+    wanted = (name, position, None if parent is None else parent.id, tuple(contents.tables))
+
+    def prepare() -> tuple[object, tuple[str, int]]:
+        if ranks.rank == 0:
+            _prepare(CheckpointStore(root), name, parent)
+        return wanted, (uuid.uuid4().hex, int(time.time()))
+
+    said = together(ranks, f"beginning checkpoint {name}", prepare)
+    if any(other != wanted for other, _ in said):
+        raise _differ([other for other, _ in said])
+    cut = cut_job(contents, since, ranks)
+    try:
+        steps = together(ranks, f"last steps of checkpoint {name}", lambda: cut.last_steps)
+    except BaseException:
+        cut.close()
+        raise
+    facts = Facts(
+        id=said[0][1][0],
+        kind=kind,
+        step=step,
+        position=position,
+        parent=None
+        if parent is None
+        else Parent(folder=folder_name(parent.step, parent.kind), id=parent.id),
+        created_s=said[0][1][1],
+        last_steps={key: max(one[key] for one in steps) for key in contents.tables},
+    )
+    return _started(root, name, contents, cut, facts, ranks)
+
+
+def save(
+    url: str | Path,
+    contents: Contents,
+    *,
+    step: int,
+    position: int,
+    kind: Kind = "full",
+    parent: Manifest | None = None,
+    since: Mapping[str, Cursor] | None = None,
+    collectives: Collectives | None = None,
+) -> Manifest:
+    """`begin`, and wait until it is committed.
+
+    Raises:
+        InputError, CheckpointError: as `begin` and `Saving.wait`.
+    """
+    return begin(
+        url,
+        contents,
+        step=step,
+        position=position,
+        kind=kind,
+        parent=parent,
+        since=since,
+        collectives=collectives,
+    ).wait()
+
+
+def _started(
+    root: Storage, name: str, contents: Contents, cut: Cut, facts: Facts, ranks: Collectives
+) -> Saving:
+    writer = JobWriter(contents.tables, cut, root.child(name), facts, ranks)
+    shards = {id(one.shard): one.shard for one in contents.tables.values()}
+    saving = Saving(
+        root.url,
+        name,
+        writer,
+        epoch=cut.epoch,
+        cursors=cut.cursors,
+        shards=tuple(shards.values()),
+        collectives=ranks,
+    )
+    _begun.add(saving)
+    saving.start(wait=not cut.concurrent)
+    return saving
+
+
+def _prepare(store: CheckpointStore, name: str, parent: Manifest | None) -> None:
+    """On one rank: an empty folder to write into."""
+    folder = store.folder(name)
+    if folder.exists(MANIFEST):
+        raise CheckpointError(
+            describe(
+                "checkpoint folder",
+                got=f"{folder.url}, which holds a checkpoint",
+                allowed="a folder without one",
+                remedy="Save at another step; a checkpoint is never overwritten.",
+            )
+        )
+    if parent is not None:
+        there = folder_name(parent.step, parent.kind)
+        found = store.manifest(there).id if store.folder(there).exists(MANIFEST) else "none"
+        if found != parent.id:
+            raise CheckpointError(
+                describe(
+                    f"parent of a delta in {store.url}",
+                    got=f"{there} of id {found}",
+                    allowed=f"id {parent.id}",
+                    remedy="Save a delta into the store of its parent, or a full checkpoint.",
+                )
+            )
+    store.clean()
+    folder.make()
+
+
+def _check_kind(
+    kind: str,
+    parent: Manifest | None,
+    since: Mapping[str, Cursor] | None,
+    contents: Contents,
+) -> None:
+    if kind not in get_args(Kind):
+        raise _wrong("kind of a checkpoint", repr(kind), ", ".join(get_args(Kind)))
+    if kind == "full":
+        if parent is not None or since is not None:
+            raise _wrong("parent and cursors of a full checkpoint", "some", "none")
+        return
+    if parent is None or since is None:
+        raise _wrong("parent and cursors of a delta", "none", "those of its parent")
+    if since.keys() != contents.tables.keys():
+        raise _wrong("collections of cursors", sorted(since), sorted(contents.tables))
+    for name, cursor in since.items():
+        if cursor.from_epoch < parent.epoch:
+            got = f"epoch {cursor.from_epoch}"
+            allowed = f"its parent's, {parent.epoch}, or later"
+            raise _wrong(f"cursor of collection {name!r}", got, allowed)
+
+
+def _placed_elsewhere(contents: Contents, world_size: int) -> Iterator[str]:
+    for name, tables in contents.tables.items():
+        placed = 1 if tables.placement is None else tables.placement.world_size
+        if placed != world_size:
+            yield name
+
+
+def _misplaced(name: str, world_size: int) -> InputError:
+    return _wrong(
+        f"placement of collection {name!r}", "one of other ranks", f"one of {world_size} ranks"
+    )
+
+
+def _differ(said: list[object]) -> CheckpointError:
+    return CheckpointError(
+        describe(
+            "checkpoint that all ranks begin",
+            got="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(said)),
+            allowed="one step, kind, position, parent and names of collections",
+            remedy="Call it alike on every rank, between the same steps.",
+        )
+    )
+
+
+def _wrong(what: str, got: object, allowed: object) -> InputError:
+    remedy = "See `shoal.checkpoint.begin`."
+    return InputError(describe(what, got=got, allowed=allowed, remedy=remedy))
