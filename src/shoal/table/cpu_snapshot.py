@@ -15,7 +15,7 @@ from shoal import _core
 from shoal.errors import CheckpointError, InputError, describe
 from shoal.table import checks, refusals, rows, scalars
 from shoal.table.changes import Cursor
-from shoal.table.shard import RowChunk
+from shoal.table.row_values import RowChunk
 from shoal.table.snapshot import check_bits, check_range
 from shoal.table.spec import TableSpec
 

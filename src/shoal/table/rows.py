@@ -9,7 +9,7 @@ import torch
 from shoal import _core
 from shoal.errors import ShapeError, describe
 from shoal.table import checks
-from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
+from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = [
