@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain as joined
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -89,10 +89,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Rows loaded and rows left out as expired, by key; each counted on one rank."""
+    """Rows loaded and rows left out as expired, by key; each counted on one rank.
+
+    trimmed: rows were left out since an evicting table has no room for them.
+    """
 
     rows: Mapping[str, int]
     expired: Mapping[str, int]
+    trimmed: bool
 
 
 def targets_of(
@@ -113,13 +117,6 @@ def targets_of(
                 counts = one.start == 0 and (not one.replicated or rank == one.ranks[0])
                 found.append(Target(match, hosting.shard, at, one, counts))
     return tuple(found)
-
-
-@runtime_checkable
-class Roomy(Protocol):
-    """A shard that grows once for rows that are to come, not many times."""
-
-    def reserve(self, table: int, rows: int) -> None: ...
 
 
 class RowLoader:
@@ -162,7 +159,6 @@ class RowLoader:
             TableFull: a table has no room. As above.
         """
         try:
-            self._make_room()
             self._pass()
         except TableFull:
             # A table at its budget, split over other ranks, has more rows here and fewer there.
@@ -179,7 +175,7 @@ class RowLoader:
         if self._unfit:
             raise _does_not_fit(self._unfit)
         self._load_sights()
-        return Tally(dict(self._rows), dict(self._expired))
+        return Tally(dict(self._rows), dict(self._expired), bool(self._trims))
 
     def clear(self) -> None:
         """Empty the tables again."""
@@ -191,17 +187,6 @@ class RowLoader:
                 target.shard.load_admission_state(
                     target.table, AdmissionState(none, none.clone(), cells)
                 )
-
-    def _make_room(self) -> None:
-        """Let tables grow at once to what the full checkpoint has for this rank."""
-        rows = {table.key: table.rows for table in self._links[0].manifest.tables}
-        for key, targets in self._targets.items():
-            for target in targets:
-                shares = 1 if target.hosted is None else target.hosted.shares
-                limit = target.shard.specs[target.table].capacity_rows
-                share = rows.get(key, 0) // shares
-                if isinstance(target.shard, Roomy):
-                    target.shard.reserve(target.table, min(share, limit or share))
 
     def _pass(self) -> None:
         """Once over all files, from the newest to the oldest of each run."""
