@@ -117,12 +117,20 @@ class JsonLines:
     """One JSON object a line: step, time_s since the sink was opened, then the scalars.
 
     A value that is not finite is written as null, so that every line is strict JSON.
+
+    Args:
+        path: the file; what it holds is replaced.
+        go_on_after: keep its lines up to this step, and let the time go on from the last of them.
     """
 
-    def __init__(self, path: Path, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, path: Path, clock: Clock = time.perf_counter, *, go_on_after: int | None = None
+    ) -> None:
         self._clock = clock
-        self._opened = clock()
+        kept = [] if go_on_after is None else _rows_until(path, go_on_after)
+        self._opened = clock() - (kept[-1][0] if kept else 0.0)
         self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(line for _, line in kept)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""
@@ -138,6 +146,20 @@ class JsonLines:
         self._file.close()
 
 
+def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:
+    """(time_s, line) of the lines up to a step; a last line that was cut short is left out."""
+    if not path.is_file():
+        return []
+    kept: list[tuple[float, str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        row = json.loads(line)
+        if row["step"] <= step:
+            kept.append((row["time_s"], line))
+    return kept
+
+
 def has_tensorboard() -> bool:
     """Whether event files can be written here (the `tensorboard` extra is installed)."""
     return importlib.util.find_spec("tensorboard") is not None
@@ -146,11 +168,15 @@ def has_tensorboard() -> bool:
 class TensorBoard:
     """TensorBoard event files in a folder.
 
+    Args:
+        folder: theirs.
+        go_on_after: what the folder's events say of later steps is out of date.
+
     Raises:
         ConfigError: the tensorboard package is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, go_on_after: int | None = None) -> None:
         if not has_tensorboard():
             raise ConfigError(
                 describe(
@@ -162,7 +188,8 @@ class TensorBoard:
             )
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(folder))
+        purge = None if go_on_after is None else go_on_after + 1
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""
@@ -202,6 +229,7 @@ class ProgressState:
         auc: AUC so far, each batch judged before it was trained on.
         rows: rows in all tables.
         row_bytes: bytes the tables hold, all included.
+        beside: what else goes on, in a few words.
     """
 
     examples: int
@@ -210,6 +238,7 @@ class ProgressState:
     auc: float | None = None
     rows: int | None = None
     row_bytes: int | None = None
+    beside: str | None = None
 
 
 class Progress:
@@ -314,6 +343,8 @@ def _figures(state: ProgressState, before: ProgressState, elapsed_s: float) -> s
         parts.append(f"{human_count(state.rows)} rows")
     if state.rows and state.row_bytes is not None:
         parts.append(f"{state.row_bytes / state.rows:.0f} B/row")
+    if state.beside:
+        parts.append(state.beside)
     return ", ".join(parts)
 
 

@@ -181,6 +181,11 @@ def test_any_order_keeps_the_rules(
     assert len(trained) == world.ended
     if end.drain:
         assert len(trained) == len(rounds)
+        # No wish for a cut is lost, also while another one is to come.
+        size = settings.accumulation
+        wanted = {-(-i // size) * size for i, facts in enumerate([*rounds, end]) if facts.cut}
+        inside = {cut for cut in wanted if cut < len(rounds)}
+        assert world.cuts == sorted(inside) + [len(rounds)] * (inside != wanted)
     assert state.tickets == 0
     assert not state.held
     assert world.count("settle") == world.count("vote")

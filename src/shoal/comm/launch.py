@@ -10,6 +10,7 @@
   step's nodes is the master.
 - nothing: one process.
 
+TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT say whether torchrun started the job anew.
 PROCESS_GROUP_TIMEOUT_SECONDS is the timeout of every group unless `init` is told another.
 """
 
@@ -29,8 +30,10 @@ from shoal.errors import ConfigError, LaunchError, describe
 
 __all__ = [
     "DEFAULT_PORT",
+    "Attempt",
     "Launch",
     "OpenMpi",
+    "attempt",
     "current",
     "detect",
     "early_votes",
@@ -339,6 +342,34 @@ def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float |
             )
         )
     return float(int(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Which start of a job this is, under a launcher that restarts jobs.
+
+    Args:
+        job: the same for all starts of a job on this host, and no other's.
+        restarts: how often it was started again; 0 the first time.
+    """
+
+    job: str
+    restarts: int
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> Attempt | None:
+    """The present start of torchrun's job; None under other launchers.
+
+    Raises:
+        LaunchError: a count that is no number.
+    """
+    environ = os.environ if environ is None else environ
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if not run_id:
+        return None
+    # Runs without an id are all called "none"; the agent, which starts ranks anew, outlives them.
+    job = f"{run_id} of agent {os.getppid()}"
+    return Attempt(job, _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0))
 
 
 class _Process:

@@ -36,6 +36,7 @@ from shoal.table.spec import OnFull, RowDType
 
 __all__ = [
     "BiasSettings",
+    "CheckpointSettings",
     "CsvSource",
     "DataSettings",
     "DcnSettings",
@@ -300,6 +301,23 @@ class LoggingSettings(Section):
     tensorboard: bool | Literal["auto"] = "auto"
 
 
+class CheckpointSettings(Section):
+    """When a run saves what it needs to go on, where, and whether it goes on from there.
+
+    `dir` is a folder or URL; None is `checkpoints/` in the run folder. A save is due every
+    `every_steps` optimizer steps and `every_s` seconds; each `full_every`-th is full, the others
+    hold what changed since the one before. `keep_full` full ones stay, with what builds on them.
+    """
+
+    dir: str | None = None
+    every_steps: PositiveInt | None = None
+    every_s: PositiveFloat | None = None
+    full_every: PositiveInt = 10
+    keep_full: PositiveInt = 2
+    background: bool = True
+    resume: Literal["auto", "never", "must"] = "auto"
+
+
 class OutputSettings(Section):
     """Where the run folder goes and whether the trained model is kept in it."""
 
@@ -381,3 +399,4 @@ class RunConfig(Section):
     baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     output: OutputSettings = Field(default_factory=OutputSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)

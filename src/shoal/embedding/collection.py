@@ -25,6 +25,7 @@ from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
 from shoal.table import Table, make_shard, scalars
 from shoal.table.factory import remake_shard
+from shoal.table.hosting import HostedTables
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
@@ -166,6 +167,20 @@ class EmbeddingCollection(nn.Module):
     def shard(self) -> Shard:
         """The owner of this process's rows."""
         return self._exchange.shard
+
+    @property
+    def hosted(self) -> HostedTables:
+        """The whole tables of the shard, and which part of them is this process's.
+
+        Where the rows are spread over ranks and no batch was looked up yet, the exchange is made
+        here: a collective call.
+        """
+        if not self.distributed:
+            return HostedTables(self.shard.specs, self.shard)
+        _ = self._exchange.collectives  # one that waits for the first batch takes its own place
+        exchange = self._exchange
+        placement = exchange.placement if isinstance(exchange, AllToAllExchange) else None
+        return HostedTables(exchange.specs, exchange.shard, placement)
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:

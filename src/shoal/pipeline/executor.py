@@ -113,6 +113,9 @@ class Executor:
         source: this rank's batches.
         asking: what batches are asked.
         on_cut: called at every cut with the number of batches trained; no ticket is open then.
+        cut_before: whether a cut is to come before the batch of a number (before the next window,
+            if it is in the midst of one); one rank's wish is enough.
+        evict_due_s: event time of the first eviction, where an earlier run has settled it.
     """
 
     def __init__(
@@ -126,6 +129,8 @@ class Executor:
         *,
         asking: Asking | None = None,
         on_cut: Callable[[int], None] | None = None,
+        cut_before: Callable[[int], bool] | None = None,
+        evict_due_s: int | None = None,
     ) -> None:
         self._settings = settings
         self._stages = stages
@@ -133,7 +138,9 @@ class Executor:
         self._lanes = lanes
         self._asking = Asking() if asking is None else asking
         self.on_cut = on_cut
-        self._tally = Tally(rules)
+        self._cut_before = cut_before
+        self._tally = Tally(rules, evict_due_s)
+        self.evict_due_s = evict_due_s
         self._loader = Loader(source, lanes.device, self._asking.weight, lanes.streams)
         self._slots: dict[int, _Slot] = {}
         self._cast: dict[int, tuple[Pending, int]] = {}
@@ -241,7 +248,7 @@ class Executor:
             failed=reading.error is not None,
             weight=reading.weight,
             event_time_s=self._asking.event_time_s(reading.batch) if reading.found else 0,
-            cut=self._cut_asked,
+            cut=self._cut_asked or self._wants_cut(command.index),
             room=self._stages.room(),
         )
         none = (0,) * len(ballot.room)
@@ -250,6 +257,9 @@ class Executor:
         ballot = replace(ballot, incoming=incoming)
         pending = self._ballots.begin(ballot, command.index, self._state.applied)
         self._cast[command.index] = (pending, self._state.probed)
+
+    def _wants_cut(self, index: int) -> bool:
+        return self._cut_before is not None and self._cut_before(index)
 
     def _settle(self, index: int) -> Settled:
         pending, probed = self._cast.pop(index)
@@ -318,6 +328,7 @@ class Executor:
 
     def _cut(self, command: Command) -> None:
         self._lanes.join()
+        self.evict_due_s = self._tally.due_s(command.index)
         if self.on_cut is not None:
             self.on_cut(command.index)
 

@@ -169,7 +169,7 @@ class State:
     evicted: int = 0
     facts: tuple[Facts, ...] = ()
     facts_from: int = 0
-    cut_at: int | None = None
+    cuts: tuple[int, ...] = ()
     end: int | None = None
     running: Command | None = None
     stopped: bool = False
@@ -246,9 +246,11 @@ def _settled(state: State, event: Settled) -> State:
         return state
     facts = event.facts
     state = replace(state, facts=(*state.facts, facts))
-    if facts.cut and state.cut_at is None:
+    if facts.cut:
         size = state.settings.accumulation
-        state = replace(state, cut_at=-(-event.index // size) * size)
+        cut_at = -(-event.index // size) * size
+        if cut_at not in state.cuts:
+            state = replace(state, cuts=(*state.cuts, cut_at))
     if not facts.train:
         state = replace(state, end=event.index if facts.drain else state.trained)
     return state
@@ -273,7 +275,8 @@ def _done(state: State, command: Command) -> State:
     if command.verb in ("backward", "drop"):
         state = replace(state, held=state.held - {command.index})
     elif command.verb == "cut":
-        state = replace(state, cut_at=None)
+        # The cut at the end is the last one, whatever was asked for after it.
+        state = replace(state, cuts=() if state.trained == state.end else state.cuts[1:])
     elif command.verb == "stop":
         state = replace(state, stopped=True)
     # Windows after which nothing is due are passed over.
@@ -312,7 +315,7 @@ def _between_windows(state: State) -> Command | None:
         return Command("apply", state.applied)
     if state.evicted < state.applied:
         return Command("evict", state.evicted, _evict_s(state, state.evicted))
-    if state.cut_at is not None and state.trained == _barrier(state) != state.end:
+    if state.cuts and state.trained == _barrier(state) != state.end:
         return Command("cut", state.trained)
     return None
 
@@ -341,7 +344,7 @@ def _ending(state: State) -> Command | None:
         return None
     if state.held:
         return Command("drop", min(state.held))
-    if state.cut_at is not None:
+    if state.cuts:
         return Command("cut", state.trained)
     return Command("stop", state.trained)
 
@@ -353,7 +356,7 @@ def _bound(state: State, stage: Literal["probe", "begin", "vote"]) -> int:
 
 def _barrier(state: State) -> int:
     """The first batch that may not begin yet: what a cut or the end holds back."""
-    edges = [edge for edge in (state.cut_at, state.end) if edge is not None]
+    edges = [*state.cuts[:1], *([] if state.end is None else [state.end])]
     return min(edges, default=state.trained + state.settings.in_flight)
 
 

@@ -17,7 +17,7 @@ over all ranks, so that uneven batches give the gradient of the whole window's m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class TrainPipeline:
         self._attached = True
         self._cut_asked = False
         self._on_cut: Callable[[int], None] | None = None
+        self._evict_due_s: int | None = None
         self.last: Round | None = None
 
     def progress(self, iterator: Iterator[Any]) -> Step:
@@ -94,6 +95,7 @@ class TrainPipeline:
         except BaseException:
             self.close()
             raise
+        self._evict_due_s = executor.evict_due_s
         if done is None:
             self._executor = self._source = None
             raise StopIteration
@@ -121,6 +123,11 @@ class TrainPipeline:
         self._on_cut = act
         if self._executor is not None:
             self._executor.on_cut = act
+
+    @property
+    def evict_due_s(self) -> int | None:
+        """When the next eviction is due, as of the last cut; None: the first batches settle it."""
+        return self._evict_due_s
 
     @property
     def tickets(self) -> int:
@@ -236,6 +243,8 @@ def create_train_pipeline(
     step: Callable[[], None] | None = None,
     device: torch.device | str | None = None,
     votes: Collectives | None = None,
+    cut_before: Callable[[int], bool] | None = None,
+    evict_due_s: int | None = None,
 ) -> TrainPipeline:
     """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
 
@@ -262,6 +271,10 @@ def create_train_pipeline(
         step: one optimizer step, clipping for example, and zero_grad; None: the plain one.
         device: where batches go; None: where the tables or parameters are.
         votes: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
+        cut_before: whether a cut comes before the batch of that number in its run, from 0; asked
+            once of each, a few batches ahead. Unlike `request_cut` it says exactly where.
+        evict_due_s: event time of the first eviction, to go on where another pipeline was;
+            see `TrainPipeline.evict_due_s`.
 
     Raises:
         ConfigError: a setting out of range, or several ranks without votes.
@@ -283,7 +296,8 @@ def create_train_pipeline(
         step=step,
     )
     asking = Asking(weight=weight_of, event_time_s=event_time_of)
-    make = _maker(model, settings, rules, stages, asking, device, votes)
+    cuts = _Cuts(cut_before, evict_due_s)
+    make = _maker(model, settings, rules, stages, asking, device, votes, cuts)
     return TrainPipeline(model, make, "train")
 
 
@@ -307,6 +321,16 @@ def create_predict_pipeline(
     return PredictPipeline(model, make, "predict")
 
 
+class _Cuts(NamedTuple):
+    """Where cuts are wanted, and what an earlier run knew at its last one."""
+
+    before: Callable[[int], bool] | None = None
+    evict_due_s: int | None = None
+
+
+_NO_CUTS = _Cuts()
+
+
 def _maker(
     model: nn.Module,
     settings: Settings,
@@ -315,6 +339,7 @@ def _maker(
     asking: Asking,
     device: torch.device | str | None,
     votes: Collectives | None,
+    cuts: _Cuts = _NO_CUTS,
 ) -> Callable[[Iterator[Any]], Executor]:
     def make(source: Iterator[Any]) -> Executor:
         ballots = Ballots(_votes_of(model) if votes is None else votes)
@@ -322,7 +347,17 @@ def _maker(
         place = _device_of(model) if device is None else torch.device(device)
         # One rank's lookup has no exchange to hide, and its shard is busy in forward.
         lanes = Lanes(place, beside=ballots.world_size > 1)
-        return Executor(settings, rules, stages, ballots, lanes, source, asking=asking)
+        return Executor(
+            settings,
+            rules,
+            stages,
+            ballots,
+            lanes,
+            source,
+            asking=asking,
+            cut_before=cuts.before,
+            evict_due_s=cuts.evict_due_s,
+        )
 
     return make
 

@@ -137,16 +137,21 @@ class Rules:
 class Tally:
     """Turns ballots, in the order of their batches, into facts.
 
+    Args:
+        rules: of the run.
+        due_s: event time of its first eviction, where an earlier run has settled it.
+
     Attributes:
         ended: the round that does not take place is settled.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, due_s: int | None = None) -> None:
         self._rules = rules
         self._settled = 0
         self._incoming: dict[int, tuple[int, ...]] = {}
         self._latest_s: int | None = None
-        self._due_s: int | None = None
+        self._due_s = due_s
+        self._dues: dict[int, int | None] = {0: due_s}
         self._weights: dict[int, float] = {}
         self.ended = False
 
@@ -181,13 +186,19 @@ class Tally:
             cut=any(ballot.cut for ballot in ballots),
             evict_s=None if self.ended else self._evict_s(index, train, times),
         )
+        self._dues[index + 1] = self._due_s
         self.ended = self.ended or not train
         return facts
 
     def weight(self, first: int, stop: int) -> float:
         """What batches first..stop-1 weigh over all ranks; earlier ones are forgotten."""
         self._weights = {i: weight for i, weight in self._weights.items() if i >= first}
+        self._dues = {i: due_s for i, due_s in self._dues.items() if i >= first}
         return sum(weight for i, weight in self._weights.items() if i < stop)
+
+    def due_s(self, batches: int) -> int | None:
+        """When the next eviction is due, after the windows of so many batches."""
+        return self._dues[batches]
 
     def _tight(self, ballots: Sequence[Ballot], probed: int, index: int) -> bool:
         """Whether the ids since the last probe might not fit a rank, were they all new to it."""

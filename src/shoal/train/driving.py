@@ -1,7 +1,8 @@
 """How windows of batches become optimizer steps: one after the other, or with stages that overlap.
 
 Both train all models on the same batches, and evict. One rank that wants exact rows has nothing
-to overlap; several ranks, or rows that may lack updates, go through a pipeline.
+to overlap; several ranks, or rows that may lack updates, go through a pipeline. Both come to rest
+where they are told to: then all updates are made, and nothing of later batches has begun.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -18,18 +20,63 @@ from shoal.pipeline import create_train_pipeline
 from shoal.train.learner import Learner, window_weight
 from shoal.train.ranks import Ranks
 
-__all__ = ["Overlap", "Trained", "overlapping", "plainly"]
+__all__ = ["Clock", "NeverRests", "Overlap", "Rests", "Trained", "overlapping", "plainly"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A window that an optimizer step was made of.
 
-    logits: by model, of each batch, from before the step; detached, on the run's device.
+    Args:
+        logits: by model, of each batch, from before the step; detached, on the run's device.
+        at_rest: nothing of later batches has begun.
+        evict_due_s: then, the event time at which the next eviction is due; None: the first
+            batches settle it.
     """
 
     window: Sequence[Batch]
     logits: Mapping[str, Sequence[Tensor]]
+    at_rest: bool = False
+    evict_due_s: int | None = None
+
+
+class Rests(Protocol):
+    """After which steps training comes to rest. A step's number is how many are done."""
+
+    def due_after(self, step: int) -> bool:
+        """Whether it does after this one; the same on every rank. Asked some steps ahead."""
+        ...
+
+    def asked(self) -> bool:
+        """Whether this rank wants it to soon; one that does is enough."""
+        ...
+
+
+class NeverRests:
+    """On and on."""
+
+    def due_after(self, step: int) -> bool:
+        """See `Rests`."""
+        return False
+
+    def asked(self) -> bool:
+        """See `Rests`."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """When things beside steps happen.
+
+    Args:
+        rests: where training comes to rest.
+        evict_every_s: event time between evictions; None: never.
+        evict_due_s: event time of the first; None: `evict_every_s` after the first batches.
+    """
+
+    rests: Rests
+    evict_every_s: int | None = None
+    evict_due_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +96,13 @@ def plainly(
     learners: Sequence[Learner],
     batches: Iterable[Batch],
     accumulation: int,
-    evict_every_s: int | None,
+    clock: Clock,
 ) -> Iterator[Trained]:
     """Train window by window; for one rank."""
-    due_s: int | None = None
+    evict_every_s, due_s = clock.evict_every_s, clock.evict_due_s
     source = iter(batches)
     while window := list(islice(source, accumulation)):
-        trained = Trained(window, {one.name: one.train_step(window) for one in learners})
+        logits = {one.name: one.train_step(window) for one in learners}
         if evict_every_s is not None:
             now_s = max(batch.event_time_s for batch in window)
             if due_s is not None and now_s >= due_s:
@@ -63,35 +110,47 @@ def plainly(
                     one.tables.shard.evict(now_s)
             if due_s is None or now_s >= due_s:
                 due_s = now_s + evict_every_s
-        yield trained  # rows are counted after an eviction, as a pipeline has it
+        rests = clock.rests.due_after(learners[0].steps) or clock.rests.asked()
+        # Rows are counted after an eviction, as a pipeline has it.
+        yield Trained(window, logits, rests, due_s if rests else None)
 
 
 def overlapping(
     learners: Sequence[Learner],
     batches: Iterable[Batch],
     accumulation: int,
-    evict_every_s: int | None,
+    clock: Clock,
     overlap: Overlap,
 ) -> Iterator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `plainly`."""
     every = _Every(learners).train()
+    first, rests = learners[0].steps, clock.rests
     pipeline = create_train_pipeline(
         every,
         learners[0].joint,
         staleness=overlap.staleness,
         accumulation=accumulation,
-        evict_every_s=evict_every_s,
+        evict_every_s=clock.evict_every_s,
+        evict_due_s=clock.evict_due_s,
         weight_of=window_weight,
         step=every.step,
         device=learners[0].tables.shard.device,
         votes=overlap.ranks.votes,
+        # Where windows end and the next begin; not before the first one.
+        cut_before=lambda i: (
+            i > 0 and i % accumulation == 0 and rests.due_after(first + i // accumulation)
+        ),
     )
+    cuts: list[int] = []
+    pipeline.on_cut = cuts.append
     source = iter(batches)
     window: list[Batch] = []
     logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
     try:
         while True:
             overlap.ranks.votes.step = learners[0].steps
+            if rests.asked():
+                pipeline.request_cut()
             try:
                 given = pipeline.progress(source)
             except StopIteration:
@@ -103,7 +162,9 @@ def overlapping(
             for name, logits_B in given.predictions.items():
                 logits[name].append(logits_B)
             if done.applied:
-                yield Trained(window, logits)
+                # After a cut, stages of later batches wait for the next call.
+                at_rest = cuts[-1:] == [done.index + 1]
+                yield Trained(window, logits, at_rest, pipeline.evict_due_s if at_rest else None)
                 window, logits = [], {one.name: [] for one in learners}
         if window:
             yield Trained(window, logits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +170,28 @@ class Learner:
         with torch.inference_mode():
             logits_B: Tensor = self.model(self._moved(batch))
             return logits_B.sigmoid()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one of the dense module."""
+        return self._dense
+
+    def state(self) -> dict[str, Any]:
+        """What training goes on from, beside rows, dense weights and the dense optimizer."""
+        return {
+            "steps": self.steps,
+            "sparse": self._sparse.state_dict(),
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.steps = state["steps"]
+        self._sparse.load_state_dict(state["sparse"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+        if self._moments is not None:
+            self._moments.step = self.steps
 
     def check(self) -> None:
         """Raise what the last steps found in gradients; waits for a GPU.

@@ -5,21 +5,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal.data import Batch
 from shoal.errors import DataError, describe
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.telemetry import Progress, ProgressState, ScalarSink, Telemetry
-from shoal.train.driving import Overlap, overlapping, plainly
+from shoal.train.course import Course
+from shoal.train.driving import Clock, NeverRests, Overlap, Rests, overlapping, plainly
 from shoal.train.gathering import counted_rows
 from shoal.train.learner import Learner
 from shoal.train.observing import Observer, Unobserved
 from shoal.train.ranks import ALONE, Ranks
 from shoal.train.recorder import Recorder
 
-__all__ = ["CALIBRATION_BINS", "Watch", "judge", "train"]
+__all__ = ["CALIBRATION_BINS", "NeverSaves", "Saves", "Watch", "judge", "train"]
 
 CALIBRATION_BINS = 20
+
+
+class Saves(Rests, Protocol):
+    """What saves while a loop goes on."""
+
+    def at_rest(self) -> None:
+        """Training is at rest: all ranks are, after the same step."""
+        ...
+
+    def look(self) -> None:
+        """After each step: raise what went wrong beside."""
+        ...
+
+    def beside(self) -> str | None:
+        """What goes on beside, for the progress line."""
+        ...
+
+
+class NeverSaves(NeverRests):
+    """Saves nothing."""
+
+    def at_rest(self) -> None:
+        """See `Saves`."""
+
+    def look(self) -> None:
+        """See `Saves`."""
+
+    def beside(self) -> str | None:
+        """See `Saves`."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +63,7 @@ class Watch:
         sink: where points of the curves go.
         stride: examples, over all ranks, between two points.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
+        saves: when training rests, and what is done then.
         observer: sees every step, and has scalars of its own for each point.
     """
 
@@ -40,6 +73,7 @@ class Watch:
     stride: int
     evict_every_s: int | None = None
     observer: Observer = field(default_factory=Unobserved)
+    saves: Saves = field(default_factory=NeverSaves)
 
 
 def train(
@@ -48,6 +82,7 @@ def train(
     accumulation: int,
     watch: Watch,
     overlap: Overlap | None = None,
+    course: Course | None = None,
 ) -> Recorder:
     """Train all learners on the same batches, one pass.
 
@@ -61,21 +96,27 @@ def train(
         accumulation: batches per optimizer step.
         watch: what happens beside.
         overlap: go through a pipeline; None: window by window, on one rank.
+        course: what to go on from, and to keep current; `batches` begin at its position.
 
     Raises:
+        CheckpointError: a save failed.
         DataError: no batches.
         InputError: a model diverged.
         NonFiniteGradient: under nan_policy "raise"; tables on a GPU tell at the next point of
             the curves, or when training ends.
     """
     main, ranks = learners[0], ALONE if overlap is None else overlap.ranks
-    recorder = Recorder([learner.name for learner in learners], ranks)
+    if course is None:
+        course = Course(learners, watch.telemetry, stride=watch.stride, ranks=ranks)
+    recorder, saves = course.recorder, watch.saves
     steps, examples, ids = (watch.telemetry.counter(n) for n in ("steps", "examples", "ids"))
-    next_point, done = watch.stride, 0
+    done = course.position if ranks.many else recorder.examples
+    clock = Clock(rests=saves, evict_every_s=watch.evict_every_s, evict_due_s=course.evict_due_s)
     if overlap is None:
-        windows = plainly(learners, batches, accumulation, watch.evict_every_s)
+        windows = plainly(learners, batches, accumulation, clock)
     else:
-        windows = overlapping(learners, batches, accumulation, watch.evict_every_s, overlap)
+        windows = overlapping(learners, batches, accumulation, clock, overlap)
+    course.started()
     with watch.progress as progress, watch.observer:
         for trained in windows:
             recorder.add(trained.window, trained.logits)
@@ -83,13 +124,19 @@ def train(
             examples.add(sum(batch.labels.numel() for batch in trained.window))
             ids.add(sum(batch.ids.values_N.numel() for batch in trained.window))
             watch.observer.stepped()
-            done = trained.window[-1].position if ranks.many else recorder.examples
-            if done >= next_point:
+            course.position = trained.window[-1].position
+            done = course.position if ranks.many else recorder.examples
+            if done >= course.next_point:
                 _check(learners)
                 _point(recorder, main, watch, ranks)
-                next_point = done + watch.stride
+                course.next_point = done + watch.stride
+            if trained.at_rest:
+                _check(learners)
+                course.evict_due_s = trained.evict_due_s
+                saves.at_rest()
+            saves.look()
             if ranks.leads and progress.due():
-                progress.show(_state(recorder, main, ids.value, done, ranks))
+                progress.show(_state(recorder, main, ids.value, done, ranks, saves.beside()))
         if not done:
             raise _no_examples("training")
         _check(learners)
@@ -149,7 +196,12 @@ def _point(recorder: Recorder, main: Learner, watch: Watch, ranks: Ranks) -> Non
 
 
 def _state(
-    recorder: Recorder, main: Learner, ids: int, examples: int, ranks: Ranks
+    recorder: Recorder,
+    main: Learner,
+    ids: int,
+    examples: int,
+    ranks: Ranks,
+    beside: str | None = None,
 ) -> ProgressState:
     loss, auc = recorder.figures()
     rows, row_bytes = main.rows, 0
@@ -165,6 +217,7 @@ def _state(
         auc=auc[main.name],
         rows=rows,
         row_bytes=row_bytes,
+        beside=beside,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +87,11 @@ class Recorder:
             self._loss = {name: total / weight_sum for name, total in loss_sum.items()}
 
     def _drain(self) -> None:
-        labels_B = torch.cat(self._labels)
+        labels_B = _together(self._labels)
         weights_B = _joined(self._labels, self._weights)
         weight = float(labels_B.numel() if weights_B is None else weights_B.sum())
         for name, logits in self._pending.items():
-            probabilities_B = torch.cat(logits).sigmoid()
+            probabilities_B = _together(logits).sigmoid()
             logits.clear()
             if not probabilities_B.numel():  # this rank's shares were empty
                 continue
@@ -155,6 +156,87 @@ class Recorder:
         }
         return dict(zip(rows, counts, strict=True)), dict(zip(beside, means, strict=True))
 
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What it has gathered, as (that of all ranks, this rank's own part).
+
+        Tensors, numbers, lists and dicts. What steps appended stays as it is: where sums are made
+        changes their last bits. Over several ranks a collective call.
+        """
+        labels = _together(self._labels).cpu() if self._labels else torch.empty(0)
+        weights = _joined(self._labels, self._weights)
+        own = {
+            "pending": {name: _together(every).cpu() for name, every in self._pending.items()}
+            if self._labels
+            else {},
+            "labels": labels,
+            "weights": None if weights is None else weights.cpu(),
+            "sums": self._sums(),
+        }
+        sums = self._ranks.total(self._settled()._sums(), what="metrics to save")
+        curves: dict[str, Any] = {"examples": list(self.curves.examples)}
+        for field_name in ("loss", "auc", "rows"):
+            lines: dict[str, list[Any]] = getattr(self.curves, field_name)
+            curves[field_name] = {name: list(line) for name, line in lines.items()}
+        shown = {name: metrics.totals() for name, metrics in self._shown.items()}
+        totals = (self.total_examples, self.total_ids, self.row_bytes)
+        whole = {
+            "sums": sums,
+            "curves": curves,
+            "shown": shown,
+            "loss": dict(self._loss),
+            "totals": totals,
+        }
+        return whole, own
+
+    def load_state(self, whole: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from what `state` returned.
+
+        Args:
+            whole: that of all ranks.
+            own: this rank's part; None where there were other ranks: then rank 0 takes it all.
+        """
+        curves = whole["curves"]
+        self.curves = Curves(
+            list(curves["examples"]),
+            *({k: list(v) for k, v in curves[name].items()} for name in ("loss", "auc", "rows")),
+        )
+        self.total_examples, self.total_ids, self.row_bytes = whole["totals"]
+        self._loss = dict(whole["loss"])
+        mine = whole if own is None else own
+        nothing = own is None and not self._ranks.leads
+        self._set_sums(torch.zeros_like(mine["sums"]) if nothing else mine["sums"])
+        if self._ranks.many:
+            self._shown = {n: BinaryMetrics.of_totals(part) for n, part in whole["shown"].items()}
+        if own is not None and own["labels"].numel():
+            for name, logits in own["pending"].items():
+                self._pending[name] = [logits]
+            self._labels, self._weights = [own["labels"]], [own["weights"]]
+
+    def _sums(self) -> Tensor:
+        """float64: examples, ids, weight, the loss sums, then the totals of each metric."""
+        head = [self.examples, self.ids, self._weight_sum, *self._loss_sum.values()]
+        every = [metrics.totals() for metrics in self._metrics.values()]
+        return torch.cat([torch.tensor(head, dtype=torch.float64), *every])
+
+    def _set_sums(self, sums: Tensor) -> None:
+        names = list(self._metrics)
+        head = sums[: 3 + len(names)].tolist()
+        self.examples, self.ids, self._weight_sum = int(head[0]), int(head[1]), head[2]
+        self._loss_sum = dict(zip(names, head[3:], strict=True))
+        parts = sums[3 + len(names) :].chunk(len(names))
+        self._metrics = {n: BinaryMetrics.of_totals(p) for n, p in zip(names, parts, strict=True)}
+        self._shown = self._metrics
+
+    def _settled(self) -> Recorder:
+        """A copy that has made all sums."""
+        copy = Recorder(list(self._metrics), self._ranks)
+        copy._set_sums(self._sums())
+        if self._labels:
+            copy._pending = {name: list(every) for name, every in self._pending.items()}
+            copy._labels, copy._weights = list(self._labels), list(self._weights)
+            copy._drain()
+        return copy
+
     @property
     def base_rate(self) -> float:
         """Weighted mean label of all examples so far; over several ranks, at the last point."""
@@ -163,11 +245,16 @@ class Recorder:
         return next(iter(self._shown.values())).compute().mean_label
 
 
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """As one, on the device of the last: what was loaded may lie elsewhere."""
+    return torch.cat([part.to(parts[-1].device) for part in parts])
+
+
 def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
     if all(weight is None for weight in weights):
         return None
     pairs = zip(labels, weights, strict=True)
-    return torch.cat([torch.ones_like(y) if w is None else w for y, w in pairs])
+    return _together([torch.ones_like(y) if w is None else w for y, w in pairs])
 
 
 def _diverged(name: str, examples: int) -> InputError:

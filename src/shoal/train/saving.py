@@ -1,0 +1,214 @@
+"""Saves a run while it goes on: when, what kind, and what happens if a save is late or fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shoal.checkpoint import CheckpointStore, Manifest, begin
+from shoal.checkpoint.manifest import Kind
+from shoal.checkpoint.saving import Saving
+from shoal.checkpoint.storage import Storage
+from shoal.comm.collectives import Collectives
+from shoal.config.tree import CheckpointSettings
+from shoal.errors import CheckpointError
+from shoal.table.changes import Cursor
+from shoal.train.contents import contents_of
+from shoal.train.course import Course
+from shoal.train.learner import Learner
+from shoal.train.ranks import Ranks
+
+__all__ = ["Chain", "Saver"]
+
+_log = logging.getLogger("shoal.train")
+
+
+class Chain:
+    """The newest checkpoint of a run, on which a delta may go.
+
+    Args:
+        manifest: its; None before the first.
+        cursors: of this rank's tables at it, by collection.
+        deltas: since the full one that it builds on.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest | None = None,
+        cursors: Mapping[str, Cursor] | None = None,
+        deltas: int = 0,
+    ) -> None:
+        self.manifest, self.cursors, self.deltas = manifest, cursors, deltas
+
+    def following(self, full_every: int) -> Kind:
+        """The kind of the next one."""
+        fresh = self.manifest is None or self.cursors is None
+        return "full" if fresh or self.deltas + 1 >= full_every else "delta"
+
+    def grew(self, manifest: Manifest, cursors: Mapping[str, Cursor]) -> Chain:
+        """With a newer one."""
+        return Chain(manifest, cursors, self.deltas + 1 if manifest.kind == "delta" else 0)
+
+
+class Saver:
+    """The saves of a run. Use it as a context manager around training; then `finish`.
+
+    All ranks save after the same steps: counts of steps are alike everywhere, and for seconds rank
+    0's clock decides, which the others learn from the pipeline's votes. A save that is due while
+    the one before is still being written is left out, and counted in a log line; unless saves are
+    not to go on in the background.
+
+    Args:
+        url: folder of all checkpoints of the run.
+        settings: when, and what kind.
+        learners, course: what is saved.
+        job: what else a later process has to know of this run; the same on every rank.
+        ranks: who trains together; a collective call over more than one.
+        chain: what the run goes on from.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        url: str | Storage,
+        settings: CheckpointSettings,
+        learners: tuple[Learner, ...],
+        course: Course,
+        *,
+        job: Mapping[str, Any],
+        ranks: Ranks,
+        chain: Chain | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = CheckpointStore(url, settings.keep_full)
+        self._settings = settings
+        self._learners, self._course, self._job = learners, course, dict(job)
+        self._ranks = ranks
+        self._collectives: Collectives | None = ranks.background("checkpoints")
+        self._chain = chain or Chain()
+        self._clock = clock
+        self._began_s = clock()
+        self._saving: Saving | None = None
+        self._skipped = 0
+
+    def __enter__(self) -> Saver:
+        self._began_s = self._clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._saving is not None:
+            self._saving.abort()
+
+    def due_after(self, step: int) -> bool:
+        """See `shoal.train.driving.Rests`."""
+        every = self._settings.every_steps
+        return every is not None and step % every == 0
+
+    def asked(self) -> bool:
+        """See `shoal.train.driving.Rests`."""
+        every_s = self._settings.every_s
+        if every_s is None or not self._ranks.leads or self._clock() - self._began_s < every_s:
+            return False
+        self._began_s = self._clock()  # asked once; the next one is due so much later
+        return True
+
+    def at_rest(self) -> None:
+        """Begin to save what is due: all ranks are here, after the same step."""
+        self.look()
+        if self._is_busy():
+            if self._settings.background:
+                self._skipped += 1
+                if self._ranks.leads:
+                    _log.warning(
+                        "no save after step %d: the one of step %s is still being written"
+                        " (%d left out so far)",
+                        self._course.steps,
+                        self._saving.name if self._saving else "another rank",
+                        self._skipped,
+                    )
+                return
+            self._wait()
+        self._begin(self._chain.following(self._settings.full_every))
+        if not self._settings.background:
+            self._wait()
+
+    def look(self) -> None:
+        """Raise what went wrong with a save; take note of one that is committed.
+
+        Raises:
+            CheckpointError: a save failed, on any rank; on every rank.
+        """
+        if self._saving is not None and self._saving.done:
+            self._wait()
+
+    def beside(self) -> str | None:
+        """ "saving 43 %" while there is one under way."""
+        if self._saving is None:
+            return None
+        progress = self._saving.progress()
+        share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 0.0
+        return f"saving {100 * share:.0f} %"
+
+    def finish(self, *, model: bool) -> None:
+        """Wait for what is under way, and save the trained model as a full checkpoint.
+
+        Args:
+            model: whether to save it.
+
+        Raises:
+            CheckpointError: a save failed, on any rank; on every rank.
+        """
+        self._wait()
+        if model and not self._has_model():
+            self._begin("full")
+            self._wait()
+
+    def _has_model(self) -> bool:
+        newest = self._chain.manifest
+        return newest is not None and (newest.step, newest.kind) == (self._course.steps, "full")
+
+    def _is_busy(self) -> bool:
+        """Whether a save is under way on any rank; a collective call over several."""
+        busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64)
+        return bool(self._ranks.total(busy, what="vote on a save under way"))
+
+    def _begin(self, kind: Kind) -> None:
+        state, own = self._course.state()
+        contents = contents_of(self._learners, {**self._job, "course": state}, own)
+        delta = kind == "delta"
+        self._began_s = self._clock()
+        self._saving = begin(
+            self._store.url,
+            contents,
+            step=self._course.steps,
+            position=self._course.position,
+            kind=kind,
+            parent=self._chain.manifest if delta else None,
+            since=self._chain.cursors if delta else None,
+            collectives=self._collectives,
+        )
+
+    def _wait(self) -> None:
+        """Wait until a save is committed, and let go of what it makes needless."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        manifest = saving.wait()
+        self._chain = self._chain.grew(manifest, saving.cursors)
+        saving.release()
+        if self._ranks.leads:
+            try:
+                self._store.retain()
+            except CheckpointError as error:
+                # What training needs is safe; the next save tries again.
+                _log.warning("old checkpoints stay in %s: %s", self._store.url, error)
