@@ -99,18 +99,18 @@ class CastedEmbedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of rotary positions, float32 [S, K]; not saved, they follow from sizes."""
+    """Cosines and sines of rotary positions, [S, K]; not saved, they follow from sizes."""
 
     cos_SK: Tensor
     sin_SK: Tensor
 
-    def __init__(self, head_dim: int, length: int, theta: float) -> None:
+    def __init__(self, head_dim: int, length: int, theta: float, dtype: torch.dtype) -> None:
         super().__init__()
-        powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), 1 / theta**powers)
+        powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-powers)
         angles = torch.cat([angles, angles], dim=-1)
-        self.register_buffer("cos_SK", angles.cos(), persistent=False)
-        self.register_buffer("sin_SK", angles.sin(), persistent=False)
+        self.register_buffer("cos_SK", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin_SK", angles.sin().to(dtype), persistent=False)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.cos_SK, self.sin_SK

@@ -62,7 +62,9 @@ class ReasoningModel(nn.Module):
         if config.positions == "learned":
             self.embed_pos = CastedEmbedding(config.total_len, d, config.dtype, generator)
         elif config.mixer == "attention":
-            self.rotary = Rotary(d // config.num_heads, config.total_len, config.rope_theta)
+            wide = torch.promote_types(config.dtype, torch.float32)
+            head_dim, theta = d // config.num_heads, config.rope_theta
+            self.rotary = Rotary(head_dim, config.total_len, theta, wide)
         self.L_level = Reasoner(config, config.L_layers, generator)
         shared = config.shared_network
         self.H_level = self.L_level if shared else Reasoner(config, config.H_layers, generator)

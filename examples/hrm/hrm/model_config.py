@@ -83,8 +83,8 @@ class ModelConfig:
             got = f"{self.puzzle_dim} for {self.prefix} tokens of {self.hidden_size}"
             _refuse("puzzle_dim", got, "0 or what fits puzzle_tokens", "Leave out puzzle_tokens.")
         if not 0 <= self.halt_exploration_prob <= 1:
-            got = self.halt_exploration_prob
-            _refuse("halt_exploration_prob", got, "0 to 1", "It is a probability.")
+            chance = self.halt_exploration_prob
+            _refuse("halt_exploration_prob", chance, "0 to 1", "It is a probability.")
         allowed: dict[str, tuple[str, ...]] = {
             "positions": get_args(Positions),
             "mixer": get_args(Mixer),
