@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hrm.carry import IGNORE, Batch
-from hrm.dataset import PuzzleData, SetBuilder, read_split, write_split
+from hrm.dataset import PuzzleData, SetBuilder, read_split, require_alike, write_split
+from hrm.prefetch import Prefetched
 from hrm.sampler import Share, TestBatches, TrainSampler
 from shoal.errors import CheckpointError, ConfigError, DataError
 
@@ -126,6 +127,7 @@ def test_labels_all_count_where_none_is_ignored(tmp_path: Path) -> None:
     [
         ({"meta": {"seq_len": 4}}, "seq_len"),
         ({"meta": {"total_groups": 3}}, "total_groups"),
+        ({"meta": {"vocab_size": 4}}, "vocab_size"),
         ({"meta": {"num_puzzle_identifiers": 5}}, "num_puzzle_identifiers"),
         ({"labels": np.zeros((1, 3), dtype=np.uint8)}, "labels"),
         ({"puzzle_indices": np.array([0, 1, 3], dtype=np.int32)}, "puzzle_indices"),
@@ -240,3 +242,44 @@ def test_batches_that_ranks_cannot_share_are_refused() -> None:
 def test_training_takes_one_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="one set"):
         TrainSampler(read_split(written_by_hand(tmp_path), "test"), Share(1))
+
+
+def test_splits_of_different_builds_are_refused(tmp_path: Path) -> None:
+    data = read_split(written_by_hand(tmp_path / "a"), "test")
+    require_alike(data, data)
+    other = read_split(written_by_hand(tmp_path / "b", meta={"vocab_size": 12}), "test")
+    with pytest.raises(DataError, match="vocab_size"):
+        require_alike(data, other)
+
+
+def test_batches_drawn_ahead_are_the_same_and_not_counted_before_use(tmp_path: Path) -> None:
+    data = made(tmp_path, [[3, 4], [5], [2, 2, 2], [6]])
+    plain, ahead = (TrainSampler(data, Share(4), seed=2, epochs_per_iteration=9) for _ in range(2))
+    with Prefetched(ahead, depth=3) as batches:
+        for _ in range(4):
+            want, got = plain.draw(), batches.take()
+            assert want is not None and got is not None
+            assert numbers_of(got) == numbers_of(want)
+            assert batches.state == plain.state_dict()
+    assert ahead.state_dict() == plain.state_dict()
+    with Prefetched(ahead, depth=2) as batches:
+        rest = 0
+        while batches.take() is not None:
+            rest += 1
+        assert batches.take() is None
+    while plain.draw() is not None:
+        rest -= 1
+    assert rest == 0 and ahead.state_dict() == plain.state_dict()
+
+
+def test_what_a_thread_meets_is_raised_where_batches_are_taken(tmp_path: Path) -> None:
+    sampler = TrainSampler(made(tmp_path, [[3]]), Share(2))
+
+    def fail() -> None:
+        raise DataError("disk gone")
+
+    sampler.draw = fail  # type: ignore[method-assign]
+    with Prefetched(sampler) as batches:
+        for _ in range(2):
+            with pytest.raises(DataError, match="disk gone"):
+                batches.take()

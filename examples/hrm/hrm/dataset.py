@@ -32,12 +32,14 @@ __all__ = [
     "PuzzleSet",
     "SetBuilder",
     "read_split",
+    "require_alike",
     "write_split",
 ]
 
 BLANK = "<blank>"
 _ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _MAPPED = ("inputs", "labels")
+_SCANNED_BYTES = 1 << 28
 
 Array = NDArray[Any]
 
@@ -203,6 +205,20 @@ def read_split(root: str | Path, split: str) -> PuzzleData:
     return data
 
 
+def require_alike(data: PuzzleData, other: PuzzleData) -> None:
+    """Check that a model of one split can be judged on another.
+
+    Raises:
+        DataError: another vocabulary, length or other ids.
+    """
+    for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "blank_identifier_id"):
+        wanted, got = getattr(data.metadata, name), getattr(other.metadata, name)
+        if wanted != got:
+            allowed = f"{wanted}, as at {data.path}"
+            remedy = "Evaluate on data of the same build."
+            raise _wrong(f"{name} of {other.path}", got, allowed, remedy)
+
+
 def _metadata(path: Path) -> Metadata:
     if not path.is_file():
         remedy = "Build it with build_sudoku.py, build_maze.py, build_arc.py or build_rules.py."
@@ -231,7 +247,7 @@ def _open_set(folder: Path, name: str) -> PuzzleSet:
 
 
 def _check(data: PuzzleData) -> None:
-    """Metadata against arrays; of mapped ones only shapes are looked at."""
+    """Metadata against arrays."""
     meta, where = data.metadata, data.path
     for name, found in data.sets.items():
         _check_set(f"set {name!r} of {where}", meta, found)
@@ -247,6 +263,10 @@ def _check_set(what: str, meta: Metadata, found: PuzzleSet) -> None:
         shape = getattr(found, array).shape
         if shape != wanted:
             raise _wrong(f"{array} of {what}", shape, wanted, "See seq_len in dataset.json.")
+        top = _top(getattr(found, array))
+        if top >= meta.vocab_size:
+            allowed = f"tokens below {meta.vocab_size}"
+            raise _wrong(f"{array} of {what}", f"token {top}", allowed, "See vocab_size.")
     puzzles = len(found.puzzle_identifiers)
     for array, last in (("puzzle_indices", found.examples), ("group_indices", puzzles)):
         edges = getattr(found, array)
@@ -263,6 +283,12 @@ def _check_set(what: str, meta: Metadata, found: PuzzleSet) -> None:
         got = f"{ids.min()}..{ids.max()}"
         allowed = f"0..{meta.num_puzzle_identifiers - 1}"
         raise _wrong(f"puzzle ids of {what}", got, allowed, "See num_puzzle_identifiers.")
+
+
+def _top(tokens: Array) -> int:
+    """The largest token; of large arrays, in rows evenly spaced over them."""
+    stride = 1 + tokens.nbytes // _SCANNED_BYTES
+    return int(tokens[::stride].max()) if tokens.size else 0
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> DataError:

@@ -54,11 +54,14 @@ class RuleTask:
         return (shown + 1).astype(np.uint8), (answers.reshape(shape) + 1).astype(np.uint8)
 
     def set_of(self, split: int, grids: int) -> PuzzleSet:
-        """A split's arrays: a group and a puzzle for each id."""
+        """A split's arrays: a group for each id, in which each grid is a puzzle of one example.
+
+        So a batch has grids of many ids, and an epoch comes by every id once.
+        """
         inputs, labels = self.examples(split, grids)
         built = SetBuilder()
         for k in range(self.ids):
-            built.add_puzzle(k + 1, inputs[k], labels[k])
+            built.add_puzzles([k + 1] * grids, inputs[k], labels[k])
             built.end_group()
         return built.build(self.seq_len)
 
