@@ -26,6 +26,7 @@ KEYS = {
     "num_puzzle_identifiers",
     "total_groups",
     "mean_puzzle_examples",
+    "total_puzzles",
     "sets",
 }
 
@@ -61,7 +62,8 @@ def test_files_are_those_of_the_form(tmp_path: Path) -> None:
     ]
     raw = json.loads((tmp_path / "train" / "dataset.json").read_text())
     assert set(raw) == KEYS
-    assert (raw["total_groups"], raw["mean_puzzle_examples"], raw["sets"]) == (2, 2.0, ["all"])
+    assert (raw["total_groups"], raw["total_puzzles"], raw["sets"]) == (2, 3, ["all"])
+    assert raw["mean_puzzle_examples"] == 2.0
     assert json.loads((tmp_path / "identifiers.json").read_text()) == ["<blank>", "0", "1", "2"]
     dtypes = {p.stem: str(np.load(p).dtype) for p in (tmp_path / "train").glob("*.npy")}
     assert dtypes == {

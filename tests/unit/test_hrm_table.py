@@ -87,6 +87,7 @@ def test_rows_of_the_examples_at_work_learn(bootstrap: bool) -> None:
         hidden_size=8,
         num_heads=2,
         expansion=1,
+        gated_multiple=8,
         H_layers=1,
         L_layers=1,
         puzzle_dim=DIM,

@@ -186,7 +186,9 @@ def write_split(
     for name, found in sets.items():
         for array in _ARRAYS:
             np.save(folder / f"{name}__{array}.npy", getattr(found, array))
-    (folder / "dataset.json").write_text(json.dumps(dataclasses.asdict(metadata)))
+    # TRM asks for one key more, which HRM reads over.
+    written = {**dataclasses.asdict(metadata), "total_puzzles": puzzles}
+    (folder / "dataset.json").write_text(json.dumps(written))
     (Path(root) / "identifiers.json").write_text(json.dumps(list(names)))
     return metadata
 

@@ -29,7 +29,6 @@ __all__ = [
     "truncated_normal",
 ]
 
-_GATED_MULTIPLE = 256
 # Of a standard normal cut at two deviations: the deviation that is left.
 _CUT = 2.0
 
@@ -57,10 +56,10 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def gated_width(hidden: int, expansion: float) -> int:
-    """Width of the gated layer: two thirds of the expansion, up to a multiple of 256."""
+def gated_width(hidden: int, expansion: float, multiple: int = 256) -> int:
+    """Width of the gated layer: two thirds of the expansion, up to a multiple."""
     wanted = round(expansion * hidden * 2 / 3)
-    return -(-wanted // _GATED_MULTIPLE) * _GATED_MULTIPLE
+    return -(-wanted // multiple) * multiple
 
 
 class CastedLinear(nn.Module):
@@ -146,11 +145,8 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate) * up)."""
 
-    def __init__(
-        self, hidden: int, expansion: float, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, hidden: int, width: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        width = gated_width(hidden, expansion)
         self.gate_up_proj = CastedLinear(hidden, 2 * width, generator=generator)
         self.down_proj = CastedLinear(width, hidden, generator=generator)
 
@@ -162,12 +158,12 @@ class SwiGLU(nn.Module):
 class PositionMixer(nn.Module):
     """A gated layer over positions instead of attention, normed over positions, too."""
 
-    def __init__(
-        self, length: int, expansion: float, eps: float, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        self.mlp = SwiGLU(length, expansion, generator)
-        self.eps = eps
+        length = config.total_len
+        width = gated_width(length, config.expansion, config.gated_multiple)
+        self.mlp = SwiGLU(length, width, generator)
+        self.eps = config.norm_eps
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BDS = x_BSD.transpose(1, 2)
@@ -180,14 +176,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        hidden, expansion = config.hidden_size, config.expansion
+        hidden = config.hidden_size
         self.self_attn: Attention | None = None
         self.mixer: PositionMixer | None = None
         if config.mixer == "attention":
             self.self_attn = Attention(hidden, config.num_heads, generator)
         else:
-            self.mixer = PositionMixer(config.total_len, expansion, self.eps, generator)
-        self.mlp = SwiGLU(hidden, expansion, generator)
+            self.mixer = PositionMixer(config, generator)
+        width = gated_width(hidden, config.expansion, config.gated_multiple)
+        self.mlp = SwiGLU(hidden, width, generator)
 
     def forward(self, x_BSD: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         if self.self_attn is not None:

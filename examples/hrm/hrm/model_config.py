@@ -16,6 +16,17 @@ Mixer = Literal["attention", "mlp"]
 GradientSpan = Literal["last_calls", "last_cycle"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_COUNTS = (
+    "vocab_size",
+    "seq_len",
+    "hidden_size",
+    "num_heads",
+    "gated_multiple",
+    "H_cycles",
+    "L_cycles",
+    "L_layers",
+    "halt_max_steps",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,8 @@ class ModelConfig:
         seq_len: tokens of one example, S.
         hidden_size: width D of a token's state.
         num_heads: attention heads; `hidden_size` is a multiple.
-        expansion: width of the gated layer over `hidden_size`, before rounding.
+        expansion: width of the gated layer over `hidden_size`, before two thirds of it are taken
+            and rounded up to a multiple of `gated_multiple`.
         H_layers, L_layers: blocks of the slow and the fast module.
         H_cycles, L_cycles: calls of the slow module, and of the fast one for each of them.
         puzzle_dim: width of a puzzle's row; 0 for none.
@@ -52,6 +64,7 @@ class ModelConfig:
     hidden_size: int = 512
     num_heads: int = 8
     expansion: float = 4.0
+    gated_multiple: int = 256
     H_layers: int = 4
     L_layers: int = 4
     H_cycles: int = 2
