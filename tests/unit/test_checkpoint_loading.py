@@ -4,61 +4,39 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shoal.checkpoint import job_state
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import Loaded, load
-from shoal.checkpoint.manifest import Parent
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import SGD, Adagrad, Adam
-from shoal.table import Segment, Table, TableSpec
+from shoal.rules.optimizers import SGD
+from shoal.table import Table
 from shoal.table.cpu import CpuShard
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
-from shoal.table.rejoin import joined_chunk
 from shoal.table.shard import RowChunk, Shard
+from support.hand_tables import (
+    ITEMS,
+    QUARTERS,
+    TAGS,
+    USERS,
+    VEC,
+    OneOf,
+    check_equal,
+    hosted,
+    trained,
+)
 from support.saved_by_hand import HandTable, chunk_where, write_by_hand
-
-VEC = Segment(name="vec", dim=4, optimizer=Adagrad())
-BIAS = Segment(name="bias", dim=1, optimizer=Adam())
-USERS = TableSpec(name="users", segments=(BIAS, VEC))
-ITEMS = TableSpec(name="items", segments=(VEC,), admission=Admission(threshold=3))
-TAGS = TableSpec(name="tags", segments=(VEC,))
-HASHES = 1 << 64
-QUARTERS = tuple(k * (HASHES // 4) for k in (1, 2, 3))
-
-
-def trained(spec: TableSpec, rows: int, seed: int = 0) -> Table:
-    """A table whose rows all differ, state and metadata, too."""
-    table = Table(dataclasses.replace(spec, admission=None), seed=seed)
-    made = torch.Generator().manual_seed(rows)
-    ids = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=made)
-    for step in range(2):
-        part = ids[: rows // (step + 1)]
-        grads = torch.randn(part.numel(), spec.dim, generator=made).to(table._dtype)
-        table.apply(part, grads, global_step=step, event_time_s=10 + 5 * step)
-        table.cut()
-    return table
-
-
-def hosted(*specs: TableSpec, seed: int = 0) -> HostedTables:
-    return HostedTables(specs=specs, shard=CpuShard(specs, seed=seed))
-
-
-def check_equal(found: RowChunk, want: RowChunk) -> None:
-    for one in dataclasses.fields(want):
-        if one.name != "table":
-            here, there = getattr(found, one.name), getattr(want, one.name)
-            assert here.dtype == there.dtype and torch.equal(here, there), one.name
 
 
 class Job:
@@ -134,7 +112,9 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     assert found.rank_state is not None and found.rank_state["rng"].tolist() == [0, 1, 2]
     assert (found.manifest.step, found.manifest.position) == (7, 70)
     assert [shard.last_step for shard in job.shards()] == [6, 7]
-    # The next epoch is the one after the checkpoint's.
+    # A delta may go on top of it, of what changes from the next epoch on.
+    assert found.cursors is not None
+    assert {key: one.from_epoch for key, one in found.cursors.items()} == {"a": 5, "b": 5}
     assert [shard.cut() for shard in job.shards()] == [6, 6]
 
 
@@ -151,120 +131,6 @@ def test_one_checkpoint_or_the_newest_of_a_store(tmp_path: Path) -> None:
         load(tmp_path / "nothing", Contents(tables={"b": hosted(TAGS)}))
 
 
-def chain(root: Path, spec: TableSpec = TAGS) -> dict[int, RowChunk]:
-    """A full one and three deltas: rows change, go, come back; the last state by id."""
-    base = trained(spec, 400).export()
-    state: dict[int, RowChunk] = {}
-
-    def put(chunk: RowChunk) -> None:
-        for k, id_ in enumerate(chunk.ids.tolist()):
-            state[id_] = chunk_where(chunk, torch.tensor([k]))
-
-    def changed(chunk: RowChunk, version: int) -> RowChunk:
-        return dataclasses.replace(
-            chunk,
-            weights=chunk.weights + version,
-            versions=torch.full_like(chunk.versions, version),
-            counts=chunk.counts + version,
-        )
-
-    put(base)
-    storage = Storage(root)
-    parent = write_by_hand(storage, {"b": [HandTable(spec, base, cuts=QUARTERS)]}, epoch=4)
-    everything = torch.arange(400)
-    steps: list[tuple[int, torch.Tensor, torch.Tensor, Sequence[int]]] = [
-        (5, everything[:90], everything[100:140], ()),
-        (6, everything[80:130], everything[:30], (HASHES // 2,)),
-        (7, everything[10:20], everything[125:128], QUARTERS),
-    ]
-    for epoch, upserted, deleted, cuts in steps:
-        rows = changed(chunk_where(base, upserted), epoch)
-        put(rows)
-        for id_ in base.ids[deleted].tolist():
-            state.pop(id_, None)
-        table = HandTable(spec, rows, deleted=base.ids[deleted], cuts=cuts)
-        parent = write_by_hand(
-            storage, {"b": [table]}, step=epoch, epoch=epoch, parent=parent, last_steps={"b": epoch}
-        )
-    return state
-
-
-def check_state(found: RowChunk, state: dict[int, RowChunk]) -> None:
-    assert sorted(found.ids.tolist()) == sorted(state)
-    for k, id_ in enumerate(found.ids.tolist()):
-        check_equal(chunk_where(found, torch.tensor([k])), state[id_])
-
-
-def test_a_chain_ends_as_its_last_link(tmp_path: Path) -> None:
-    state = chain(tmp_path)
-    tables = hosted(TAGS)
-    found = load(tmp_path, Contents(tables={"b": tables}))
-    check_state(tables.shard.export(0), state)
-    assert found.rows == {"b/tags": len(state)}
-    assert (found.manifest.epoch, tables.shard.last_step) == (7, 7)
-
-
-def test_a_chain_without_its_parent_is_refused(tmp_path: Path) -> None:
-    chain(tmp_path)
-    (tmp_path / "step-000000000005-delta").rename(tmp_path / "elsewhere")
-    tables = hosted(TAGS)
-    with pytest.raises(CheckpointError, match="no checkpoint step-000000000005-delta"):
-        load(tmp_path, Contents(tables={"b": tables}))
-    assert tables.shard.size(0) == 0
-
-
-def test_a_chain_has_one_form(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    parent = write_by_hand(storage, {"b": [HandTable(TAGS, trained(TAGS, 5).export())]})
-    other = dataclasses.replace(TAGS, segments=(dataclasses.replace(VEC, dim=2),))
-    rows = trained(other, 5).export()
-    write_by_hand(storage, {"b": [HandTable(other, rows)]}, step=2, epoch=9, parent=parent)
-    with pytest.raises(CheckpointError, match="one form in a whole chain"):
-        load(tmp_path, Contents(tables={"b": hosted(other)}))
-
-
-KINDS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_rank_keeps_its_part(tmp_path: Path, kind: str, world_size: int) -> None:
-    spec = TableSpec(
-        name="tags",
-        segments=(dataclasses.replace(VEC, dim=8), dataclasses.replace(BIAS, dim=2)),
-    )
-    state = chain(tmp_path, spec)
-    placement = plan_placement((spec,), world_size, default=kind, local_world_size=2)
-    parts, counted = [], 0
-    for rank in range(world_size):
-        shard = CpuShard(hosted_specs((spec,), placement, rank))
-        tables = HostedTables(specs=(spec,), shard=shard, placement=placement)
-        alone = OneOf(rank, world_size)
-        found = load(tmp_path, Contents(tables={"b": tables}), collectives=alone)
-        counted += found.rows["b/tags"]
-        here = [one for one in placement.of("tags") if rank in one.ranks]
-        parts += [
-            (one, shard.export(k))
-            for k, one in enumerate(here)
-            if not one.replicated or rank == world_size - 1
-        ]
-    assert counted == len(state)
-    check_state(joined_chunk(spec, parts), state)
-
-
-class OneOf:
-    """One rank's view of a job whose other ranks say what it says."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        told, own = value
-        mine = (told, own)
-        empty = type(own)({}, {}) if type(own).__name__ == "Tally" else own
-        return [mine if rank == self.rank else (None, empty) for rank in range(self.world_size)]
-
-
 def damage(file: Path, how: str) -> None:
     data = bytearray(file.read_bytes())
     if how == "gone":
@@ -272,16 +138,18 @@ def damage(file: Path, how: str) -> None:
     elif how == "short":
         file.write_bytes(data[: len(data) // 2])
     else:
-        data[len(data) // 2] ^= 1
+        data[{"first": 0, "middle": len(data) // 2, "last": -1}[how]] ^= 1
         file.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["flip", "short", "gone"])
+@pytest.mark.parametrize("how", ["first", "middle", "last", "short", "gone"])
 def test_nothing_is_half_loaded(saved: tuple[Path, dict[str, RowChunk], Job], how: str) -> None:
     root, _, _ = saved
     folder = root / "step-000000000007-full"
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
-    assert len(files) >= 9
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    assert len(files) >= 10
+    if how == "gone":  # without a manifest it is no checkpoint: that is said otherwise
+        files.remove(folder / "manifest.json")
     for file in files:
         kept = file.read_bytes()
         damage(file, how)
@@ -320,7 +188,7 @@ def test_options_reach_tables_and_dense_parts(
         dense=False,
     )
     found = load(root, Contents(tables={"x": tables}), options=options)
-    assert found.rows == {"x/people": 500}
+    assert found.rows == {"x/people": 500} and found.cursors is None
     assert tables.shard.last_step == 6
     by_id = {int(i): k for k, i in enumerate(rows["a/users"].ids.tolist())}
     export = tables.shard.export(0)
@@ -338,6 +206,7 @@ def test_expired_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     assert 0 < old < 60
     assert (found.rows["b/tags"], found.expired["b/tags"]) == (60 - old, old)
     check_equal(tables.shard.export(0), chunk_where(rows, rows.last_seen_s > 12))
+    assert found.cursors is None  # a delta would not say that they are gone
     every = hosted(dataclasses.replace(TAGS, expiry=Expiry(ttl_s=8)))
     assert load(tmp_path, Contents(tables={"b": every})).rows == {"b/tags": 60}
 
@@ -376,6 +245,7 @@ def test_an_evicting_table_keeps_the_rows_in_use(
     found = load(tmp_path, Contents(tables={"b": tables}))
     kept = tables.shard.export(0)
     assert found.rows == {"b/tags": capacity} and kept.ids.numel() == capacity
+    assert found.cursors is None
     used = (lambda one: one.last_seen_s) if policy == "lru" else (lambda one: one.counts)
     best = used(rows).sort(descending=True).values[:capacity]
     assert torch.equal(used(kept).sort(descending=True).values, best)
@@ -415,24 +285,6 @@ def test_sketches_go_to_every_rank(tmp_path: Path) -> None:
         assert own.admission_state(0).cells == sights.cells != bytes(len(sights.cells))
 
 
-def test_a_table_may_be_new_in_the_middle_of_a_chain(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    first, second = trained(TAGS, 30).export(), trained(USERS, 20).export()
-    parent: Parent = write_by_hand(storage, {"b": [HandTable(TAGS, first)]}, epoch=4)
-    none = chunk_where(first, torch.zeros(30, dtype=torch.bool))
-    write_by_hand(
-        storage,
-        {"b": [HandTable(TAGS, none), HandTable(USERS, second)]},
-        step=2,
-        epoch=5,
-        parent=parent,
-    )
-    tables = hosted(TAGS, USERS)
-    assert load(tmp_path, Contents(tables={"b": tables})).rows == {"b/tags": 30, "b/users": 20}
-    check_equal(tables.shard.export(0), first)
-    check_equal(tables.shard.export(1), second)
-
-
 def test_another_optimizer_is_named(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
     job = Job(1)
     other = dataclasses.replace(TAGS, segments=(dataclasses.replace(VEC, optimizer=SGD()),))
@@ -440,3 +292,37 @@ def test_another_optimizer_is_named(saved: tuple[Path, dict[str, RowChunk], Job]
     with pytest.raises(CheckpointError, match=r"'b/tags\.vec\.state' is of adagrad"):
         load(saved[0], job.contents())
     assert all(shard.size(0) == 0 for shard in job.shards())
+
+
+def test_state_of_ranks_is_for_as_many_ranks(tmp_path: Path) -> None:
+    rows = HandTable(TAGS, trained(TAGS, 5).export())
+    two = ({"rng": 1}, {"rng": 2})
+    write_by_hand(Storage(tmp_path), {"b": [rows]}, epoch=9, state={"a": 1}, rank_states=two)
+    found = load(tmp_path, Contents(tables={"b": hosted(TAGS)}))
+    assert found.rank_state is None and found.state == {"a": 1}
+    again = load(tmp_path, Contents(tables={"b": hosted(TAGS)}), collectives=OneOf(1, 2))
+    assert again.rank_state == {"rng": 2}
+
+
+def test_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    for bad in (Storage(tmp_path), lambda: None, np.float32(1)):
+        with pytest.raises(CheckpointError, match="state of a job"):
+            job_state.write(Storage(tmp_path), {"deep": [{"here": bad}]}, ({},))
+    assert not (tmp_path / "state.pt").exists()
+
+
+def test_collections_may_share_a_shard(tmp_path: Path) -> None:
+    users, tags = trained(USERS, 40).export(), trained(TAGS, 30).export()
+    tables = {"a": [HandTable(USERS, users)], "b": [HandTable(TAGS, tags)]}
+    write_by_hand(Storage(tmp_path), tables, epoch=9, last_steps={"a": 3, "b": 5})
+    shard = CpuShard((USERS, TAGS))
+    contents = Contents(
+        tables={
+            "a": HostedTables(specs=(USERS,), shard=shard),
+            "b": HostedTables(specs=(TAGS,), shard=shard),
+        }
+    )
+    load(tmp_path, contents)
+    check_equal(shard.export(0), users)
+    check_equal(shard.export(1), tags)
+    assert (shard.last_step, shard.cut()) == (5, 10)

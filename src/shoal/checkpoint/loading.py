@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import DenseLoad
 from shoal.checkpoint.loading_rows import Link, RowLoader, Target, targets_of
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match_tables
+from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match_tables, saved_table
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CheckpointError, describe
@@ -34,8 +34,9 @@ class Loaded:
             number of ranks.
         rows: rows loaded, by table ("collection/table" of the model), over all ranks.
         expired: rows left out since they are expired, likewise.
-        cursors: by collection, of a consumer that has all that was loaded: what a delta on top of
-            this checkpoint passes as `since`. Of no use where only a part was loaded.
+        cursors: of this rank's tables by collection, from which a delta of this checkpoint may be
+            saved. None where tables are not as it has them (renamed, cast, some rows or tables
+            left out): the next save is a full one.
     """
 
     manifest: Manifest
@@ -43,7 +44,7 @@ class Loaded:
     rank_state: Mapping[str, Any] | None
     rows: Mapping[str, int]
     expired: Mapping[str, int]
-    cursors: Mapping[str, Cursor]
+    cursors: Mapping[str, Cursor] | None
 
 
 def load(
@@ -86,17 +87,20 @@ def load(
     try:
         tallies = together(ranks, f"loading the tables of checkpoint {name}", one.rows.load)
         together(ranks, f"reading the dense part of checkpoint {name}", one.read_dense)
-        together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(epochs)))
+        applied = together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(epochs)))
     except BaseException:
         one.rows.clear()
         raise
+    rows = _summed(one.matches, (tally.rows for tally in tallies))
+    expired = _summed(one.matches, (tally.expired for tally in tallies))
+    whole = one.is_whole and not any(expired.values()) and not any(t.trimmed for t in tallies)
     return Loaded(
         manifest=one.manifest,
         state=one.state.state,
         rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
-        rows=_summed(one.matches, (tally.rows for tally in tallies)),
-        expired=_summed(one.matches, (tally.expired for tally in tallies)),
-        cursors=one.cursors,
+        rows=rows,
+        expired=expired,
+        cursors=applied[ranks.rank] if whole else None,
     )
 
 
@@ -131,7 +135,6 @@ class _Load:
                 contents.optimizers,
                 options,
             )
-        self.cursors: dict[str, Cursor] = {}
         self.state = job_state.read(self._links[-1].storage, self.manifest)
 
     def check(self) -> int:
@@ -145,16 +148,26 @@ class _Load:
         if self._dense is not None:
             self._dense.read()
 
-    def apply(self, epoch: int) -> None:
-        """Put in place what was read: it is whole and fits.
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tables of the job are those of the checkpoint, in the same form."""
+        keys = [
+            f"{k}/{spec.name}" for k, one in self._contents.tables.items() for spec in one.specs
+        ]
+        forms = {
+            match.key: saved_table(match.collection, match.spec, rows=0, deleted=0)
+            for match in self.matches
+        }
+        there = {table.key: replace(table, rows=0, deleted=0) for table in self.manifest.tables}
+        return set(keys) == set(forms) and forms == there
+
+    def apply(self, epoch: int) -> dict[str, Cursor]:
+        """Put in place what was read: it is whole and fits. Returns cursors by collection.
 
         epoch: closed by the tables of any rank before the load.
         """
-        cursors = {
-            id(shard): shard.resume(max(epoch, self.manifest.epoch)) for shard in self._shards()
-        }
-        for collection, hosting in self._contents.tables.items():
-            self.cursors[collection] = cursors[id(hosting.shard)]
+        epoch = max(epoch, self.manifest.epoch)
+        cursors = {id(shard): shard.resume(epoch) for shard in self._shards()}
         for collection, hosting in self._contents.tables.items():
             steps = [
                 self.manifest.last_steps.get(match.saved.collection, 0)
@@ -166,6 +179,7 @@ class _Load:
                 hosting.shard.last_step = max(hosting.shard.last_step, *steps)
         if self._dense is not None:
             self._dense.apply()
+        return {key: cursors[id(one.shard)] for key, one in self._contents.tables.items()}
 
     def _shards(self) -> Iterable[Shard]:
         return {id(one.shard): one.shard for one in self._contents.tables.values()}.values()

@@ -89,10 +89,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Rows loaded and rows left out as expired, by key; each counted on one rank."""
+    """Rows loaded and rows left out as expired, by key; each counted on one rank.
+
+    trimmed: rows were left out since an evicting table has no room for them.
+    """
 
     rows: Mapping[str, int]
     expired: Mapping[str, int]
+    trimmed: bool
 
 
 def targets_of(
@@ -137,7 +141,9 @@ class RowLoader:
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
-        self._layouts = {table.key: RowLayout.of(table) for table in links[-1].manifest.tables}
+        self._layouts = [
+            {table.key: RowLayout.of(table) for table in link.manifest.tables} for link in links
+        ]
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
@@ -169,7 +175,7 @@ class RowLoader:
         if self._unfit:
             raise _does_not_fit(self._unfit)
         self._load_sights()
-        return Tally(dict(self._rows), dict(self._expired))
+        return Tally(dict(self._rows), dict(self._expired), bool(self._trims))
 
     def clear(self) -> None:
         """Empty the tables again."""
@@ -210,7 +216,7 @@ class RowLoader:
         storage, file = self._links[one.link].storage, one.file
         parts: Iterator[tuple[str, RowChunk | Tensor]]
         if file.kind == "rows":
-            layout = self._layouts[file.tables[0]]
+            layout = self._layouts[one.link][file.tables[0]]
             rows = read_rows(storage, file, layout, buffer)
             parts = ((file.tables[index], chunk) for index, chunk in rows)
         else:

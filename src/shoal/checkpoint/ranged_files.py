@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["RangedFile", "bounds", "check_streaming", "concatenated"]
 
 _PIECE_BYTES = 1 << 20
+_OPEN = 32  # readers
 
 
 def check_streaming(storage: Storage, saved: SavedFile) -> None:
@@ -35,10 +37,10 @@ def check_streaming(storage: Storage, saved: SavedFile) -> None:
     size = storage.size(saved.path)
     if size != saved.bytes:
         raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
-    crc32 = 0
+    crc32, piece = 0, memoryview(bytearray(_PIECE_BYTES))
     with storage.open(saved.path) as file:
-        while piece := file.read(_PIECE_BYTES):
-            crc32 = zlib.crc32(piece, crc32)
+        while got := file.readinto(piece):  # type: ignore[attr-defined]
+            crc32 = zlib.crc32(piece[:got], crc32)
     if crc32 != saved.crc32:
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
 
@@ -62,6 +64,22 @@ class _Batch:
     last: int
 
 
+class OpenFiles:
+    """Readers of files that were read last; opening one costs more than reading a batch."""
+
+    def __init__(self) -> None:
+        self._readers: OrderedDict[object, tuple[Any, Any]] = OrderedDict()
+
+    def reader(self, key: object, opened: Callable[[], tuple[Any, Any]]) -> Any:
+        """The reader of that key; `opened` makes it, with the file to close after it."""
+        if key not in self._readers:
+            self._readers[key] = opened()
+            while len(self._readers) > _OPEN:
+                self._readers.popitem(last=False)[1][1].close()
+        self._readers.move_to_end(key)
+        return self._readers[key][0]
+
+
 class RangedFile:
     """A file of rows (`layout` given) or of ids.
 
@@ -69,6 +87,7 @@ class RangedFile:
 
     Args:
         hash_names: of its tables, in the order of `saved.tables`.
+        opened: where it stays open between two reads.
     """
 
     def __init__(
@@ -77,8 +96,10 @@ class RangedFile:
         saved: SavedFile,
         hash_names: Sequence[str],
         layout: RowLayout | None,
+        opened: OpenFiles,
     ) -> None:
         self.saved = saved
+        self._opened_files = opened
         self._storage = storage
         self._hash_names = tuple(hash_names)
         self._layout = layout
@@ -122,13 +143,12 @@ class RangedFile:
             for one in self._index
             if one.table == table and one.first <= high and one.last >= low
         ]
-        if wanted:
+        for number in wanted:
             try:
-                with self._opened(ids_only=ids_only) as reader:
-                    for number in wanted:
-                        yield reader.get_batch(number)
-            except pa.ArrowException as error:
+                batch = self._reader(ids_only=ids_only).get_batch(number)
+            except (pa.ArrowException, OSError) as error:
                 raise self._no_arrow(error) from error
+            yield batch
 
     def _indexed(self) -> Iterator[_Batch]:
         import pyarrow as pa
@@ -136,16 +156,16 @@ class RangedFile:
         rows = 0
         try:
             self._check_schema()
-            with self._opened(ids_only=True) as reader:
-                for number in range(reader.num_record_batches):
-                    batch = reader.get_batch(number)
-                    rows += batch.num_rows
-                    if batch.num_rows:
-                        table = int(batch.column("table")[0].as_py()) if self._named else 0
-                        ends = self._ids_of(batch)[[0, -1]]
-                        keys = sort_key(hash_ids(self._hash_names[table], ends)).tolist()
-                        yield _Batch(number, table, keys[0], keys[1])
-        except pa.ArrowException as error:
+            reader = self._reader(ids_only=True)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                rows += batch.num_rows
+                if batch.num_rows:
+                    table = int(batch.column("table")[0].as_py()) if self._named else 0
+                    ends = self._ids_of(batch)[[0, -1]]
+                    keys = sort_key(hash_ids(self._hash_names[table], ends)).tolist()
+                    yield _Batch(number, table, keys[0], keys[1])
+        except (pa.ArrowException, OSError) as error:
             raise self._no_arrow(error) from error
         except IndexError as error:
             tables = f"{len(self.saved.tables)} tables"
@@ -154,41 +174,32 @@ class RangedFile:
             got = f"{rows} rows"
             raise damaged(self._storage, self.saved.path, got, f"{self.saved.rows} rows")
 
-    def _opened(self, *, ids_only: bool) -> Any:
-        import pyarrow as pa
+    def _reader(self, *, ids_only: bool) -> Any:
+        def opened() -> tuple[Any, Any]:
+            import pyarrow as pa
 
-        options = None
-        if ids_only:
-            columns = [k for k, name in enumerate(self._schema.names) if name in ("table", "id")]
-            options = pa.ipc.IpcReadOptions(included_fields=columns)
-        file = self._storage.open(self.saved.path)
-        return _Closing(pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options), file)
+            options = None
+            if ids_only:
+                names = enumerate(self._schema.names)
+                columns = [k for k, name in names if name in ("table", "id")]
+                options = pa.ipc.IpcReadOptions(included_fields=columns)
+            file = self._storage.open_arrow(self.saved.path)
+            return pa.ipc.open_file(file, options=options), file
+
+        return self._opened_files.reader((self, ids_only), opened)
 
     def _check_schema(self) -> None:
-        with self._opened(ids_only=False) as reader:
-            if not reader.schema.equals(self._schema):
-                got, wanted = (" ".join(str(one).split()) for one in (reader.schema, self._schema))
-                raise damaged(self._storage, self.saved.path, got, wanted)
+        schema = self._reader(ids_only=False).schema
+        if not schema.equals(self._schema):
+            got, wanted = (" ".join(str(one).split()) for one in (schema, self._schema))
+            raise damaged(self._storage, self.saved.path, got, wanted)
 
     def _ids_of(self, batch: pa.RecordBatch) -> Tensor:
         return torch.from_numpy(batch.column("id").to_numpy().copy())
 
     def _no_arrow(self, error: Exception) -> Exception:
-        got = f"not Arrow: {error}"
+        got = f"not readable: {' '.join(str(error).split())}"
         return damaged(self._storage, self.saved.path, got, "an Arrow IPC file")
-
-
-class _Closing:
-    """A reader whose file is closed at the end of the block."""
-
-    def __init__(self, reader: Any, file: Any) -> None:
-        self._reader, self._file = reader, file
-
-    def __enter__(self) -> Any:
-        return self._reader
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def concatenated(layout: RowLayout, table: str, chunks: Sequence[RowChunk]) -> RowChunk:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedFile, SavedTable
-from shoal.checkpoint.ranged_files import RangedFile, concatenated
+from shoal.checkpoint.ranged_files import OpenFiles, RangedFile, concatenated
 from shoal.checkpoint.row_files import HASHES
 from shoal.checkpoint.row_layout import ROW_FIELDS, RowLayout
 from shoal.checkpoint.storage import Storage
@@ -67,8 +67,9 @@ class ChainRows:
         folders.append(name or folder_name(last.step, last.kind))
         self.tables: tuple[SavedTable, ...] = last.tables
         self._starts_whole = manifests[0].kind == "full"
+        opened = OpenFiles()
         self._links = [
-            _Link(storage.child(folder), manifest)
+            _Link(storage.child(folder), manifest, opened)
             for folder, manifest in zip(folders, manifests, strict=True)
         ]
         for table in self.tables:
@@ -149,21 +150,25 @@ class ChainRows:
         key = self.tables[table].key
         keys = links = rows = torch.empty(0, dtype=torch.int64)
         for k, link in enumerate(self._links):
-            if k or not self._starts_whole:
-                gone = link.ids("deleted", key, start, stop)[1]
-                stays = ~_within(keys, gone)
+            at, found = _places(keys, link.ids("deleted", key, start, stop)[1])
+            if len(found := at[found]):
+                stays = torch.ones(len(keys), dtype=torch.bool)
+                stays[found] = False
                 keys, links, rows = keys[stays], links[stays], rows[stays]
             new = link.ids("rows", key, start, stop)[1]
-            if not len(keys):
-                keys, links, rows = new, torch.full_like(new, k), torch.arange(len(new))
-            elif len(new):
-                stays = ~_within(keys, new)
-                keys, links, rows = keys[stays], links[stays], rows[stays]
-                old_at = torch.arange(len(keys)) + torch.searchsorted(new, keys)
-                new_at = torch.arange(len(new)) + torch.searchsorted(keys, new)
+            numbers = torch.arange(len(new))
+            at, known = _places(keys, new)
+            links[at[known]] = k
+            rows[at[known]] = numbers[known]
+            if not bool(known.all()):
+                new, numbers, at = new[~known], numbers[~known], at[~known]
+                # Each goes before the key at its place, after the new ones before it.
+                new_at = at + torch.arange(len(new))
+                old_at = torch.ones(len(keys) + len(new), dtype=torch.bool)
+                old_at[new_at] = False
                 keys = _woven(old_at, keys, new_at, new)
                 links = _woven(old_at, links, new_at, torch.full_like(new, k))
-                rows = _woven(old_at, rows, new_at, torch.arange(len(new)))
+                rows = _woven(old_at, rows, new_at, numbers)
         return keys, links, rows
 
     def _gone(self, table: int, start: int, stop: int) -> Tensor:
@@ -183,7 +188,7 @@ class ChainRows:
 class _Link:
     """The row files and deletions of one checkpoint."""
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, opened: OpenFiles) -> None:
         self._tables = {table.key: table for table in manifest.tables}
         self._where = storage.url
         self._files: dict[tuple[FileKind, str], list[tuple[int, RangedFile]]] = {}
@@ -192,7 +197,7 @@ class _Link:
                 tables = [self._tables[key] for key in saved.tables]
                 layout = RowLayout.of(tables[0]) if saved.kind == "rows" else None
                 names = [table.hash_name for table in tables]
-                file = RangedFile(storage, saved, names, layout)
+                file = RangedFile(storage, saved, names, layout, opened)
                 for k, key in enumerate(saved.tables):
                     self._files.setdefault((saved.kind, key), []).append((k, file))
 
@@ -245,15 +250,21 @@ def _start(saved: SavedFile) -> int:
     return saved.start
 
 
+def _places(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of the others lies or would lie among the keys, and whether it is there."""
+    at = torch.searchsorted(keys, others)
+    if not len(keys):
+        return at, torch.zeros(len(others), dtype=torch.bool)
+    return at, keys[at.clamp(max=len(keys) - 1)] == others
+
+
 def _within(keys: Tensor, others: Tensor) -> Tensor:
     """bool: which keys are among the others; both ascending."""
-    if not len(others):
-        return torch.zeros(len(keys), dtype=torch.bool)
-    at = torch.searchsorted(others, keys).clamp_(max=len(others) - 1)
-    return others[at] == keys
+    return _places(others, keys)[1]
 
 
 def _woven(old_at: Tensor, old: Tensor, new_at: Tensor, new: Tensor) -> Tensor:
+    """Old and new numbers at their places: a mask of the old ones', the new ones' indices."""
     result = torch.empty(len(old) + len(new), dtype=torch.int64)
     result[old_at] = old
     result[new_at] = new
