@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.errors import InputError
+from shoal.table.changes import Changes, Cursor
 from shoal.table.shard import (
     AdmissionState,
     Entry,
@@ -24,6 +26,7 @@ from shoal.table.shard import (
     TableStats,
     Ticket,
 )
+from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
 
 __all__ = ["MetaShard"]
@@ -138,8 +141,24 @@ class MetaShard:
     def evict(self, now_s: int) -> int:
         return 0
 
+    @property
+    def incarnation(self) -> int:
+        return 1
+
     def cut(self) -> int:
         return 0
+
+    def changes(self, cursor: Cursor, limit: int) -> Changes:
+        return Changes((), (), cursor, done=True, restarted=False)
+
+    def release(self, epoch: int | None) -> None:
+        """Holds nothing."""
+
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        raise InputError("no rows to keep")
+
+    def resume(self, epoch: int) -> Cursor:
+        return Cursor(1, epoch, epoch)
 
     def export(self, table: int) -> RowChunk:
         spec, none = self.specs[table], torch.empty(0, dtype=torch.int64)

@@ -21,7 +21,7 @@ from shoal.table.shard import (
 )
 from shoal.table.spec import TableSpec
 
-__all__ = ["PlacedCuda", "PlacedShard", "PlacedTicket"]
+__all__ = ["PlacedCuda", "PlacedShard", "PlacedTicket", "PlacedTiered"]
 
 
 class PlacedTicket:
@@ -167,6 +167,16 @@ class PlacedCuda(PlacedShard):
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(CudaShard(specs, seed=seed, device=where))
+
+
+class PlacedTiered(PlacedShard):
+    """A GPU's shard whose rows are in host memory, behind a cache of a few rows."""
+
+    def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
+        from shoal.table.tiered import TieredShard
+
+        where = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(TieredShard(specs, seed=seed, device=where, cache_bytes=1 << 10))
 
 
 def bare(ticket: Any) -> Any:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import TableFull, TicketError, describe
-from shoal.placement import hash_ids, sort_key
 from shoal.rules.admission import Admission, make_counter
 from shoal.rules.admission import Counter as SightCounter
 from shoal.table.shard import (
@@ -35,6 +34,7 @@ from shoal.table.spec import TableSpec
 
 from .pooling import pool_rows, position_gradients
 from .reference_admission import AdmissionVerbs
+from .reference_changes import ChangeVerbs
 from .reference_row import (
     Key,
     ReferenceTicket,
@@ -54,7 +54,7 @@ from .reference_row import (
 __all__ = ["ReferenceShard", "ReferenceTicket"]
 
 
-class ReferenceShard(AdmissionVerbs):
+class ReferenceShard(AdmissionVerbs, ChangeVerbs):
     device = torch.device("cpu")
 
     def __init__(
@@ -73,6 +73,7 @@ class ReferenceShard(AdmissionVerbs):
         self._epoch = 1
         self._global_step = 0
         self._live: weakref.WeakSet[ReferenceTicket] = weakref.WeakSet()
+        self._start()
 
     @property
     def last_step(self) -> int:
@@ -96,6 +97,7 @@ class ReferenceShard(AdmissionVerbs):
     def find_or_init(
         self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
     ) -> ReferenceTicket:
+        self._check_still()
         keys = list(keys_of(groups))
         ticket = ReferenceTicket(self, groups, keys)
         ticket.found_N = self._present(keys)
@@ -147,6 +149,7 @@ class ReferenceShard(AdmissionVerbs):
     def apply_summed(
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
     ) -> None:
+        self._check_still()
         tickets = [self._own(record.ticket) for record in records]
         last_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in tickets)])
         self._step(summed, replace(ctx, event_time_s=last_s), {})
@@ -162,6 +165,7 @@ class ReferenceShard(AdmissionVerbs):
         ctx: StepContext,
         seen_weights: Sequence[Tensor] | None = None,
     ) -> None:
+        self._check_still()
         keys = list(keys_of(groups))
         flat = [row for part in grads for row in part]
         if ctx.nan_policy == "raise":
@@ -181,14 +185,17 @@ class ReferenceShard(AdmissionVerbs):
         self._step(by_table(sums, tally), ctx, seen)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        self._check_still()
         for key, row in self._upserts(groups, weights, ctx):
             self._rows[key[0]][key[1]].weights = row
 
     def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        self._check_still()
         for key, row in self._upserts(groups, deltas, ctx):
             self._rows[key[0]][key[1]].weights = self._rows[key[0]][key[1]].weights + row
 
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        self._check_still()
         keys = list(keys_of(groups))
         existed = self._present(keys)
         self._make_room({key for key in keys if key[1] not in self._rows[key[0]]}, set(keys))
@@ -197,48 +204,32 @@ class ReferenceShard(AdmissionVerbs):
         return existed.to(torch.int32)
 
     def evict(self, now_s: int) -> int:
+        self._check_still()
         held, dropped = self._held(), 0
         for k, spec in enumerate(self.specs):
             rows = self._rows[k]
             old = [id_ for id_, row in rows.items() if expired(spec, id_, row, now_s)]
             for id_ in old:
                 if (k, id_) not in held:
-                    del rows[id_]
+                    self._remove(k, id_)
                     self._tallies[k]["evicted"] += 1
                     dropped += 1
             dropped += self._drop_worst(k, max(self._over(k, 0), 0), held)
         return dropped
 
-    def cut(self) -> int:
-        self._epoch += 1
-        return self._epoch - 1
-
-    def export(self, table: int) -> RowChunk:
-        spec, rows = self.specs[table], self._rows[table]
-        ids = torch.tensor(sorted(rows), dtype=torch.int64)
-        ids = ids[sort_key(hash_ids(spec.hash_name, ids)).argsort()]
-        kept = [rows[id_] for id_ in ids.tolist()]
-        meta = torch.tensor([(r.version, r.last_seen_s, r.count) for r in kept], dtype=torch.int64)
-        meta = meta.reshape(-1, 3)
-        return RowChunk(
-            table=spec.name,
-            ids=ids,
-            weights=self._stack([row.weights for row in kept], spec.dim),
-            state=self._stack([row.state for row in kept], spec.state_width),
-            versions=meta[:, 0],
-            last_seen_s=meta[:, 1],
-            counts=meta[:, 2],
-        )
-
     def load(self, table: int, chunk: RowChunk) -> None:
+        self._check_still()
         for i, id_ in enumerate(chunk.ids.tolist()):
             self._rows[table][id_] = Row(
                 chunk.weights[i].to(self.dtype, copy=True),
                 chunk.state[i].to(self.dtype, copy=True),
-                self._epoch,
+                max(int(chunk.versions[i]), 1),
                 int(chunk.last_seen_s[i]),
                 int(chunk.counts[i]),
             )
+        if len(chunk.ids):
+            self._epoch = max(self._epoch, int(chunk.versions.max()))
+            self._renew()
 
     def entry(self, table: int, id: int) -> Entry | None:
         row = self._rows[table].get(id)
@@ -251,9 +242,11 @@ class ReferenceShard(AdmissionVerbs):
         return len(self._rows[table])
 
     def clear(self, table: int) -> None:
+        self._check_still()
         if any(key[0] == table for key in self._held()):
             raise TicketError("clear of a table under a live ticket")
-        self._rows[table].clear()
+        for id_ in list(self._rows[table]):
+            self._remove(table, id_)
 
     def check(self) -> None:
         """What is wrong is raised by the call itself."""
@@ -360,7 +353,7 @@ class ReferenceShard(AdmissionVerbs):
         free = [id_ for id_ in self._rows[k] if (k, id_) not in kept]
         free.sort(key=lambda id_: (getattr(self._rows[k][id_], field), id_))
         for id_ in free[:number]:
-            del self._rows[k][id_]
+            self._remove(k, id_)
         self._tallies[k]["evicted"] += len(free[:number])
         return len(free[:number])
 

@@ -14,6 +14,7 @@ from shoal.errors import NonFiniteGradient, ShoalError
 from shoal.table.shard import GradRecord, PoolPlan, Shard, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 
+from .change_consumer import Consumer, contents
 from .fuzz_material import PLAIN, Bags, Material, Menu
 
 __all__ = ["Fuzz", "MakeShard"]
@@ -66,6 +67,7 @@ class Fuzz(Material):
         self.late = late
         self.told = 0
         self.open: list[Lookup] = []
+        self.consumers = Consumer(50), Consumer(1000)
         self.ctx = StepContext()
 
     def run(self, verbs_a_run: int) -> None:
@@ -73,7 +75,7 @@ class Fuzz(Material):
             *(self.find, self.find_pooled, self.apply_ids, self.summed, self.apply_open),
             *(self.train, self.train, self.train, self.train_twice, self.open_ticket),
             *(self.close_ticket, self.assign, self.assign_add, self.reinitialize),
-            *(self.evict, self.cut, *((self.clear,) if self.menu.clears else ())),
+            *(self.evict, self.cut, self.scan, *((self.clear,) if self.menu.clears else ())),
         )
         now_s = 0
         for step in range(verbs_a_run):
@@ -296,6 +298,17 @@ class Fuzz(Material):
     def cut(self) -> None:
         pair = self.both(lambda s: s.cut())
         assert pair is not None and pair[0] == pair[1]
+
+    def scan(self) -> None:
+        """Consumers of both shards' changes end with the tables, and heard of the same ids."""
+        self.cut()
+        heard = []
+        for shard, consumer in zip((self.ours, self.theirs), self.consumers, strict=True):
+            heard.append(consumer.drain(shard))
+            chunks = [shard.export(k) for k in range(len(self.specs))]
+            assert consumer.held == contents(*chunks)
+            assert consumer.restarts == 1
+        assert heard[0] == heard[1]
 
 
 def by_id(summed: SummedGrads) -> dict[tuple[int, int], tuple[Tensor, int]]:

@@ -19,7 +19,7 @@ import torch
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 
-from .placed_shard import PlacedCuda
+from .placed_shard import PlacedCuda, PlacedTiered
 from .reference_shard import ReferenceShard
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "RAISES_LATE",
     "SHARDS",
     "SHARD_KINDS",
+    "TIERED",
+    "TIERED_COMPILED",
     "WITH_INTERPRETED",
     "ShardFactory",
     "interpreted_once",
@@ -53,14 +55,18 @@ SHARDS: Mapping[str, ShardFactory] = {
     "reference": make_reference,
     "cpu": make_cpu,
     "cuda": PlacedCuda,
+    "tiered": PlacedTiered,
 }
-RAISES_LATE: frozenset[str] = frozenset({"cuda"})
+RAISES_LATE: frozenset[str] = frozenset({"cuda", "tiered"})
 
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+TIERED_COMPILED = pytest.param("tiered", marks=pytest.mark.gpu)
 """On a GPU."""
 CUDA = COMPILED if torch.cuda.is_available() else pytest.param("cuda")
 """On a GPU, elsewhere interpreted."""
 SHARD_KINDS: tuple[Any, ...] = ("reference", "cpu", COMPILED)
+TIERED = TIERED_COMPILED if torch.cuda.is_available() else pytest.param("tiered")
+"""On a GPU, elsewhere interpreted."""
 WITH_INTERPRETED: tuple[Any, ...] = ("reference", "cpu", CUDA)
 interpreted_too = pytest.mark.parametrize("make_shard", WITH_INTERPRETED, indirect=True)
 

@@ -15,12 +15,27 @@ from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import InputError, TicketError
 from shoal.table.changes import Cursor
 from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
+from shoal.table.shard import GradRecord, IdGroups, RowChunk, Shard, StepContext
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
+from support.placed_shard import PlacedShard
+from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
 
 LIMITS = (1, 7, 100_000)
-ANY = pytest.mark.parametrize("limit", LIMITS)
+INTERPRETED = not torch.cuda.is_available()
+# Interpreted kernels take milliseconds a block: one size of pages has to do there.
+ANY = pytest.mark.parametrize(
+    ("shard", "limit"),
+    [
+        *itertools.product(("cpu", "reference"), LIMITS),
+        *(
+            pytest.param(kind.values[0], limit, marks=kind.marks)
+            for kind in (CUDA, TIERED)
+            for limit in ((7,) if INTERPRETED else LIMITS)
+        ),
+    ],
+    indirect=["shard"],
+)
 CLOCK = itertools.count(1)
 
 
@@ -32,26 +47,30 @@ def specs() -> tuple[TableSpec, ...]:
     )
 
 
-@pytest.fixture
-def shard() -> CpuShard:
-    return CpuShard(specs())
+@pytest.fixture(params=["cpu", "reference", CUDA, TIERED])
+def shard(request: pytest.FixtureRequest) -> Shard:
+    return shard_factory(request.param)(specs())
+
+
+# The core and a GPU take large inputs.
+FAST = pytest.mark.parametrize("shard", ["cpu", COMPILED, TIERED_COMPILED], indirect=True)
 
 
 def put(
-    shard: CpuShard, ids: Sequence[int], value: float = 0.0, *, table: int = 0, at_s: int = 0
+    shard: Shard, ids: Sequence[int], value: float = 0.0, *, table: int = 0, at_s: int = 0
 ) -> None:
     """Assign `value`, or one never used before."""
     weights_ND = torch.full((len(ids), 2), value or float(next(CLOCK)))
     shard.assign(groups_of((table, ids)), [weights_ND], ctx=StepContext(event_time_s=at_s))
 
 
-def train(shard: CpuShard, ids: Sequence[int], at_s: int = 0) -> None:
+def train(shard: Shard, ids: Sequence[int], at_s: int = 0) -> None:
     ctx = StepContext(event_time_s=at_s)
     ticket = shard.find_or_init(groups_of((0, ids)), ctx=ctx)
     shard.apply([GradRecord(ticket, (torch.ones(len(ids), 2),))], ctx=ctx)
 
 
-def caught_up(shard: CpuShard, *consumers: Consumer) -> None:
+def caught_up(shard: Shard, *consumers: Consumer) -> None:
     """After a cut and a scan, every consumer holds the shard."""
     shard.cut()
     for consumer in consumers:
@@ -64,24 +83,25 @@ def named(*ids: int, table: str = "grows") -> set[tuple[str, int]]:
 
 
 @ANY
-def test_only_what_changed_is_sent(shard: CpuShard, limit: int) -> None:
+def test_only_what_changed_is_sent(shard: Shard, limit: int) -> None:
     consumer = Consumer(limit)
-    put(shard, range(5000))
+    many = 40 if INTERPRETED and isinstance(shard, PlacedShard) else 5000
+    put(shard, range(many))
     caught_up(shard, consumer)
     assert consumer.restarts == 1
-    put(shard, [4999, 3])
-    train(shard, [1024, 7000])
+    put(shard, [many - 1, 3])
+    train(shard, [20, 7000])
     shard.reinitialize(groups_of((0, [17])), ctx=StepContext())
     put(shard, [5], table=1)
     shard.cut()
-    assert consumer.drain(shard) == named(3, 17, 1024, 4999, 7000) | named(5, table="full")
+    assert consumer.drain(shard) == named(3, 17, 20, many - 1, 7000) | named(5, table="full")
     shard.cut()
     assert consumer.drain(shard) == set()
     caught_up(shard, consumer)
     assert consumer.restarts == 1
 
 
-def test_a_scan_ends_at_the_last_cut(shard: CpuShard) -> None:
+def test_a_scan_ends_at_the_last_cut(shard: Shard) -> None:
     consumer = Consumer(10)
     put(shard, [1])
     assert consumer.drain(shard) == set()
@@ -93,7 +113,7 @@ def test_a_scan_ends_at_the_last_cut(shard: CpuShard) -> None:
     assert consumer.drain(shard) == named(2)
 
 
-def test_a_consumer_may_stop_at_an_earlier_cut(shard: CpuShard) -> None:
+def test_a_consumer_may_stop_at_an_earlier_cut(shard: Shard) -> None:
     consumer = Consumer(10)
     caught_up(shard, consumer)
     closed = []
@@ -106,7 +126,7 @@ def test_a_consumer_may_stop_at_an_earlier_cut(shard: CpuShard) -> None:
 
 
 @ANY
-def test_consumers_at_different_paces(shard: CpuShard, limit: int) -> None:
+def test_consumers_at_different_paces(shard: Shard, limit: int) -> None:
     fast, slow = Consumer(limit), Consumer(7)
     put(shard, range(50))
     caught_up(shard, fast, slow)
@@ -125,7 +145,7 @@ def test_consumers_at_different_paces(shard: CpuShard, limit: int) -> None:
     assert fast.restarts == slow.restarts == 1
 
 
-def test_a_row_changed_under_a_scan_comes_with_the_next(shard: CpuShard) -> None:
+def test_a_row_changed_under_a_scan_comes_with_the_next(shard: Shard) -> None:
     consumer = Consumer(1)
     put(shard, [1, 2, 3], 1.0)
     shard.cut()
@@ -140,7 +160,7 @@ def test_a_row_changed_under_a_scan_comes_with_the_next(shard: CpuShard) -> None
 
 
 @ANY
-def test_deletions_come_before_rows(shard: CpuShard, limit: int) -> None:
+def test_deletions_come_before_rows(shard: Shard, limit: int) -> None:
     consumer = Consumer(limit)
     put(shard, [1, 2, 3], at_s=0)
     put(shard, [4], at_s=50)
@@ -160,7 +180,7 @@ def test_deletions_come_before_rows(shard: CpuShard, limit: int) -> None:
     assert consumer.held.keys() == named(4, 5, 6)
 
 
-def test_an_id_back_before_the_read_is_no_deletion(shard: CpuShard) -> None:
+def test_an_id_back_before_the_read_is_no_deletion(shard: Shard) -> None:
     consumer = Consumer(100)
     put(shard, [1, 2])
     caught_up(shard, consumer)
@@ -172,7 +192,7 @@ def test_an_id_back_before_the_read_is_no_deletion(shard: CpuShard) -> None:
     assert [chunk.ids.tolist() for chunk in page.rows] == [[2]]
 
 
-def test_an_id_back_in_a_later_epoch_is_in_the_next_scan(shard: CpuShard) -> None:
+def test_an_id_back_in_a_later_epoch_is_in_the_next_scan(shard: Shard) -> None:
     consumer = Consumer(100)
     put(shard, [1])
     caught_up(shard, consumer)
@@ -184,7 +204,7 @@ def test_an_id_back_in_a_later_epoch_is_in_the_next_scan(shard: CpuShard) -> Non
 
 
 @ANY
-def test_capacity_evictions_are_deletions(shard: CpuShard, limit: int) -> None:
+def test_capacity_evictions_are_deletions(shard: Shard, limit: int) -> None:
     consumer = Consumer(limit)
     for id_ in range(8):
         put(shard, [id_], table=1, at_s=id_)
@@ -196,7 +216,7 @@ def test_capacity_evictions_are_deletions(shard: CpuShard, limit: int) -> None:
 
 
 @ANY
-def test_a_cleared_table_is_deleted(shard: CpuShard, limit: int) -> None:
+def test_a_cleared_table_is_deleted(shard: Shard, limit: int) -> None:
     consumer = Consumer(limit)
     put(shard, range(300))
     put(shard, [1], table=1)
@@ -209,7 +229,7 @@ def test_a_cleared_table_is_deleted(shard: CpuShard, limit: int) -> None:
     assert consumer.restarts == 1
 
 
-def test_a_refused_clear_deletes_nothing(shard: CpuShard) -> None:
+def test_a_refused_clear_deletes_nothing(shard: Shard) -> None:
     consumer = Consumer(10)
     put(shard, [1])
     caught_up(shard, consumer)
@@ -221,7 +241,7 @@ def test_a_refused_clear_deletes_nothing(shard: CpuShard) -> None:
     assert consumer.drain(shard) == set()
 
 
-def expire_many(shard: CpuShard, first: int, many: int, at_s: int) -> None:
+def expire_many(shard: Shard, first: int, many: int, at_s: int) -> None:
     """Ids first..first+many come at `at_s` and go 100 s later."""
     ids_N, splits = torch.arange(first, first + many), torch.tensor([0, many])
     groups = IdGroups(ids_N, splits, torch.zeros(1, dtype=torch.int32))
@@ -231,7 +251,8 @@ def expire_many(shard: CpuShard, first: int, many: int, at_s: int) -> None:
     shard.cut()
 
 
-def test_a_long_log_of_deletions_spills(shard: CpuShard) -> None:
+@FAST
+def test_a_long_log_of_deletions_spills(shard: Shard) -> None:
     many = 300_000
     fast, slow = Consumer(1 << 20), Consumer(1 << 20)
     put(shard, [-1], at_s=1000)
@@ -247,8 +268,9 @@ def test_a_long_log_of_deletions_spills(shard: CpuShard) -> None:
     assert fast.restarts == slow.restarts == 1
 
 
+@FAST
 def test_a_log_that_cannot_spill_means_a_full_pass(
-    shard: CpuShard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     consumer = Consumer(1 << 20)
     put(shard, [-1], at_s=1000)
@@ -265,7 +287,7 @@ def test_a_log_that_cannot_spill_means_a_full_pass(
     assert consumer.restarts == 2
 
 
-def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: CpuShard) -> None:
+def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: Shard) -> None:
     early, late = Consumer(2), Consumer(100)
     put(shard, [1, 2])
     caught_up(shard, early, late)
@@ -277,7 +299,7 @@ def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: CpuShard) ->
     assert (early.restarts, late.restarts) == (2, 1)
 
 
-def test_release_leaves_the_open_epoch(shard: CpuShard) -> None:
+def test_release_leaves_the_open_epoch(shard: Shard) -> None:
     consumer = Consumer(100)
     put(shard, [1, 2])
     caught_up(shard, consumer)
@@ -288,7 +310,7 @@ def test_release_leaves_the_open_epoch(shard: CpuShard) -> None:
     assert consumer.restarts == 1
 
 
-def test_deletions_are_kept_only_for_consumers(shard: CpuShard) -> None:
+def test_deletions_are_kept_only_for_consumers(shard: Shard) -> None:
     made = shard.incarnation
     put(shard, [1, 2])
     by_hand = Consumer(100)
@@ -316,7 +338,7 @@ def rows_of(ids: Sequence[int], version: int) -> RowChunk:
 
 @ANY
 @pytest.mark.parametrize("version", [1, 9])
-def test_a_load_makes_a_new_incarnation(shard: CpuShard, limit: int, version: int) -> None:
+def test_a_load_makes_a_new_incarnation(shard: Shard, limit: int, version: int) -> None:
     done, midway = Consumer(limit), Consumer(1)
     put(shard, range(10))
     put(shard, [1], table=1)
@@ -337,7 +359,7 @@ def test_shards_have_incarnations_of_their_own() -> None:
     assert all(0 < number < 1 << 63 for number in drawn)
 
 
-def test_a_skipped_gradient_changes_nothing(shard: CpuShard) -> None:
+def test_a_skipped_gradient_changes_nothing(shard: Shard) -> None:
     consumer = Consumer(10)
     put(shard, [1, 2])
     caught_up(shard, consumer)
@@ -350,7 +372,7 @@ def test_a_skipped_gradient_changes_nothing(shard: CpuShard) -> None:
     assert consumer.drain(shard) == named(1)
 
 
-def test_all_ids_are_legal(shard: CpuShard) -> None:
+def test_all_ids_are_legal(shard: Shard) -> None:
     consumer = Consumer(1)
     ids = [-(1 << 63), -1, 0, (1 << 63) - 1]
     put(shard, ids)
@@ -384,7 +406,7 @@ def test_bad_json_of_a_cursor(text: str) -> None:
         Cursor.from_json(text)
 
 
-def test_bad_calls(shard: CpuShard) -> None:
+def test_bad_calls(shard: Shard) -> None:
     shard.cut()
     Consumer(1).drain(shard)
     for limit in (0, -1, 1 << 31):
@@ -397,7 +419,8 @@ def test_bad_calls(shard: CpuShard) -> None:
             shard.release(epoch)
 
 
-def test_scans_beside_training_lose_nothing(shard: CpuShard) -> None:
+@FAST
+def test_scans_beside_training_lose_nothing(shard: Shard) -> None:
     consumers = [Consumer(37), Consumer(1000)]
     over = threading.Event()
     errors: list[BaseException] = []

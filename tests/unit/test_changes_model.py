@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.table.cpu import CpuShard
+from shoal.table.changes import Cursor
 from shoal.table.shard import RowChunk, StepContext
+from shoal.table.snapshot import HASHES
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
+from support.shards import shard_factory
 
 IDS = st.lists(st.integers(0, 12), min_size=1, max_size=6, unique=True)
 TTL_S = 10
@@ -20,15 +23,18 @@ TTL_S = 10
 class ChangesMachine(RuleBasedStateMachine):
     """One table that expires, one that evicts; consumers with pages of 1, 3 and 50."""
 
+    kind = "cpu"
+
     def __init__(self) -> None:
         super().__init__()
         segment = Segment(dim=1, initializer=initializers.Zeros(), optimizer=optimizers.SGD())
-        self.shard = CpuShard(
+        self.shard = shard_factory(self.kind)(
             (
                 TableSpec(name="ttl", segments=(segment,), expiry=Expiry(ttl_s=TTL_S)),
                 TableSpec(name="lru", segments=(segment,), capacity_rows=6, on_full="lru"),
             )
         )
+        self.saved: tuple[Cursor, dict[int, float]] | None = None
         self.consumers = [Consumer(limit) for limit in (1, 3, 50)]
         self.values: dict[int, float] = {}
         self.seen_s: dict[int, int] = {}
@@ -88,8 +94,27 @@ class ChangesMachine(RuleBasedStateMachine):
                 assert held.get(id_) == self.values.get(id_)
 
     @rule()
+    def snapshot(self) -> None:
+        """A full one, or what changed since the last one: put together they are the table."""
+        since, held = self.saved or (None, {})
+        if since is not None and since.incarnation != self.shard.incarnation:
+            since, held = None, {}
+        with self.shard.snapshot(since) as snapshot:
+            assert snapshot.epoch == self.epoch
+            self.epoch += 1
+            rows = snapshot.read(0, 0, HASHES)
+            gone = snapshot.deleted(0).tolist()
+            assert not set(gone) & set(rows.ids.tolist())
+            held = {id_: value for id_, value in held.items() if id_ not in gone}
+            held |= dict(zip(rows.ids.tolist(), rows.weights[:, 0].tolist(), strict=True))
+            assert held == self.values
+            epoch = snapshot.epoch
+        self.saved = Cursor(self.shard.incarnation, epoch, epoch), held
+
+    @rule()
     def release(self) -> None:
-        self.shard.release(min(consumer.cursor.from_epoch for consumer in self.consumers))
+        read = [consumer.cursor.from_epoch for consumer in self.consumers]
+        self.shard.release(min([*read, *([self.saved[0].from_epoch] if self.saved else [])]))
 
     @precondition(lambda self: self.loads < 2)
     @rule(id_=st.integers(0, 12), ahead=st.integers(0, 2))
@@ -123,5 +148,36 @@ class ChangesMachine(RuleBasedStateMachine):
             assert consumer.held == contents(self.shard.export(0), self.shard.export(1))
 
 
+class CudaChangesMachine(ChangesMachine):
+    """Where kernels are interpreted a verb takes a tenth of a second."""
+
+    kind = "cuda"
+
+
+class TieredChangesMachine(ChangesMachine):
+    kind = "tiered"
+
+
+class ReferenceChangesMachine(ChangesMachine):
+    kind = "reference"
+
+
 TestChangesModel = ChangesMachine.TestCase
 TestChangesModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+TestReferenceChangesModel = ReferenceChangesMachine.TestCase
+TestReferenceChangesModel.settings = settings(
+    max_examples=20, stateful_step_count=30, deadline=None
+)
+
+ON_GPU = torch.cuda.is_available()
+SHORT = settings(
+    max_examples=100 if ON_GPU else 6, stateful_step_count=40 if ON_GPU else 16, deadline=None
+)
+TestCudaChangesModel = CudaChangesMachine.TestCase
+TestCudaChangesModel.settings = SHORT
+TestTieredChangesModel = TieredChangesMachine.TestCase
+TestTieredChangesModel.settings = SHORT
+if ON_GPU:
+    pytest.mark.gpu(TestCudaChangesModel)
+    pytest.mark.gpu(TestTieredChangesModel)

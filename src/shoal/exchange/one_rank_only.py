@@ -49,6 +49,19 @@ class OneRankOnly:
         """Refused: every rank saves its own part."""
         raise _refused("snapshot", "Use the rank's own shard, or save a checkpoint.")
 
+    @property
+    def incarnation(self) -> NoReturn:
+        """Refused: every rank's shard has its own."""
+        raise _refused("incarnation", "Use the rank's own shard.")
+
+    def changes(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: every rank tells of its own rows."""
+        raise _refused("changes", "Use the rank's own shard.")
+
+    def release(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: every rank keeps deletions of its own."""
+        raise _refused("release", "Use the rank's own shard.")
+
     def resume(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: every rank goes on by itself."""
         raise _refused("resume", "Use the rank's own shard.")

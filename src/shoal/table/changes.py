@@ -22,22 +22,19 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from shoal.errors import InputError, describe
-from shoal.table import rows, scalars
-from shoal.table.shard import RowChunk
-from shoal.table.spec import TableSpec
+from shoal.table.row_values import RowChunk
 
 __all__ = [
     "ChangeFeed",
     "Changes",
     "Cursor",
     "DeletedIds",
-    "changes_of",
+    "checked_limit",
+    "not_closed",
     "released",
-    "resumed",
 ]
 
 _INT_LIMITS = {
@@ -181,11 +178,11 @@ class ChangeFeed(Protocol):
         ...
 
 
-def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: int) -> Changes:
-    """A page of a compiled shard.
+def checked_limit(limit: int) -> int:
+    """The size of a page, checked.
 
     Raises:
-        InputError: limit is below 1, or `to_epoch` is not closed yet.
+        InputError: not an int in [1, 2^31).
     """
     if type(limit) is not int or not 1 <= limit < 1 << 31:
         raise InputError(
@@ -196,29 +193,19 @@ def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: i
                 remedy="Ask for as many rows as fit the buffer they go to.",
             )
         )
-    at = (cursor.incarnation, cursor.from_epoch, cursor.to_epoch, cursor.position)
-    try:
-        page = core.changes(*at, limit)
-    except ValueError as error:
-        raise InputError(
-            describe(
-                "to_epoch of a cursor",
-                got=cursor.to_epoch,
-                allowed="an epoch that a cut has closed",
-                remedy="Call cut() first.",
-            )
-        ) from error
-    chunks = []
-    deleted = []
-    for table, spec in enumerate(specs):
-        if page.rows(table).n > 0:
-            chunks.append(rows.chunk_of(spec, page.rows(table)))
-        count = page.deleted_count(table)
-        if count > 0:
-            ids_U = torch.empty(count, dtype=torch.int64)
-            page.copy_deleted(table, ids_U.data_ptr())
-            deleted.append(DeletedIds(spec.name, ids_U))
-    return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
+    return limit
+
+
+def not_closed(cursor: Cursor) -> InputError:
+    """Why a cursor cannot be served whose `to_epoch` no cut has closed."""
+    return InputError(
+        describe(
+            "to_epoch of a cursor",
+            got=cursor.to_epoch,
+            allowed="an epoch that a cut has closed",
+            remedy="Call cut() first.",
+        )
+    )
 
 
 def released(epoch: int) -> int:
@@ -237,25 +224,3 @@ def released(epoch: int) -> int:
             )
         )
     return epoch
-
-
-def resumed(core: Any, epoch: int) -> Cursor:
-    """The cursor of a compiled shard's consumer that has everything up to `epoch`.
-
-    Raises:
-        DTypeError: not an int.
-        InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
-    """
-    remedy = "Pass the epoch that the loaded rows were saved at."
-    scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
-    try:
-        return Cursor(*core.resume(epoch))
-    except ValueError as error:
-        raise InputError(
-            describe(
-                "epoch to resume at",
-                got=epoch,
-                allowed="at least the version of every row",
-                remedy=remedy,
-            )
-        ) from error

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shoal.table import checks, refusals, rows
-from shoal.table.changes import Changes, Cursor, changes_of, released, resumed
+from shoal.table.changes import Changes, Cursor, released
+from shoal.table.cpu_changes import changes_of, resumed
 from shoal.table.cpu_snapshot import BUFFER_BYTES, CpuSnapshot
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
@@ -113,8 +114,11 @@ class CpuUpkeep:
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
         checks.table_index(table, len(self._specs))
-        native = rows.native_of(self._specs[table], chunk)
-        refusals.worded(lambda: self._core.load(table, native))
+        spec = self._specs[table]
+        ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
+        columns = [tensor.data_ptr() for tensor in ready]
+        count = ready[0].numel()
+        refusals.worded(lambda: self._core.load(table, count, columns, self._lanes()))
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""

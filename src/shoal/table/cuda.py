@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.table.cuda_snapshot import CudaSnapshots
 from shoal.table.cuda_ticket import CudaTicket
-from shoal.table.cuda_upkeep import CudaUpkeep
 from shoal.table.device_calls import check_counts, occurrences
 from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
 from shoal.table.spec import TableSpec
@@ -17,7 +17,7 @@ from shoal.table.spec import TableSpec
 __all__ = ["CudaShard", "CudaTicket"]
 
 
-class CudaShard(CudaUpkeep):
+class CudaShard(CudaSnapshots):
     """Tables in a GPU's memory; see `shoal.table.shard.Shard` for every verb.
 
     Args:
@@ -74,7 +74,7 @@ class CudaShard(CudaUpkeep):
         Waits for the device only where a table may reach its `capacity_rows` and have to refuse,
         and, while tables grow, until the device is one call behind.
         """
-        with self._turn():
+        with self._turn(changing=True):
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
             self._tell()

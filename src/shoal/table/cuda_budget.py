@@ -221,4 +221,5 @@ class CudaBudget(CudaCore):
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""
+        self._deletions.record(self._layout, handles_M, size_1, self._epoch)
         table_erase.erase(self._layout, handles_M, size_1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from shoal.kernels.transfer import retire, sent
 from shoal.table import checks, refusals
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape, CallShapes
+from shoal.table.device_deletions import DeviceDeletions
 from shoal.table.device_memory import DeviceMemory
 from shoal.table.forms import forms_of
 from shoal.table.native import RateList
@@ -24,7 +26,7 @@ from shoal.table.shard import IdGroups, StepContext
 from shoal.table.side_stream import SideStream
 from shoal.table.spec import TableSpec
 
-__all__ = ["CudaCore"]
+__all__ = ["CudaCore", "drawn_incarnation"]
 
 
 class CudaCore:
@@ -55,6 +57,9 @@ class CudaCore:
             )
         self._shapes = CallShapes(self._forms, self._form_of, self._device)
         self._side = SideStream(self._device)
+        self._deletions = DeviceDeletions(self._memory.counters, self._device)
+        self._incarnation = drawn_incarnation()
+        self._snapshot: weakref.ref[object] | None = None
         self._live: weakref.WeakSet[CudaTicket] = weakref.WeakSet()
         self._rate_list = RateList(self._specs)
         self._rates_kept: tuple[list[float], Tensor] | None = None
@@ -98,13 +103,18 @@ class CudaCore:
         return self._memory.layout
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, *, changing: bool = False) -> Iterator[None]:
         """One verb at a time, each after the last one whatever stream that ran on.
 
+        changing: it changes rows.
+
         Raises:
+            InputError: it changes rows and a snapshot is open.
             OutOfDeviceMemory: an allocation of the verb's failed.
         """
         with self._lock, self._present_device():
+            if changing and self._open_snapshot() is not None:
+                raise refusals.rows_at_rest()
             if self._stream is not None:
                 # Asking for the stream's number costs a tenth of asking for the stream.
                 number = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -114,6 +124,15 @@ class CudaCore:
                     self._stream = stream
             with refusals.enough_memory("a verb of a GPU shard", self._device):
                 yield
+
+    def _open_snapshot(self) -> object | None:
+        """The snapshot that rows wait for; one that nobody holds any more is none."""
+        return None if self._snapshot is None else self._snapshot()
+
+    def _keep_deletions(self) -> None:
+        """Log deletions from here on; cursors of before, for whom there is no log, are no good."""
+        self._incarnation = drawn_incarnation()
+        self._deletions.start(self._epoch - 1)
 
     def _present_device(self) -> AbstractContextManager[object]:
         """Makes the shard's device the present one: events and side streams go by that."""
@@ -181,6 +200,11 @@ class CudaCore:
                 retire(self._rates_kept[1])
             self._rates_kept = (flat, sent(rates_KR, self._device))
         return self._rates_kept[1]
+
+
+def drawn_incarnation() -> int:
+    """An incarnation: random, in [1, 2^63)."""
+    return secrets.randbelow((1 << 63) - 1) + 1
 
 
 def _placed(device: torch.device) -> torch.device:

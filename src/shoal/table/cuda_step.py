@@ -45,7 +45,7 @@ class CudaStep(CudaRead):
         Waits for the device only where kernels do not know a segment's rule or compressor
         (`step_plan`): plain torch steps it then.
         """
-        with self._turn():
+        with self._turn(changing=True):
             rates_KR = self._rates(ctx)
             joined = self._joined(records)
             if joined is not None:
@@ -121,7 +121,7 @@ class CudaStep(CudaRead):
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
     ) -> None:
         """`apply` with sums the caller may have changed; ends the records' tickets."""
-        with self._turn():
+        with self._turn(changing=True):
             owned = [self._own(record.ticket) for record in records]
             latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in owned)])
             checks.rates(ctx, self._specs)
@@ -149,7 +149,7 @@ class CudaStep(CudaRead):
         seen_weights: Sequence[Tensor] | None = None,
     ) -> None:
         """`apply` without a ticket: inserts what is missing, sums duplicates."""
-        with self._turn():
+        with self._turn(changing=True):
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
             shapes = self._group_shapes(shape)

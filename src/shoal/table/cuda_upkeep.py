@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.errors import TicketError, describe
 from shoal.kernels import table_erase
+from shoal.kernels.row_copy import read_metadata
 from shoal.kernels.row_scan import pin_marks
 from shoal.kernels.table_layout import (
     COUNT_ERASED,
@@ -21,23 +25,25 @@ from shoal.kernels.table_layout import (
     COUNT_REFUSED,
 )
 from shoal.table import checks, rows, scalars
-from shoal.table.changes import Cursor
+from shoal.table.cuda_core import drawn_incarnation
 from shoal.table.cuda_write import CudaWrite
+from shoal.table.deletion_log import RECORD
 from shoal.table.device_evict import Lives, expired_many
 from shoal.table.device_export import entry_of, export_rows, write_rows
 from shoal.table.shard import AdmissionState, Entry, IdGroups, RowChunk, StepContext, TableStats
-from shoal.table.snapshot import Snapshot
 
 __all__ = ["CudaUpkeep"]
 
+_PIECE_ROWS = 1 << 20
+
 
 class CudaUpkeep(CudaWrite):
-    """What a GPU shard does between batches; all of it waits for the device, but for `cut`."""
+    """What a GPU shard does between batches; all of it waits for the device."""
 
     def evict(self, now_s: int) -> int:
         """Drop expired rows, and those over a budget; returns how many. Never pinned ones."""
         scalars.event_time(now_s, "now_s")
-        with self._turn():
+        with self._turn(changing=True):
             counters = self._memory.counters
             self._settled()
             before = int(counters.known_KC[:, COUNT_EVICTED].sum())
@@ -49,7 +55,11 @@ class CudaUpkeep(CudaWrite):
                 for part in self._scans(list(expiring)):
                     room = max(int(self._memory.rows_room_K[k]) for k in part)
                     lives = Lives([(k, expiring[k]) for k in part], self._device)
-                    self._erase(*expired_many(self._layout, lives, room, now_s, marks))
+                    gone_M, size_1 = expired_many(self._layout, lives, room, now_s, marks)
+                    if self._deletions.kept:
+                        # Few of many: the log needs room for those only, and all of this waits.
+                        gone_M = gone_M[: int(size_1)]
+                    self._erase(gone_M, size_1)
                 self._settled()
             over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
             tables = [int(k) for k in np.flatnonzero(over_K > 0)]
@@ -58,28 +68,20 @@ class CudaUpkeep(CudaWrite):
                 self._settled()
             return int(counters.known_KC[:, COUNT_EVICTED].sum()) - before
 
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one."""
-        with self._turn():
-            self._epoch += 1
-            return self._epoch - 1
-
-    def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """See `shoal.table.shard.Shard`."""
-        raise NotImplementedError
-
-    def resume(self, epoch: int) -> Cursor:
-        """See `shoal.table.shard.Shard`."""
-        raise NotImplementedError
-
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash, on the CPU."""
         checks.table_index(table, len(self._specs))
-        with self._turn():
+        with self._rows_at_home():
             self._settled()
             form, spec = self._forms[self._form_of[table]], self._specs[table]
             handles_R = self._handles_of(table)
             return export_rows(self._layout, form, spec.name, handles_R, hashed_as=spec.hash_name)
+
+    @contextmanager
+    def _rows_at_home(self) -> Iterator[None]:
+        """A turn in which the rows are where their handles say, as of the last verb."""
+        with self._turn():
+            yield
 
     def _handles_of(self, table: int) -> Tensor:
         size = int(self._memory.counters.rows_K[table])
@@ -99,7 +101,7 @@ class CudaUpkeep(CudaWrite):
         spec, form = self._specs[table], self._forms[self._form_of[table]]
         parts = checks.chunk(chunk, spec, form.dtype, form.real)
         ids, versions, last_seen_s, counts, weights, state = (part.cpu() for part in parts)
-        with self._turn():
+        with self._turn(changing=True):
             ids_N = ids.to(self._device)
             groups = IdGroups(
                 ids_N,
@@ -112,18 +114,23 @@ class CudaUpkeep(CudaWrite):
             handles_N, _ = self._inserted(
                 shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
+            # They bring versions of an earlier life, which no cursor of this one covers.
+            if len(versions):
+                self._incarnation = drawn_incarnation()
             # Rows that are loaded were inserted elsewhere.
             counters_C[COUNT_INSERTED] = before - counters_C[COUNT_ISSUED]
             loaded = RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
             write_rows(self._layout, form, handles_N, loaded)
             # Stamps to come must not lie before those that came in.
             self._epoch = max(self._epoch, int(versions.max()) if len(versions) else 0)
+            if len(versions) and self._deletions.log.open:
+                self._deletions.start(self._epoch - 1)
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
         checks.table_index(table, len(self._specs))
         scalars.whole("id", id, scalars.MIN_ID, scalars.MAX_ID, remedy="Pass an int64 id.")
-        with self._turn():
+        with self._rows_at_home():
             groups = IdGroups(
                 torch.tensor([id], device=self._device),
                 torch.tensor([0, 1]),
@@ -147,7 +154,7 @@ class CudaUpkeep(CudaWrite):
             TicketError: a live ticket holds rows.
         """
         checks.table_index(table, len(self._specs))
-        with self._turn():
+        with self._turn(changing=True):
             name = self._specs[table].name
             if any(table in ticket.shape.tables for ticket in self._live_tickets()):
                 raise TicketError(
@@ -158,6 +165,8 @@ class CudaUpkeep(CudaWrite):
                         remedy="Call step() or zero_grad() first.",
                     )
                 )
+            if self._deletions.kept:
+                self._log_all(table)
             self._memory.forget(table)
             counters_C = self._layout.counters_KC[table]
             counters_C[COUNT_INSERTED] += counters_C[COUNT_ISSUED]
@@ -165,6 +174,17 @@ class CudaUpkeep(CudaWrite):
                 counters_C[word] = 0
             self._sights.clear(table)
             self._settled()
+
+    def _log_all(self, table: int) -> None:
+        """Log the ids of a whole table, piece by piece: they are about to go."""
+        self._settled()
+        self._deletions.drain()
+        for handles_R in torch.split(self._handles_of(table), _PIECE_ROWS):
+            ids_R = read_metadata(self._layout, handles_R)[0]
+            records_R = np.empty(len(ids_R), dtype=RECORD)
+            records_R["id"], records_R["epoch"] = ids_R.cpu().numpy(), self._epoch
+            records_R["table"] = table
+            self._deletions.log.append(records_R)
 
     def admission_state(self, table: int) -> AdmissionState:
         """Sights of ids without a row; survives a restart through `load_admission_state`."""

@@ -32,7 +32,7 @@ class CudaWrite(CudaStep):
     def _write(
         self, groups: IdGroups, values: Sequence[Tensor], ctx: StepContext, *, add: bool
     ) -> None:
-        with self._turn():
+        with self._turn(changing=True):
             shape, call = self._call(groups)
             ready = checks.grads(values, self._group_shapes(shape), self._device)
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)
@@ -54,7 +54,7 @@ class CudaWrite(CudaStep):
 
         Waits for the device.
         """
-        with self._turn():
+        with self._turn(changing=True):
             shape, call = self._call(groups)
             existed_N = self._probe(call)[1]
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)

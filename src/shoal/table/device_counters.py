@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.kernels.initial_values import settle
 from shoal.kernels.table_layout import (
     COUNT_ERASED,
+    COUNT_EVICTED,
     COUNT_FREE,
     COUNT_FRESH,
     COUNT_ISSUED,
@@ -34,6 +35,7 @@ class _Copy:
     values_KC: Counts
     event: torch.cuda.Event | None
     launched_K: Counts
+    erasing: int = 0
     taken: int = 0
 
 
@@ -43,6 +45,7 @@ class CounterReader:
     Attributes:
         known_KC: the latest counters that have arrived, int64 [K, COUNT_WORDS].
         launched_K: ids handed to inserting launches so far.
+        erasing: rows that erasing launches so far may have erased, all tables'.
     """
 
     def __init__(self, counters_KC: Tensor) -> None:
@@ -50,6 +53,8 @@ class CounterReader:
         self._device = counters_KC.device
         self.known_KC: Counts = np.zeros((tables, words), dtype=np.int64)
         self.launched_K: Counts = np.zeros(tables, dtype=np.int64)
+        self.erasing = 0
+        self._known_erasing = 0
         self._known_launched_K: Counts = np.zeros(tables, dtype=np.int64)
         self._rebuilt_K: Counts = np.zeros(tables, dtype=np.int64)
         self._sent = 0
@@ -85,6 +90,16 @@ class CounterReader:
         used: Counts = self.rows_K + self.known_KC[:, COUNT_ERASED]
         return used
 
+    @property
+    def erased(self) -> int:
+        """Rows ever erased, all tables', when the latest counters left the device."""
+        return int(self.known_KC[:, COUNT_EVICTED].sum())
+
+    @property
+    def erased_bound(self) -> int:
+        """No more rows than this were ever erased."""
+        return self.erased + self.erasing - self._known_erasing
+
     def send(self, layout: ShardLayout, stream: torch.cuda.Stream | None = None) -> None:
         """Mark all rows handed out as ready, and send the counters to the host.
 
@@ -97,6 +112,7 @@ class CounterReader:
         self._sent += 1
         copy.taken = self._sent
         copy.launched_K[:] = self.launched_K
+        copy.erasing = self.erasing
         if copy.event is not None:
             copy.event.record(stream)
         self._flying.append(copy)
@@ -126,6 +142,7 @@ class CounterReader:
         self._flying.popleft()
         self.known_KC[:] = copy.values_KC
         self._known_launched_K[:] = copy.launched_K
+        self._known_erasing = copy.erasing
         self.known_KC[self._rebuilt_K >= copy.taken, COUNT_ERASED] = 0
         self._spare.append(copy)
         return True

@@ -21,7 +21,7 @@ from shoal.kernels.transfer import sent
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import Entry, RowChunk
 
-__all__ = ["entry_of", "export_rows", "write_rows"]
+__all__ = ["entry_of", "export_rows", "read_rows", "sorted_handles", "write_rows"]
 
 _PIECE_BYTES = 32 << 20
 
@@ -52,9 +52,24 @@ def export_rows(
         handles_R: int32 [R], distinct, of rows of one table.
         hashed_as: the name that salts the hash; None means `name`.
     """
+    _, handles_R = sorted_handles(layout, handles_R, hashed_as or name)
+    return read_rows(layout, form, name, handles_R)
+
+
+def sorted_handles(layout: ShardLayout, handles_R: Tensor, hashed_as: str) -> tuple[Tensor, Tensor]:
+    """Handles of a table's rows in the order of their hashes, on the device.
+
+    Returns:
+        int64 [R], `placement.sort_key` of the hashes, rising; int32 [R] handles.
+    """
+    ids_R = read_metadata(layout, handles_R)[0]
+    keys_R, order_R = sort_key(hash_ids(hashed_as, ids_R)).sort()
+    return keys_R, handles_R[order_R]
+
+
+def read_rows(layout: ShardLayout, form: RowForm, name: str, handles_R: Tensor) -> RowChunk:
+    """Rows of these handles, in full and in this order, on the CPU. Waits for the device."""
     rows = len(handles_R)
-    hashes_R = sort_key(hash_ids(hashed_as or name, read_metadata(layout, handles_R)[0]))
-    handles_R = handles_R[hashes_R.argsort()]
     weights = torch.empty(rows, form.dim, dtype=form.dtype)
     state = torch.empty(rows, form.state_width, dtype=form.real)
     metadata = torch.empty(4, rows, dtype=torch.int64)

@@ -26,8 +26,10 @@ __all__ = [
     "cut",
     "enough_memory",
     "foreign_ticket",
+    "last_epoch",
     "out_of_memory",
     "plan_without_offsets",
+    "rows_at_rest",
     "table_full",
     "worded",
 ]
@@ -71,14 +73,19 @@ def cut(call: Callable[[], T]) -> T:
     try:
         return call()
     except OverflowError as error:
-        raise InputError(
-            describe(
-                "cut",
-                got="the last epoch is open",
-                allowed="at most 2^32 - 2 epochs in the life of a table's rows",
-                remedy="Set the versions of all rows to 1 and load them into new tables.",
-            )
-        ) from error
+        raise last_epoch() from error
+
+
+def last_epoch() -> InputError:
+    """The error for a cut where there is no epoch after the open one."""
+    return InputError(
+        describe(
+            "cut",
+            got="the last epoch is open",
+            allowed="at most 2^32 - 2 epochs in the life of a table's rows",
+            remedy="Set the versions of all rows to 1 and load them into new tables.",
+        )
+    )
 
 
 def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
@@ -143,6 +150,18 @@ def plan_without_offsets() -> ShapeError:
             got="a plan without offsets",
             allowed="plan and offsets together, or neither",
             remedy="Pass the offsets that gather_pooled was given.",
+        )
+    )
+
+
+def rows_at_rest() -> InputError:
+    """The error for a verb that would change rows of which a snapshot is being read."""
+    return InputError(
+        describe(
+            "verb that changes rows",
+            got="an open snapshot of this shard, which training waits for",
+            allowed="find, gather and other reads",
+            remedy="Close the snapshot first.",
         )
     )
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoal.table import scalars
+from shoal.table.changes import ChangeFeed, Cursor
+from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
+from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
-
-if TYPE_CHECKING:  # they are made of what stands here
-    from shoal.table.changes import Cursor
-    from shoal.table.snapshot import Snapshot
 
 __all__ = [
     "AdmissionState",
@@ -195,71 +194,7 @@ class SummedGrads:
     counts: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One row in full, for debugging and tests: weights [D], state [S] (float32/64)."""
-
-    id: int
-    weights: Tensor
-    state: Tensor
-    version: int
-    last_seen_s: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowChunk:
-    """Rows of one table, ordered by their hash: the canonical unit of export and load.
-
-    ids [R] int64, weights [R, D] in the row dtype, state [R, S] float32/64, versions [R] int64,
-    last_seen_s [R] int64, counts [R] int64.
-    """
-
-    table: str
-    ids: Tensor
-    weights: Tensor
-    state: Tensor
-    versions: Tensor
-    last_seen_s: Tensor
-    counts: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionState:
-    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
-
-    ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
-    row after row (empty when exact).
-    """
-
-    ids: Tensor
-    counts: Tensor
-    cells: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TableStats:
-    """Counters of one table. Bytes are resident bytes the shard allocated for it.
-
-    on_host: its weights and state are in host memory though the shard is on a GPU.
-    """
-
-    name: str
-    rows: int
-    bytes_total: int
-    bytes_weights: int
-    bytes_state: int
-    bytes_metadata: int
-    bytes_index: int
-    index_load: float
-    inserted: int
-    refused: int
-    evicted: int
-    nonfinite_skipped: int
-    on_host: bool = False
-
-
-class Shard(Protocol):
+class Shard(ChangeFeed, Protocol):
     """All rows, of all tables, that one process owns. Many Python threads may call.
 
     Verbs are ordered as called. Every verb checks its whole input before it changes anything;
@@ -380,14 +315,6 @@ class Shard(Protocol):
         """Drop rows expired at event time `now_s`; returns how many. Never pinned ones.
 
         `capacity_rows` needs no eviction of its own: inserts keep it.
-        """
-        ...
-
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one. Waits for writers.
-
-        What changed up to it: `changes`, `incarnation`, `release` of shards that are a
-        `shoal.table.changes.ChangeFeed` (the CPU's).
         """
         ...
 

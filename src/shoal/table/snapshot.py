@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shoal.table import scalars
-from shoal.table.shard import RowChunk
+from shoal.table.row_values import RowChunk
 
 __all__ = ["HASHES", "MOST_BITS", "Snapshot", "check_bits", "check_range"]
 

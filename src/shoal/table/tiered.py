@@ -20,7 +20,7 @@ from shoal.table.cuda import CudaShard
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape
 from shoal.table.row_cache import CachedForm, CachePolicy, CacheStats, RowCache
-from shoal.table.shard import Entry, IdGroups, RowChunk, StepContext, TableStats
+from shoal.table.shard import IdGroups, RowChunk, StepContext, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = ["TieredShard"]
@@ -115,7 +115,7 @@ class TieredShard(CudaShard):
         self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
     ) -> CudaTicket:
         """`CudaShard.find_or_init`; starts to bring the rows to the device."""
-        with self._turn():
+        with self._turn(changing=True):
             ticket = super().find_or_init(groups, counts_N, ctx=ctx)
             self._held[ticket] = _Held(self._admit(ticket.runs(self._stream)))
             if self._prefetched:
@@ -188,7 +188,7 @@ class TieredShard(CudaShard):
     @contextmanager
     def _at_home(self) -> Iterator[None]:
         """A turn in which rows are changed in host memory; the cache is empty before and after."""
-        with self._turn():
+        with self._turn(changing=True):
             self._cache.empty()
             try:
                 yield
@@ -220,17 +220,12 @@ class TieredShard(CudaShard):
         with self._at_home():
             super().clear(table)
 
-    def export(self, table: int) -> RowChunk:
-        """`CudaShard.export`, of rows as they are in the cache."""
+    @contextmanager
+    def _rows_at_home(self) -> Iterator[None]:
+        """Rows that are read whole are read in host memory: what the cache changed goes there."""
         with self._turn():
             self._cache.flush()
-            return super().export(table)
-
-    def entry(self, table: int, id: int) -> Entry | None:
-        """`CudaShard.entry`, of the row as it is in the cache."""
-        with self._turn():
-            self._cache.flush()
-            return super().entry(table, id)
+            yield
 
     def flush(self) -> None:
         """Write all changed rows home; they stay in the cache."""

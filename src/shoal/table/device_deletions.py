@@ -1,0 +1,150 @@
+"""Deletions of a GPU shard: logged on the device by the launches that erase, read by the host.
+
+Nothing here makes a step wait. Erasing launches append to one buffer on the device. Before it may
+be full, and whenever a reader asks, it is sent to page-locked memory and counts from zero again:
+both in the stream, so that the next erase finds it empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.row_changes import LOG_WORDS, log_deleted
+from shoal.kernels.table_layout import ShardLayout
+from shoal.kernels.transfer import retire
+from shoal.table.deletion_log import RECORD, DeletionLog
+from shoal.table.device_counters import CounterReader
+
+__all__ = ["DeviceDeletions"]
+
+_ROOM = 1 << 16  # records of the buffer at least
+# Erases that the buffer holds whatever they drop: a host that is a few calls ahead knows of more
+# only that they may have dropped as many as they may.
+_ERASES = 8
+_IN_FLIGHT = 4  # buffers on their way at most; a host further ahead waits for the oldest
+
+
+@dataclass(slots=True)
+class _Sent:
+    host_L: Tensor
+    room: int
+    arrived: torch.cuda.Event | None
+
+
+class DeviceDeletions:
+    """Not thread-safe.
+
+    Args:
+        counters: of the shard; they tell how many rows were erased.
+        device: the shard's.
+
+    Attributes:
+        log: what has arrived; complete after `drain`.
+    """
+
+    def __init__(self, counters: CounterReader, device: torch.device) -> None:
+        self.log = DeletionLog()
+        self._counters = counters
+        self._device = device
+        self._buffer_L: Tensor | None = None
+        self._room = 0
+        self._erased_before = 0  # rows erased, at least, when the buffer was last empty
+        self._flying: deque[_Sent] = deque()
+
+    @property
+    def kept(self) -> bool:
+        """Whether deletions are logged."""
+        return self.log.open and not self.log.broken
+
+    def start(self, floor: int) -> None:
+        """Keep deletions from here on; `floor` is the last closed epoch."""
+        self.stop()
+        self.log.start(floor)
+
+    def stop(self) -> None:
+        """Forget all deletions and keep no more."""
+        if self._buffer_L is not None:
+            retire(self._buffer_L)
+        self._buffer_L, self._room = None, 0
+        # What is on its way still needs its memory, which torch keeps until it has arrived.
+        self._flying.clear()
+        self.log.stop()
+
+    def record(self, layout: ShardLayout, handles_M: Tensor, size_1: Tensor, epoch: int) -> None:
+        """Log rows that are about to be erased; they are no more than M."""
+        most = handles_M.numel()
+        if self.kept and most:
+            try:
+                self._make_room(most)
+            except RuntimeError:  # no memory on the device, or none to lock
+                # A deletion must not fail for want of a record of it.
+                self.log.broken = True
+            else:
+                assert self._buffer_L is not None
+                log_deleted(layout, handles_M, size_1, self._buffer_L, epoch)
+        self._counters.erasing += most
+
+    def _used(self) -> int:
+        """No more records than this are in the buffer."""
+        return min(self._counters.erased_bound - self._erased_before, self._room)
+
+    def _make_room(self, most: int) -> None:
+        if self._buffer_L is not None and self._used() + most <= self._room:
+            return
+        self._send()
+        if most > self._room:
+            # The buffer is empty, so that nothing is lost if this fails.
+            room = max(_ROOM, _ERASES * most)
+            longer_L = torch.empty(1 + LOG_WORDS * room, dtype=torch.int64, device=self._device)
+            longer_L[:1].zero_()
+            if self._buffer_L is not None:
+                retire(self._buffer_L)
+            self._buffer_L, self._room = longer_L, room
+        self._hear(but=_IN_FLIGHT)
+
+    def _send(self) -> None:
+        """Send what the buffer may hold to the host, and have it be empty."""
+        buffer_L, used = self._buffer_L, self._used()
+        self._erased_before = self._counters.erased
+        if buffer_L is None or used <= 0:
+            return
+        filled_L = buffer_L[: 1 + LOG_WORDS * used]
+        if self._device.type == "cuda":
+            host_L = torch.empty(filled_L.shape, dtype=torch.int64, pin_memory=True)
+            host_L.copy_(filled_L, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(self._device))
+            self._flying.append(_Sent(host_L, used, arrived))
+        else:
+            self._flying.append(_Sent(filled_L.clone(), used, None))
+        buffer_L[:1].zero_()
+
+    def drain(self) -> None:
+        """Have every deletion so far in the log; waits for the device."""
+        if self.kept:
+            self._send()
+            self._hear(but=0)
+
+    def _hear(self, *, but: int) -> None:
+        """Log what has arrived, and wait until no more than so many buffers are on their way."""
+        while self._flying:
+            sent = self._flying[0]
+            if sent.arrived is not None:
+                if len(self._flying) > but:
+                    sent.arrived.synchronize()
+                elif not sent.arrived.query():  # type: ignore[no-untyped-call]
+                    return
+            self._flying.popleft()
+            self._take(sent)
+
+    def _take(self, sent: _Sent) -> None:
+        words_L = sent.host_L.numpy()
+        count = int(words_L[0])
+        if count > sent.room:
+            self.log.broken = True
+            return
+        self.log.append(words_L[1 : 1 + LOG_WORDS * count].copy().view(RECORD))

@@ -1,0 +1,73 @@
+"""Rows, admission counters and figures of a table as values: what leaves a shard whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["AdmissionState", "Entry", "RowChunk", "TableStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row in full, for debugging and tests: weights [D], state [S] (float32/64)."""
+
+    id: int
+    weights: Tensor
+    state: Tensor
+    version: int
+    last_seen_s: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Rows of one table, ordered by their hash: the canonical unit of export and load.
+
+    ids [R] int64, weights [R, D] in the row dtype, state [R, S] float32/64, versions [R] int64,
+    last_seen_s [R] int64, counts [R] int64.
+    """
+
+    table: str
+    ids: Tensor
+    weights: Tensor
+    state: Tensor
+    versions: Tensor
+    last_seen_s: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
+
+    ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
+    row after row (empty when exact).
+    """
+
+    ids: Tensor
+    counts: Tensor
+    cells: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """Counters of one table. Bytes are resident bytes the shard allocated for it.
+
+    on_host: its weights and state are in host memory though the shard is on a GPU.
+    """
+
+    name: str
+    rows: int
+    bytes_total: int
+    bytes_weights: int
+    bytes_state: int
+    bytes_metadata: int
+    bytes_index: int
+    index_load: float
+    inserted: int
+    refused: int
+    evicted: int
+    nonfinite_skipped: int
+    on_host: bool = False

@@ -1,0 +1,247 @@
+"""What changed in the reference shard, and its rows at a cut: one dictionary and one list."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError, describe
+from shoal.placement import hash_ids, sort_key
+from shoal.table.changes import Changes, Cursor, DeletedIds, checked_limit, not_closed, released
+from shoal.table.row_values import RowChunk
+from shoal.table.snapshot import HASHES
+from shoal.table.spec import TableSpec
+
+from .reference_row import Key, Row
+
+__all__ = ["ChangeVerbs", "ReferenceSnapshot", "by_hash"]
+
+LAST_EPOCH = (1 << 32) - 2
+
+
+class ChangeVerbs:
+    """A page's position names what is left of its scan: entries of `_scans`, kept for ever."""
+
+    specs: tuple[TableSpec, ...]
+    _rows: list[dict[int, Row]]
+    _epoch: int
+
+    def _start(self) -> None:
+        self._incarnation = drawn()
+        self._deleted: list[tuple[Key, int]] | None = None  # with the epoch of each; None: unkept
+        self._floor = 0
+        self._scans: list[list[Key]] = [[]]
+        self._snapshot: weakref.ref[ReferenceSnapshot] | None = None
+
+    def _stack(self, rows: list[Tensor], width: int) -> Tensor:
+        raise NotImplementedError
+
+    def export(self, table: int) -> RowChunk:
+        return self._chunk(table, by_hash(self.specs[table], sorted(self._rows[table]))[0])
+
+    def _chunk(self, table: int, ids: Tensor) -> RowChunk:
+        spec, rows = self.specs[table], self._rows[table]
+        kept = [rows[id_] for id_ in ids.tolist()]
+        meta = torch.tensor([(r.version, r.last_seen_s, r.count) for r in kept], dtype=torch.int64)
+        meta = meta.reshape(-1, 3)
+        return RowChunk(
+            table=spec.name,
+            ids=ids,
+            weights=self._stack([row.weights for row in kept], spec.dim),
+            state=self._stack([row.state for row in kept], spec.state_width),
+            versions=meta[:, 0],
+            last_seen_s=meta[:, 1],
+            counts=meta[:, 2],
+        )
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
+    def cut(self) -> int:
+        self._epoch += 1
+        return self._epoch - 1
+
+    def changes(self, cursor: Cursor, limit: int) -> Changes:
+        checked_limit(limit)
+        closed = self._epoch - 1
+        if self._deleted is None:
+            self._keep(closed)
+        assert self._deleted is not None
+        if cursor.incarnation != self._incarnation or 0 < cursor.from_epoch < self._floor:
+            cursor = Cursor(self._incarnation, 0, closed)
+        if cursor.to_epoch > closed:
+            raise not_closed(cursor)
+        restarted = cursor.from_epoch == cursor.position == 0
+        if cursor.position == 0:
+            if cursor.from_epoch == cursor.to_epoch:
+                cursor = replace(cursor, to_epoch=closed)
+            left = self._changed_in(cursor.from_epoch, cursor.to_epoch)
+        else:
+            left = self._scans[cursor.position]
+        page, left = left[:limit], left[limit:]
+        gone = [key for key in page if key[1] not in self._rows[key[0]]]
+        here = [key for key in page if self._stamped(key, cursor.from_epoch, cursor.to_epoch)]
+        later = replace(cursor, position=len(self._scans))
+        if left:
+            self._scans.append(left)
+        else:
+            later = Cursor(cursor.incarnation, cursor.to_epoch, cursor.to_epoch)
+        named = sorted({k for k, _ in gone}) if cursor.from_epoch else []
+        return Changes(
+            rows=tuple(self._chunk(k, ids_of(here, k)) for k in sorted({k for k, _ in here})),
+            deleted=tuple(DeletedIds(self.specs[k].name, ids_of(gone, k)) for k in named),
+            cursor=later,
+            done=not left,
+            restarted=restarted,
+        )
+
+    def release(self, epoch: int | None) -> None:
+        epoch = None if epoch is None else min(released(epoch), self._epoch - 1)
+        if epoch is None:
+            self._deleted = None
+        elif self._deleted is not None:
+            self._floor = max(self._floor, epoch)
+            self._deleted = [(key, at) for key, at in self._deleted if at > epoch]
+
+    def snapshot(self, since: Cursor | None = None) -> ReferenceSnapshot:
+        if self._snapshot is not None and self._snapshot() is not None:
+            raise refused("snapshot", "another one is open")
+        from_epoch = 0 if since is None else since.from_epoch
+        if since is not None:
+            known = self._deleted is not None and since.incarnation == self._incarnation
+            if not known or not self._floor <= from_epoch < self._epoch:
+                raise refused("snapshot", since)
+        gone = self._gone_in(from_epoch, self._epoch)
+        epoch = self.cut()
+        if self._deleted is None:
+            self._keep(epoch)
+        made = ReferenceSnapshot(self, from_epoch, epoch, [] if since is None else gone)
+        self._snapshot = weakref.ref(made)
+        return made
+
+    def resume(self, epoch: int) -> Cursor:
+        self._check_still()
+        stamps = [row.version for rows in self._rows for row in rows.values()]
+        if type(epoch) is not int or not max(stamps, default=0) <= epoch <= LAST_EPOCH:
+            raise refused("epoch to resume at", epoch)
+        self._epoch = max(self._epoch, epoch + 1)
+        self._keep(epoch)
+        return Cursor(self._incarnation, epoch, epoch)
+
+    def _check_still(self) -> None:
+        """Before a verb that changes rows."""
+        if self._snapshot is not None and self._snapshot() is not None:
+            raise refused("verb that changes rows", "an open snapshot")
+
+    def _keep(self, floor: int) -> None:
+        self._incarnation = drawn()
+        self._deleted, self._floor = [], floor
+
+    def _renew(self) -> None:
+        """Rows came in whose versions no cursor of before covers."""
+        if self._deleted is not None:
+            self._keep(self._epoch - 1)
+        else:
+            self._incarnation = drawn()
+
+    def _remove(self, table: int, id_: int) -> None:
+        del self._rows[table][id_]
+        if self._deleted is not None:
+            self._deleted.append(((table, id_), self._epoch))
+
+    def _gone_in(self, from_epoch: int, to_epoch: int) -> list[Key]:
+        """Keys deleted in a span of epochs that have no row."""
+        span = [key for key, at in self._deleted or () if from_epoch < at <= to_epoch]
+        return [key for key in dict.fromkeys(span) if key[1] not in self._rows[key[0]]]
+
+    def _changed_in(self, from_epoch: int, to_epoch: int) -> list[Key]:
+        """Deletions, then rows."""
+        gone = self._gone_in(from_epoch, to_epoch) if from_epoch else []
+        return gone + [
+            (k, id_)
+            for k, rows in enumerate(self._rows)
+            for id_ in rows
+            if self._stamped((k, id_), from_epoch, to_epoch)
+        ]
+
+    def _stamped(self, key: Key, from_epoch: int, to_epoch: int) -> bool:
+        row = self._rows[key[0]].get(key[1])
+        return row is not None and from_epoch < row.version <= to_epoch
+
+
+class ReferenceSnapshot:
+    """Not concurrent: rows stay as they are until it is closed."""
+
+    concurrent = False
+
+    def __init__(self, shard: ChangeVerbs, since: int, epoch: int, gone: list[Key]) -> None:
+        self.shard: ChangeVerbs | None = shard
+        self.since = since
+        self.epoch = epoch
+        self.gone = gone
+
+    def _open(self) -> ChangeVerbs:
+        if self.shard is None:
+            raise refused("snapshot", "a closed one")
+        return self.shard
+
+    def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
+        """Ids by hash, and their keys."""
+        shard = self._open()
+        span = (self.since, self.epoch)
+        ids = [id_ for id_ in shard._rows[table] if shard._stamped((table, id_), *span)]
+        return by_hash(shard.specs[table], ids)
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        if not 0 <= bits <= 20:
+            raise refused("bits of a histogram", bits)
+        keys = self._sorted(table)[1].tolist()
+        counts = torch.zeros(1 << bits, dtype=torch.int64)
+        for key in keys:
+            counts[(key + (1 << 63)) >> (64 - bits)] += 1
+        return counts
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        if not 0 <= start <= stop <= HASHES:
+            raise refused("range of hashes", (start, stop))
+        ids, keys = self._sorted(table)
+        kept = [start <= key + (1 << 63) < stop for key in keys.tolist()]
+        return self._open()._chunk(table, ids[torch.tensor(kept, dtype=torch.bool)])
+
+    def deleted(self, table: int) -> Tensor:
+        shard = self._open()
+        return by_hash(shard.specs[table], [id_ for k, id_ in self.gone if k == table])[0]
+
+    def close(self) -> None:
+        if self.shard is not None:
+            self.shard._snapshot, self.shard = None, None
+
+    def __enter__(self) -> ReferenceSnapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def drawn() -> int:
+    return secrets.randbelow((1 << 63) - 1) + 1
+
+
+def ids_of(keys: list[Key], table: int) -> Tensor:
+    return torch.tensor([id_ for k, id_ in keys if k == table], dtype=torch.int64)
+
+
+def by_hash(spec: TableSpec, ids: list[int]) -> tuple[Tensor, Tensor]:
+    ids_R = torch.tensor(ids, dtype=torch.int64)
+    keys_R, order_R = sort_key(hash_ids(spec.hash_name, ids_R)).sort()
+    return ids_R[order_R], keys_R
+
+
+def refused(what: str, got: object) -> InputError:
+    remedy = "Close the snapshot first, or take a full snapshot."
+    return InputError(describe(what, got=got, allowed="see shoal.table.shard.Shard", remedy=remedy))

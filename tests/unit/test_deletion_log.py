@@ -1,0 +1,145 @@
+"""Deletions of a GPU shard: the log on the host, and the buffer that fills it without a wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import Segment, TableSpec, initializers, optimizers
+from shoal.table import deletion_log, device_deletions
+from shoal.table.deletion_log import RECORD, DeletionLog, Records
+from shoal.table.shard import StepContext
+from support.change_consumer import Consumer, contents
+from support.id_groups import groups_of
+from support.placed_shard import PlacedCuda
+
+gpu = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+def records(first: int, many: int, epoch: int) -> Records:
+    made = np.zeros(many, dtype=RECORD)
+    made["id"], made["epoch"] = np.arange(first, first + many), epoch
+    return made
+
+
+def ids_of(log: DeletionLog, first: int, n: int = 1 << 20) -> list[int]:
+    found: list[int] = log.read(first, n)["id"].tolist()
+    return found
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletion_log, "_IN_MEMORY", 8)
+    monkeypatch.setattr(deletion_log, "_IN_FILE", 20)
+
+
+@pytest.mark.usefixtures("small")
+def test_records_come_back_from_files_and_memory() -> None:
+    log = DeletionLog()
+    log.append(records(0, 3, 1))
+    assert log.end == 0
+    log.start(0)
+    for epoch in range(1, 12):
+        log.append(records(5 * epoch, 5, epoch))
+    assert log.end == 55
+    assert ids_of(log, 0) == list(range(5, 60))
+    assert ids_of(log, 7, 30) == list(range(12, 42))
+    assert ids_of(log, log.after(9)) == list(range(50, 60))
+    assert log.after(11) == log.after(99) == 55
+    assert log.after(0) == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_released_records_are_gone() -> None:
+    log = DeletionLog()
+    log.start(0)
+    for epoch in range(1, 12):
+        log.append(records(5 * epoch, 5, epoch))
+    log.release(4)
+    log.release(3)
+    assert log.floor == 4
+    assert log.after(4) == log.after(0) == 20
+    assert ids_of(log, 0) == list(range(25, 60))
+    log.release(11)
+    assert ids_of(log, 0) == []
+    log.append(records(0, 2, 12))
+    assert ids_of(log, log.after(11)) == [0, 1]
+
+
+def test_epochs_within_one_piece() -> None:
+    log = DeletionLog()
+    log.start(0)
+    log.append(np.concatenate([records(0, 2, 1), records(2, 3, 2), records(5, 1, 4)]))
+    log.append(records(6, 1, 4))
+    assert [log.after(epoch) for epoch in range(5)] == [0, 2, 5, 5, 7]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_fails_breaks_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    log = DeletionLog()
+    log.start(0)
+    log.append(records(0, 7, 1))
+    assert not log.broken
+    log.append(records(7, 1, 1))
+    assert log.broken
+    log.append(records(8, 1, 1))
+    log.start(1)
+    assert not log.broken
+
+
+def full_table() -> PlacedCuda:
+    segment = Segment(dim=1, initializer=initializers.Zeros(), optimizer=optimizers.SGD())
+    return PlacedCuda(
+        (TableSpec(name="full", segments=(segment,), capacity_rows=8, on_full="lru"),)
+    )
+
+
+def put(shard: PlacedCuda, first: int, many: int) -> None:
+    ids = range(first, first + many)
+    ctx = StepContext(event_time_s=first)
+    shard.assign(groups_of((0, ids)), [torch.full((many, 1), float(first))], ctx=ctx)
+
+
+@pytest.mark.parametrize("room", [pytest.param(room, marks=gpu) for room in (1, 5, 20)])
+def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_deletions, "_ROOM", room)
+    monkeypatch.setattr(device_deletions, "_ERASES", 1)
+    monkeypatch.setattr(device_deletions, "_IN_FLIGHT", 1)
+    shard, consumer = full_table(), Consumer(100)
+    put(shard, 0, 8)
+    shard.cut()
+    consumer.drain(shard)
+    for turn in range(12):
+        put(shard, 10 + 3 * turn, 3)
+        if turn == 7:
+            shard.cut()
+    shard.cut()
+    sent = consumer.drain(shard)
+    assert consumer.held == contents(shard.export(0))
+    assert {id_ for _, id_ in sent} == {*range(8), *range(10, 46)}
+    assert consumer.restarts == 1
+
+
+@pytest.mark.parametrize("kept", [pytest.param(kept, marks=gpu) for kept in (True, False)])
+def test_no_room_for_a_buffer_means_a_full_pass(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, consumer = full_table(), Consumer(100)
+    put(shard, 0, 8)
+    shard.cut()
+    consumer.drain(shard)
+
+    def refused(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    if not kept:
+        monkeypatch.setattr(device_deletions.DeviceDeletions, "_make_room", refused)
+    put(shard, 10, 3)
+    shard.cut()
+    consumer.drain(shard)
+    assert consumer.held == contents(shard.export(0))
+    assert consumer.restarts == (1 if kept else 2)

@@ -1,0 +1,359 @@
+"""Snapshots of every shard: the rows at the cut, by hash range, and what was deleted since."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.errors import InputError
+from shoal.placement import hash_ids
+from shoal.table import device_export
+from shoal.table.changes import Cursor
+from shoal.table.shard import GradRecord, RowChunk, Shard, StepContext
+from shoal.table.snapshot import HASHES, Snapshot
+from support.change_consumer import Consumer, contents
+from support.id_groups import groups_of
+from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
+
+STILL = ("reference", CUDA, TIERED)
+"""Shards whose rows wait for a snapshot; the core's do not (`test_snapshot.py`)."""
+KINDS = ("cpu", *STILL)
+waiting = pytest.mark.parametrize("shard", STILL, indirect=True)
+
+
+def specs() -> tuple[TableSpec, ...]:
+    segment = Segment(dim=3, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad(lr=1.0))
+    return (
+        TableSpec(name="grows", segments=(segment,), expiry=Expiry(ttl_s=100)),
+        TableSpec(name="full", segments=(segment,), capacity_rows=8, on_full="lru"),
+        TableSpec(name="slice[1:4]", segments=(segment,), hashed_as="grows", dtype="float16"),
+    )
+
+
+@pytest.fixture(params=KINDS)
+def shard(request: pytest.FixtureRequest) -> Shard:
+    return shard_factory(request.param)(specs())
+
+
+def put(shard: Shard, ids: Sequence[int], value: float, *, table: int = 0, at_s: int = 0) -> None:
+    rows_N3 = torch.arange(3 * len(ids), dtype=torch.float32).reshape(-1, 3) + value
+    shard.assign(groups_of((table, ids)), [rows_N3], ctx=StepContext(event_time_s=at_s))
+
+
+def train(shard: Shard, ids: Sequence[int], at_s: int = 0) -> None:
+    ctx = StepContext(event_time_s=at_s)
+    ticket = shard.find_or_init(groups_of((0, ids)), ctx=ctx)
+    shard.apply([GradRecord(ticket, (torch.ones(len(ids), 3),))], ctx=ctx)
+
+
+def hashes(table: int, ids: Tensor) -> list[int]:
+    return [h % HASHES for h in hash_ids(specs()[table].hash_name, ids).tolist()]
+
+
+def same(one: RowChunk, other: RowChunk) -> bool:
+    names = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
+    return one.table == other.table and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in names
+    )
+
+
+def after(shard: Shard, snapshot: Snapshot) -> Cursor:
+    """Who holds what a snapshot shows."""
+    return Cursor(shard.incarnation, snapshot.epoch, snapshot.epoch)
+
+
+def test_it_shows_all_rows_by_hash(shard: Shard) -> None:
+    source = random.Random(1)
+    many = [source.randrange(-(1 << 63), 1 << 63) for _ in range(60)]
+    put(shard, [*many, -1, 0, (1 << 63) - 1, -(1 << 63)], 1.0)
+    train(shard, many[:9], at_s=7)
+    put(shard, many[:5], 2.0, table=2)
+    with shard.snapshot() as snapshot:
+        assert snapshot.since == 0
+        for table in range(3):
+            whole = snapshot.read(table, 0, HASHES)
+            assert same(whole, shard.export(table))
+            in_order = hashes(table, whole.ids)
+            assert in_order == sorted(in_order)
+            cuts = [0, 0, 1 << 61, 1 << 63, (1 << 63) + 12345, HASHES - 1, HASHES, HASHES]
+            for start, stop in itertools.pairwise(cuts):
+                part = snapshot.read(table, start, stop)
+                assert part.ids.tolist() == [
+                    id_
+                    for id_, h in zip(whole.ids.tolist(), in_order, strict=True)
+                    if start <= h < stop
+                ]
+            assert snapshot.deleted(table).tolist() == []
+    assert all(chunk.weights.is_cpu and chunk.ids.is_cpu for chunk in (whole, part))
+
+
+def test_a_range_starts_at_a_hash_and_ends_before_one(shard: Shard) -> None:
+    put(shard, range(9), 1.0)
+    with shard.snapshot() as snapshot:
+        whole = snapshot.read(0, 0, HASHES)
+        low, high = (hashes(0, whole.ids)[i] for i in (2, 6))
+        assert torch.equal(snapshot.read(0, low, high).ids, whole.ids[2:6])
+        assert torch.equal(snapshot.read(0, low + 1, high + 1).ids, whole.ids[3:7])
+
+
+@pytest.mark.parametrize("bits", [0, 1, 3, 20])
+def test_a_histogram_counts_top_bits(shard: Shard, bits: int) -> None:
+    put(shard, range(50), 1.0)
+    with shard.snapshot() as snapshot:
+        want = [0] * (1 << bits)
+        for h in hashes(0, torch.arange(50)):
+            want[h >> (64 - bits)] += 1
+        assert snapshot.histogram(0, bits).tolist() == want
+        assert snapshot.histogram(1, bits).tolist() == [0] * (1 << bits)
+
+
+def test_pieces_do_not_show(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(shard, range(50), 1.0)
+    monkeypatch.setattr(device_export, "_PIECE_BYTES", 400)
+    with shard.snapshot() as snapshot:
+        assert same(snapshot.read(0, 0, HASHES), shard.export(0))
+
+
+@pytest.mark.parametrize("shard", ["cpu", COMPILED, TIERED_COMPILED], indirect=True)
+def test_large_tables(shard: Shard) -> None:
+    many = 200_000
+    put(shard, range(many), 1.0)
+    with shard.snapshot() as full:
+        want = shard.export(0)
+        sizes = full.histogram(0, 4).tolist()
+        parts = [full.read(0, k << 60, (k + 1) << 60) for k in range(16)]
+        assert [len(part.ids) for part in parts] == sizes
+        assert torch.equal(torch.cat([part.ids for part in parts]), want.ids)
+        assert torch.equal(torch.cat([part.weights for part in parts]), want.weights)
+    put(shard, range(0, many, 3), 2.0, at_s=150)
+    assert shard.evict(150) == many - len(range(0, many, 3))
+    with shard.snapshot(after(shard, full)) as delta:
+        assert same(delta.read(0, 0, HASHES), shard.export(0))
+        assert sorted(delta.deleted(0).tolist()) == [i for i in range(many) if i % 3]
+
+
+def test_a_delta_shows_what_changed_and_what_went(shard: Shard) -> None:
+    put(shard, range(20), 1.0)
+    put(shard, range(8), 1.0, table=1)
+    with shard.snapshot() as full:
+        pass
+    put(shard, [3], 5.0, at_s=150)
+    train(shard, [4, 40], at_s=150)
+    assert shard.evict(150) == 18
+    put(shard, [6], 7.0, at_s=150)
+    put(shard, range(100, 104), 2.0, table=1, at_s=150)
+    shard.clear(2)
+    with shard.snapshot(after(shard, full)) as delta:
+        assert (delta.since, delta.epoch) == (full.epoch, full.epoch + 1)
+        assert sorted(delta.read(0, 0, HASHES).ids.tolist()) == [3, 4, 6, 40]
+        assert int(delta.histogram(0, 2).sum()) == 4
+        gone = delta.deleted(0)
+        assert sorted(gone.tolist()) == [i for i in range(20) if i not in (3, 4, 6)]
+        assert hashes(0, gone) == sorted(hashes(0, gone))
+        assert delta.deleted(1).numel() == delta.read(1, 0, HASHES).ids.numel() == 4
+        assert delta.deleted(2).numel() == 0
+    shard.release(delta.epoch)
+    with shard.snapshot(after(shard, delta)) as nothing:
+        assert all(nothing.read(k, 0, HASHES).ids.numel() == 0 for k in range(3))
+        assert all(nothing.deleted(k).numel() == 0 for k in range(3))
+
+
+def test_a_cleared_table_is_deleted(shard: Shard) -> None:
+    put(shard, range(6), 1.0)
+    with shard.snapshot() as full:
+        pass
+    shard.clear(0)
+    put(shard, [2], 1.0)
+    with shard.snapshot(after(shard, full)) as delta:
+        assert sorted(delta.deleted(0).tolist()) == [0, 1, 3, 4, 5]
+        assert delta.read(0, 0, HASHES).ids.tolist() == [2]
+
+
+def test_released_deletions_stay_with_a_snapshot(shard: Shard) -> None:
+    put(shard, [1, 2], 1.0)
+    with shard.snapshot() as full:
+        pass
+    shard.evict(100)
+    with shard.snapshot(after(shard, full)) as delta:
+        shard.release(None)
+        assert sorted(delta.deleted(0).tolist()) == [1, 2]
+
+
+def test_an_id_deleted_twice_is_named_once(shard: Shard) -> None:
+    put(shard, [1, 2], 1.0)
+    with shard.snapshot() as full:
+        pass
+    shard.evict(100)
+    put(shard, [1], 1.0, at_s=100)
+    shard.evict(200)
+    with shard.snapshot(after(shard, full)) as delta:
+        assert sorted(delta.deleted(0).tolist()) == [1, 2]
+
+
+Verb = Callable[[Shard], object]
+VERBS: dict[str, Verb] = {
+    "assign": lambda s: put(s, [1], 2.0),
+    "assign_add": lambda s: s.assign_add(
+        groups_of((0, [1])), [torch.ones(1, 3)], ctx=StepContext()
+    ),
+    "reinitialize": lambda s: s.reinitialize(groups_of((0, [1])), ctx=StepContext()),
+    "find_or_init": lambda s: s.find_or_init(groups_of((0, [1])), ctx=StepContext()),
+    "apply_ids": lambda s: s.apply_ids(groups_of((0, [1])), [torch.ones(1, 3)], ctx=StepContext()),
+    "evict": lambda s: s.evict(1000),
+    "clear": lambda s: s.clear(0),
+    "load": lambda s: s.load(0, s.export(0)),
+    "resume": lambda s: s.resume(9),
+}
+
+
+@waiting
+@pytest.mark.parametrize("verb", VERBS)
+def test_rows_wait_for_a_snapshot(shard: Shard, verb: str) -> None:
+    put(shard, [1, 2], 1.0)
+    before = shard.export(0)
+    snapshot = shard.snapshot()
+    assert not snapshot.concurrent
+    with pytest.raises(InputError, match="Close the snapshot first"):
+        VERBS[verb](shard)
+    assert same(shard.export(0), before)
+    assert same(snapshot.read(0, 0, HASHES), before)
+    snapshot.close()
+    VERBS[verb](shard)
+
+
+@waiting
+def test_a_step_waits_and_its_ticket_lives(shard: Shard) -> None:
+    put(shard, [1, 2], 1.0)
+    ticket = shard.find_or_init(groups_of((0, [1, 2])), ctx=StepContext())
+    records = [GradRecord(ticket, (torch.ones(2, 3),))]
+    with shard.snapshot() as snapshot:
+        sums = shard.sum_grads(records)
+        with pytest.raises(InputError, match="Close the snapshot first"):
+            shard.apply(records, ctx=StepContext())
+        with pytest.raises(InputError, match="Close the snapshot first"):
+            shard.apply_summed(sums, records, ctx=StepContext())
+        assert shard.gather(ticket, ctx=StepContext())[0].shape == (2, 3)
+        before = snapshot.read(0, 0, HASHES)
+    shard.apply(records, ctx=StepContext())
+    assert not same(shard.export(0), before)
+
+
+def test_one_at_a_time(shard: Shard) -> None:
+    snapshot = shard.snapshot()
+    with pytest.raises(InputError, match="another one is open"):
+        shard.snapshot()
+    snapshot.close()
+    snapshot.close()
+    for verb in (
+        lambda: snapshot.read(0, 0, HASHES),
+        lambda: snapshot.histogram(0, 1),
+        lambda: snapshot.deleted(0),
+    ):
+        with pytest.raises(InputError, match="a closed one"):
+            verb()
+    with shard.snapshot():
+        pass
+
+
+def test_one_that_nobody_holds_is_closed(shard: Shard) -> None:
+    shard.snapshot()
+    gc.collect()
+    put(shard, [1], 1.0)
+
+
+def test_a_cursor_that_is_no_good(shard: Shard) -> None:
+    put(shard, [1], 1.0)
+    other = Cursor(shard.incarnation, shard.cut(), 1)
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(other)  # deletions were not kept
+    with shard.snapshot() as first:
+        pass
+    good = after(shard, first)
+    put(shard, [2], 1.0)
+    shard.release(shard.cut())
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(good)
+    with shard.snapshot() as second:
+        assert second.read(0, 0, HASHES).ids.numel() == 2
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(Cursor(good.incarnation ^ 1, second.epoch, second.epoch))
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(Cursor(good.incarnation, second.epoch + 1, second.epoch + 1))
+    with pytest.raises(InputError, match="full snapshot"):
+        shard.snapshot(Cursor())
+
+
+@pytest.mark.parametrize("span", [(-1, 1), (2, 1), (0, HASHES + 1)])
+def test_bad_ranges(shard: Shard, span: tuple[int, int]) -> None:
+    with shard.snapshot() as snapshot:
+        with pytest.raises(InputError, match="range of hashes"):
+            snapshot.read(0, *span)
+        for bits in (-1, 21):
+            with pytest.raises(InputError, match="bits"):
+                snapshot.histogram(0, bits)
+
+
+def loaded(shard: Shard) -> RowChunk:
+    put(shard, [1, 2, 3], 1.0)
+    shard.cut()
+    put(shard, [3], 2.0)
+    chunk = shard.export(0)
+    shard.clear(0)
+    shard.load(0, chunk)
+    return chunk
+
+
+def test_resume_goes_on_from_the_saved_epoch(shard: Shard) -> None:
+    chunk = loaded(shard)
+    cursor = shard.resume(7)
+    assert (cursor.from_epoch, cursor.to_epoch, cursor.position) == (7, 7, 0)
+    consumer = Consumer(100)
+    consumer.cursor, consumer.held = cursor, contents(chunk)
+    put(shard, [9], 3.0, at_s=200)
+    assert shard.evict(150) == 3
+    assert shard.cut() == 8
+    assert consumer.drain(shard) == {("grows", id_) for id_ in (1, 2, 3, 9)}
+    assert consumer.restarts == 0
+    assert consumer.held == contents(shard.export(0))
+    with shard.snapshot(cursor) as delta:
+        assert sorted(delta.deleted(0).tolist()) == [1, 2, 3]
+        assert delta.read(0, 0, HASHES).ids.tolist() == [9]
+
+
+def test_resume_refuses_an_epoch_that_rows_have_passed(shard: Shard) -> None:
+    loaded(shard)
+    for epoch in (1, -1, (1 << 32) - 1):
+        with pytest.raises(InputError, match="epoch to resume at"):
+            shard.resume(epoch)
+    cursor = shard.resume(2)
+    assert cursor.from_epoch == 2
+    put(shard, [1], 1.0)
+    with shard.snapshot(cursor) as delta:
+        assert delta.read(0, 0, HASHES).ids.tolist() == [1]
+
+
+def test_resume_makes_a_new_incarnation(shard: Shard) -> None:
+    loaded(shard)
+    before = shard.incarnation
+    assert shard.resume(5).incarnation == shard.incarnation != before
+
+
+def test_changes_go_on_beside_a_snapshot(shard: Shard) -> None:
+    consumer = Consumer(3)
+    put(shard, [1, 2, 3, 4], 1.0)
+    shard.cut()
+    consumer.drain(shard)
+    shard.evict(100)
+    put(shard, [5], 1.0, at_s=100)
+    with shard.snapshot() as snapshot:
+        assert consumer.drain(shard) == {("grows", id_) for id_ in range(1, 6)}
+        assert snapshot.read(0, 0, HASHES).ids.tolist() == [5]
+    assert consumer.held == contents(shard.export(0))
+    assert consumer.restarts == 1
