@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
-from shoal.checkpoint import CheckpointStore, read_manifest, verify
-from shoal.errors import CheckpointError, ConfigError
-from shoal.train.learner import Learner
-from shoal.train.saving import Saver
+from shoal.checkpoint import CheckpointStore, read_manifest
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
