@@ -29,8 +29,8 @@ def train(
     """Train a model, judge it against its baselines, and write a run folder.
 
     The folder runs/<name>-<time>/ gets the resolved config, metrics.json, report.html, logs and
-    checkpoints, the last of which is the trained model. Settings come from the YAML file, then from SHOAL_DEVICE, SHOAL_SEED,
-    SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
+    checkpoints, the last of which is the trained model. Settings come from the YAML file, then
+    from SHOAL_DEVICE, SHOAL_SEED, SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
 
     Examples:
 
