@@ -280,6 +280,9 @@ def test_other_places(root: Path, tmp_path: Path) -> None:
     assert file.read_text() == "no folder"
     with pytest.raises(CheckpointError, match="nosuch"):
         TinyJob().save("nosuch://place")
+    with pytest.raises(CheckpointError, match="lost a slash"):
+        TinyJob().save(Path("s3://bucket/place"))
+    assert not Path("s3:").exists()
 
 
 def test_a_file_in_the_way_of_a_checkpoint(tmp_path: Path) -> None:

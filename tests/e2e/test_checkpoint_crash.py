@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shoal.checkpoint import CheckpointStore, verify
+from shoal.checkpoint import CheckpointStore, compact, compaction, verify
 from shoal.checkpoint.loading import load
+from shoal.errors import CheckpointError
 from support import crash_program
 from support.crash_program import POINTS, Order
 from support.crashing_job import CrashingJob, Replay
+from support.tiny_job import TinyJob
 
 CI_KILLS = 12
 SLOW_STORES, SLOW_KILLS = 5, 40
@@ -160,3 +163,30 @@ def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(100, 100 + SLOW_STORES))
 def test_two_hundred_kills(tmp_path: Path, seed: int) -> None:
     run(tmp_path / "store", seed, SLOW_KILLS)
+
+
+def test_a_save_beside_a_compaction_commits_nothing_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save takes what another process is compacting for leftovers: that one must notice."""
+    job = TinyJob()
+    for _ in range(2):
+        for _ in range(3):
+            job.step()
+        job.save(tmp_path)
+    store, delta = CheckpointStore(tmp_path), "step-000000000006-delta"
+    job.step()
+    copied = compaction._copied
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(compaction, "_copied", copied)
+        job.save(tmp_path)
+        return copied(*args)
+
+    monkeypatch.setattr(compaction, "_copied", interrupted)
+    with pytest.raises(CheckpointError, match="removed meanwhile"):
+        compact(store, delta)
+    assert [entry.step for entry in store.list()] == [3, 6, 7]
+    assert verify(tmp_path).ok and store.clean() == ()
+    assert compact(store, delta).kind == "full"
+    assert verify(tmp_path / "step-000000000006-full").ok
