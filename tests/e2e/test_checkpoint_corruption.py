@@ -374,8 +374,7 @@ def test_no_space(tmp_path: Path, full: bool) -> None:
             same(old.everything(), was)
         assert failed >= {"row files", "sights", "dense part", "state of the job", "manifest"}
         disk.free()
-        was = job.everything()
-        check_goes_on(job, root, was)
+        check_goes_on(job, root, job.everything())
         assert CheckpointStore(root).clean() == ()
 
 

@@ -26,11 +26,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from support.crashing_job import CrashingJob
 
 from shoal.checkpoint import CheckpointStore, compact, compaction, durable, job_writing
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.writing import begin
+from support.crashing_job import CrashingJob
 
 __all__ = ["KEEP_FULL", "POINTS", "Order"]
 

@@ -97,7 +97,9 @@ class CrashingJob:
         """Of all rows, sights, weights and optimizer states, by name; versions left out, which
         tell of cuts and not of training."""
         return {
-            name: hashlib.sha256(part.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+            name: hashlib.sha256(
+                part.contiguous().reshape(-1).view(torch.uint8).numpy()
+            ).hexdigest()
             for name, part in self._parts()
         }
 
