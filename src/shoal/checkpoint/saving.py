@@ -66,7 +66,8 @@ class Saving:
 
         Raises:
             CheckpointError: a rank failed, and which; on every rank. There is no checkpoint then,
-                and its leftovers are removed by the next save.
+                and its leftovers are removed by the next save. Only where a rank was gone when
+                the others had written everything there may be one: a whole one.
             TimeoutError: it is still under way.
         """
         if not self._done.wait(timeout_s):
