@@ -161,20 +161,6 @@ void bind_values(nb::module_& m) {
         std::memcpy(at<void>(counts), s.counts.data(), s.counts.size() * 8);
       });
   nb::class_<Exported>(m, "Exported")
-      .def("__init__",
-           [](Exported* self, std::int64_t n, const std::vector<Address>& from,
-              std::size_t weight_bytes, std::size_t state_bytes) {
-             auto* out = new (self) Exported();
-             out->n = n;
-             std::vector<std::int64_t>* columns[4] = {&out->ids, &out->versions, &out->seen,
-                                                      &out->counts};
-             for (int i = 0; i < 4; ++i) {
-               columns[i]->assign(at<const std::int64_t>(from[i]),
-                                  at<const std::int64_t>(from[i]) + n);
-             }
-             out->weights.assign(at<const char>(from[4]), at<const char>(from[4]) + weight_bytes);
-             out->state.assign(at<const char>(from[5]), at<const char>(from[5]) + state_bytes);
-           })
       .def_ro("n", &Exported::n)
       .def("copy_to", [](const Exported& e, const std::vector<Address>& to) {
         const std::vector<std::int64_t>* columns[4] = {&e.ids, &e.versions, &e.seen, &e.counts};
@@ -292,7 +278,16 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
       .def("entry",
            [](PyShard& s, int t, std::int64_t id) { return s.shard.export_rows(t, &id); },
            Release())
-      .def("load", [](PyShard& s, int t, const Exported& rows) { s.shard.load_rows(t, rows); },
+      .def("load",
+           [](PyShard& s, int t, std::int64_t n, const std::vector<Address>& from, int threads) {
+             s.shard.load_rows(t,
+                               Table::Columns{n, at<const std::int64_t>(from[0]),
+                                              at<const std::int64_t>(from[1]),
+                                              at<const std::int64_t>(from[2]),
+                                              at<const std::int64_t>(from[3]),
+                                              at<const char>(from[4]), at<const char>(from[5])},
+                               threads);
+           },
            Release())
       .def("size",
            [](PyShard& s, int t) {
@@ -372,5 +367,10 @@ NB_MODULE(_core, m) {
   bind_segment_ops(m);
   bind_layout_ops(m);
   bind_shared_memory(m);
+  m.def("ordered_by_hash",
+        [](Address ids, std::int64_t n, std::uint64_t salt) {
+          return ordered_by_hash(at<const std::int64_t>(ids), n, salt);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
   m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
 }

@@ -138,11 +138,18 @@ void Index::set_row(std::int64_t id, std::int32_t row) {
   }
 }
 
+void Index::count(std::int64_t id, std::vector<std::uint32_t>& fresh) const {
+  fresh.resize(stripes_.size(), 0);
+  ++fresh[directory_[slot_of(mix64(static_cast<std::uint64_t>(id) ^ salt_))]];
+}
+
 void Index::make_room(const std::int64_t* ids, std::size_t n) {
   std::vector<std::uint32_t> fresh(stripes_.size(), 0);
-  for (std::size_t i = 0; i < n; ++i) {
-    ++fresh[directory_[slot_of(mix64(static_cast<std::uint64_t>(ids[i]) ^ salt_))]];
-  }
+  for (std::size_t i = 0; i < n; ++i) count(ids[i], fresh);
+  make_room(fresh);
+}
+
+void Index::make_room(const std::vector<std::uint32_t>& fresh) {
   for (std::uint32_t stripe = 0; stripe < stripes_.size(); ++stripe) {
     std::uint32_t lines = views_[stripe].count;
     // As insert() would grow it, in one go.

@@ -59,6 +59,9 @@ class Index {
   void reserve(std::size_t rows);
   // Grows every stripe for these ids (absent, distinct), so that inserting them allocates nothing.
   void make_room(const std::int64_t* ids, std::size_t n);
+  // The same in two steps: how many come to each stripe, which no split may follow, then growth.
+  void count(std::int64_t id, std::vector<std::uint32_t>& fresh) const;
+  void make_room(const std::vector<std::uint32_t>& fresh);
   void clear();
 
   template <class Visit>

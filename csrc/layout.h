@@ -116,6 +116,14 @@ inline void raise_maximum(std::uint32_t* maximum, std::uint32_t version) {
   }
 }
 
+// Threads that stamp neighbours with versions of their own.
+inline void raise_maximum_together(std::uint32_t* maximum, std::uint32_t version) {
+  std::uint32_t seen = __atomic_load_n(maximum, __ATOMIC_RELAXED);
+  while (seen < version && !__atomic_compare_exchange_n(maximum, &seen, version, true,
+                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
 inline LastSeen& row_seen(const RowView& v, std::uint32_t row) {
   return *reinterpret_cast<LastSeen*>(block_view(v, row).seen + std::size_t{row} * 8);
 }

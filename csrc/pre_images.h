@@ -55,8 +55,10 @@ class PreImages {
   ~PreImages();
 
   // Whether a row with this version is still as it was at the cut.
+  bool stamped(std::uint32_t version) const { return version - since_ - 1 < span_; }
+  bool overwritten(int table) const { return !overwritten_[table].empty(); }
   bool unchanged(int table, std::uint32_t row, std::uint32_t version) const {
-    if (version - since_ - 1 >= span_ || row >= forms_[table].rows) return false;
+    if (!stamped(version) || row >= forms_[table].rows) return false;
     const std::vector<std::uint64_t>& bits = overwritten_[table];
     return bits.empty() || (bits[row / 64] >> (row % 64) & 1) == 0;
   }

@@ -51,39 +51,18 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
   return copy_rows(table, rows);
 }
 
-void Shard::load_rows(int t, const Exported& rows) {
+void Shard::load_rows(int t, const Table::Columns& rows, int threads) {
   const WriteGuard guard(lock_);
+  tables_[t].load(rows, threads);
+  if (rows.n == 0) return;
   ++membership_;
-  Table& table = tables_[t];
-  const std::int64_t fresh = std::count_if(
-      rows.ids.begin(), rows.ids.end(),
-      [&](std::int64_t id) { return table.index().find(id) == kNoRow; });
-  const auto live = static_cast<std::int64_t>(table.index().size());
-  const std::int64_t capacity = table.spec().capacity_rows;
-  if (capacity > 0 && live + fresh > capacity) {
-    throw TableFullError(table.spec().name, live, capacity, fresh);
-  }
-  table.reserve(live + fresh);
-  if (snapshot_) snapshot_->images().make_bits(t);
   // Rows bring versions of an earlier life, which no cursor of this one covers.
-  if (rows.n > 0) incarnation_ = new_incarnation();
-  const RowView view = table.view().rows;
-  const std::size_t weight = view.dim * element_bytes(view.dtype);
-  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
-  for (std::int64_t i = 0; i < rows.n; ++i) {
-    table.load_row(Table::Loaded{rows.ids[i], rows.weights.data() + i * weight,
-                                 rows.state.data() + i * state,
-                                 static_cast<std::uint32_t>(rows.versions[i]),
-                                 static_cast<std::uint32_t>(rows.seen[i]),
-                                 static_cast<std::uint32_t>(rows.counts[i])});
-  }
-  table.settle();
+  incarnation_ = new_incarnation();
   // Stamps to come must not lie before those that came in.
-  for (const std::int64_t version : rows.versions) {
-    epoch_ = std::max(epoch_, static_cast<std::uint32_t>(version));
-  }
+  const auto latest = *std::max_element(rows.versions, rows.versions + rows.n);
+  epoch_ = std::max(epoch_, static_cast<std::uint32_t>(latest));
   deletions_.set_epoch(epoch_);
-  if (rows.n > 0 && deletions_.open()) deletions_.start(epoch_ - 1);
+  if (deletions_.open()) deletions_.start(epoch_ - 1);
 }
 
 void Shard::clear(int t) {

@@ -1,6 +1,7 @@
 #include "snapshot.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -60,7 +61,8 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
   constexpr std::size_t kGroup = std::size_t{1} << kMaximumShift;
   const Table& table = shard_.table(t);
   const RowView view = table.view().rows;
-  const std::uint64_t salt = table.spec().salt;
+  const std::uint64_t salt = table.spec().salt, width = last - first;
+  Entry batch[kGroup];
   while (start < stop) {
     const auto row = static_cast<std::uint32_t>(start);
     const std::size_t end =
@@ -70,13 +72,19 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
     const BlockView& block = block_view(view, row);
     const auto* versions = reinterpret_cast<const std::uint32_t*>(block.versions);
     const auto* ids = reinterpret_cast<const std::int64_t*>(block.ids);
+    // Every row is written, those that are not wanted are written over: no branch to guess.
+    std::size_t n = 0;
     for (std::size_t r = row; r < end; ++r) {
       const std::uint64_t hash = hash_of(ids[r], salt);
-      if (hash < first || hash > last) continue;
-      if (images_.unchanged(t, static_cast<std::uint32_t>(r), versions[r])) {
-        found(hash, static_cast<std::uint32_t>(r));
-      }
+      batch[n] = Entry{hash, static_cast<std::uint32_t>(r)};
+      n += static_cast<std::size_t>(hash - first <= width) &
+           static_cast<std::size_t>(images_.stamped(versions[r]));
     }
+    if (images_.overwritten(t)) {
+      const auto gone = [&](const Entry& e) { return !images_.unchanged(t, e.row, versions[e.row]); };
+      n = static_cast<std::size_t>(std::remove_if(batch, batch + n, gone) - batch);
+    }
+    if (n > 0) found(batch, n);
   }
 }
 
@@ -94,13 +102,17 @@ void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,
   const std::uint64_t salt = shard_.table(t).spec().salt;
   // What changed before the scan passed it was not found there.
   images_.visit(shard_.lock(), t, first, last, [&](const PreImage& image, const char*, const char*) {
-    if (image.clock < clocks[image.row / kStretch]) found(hash_of(image.id, salt), image.row);
+    if (image.clock >= clocks[image.row / kStretch]) return;
+    const Entry entry{hash_of(image.id, salt), image.row};
+    found(&entry, 1);
   });
 }
 
 void Snapshot::histogram(int t, int bits, std::int64_t* counts, int threads) {
-  scan(t, 0, ~std::uint64_t{0}, threads, [&](std::uint64_t hash, std::uint32_t) {
-    std::atomic_ref(counts[bin_of(hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+  scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) {
+      std::atomic_ref(counts[bin_of(rows[i].hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+    }
   });
 }
 
@@ -109,8 +121,10 @@ const std::vector<std::uint32_t>& Snapshot::bins(int t, int threads) {
   int bits = 0;
   while (bits < kMostBins && (highs_[t] >> bits) > kBinRows) ++bits;
   std::vector<std::uint32_t> counts(std::size_t{1} << bits, 0);
-  scan(t, 0, ~std::uint64_t{0}, threads, [&](std::uint64_t hash, std::uint32_t) {
-    std::atomic_ref(counts[bin_of(hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+  scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) {
+      std::atomic_ref(counts[bin_of(rows[i].hash, bits)]).fetch_add(1, std::memory_order_relaxed);
+    }
   });
   return bins_[t] = std::move(counts);
 }
@@ -139,22 +153,49 @@ void Snapshot::build(int t, std::uint64_t first, int threads) {
   }
   Entry* const rows = window_.rows->data();
   std::vector<std::size_t> at(edges.begin(), edges.end() - 1);
-  scan(t, window_.first, window_.last, threads, [&](std::uint64_t hash, std::uint32_t row) {
-    const std::size_t bin = bin_of(hash, bits) - start;
-    const std::size_t to = std::atomic_ref(at[bin]).fetch_add(1, std::memory_order_relaxed);
-    if (to >= edges[bin + 1]) throw std::logic_error("a snapshot met more rows than it counted");
-    rows[to] = Entry{hash, row};
+  scan(t, window_.first, window_.last, threads, [&](const Entry* found, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t bin = bin_of(found[i].hash, bits) - start;
+      const std::size_t to = std::atomic_ref(at[bin]).fetch_add(1, std::memory_order_relaxed);
+      if (to >= edges[bin + 1]) throw std::logic_error("a snapshot met more rows than it counted");
+      rows[to] = found[i];
+    }
   });
   images_.check();
   for (std::size_t bin = 0; bin < many; ++bin) {
     if (at[bin] != edges[bin + 1]) throw std::logic_error("a snapshot lost rows that it counted");
   }
-  Pool::instance().run(static_cast<std::int64_t>(many), threads, [&](std::int64_t bin, int) {
-    std::sort(rows + edges[bin], rows + edges[bin + 1],
-              [](const Entry& a, const Entry& b) { return a.hash < b.hash; });
-  });
+  order(edges, bits, threads);
   window_.n = n;
   window_.table = t;
+}
+
+// Sorts each bin: into pieces of a few rows by the bits below the bin's, then piece by piece.
+void Snapshot::order(const std::vector<std::size_t>& edges, int bits, int threads) {
+  const auto before = [](const Entry& a, const Entry& b) { return a.hash < b.hash; };
+  const auto many = static_cast<std::int64_t>(edges.size()) - 1;
+  Entry* const rows = window_.rows->data();
+  std::vector<std::vector<Entry>> copies(static_cast<std::size_t>(std::max(threads, 1)));
+  Pool::instance().run(many, threads, [&](std::int64_t bin, int lane) {
+    const std::size_t start = edges[bin], n = edges[bin + 1] - start;
+    if (n < 32) {
+      std::sort(rows + start, rows + start + n, before);
+      return;
+    }
+    constexpr int kPieceBits = 9;
+    std::array<std::uint32_t, (1U << kPieceBits) + 1> starts{};
+    const auto piece_of = [&](std::uint64_t hash) { return hash << bits >> (64 - kPieceBits); };
+    for (std::size_t i = start; i < start + n; ++i) ++starts[piece_of(rows[i].hash) + 1];
+    for (std::size_t p = 1; p < starts.size(); ++p) starts[p] += starts[p - 1];
+    std::vector<Entry>& copy = copies[lane];
+    copy.assign(rows + start, rows + start + n);
+    for (const Entry& entry : copy) rows[start + starts[piece_of(entry.hash)]++] = entry;
+    std::uint32_t from = 0;  // starts[p] is by now where piece p ends
+    for (std::size_t p = 0; p + 1 < starts.size(); ++p) {
+      if (starts[p] - from > 1) std::sort(rows + start + from, rows + start + starts[p], before);
+      from = starts[p];
+    }
+  });
 }
 
 std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int threads) {

@@ -74,14 +74,15 @@ class Snapshot {
     std::unique_ptr<Scratch<Entry>> rows;
     std::size_t n = 0;
   };
-  using Found = std::function<void(std::uint64_t hash, std::uint32_t row)>;
+  using Found = std::function<void(const Entry* rows, std::size_t n)>;
 
-  // Calls `found` once for each row of the cut with first <= hash <= last; from several threads.
+  // Hands `found` each row of the cut with first <= hash <= last once; from several threads.
   void scan(int t, std::uint64_t first, std::uint64_t last, int threads, const Found& found);
   void scan_rows(int t, std::size_t start, std::size_t stop, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
   const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
+  void order(const std::vector<std::size_t>& edges, int bits, int threads);
   std::vector<std::uint64_t> gather(const SnapshotColumns& to, int threads);
   void gather_piece(std::size_t start, std::size_t stop, const SnapshotColumns& to,
                     std::vector<std::uint64_t>& missed) const;

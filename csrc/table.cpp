@@ -241,28 +241,6 @@ void Table::write_row(std::int32_t row, const char* values, bool add, StepParams
   seen.seconds = std::max(seen.seconds, step.event_time_s);
 }
 
-void Table::load_row(const Loaded& loaded) {
-  std::int32_t row = index_.find(loaded.id);
-  if (row == kNoRow) {
-    arena_.reserve(1);
-    row = arena_.take();
-    index_.insert(loaded.id, row);
-  }
-  keep(row);
-  const RowView rows = arena_.view();
-  const auto at = static_cast<std::uint32_t>(row);
-  std::memcpy(weight_row(rows, at), loaded.weights, spec_.dim * element_bytes(spec_.dtype));
-  if (spec_.state_width > 0) {
-    const std::size_t real = spec_.dtype == DType::f64 ? 8 : 4;
-    std::memcpy(state_row(rows, at), loaded.state, spec_.state_width * real);
-  }
-  row_id(rows, at) = loaded.id;
-  row_version(rows, at) = std::max<std::uint32_t>(loaded.version, 1);
-  raise_maximum(row_maximum(rows, at), row_version(rows, at));
-  row_seen(rows, at) = LastSeen{loaded.last_seen_s, loaded.count};
-  if (images_ != nullptr) images_->overwrite(number_, at);
-}
-
 bool Table::erase(std::int64_t id) {
   const std::int32_t row = index_.erase(id);
   if (row == kNoRow) return false;

@@ -49,6 +49,9 @@ struct TableCounters {
   std::int64_t inserted = 0, refused = 0, evicted = 0, nonfinite = 0;
 };
 
+// True when the hashes of the ids rise, so that no id is there twice.
+bool ordered_by_hash(const std::int64_t* ids, std::int64_t n, std::uint64_t salt);
+
 class Table {
  public:
   explicit Table(TableSpec spec);
@@ -88,15 +91,14 @@ class Table {
 
   // Writes (or adds) a row of fp32/fp64 values; state stays.
   void write_row(std::int32_t row, const char* values, bool add, StepParams step);
-  // Upserts a row in full: weights as stored, state, metadata.
-  struct Loaded {
-    std::int64_t id;
-    const char* weights;
-    const char* state;
-    std::uint32_t version, last_seen_s, count;
+  // Rows in full: weights as stored, state, metadata; distinct ids.
+  struct Columns {
+    std::int64_t n = 0;
+    const std::int64_t *ids = nullptr, *versions = nullptr, *seen_s = nullptr, *counts = nullptr;
+    const char *weights = nullptr, *state = nullptr;
   };
-  void load_row(const Loaded& row);
-  void settle() { index_.rebalance(); }  // after a run of load_row
+  // Upserts them. Throws TableFullError or bad_alloc; the table is unchanged then.
+  void load(const Columns& from, int threads);
 
   bool erase(std::int64_t id);
   std::int64_t evict_expired(std::int64_t now_s, const std::vector<bool>& pinned);
@@ -118,6 +120,11 @@ class Table {
 
  private:
   void find_unique(Insert& job) const;
+  void make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows);
+  void enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
+             const std::int32_t* rows, int threads);
+  void copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
+               std::int64_t stop) const;
   void check_room(const Insert& job) const;
   std::int64_t over_budget(std::int64_t wanted) const;
   std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);

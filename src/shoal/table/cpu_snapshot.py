@@ -131,15 +131,10 @@ class CpuSnapshot:
         count = 0
         if start < stop:
             count = _kept(lambda: self._core.find(table, start, stop - 1, lanes))
-        spec = self._specs[table]
-        columns = [torch.empty(count, dtype=torch.int64) for _ in range(4)]
-        weights = torch.empty(count, spec.dim, dtype=rows.weight_dtype(spec))
-        state = torch.empty(count, spec.state_width, dtype=rows.real_dtype(spec))
+        chunk = rows.empty_chunk(self._specs[table], count)
         if count > 0:
-            to = [t.data_ptr() for t in (*columns, weights, state)]
-            _kept(lambda: self._core.read(to, lanes))
-        ids, versions, last_seen_s, counts = columns
-        return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
+            _kept(lambda: self._core.read(rows.pointers(chunk), lanes))
+        return chunk
 
     def deleted(self, table: int) -> Tensor:
         """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`.

@@ -114,8 +114,11 @@ class CpuUpkeep:
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
         checks.table_index(table, len(self._specs))
-        native = rows.native_of(self._specs[table], chunk)
-        refusals.worded(lambda: self._core.load(table, native))
+        spec = self._specs[table]
+        ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
+        columns = [tensor.data_ptr() for tensor in ready]
+        count = ready[0].numel()
+        refusals.worded(lambda: self._core.load(table, count, columns, self._lanes()))
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
 
-from shoal import _core
 from shoal.errors import ShapeError, describe
-from shoal.table import checks
+from shoal.table import pooled
 from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
 
 __all__ = [
     "admission_of",
     "chunk_of",
+    "empty_chunk",
     "entry_of",
     "load_admission",
-    "native_of",
+    "pointers",
     "real_dtype",
     "stats_of",
     "weight_dtype",
 ]
+
+_LINE = 64  # bytes
 
 _WEIGHTS = {
     "float32": torch.float32,
@@ -41,30 +45,33 @@ def real_dtype(spec: TableSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
-def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
-    """Rows the core copied out, as tensors."""
-    columns = [torch.empty(exported.n, dtype=torch.int64) for _ in range(4)]
-    weights = torch.empty(exported.n, spec.dim, dtype=weight_dtype(spec))
-    state = torch.empty(exported.n, spec.state_width, dtype=real_dtype(spec))
-    exported.copy_to([t.data_ptr() for t in (*columns, weights, state)])
-    ids, versions, last_seen_s, counts = columns
+def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
+    """An uninitialised chunk of `count` rows; a large one is one block of reused memory."""
+    whole = torch.int64
+    wide = (weight_dtype(spec), spec.dim), (real_dtype(spec), spec.state_width)
+    columns = [((count,), whole)] * 4 + [((count, width), dtype) for dtype, width in wide]
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in columns]
+    starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+    memory = pooled.empty(starts[-1] // 4, 1, torch.float32).view(-1).view(torch.uint8)
+    parts = [
+        memory[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, columns, strict=False)
+    ]
+    ids, versions, last_seen_s, counts, weights, state = parts
     return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
 
 
-def native_of(spec: TableSpec, chunk: RowChunk) -> Any:
-    """Rows to load, as the core takes them.
+def pointers(chunk: RowChunk) -> list[int]:
+    """Where the columns of a chunk lie, in the order the core takes them."""
+    whole = (chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts)
+    return [t.data_ptr() for t in (*whole, chunk.weights, chunk.state)]
 
-    Raises:
-        ShapeError: the chunk is not of this table's form.
-    """
-    ready = checks.chunk(chunk, spec, weight_dtype(spec), real_dtype(spec))
-    weights, state = ready[4], ready[5]
-    return _core.Exported(
-        ready[0].numel(),
-        [t.data_ptr() for t in ready],
-        weights.numel() * weights.element_size(),
-        state.numel() * state.element_size(),
-    )
+
+def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
+    """Rows the core copied out, as tensors."""
+    chunk = empty_chunk(spec, exported.n)
+    exported.copy_to(pointers(chunk))
+    return chunk
 
 
 def entry_of(chunk: RowChunk) -> Entry | None:

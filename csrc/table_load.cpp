@@ -1,0 +1,144 @@
+// Table: rows that come in whole, many at a time.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "buffers.h"
+#include "pool.h"
+#include "prefetch.h"
+#include "table.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kPiece = 4096;            // rows a thread takes at a time
+constexpr std::size_t kEntered = std::size_t{1} << 19;  // ids put in order and indexed at a time
+constexpr std::size_t kAhead = 32;
+
+template <class Body>
+void in_pieces(std::int64_t n, int threads, const Body& body) {
+  Pool::instance().run((n + kPiece - 1) / kPiece, threads, [&](std::int64_t k, int) {
+    body(k * kPiece, std::min((k + 1) * kPiece, n));
+  });
+}
+
+}  // namespace
+
+bool ordered_by_hash(const std::int64_t* ids, std::int64_t n, std::uint64_t salt) {
+  std::uint64_t before = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(ids[i]) ^ salt);
+    if (i > 0 && hash <= before) return false;
+    before = hash;
+  }
+  return true;
+}
+
+void Table::load(const Columns& from, int threads) {
+  const Scratch<std::int32_t> rows(from.n);
+  in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
+    kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start);
+  });
+  const auto n = static_cast<std::size_t>(from.n);
+  std::vector<std::uint32_t> fresh;
+  fresh.reserve(static_cast<std::size_t>(std::count(rows.data(), rows.data() + n, kNoRow)));
+  for (std::size_t i = 0; i < n; ++i) {
+    if (rows[i] == kNoRow) fresh.push_back(static_cast<std::uint32_t>(i));
+  }
+  make_rows(static_cast<std::int64_t>(fresh.size()), from, rows.data());
+  if (images_ != nullptr) images_->make_bits(number_);
+  // In order of input: what comes together lies together.
+  for (const std::uint32_t i : fresh) rows[i] = arena_.take();
+  enter(from, fresh, rows.data(), threads);
+  in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
+    copy_in(from, rows.data(), start, stop);
+  });
+  if (images_ != nullptr) {
+    for (std::size_t i = 0; i < n; ++i) {
+      images_->overwrite(number_, static_cast<std::uint32_t>(rows[i]));
+    }
+  }
+}
+
+// All memory for the rows that are not there.
+void Table::make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows) {
+  const auto live = static_cast<std::int64_t>(index_.size());
+  if (spec_.capacity_rows > 0 && live + fresh > spec_.capacity_rows) {
+    throw TableFullError(spec_.name, live, spec_.capacity_rows, fresh);
+  }
+  if (fresh == 0) return;
+  arena_.reserve(static_cast<std::size_t>(fresh));
+  // Stripes for many more rows at once; a little at a time they grow by quarters.
+  if (fresh > live) index_.reserve(static_cast<std::size_t>(live + fresh));
+  std::vector<std::uint32_t> counts;
+  for (std::int64_t i = 0; i < from.n; ++i) {
+    if (rows[i] == kNoRow) index_.count(from.ids[i], counts);
+  }
+  index_.make_room(counts);
+}
+
+void Table::enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
+                  const std::int32_t* rows, int threads) {
+  struct Entered {
+    std::int64_t id;
+    std::int32_t row;
+  };
+  const Scratch<Entered> batch(std::min(fresh.size(), kEntered));
+  const int bits = index_.partition_bits();
+  const std::size_t parts = std::size_t{1} << bits;
+  const auto part_of = [&](std::int64_t id) -> std::size_t {
+    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ spec_.salt);
+    return bits == 0 ? 0 : (hash >> (48 - bits)) & (parts - 1);
+  };
+  for (std::size_t at = 0; at < fresh.size(); at += kEntered) {
+    const std::size_t end = std::min(fresh.size(), at + kEntered);
+    // By the bits that choose a stripe, so that no two threads share one.
+    std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
+    for (std::size_t k = at; k < end; ++k) ++starts[part_of(from.ids[fresh[k]]) + 1];
+    for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
+    auto to = starts;
+    for (std::size_t k = at; k < end; ++k) {
+      const std::int64_t id = from.ids[fresh[k]];
+      batch[to[part_of(id)]++] = Entered{id, rows[fresh[k]]};
+    }
+    Pool::instance().run(static_cast<std::int64_t>(parts), threads, [&](std::int64_t p, int) {
+      const IndexView lines = index_.view();
+      for (std::size_t i = starts[p]; i < starts[p + 1]; ++i) {
+        if (i + kAhead < starts[p + 1]) {
+          const StripeView* stripe = nullptr;
+          const auto next = static_cast<std::uint64_t>(batch[i + kAhead].id);
+          __builtin_prefetch(home_line(lines, mix64(next ^ spec_.salt), stripe), 1, 2);
+        }
+        index_.insert(batch[i].id, batch[i].row);
+      }
+    });
+  }
+  index_.rebalance();
+}
+
+void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
+                    std::int64_t stop) const {
+  const RowView view = arena_.view();
+  if (images_ != nullptr) {
+    images_->keep(number_, view, rows + start, nullptr, static_cast<std::uint32_t>(stop - start));
+  }
+  const std::size_t weights = view.dim * element_bytes(view.dtype);
+  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  for (std::int64_t i = start; i < stop; ++i) {
+    const auto row = static_cast<std::uint32_t>(rows[i]);
+    const BlockView& block = block_view(view, row);
+    std::memcpy(block.weights + row * view.weight_stride, from.weights + i * weights, weights);
+    if (state > 0) {
+      std::memcpy(block.state + row * view.state_stride, from.state + i * state, state);
+    }
+    const auto version = std::max<std::uint32_t>(static_cast<std::uint32_t>(from.versions[i]), 1);
+    reinterpret_cast<std::int64_t*>(block.ids)[row] = from.ids[i];
+    reinterpret_cast<std::uint32_t*>(block.versions)[row] = version;
+    raise_maximum_together(row_maximum(view, row), version);
+    reinterpret_cast<LastSeen*>(block.seen)[row] =
+        LastSeen{static_cast<std::uint32_t>(from.seen_s[i]),
+                 static_cast<std::uint32_t>(from.counts[i])};
+  }
+}
+
+}  // namespace shoal

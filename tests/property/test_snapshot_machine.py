@@ -1,0 +1,188 @@
+"""A snapshot against a dictionary copy made at the cut, under any order of verbs."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.table.changes import Cursor
+from shoal.table.cpu import CpuShard
+from shoal.table.cpu_snapshot import CpuSnapshot
+from shoal.table.shard import GradRecord, RowChunk, StepContext
+from shoal.table.snapshot import HASHES
+from support.cut_rows import unsigned_hashes
+from support.id_groups import groups_of
+
+IDS = st.lists(st.integers(0, 15), min_size=1, max_size=8)
+TTL_S = 10
+NAMES = ("ttl", "lru")
+
+Row = tuple[tuple[float, ...], tuple[float, ...], int, int, int]
+Rows = dict[int, Row]
+
+
+def rows_of(chunk: RowChunk) -> Rows:
+    columns = zip(
+        chunk.ids.tolist(),
+        chunk.weights.tolist(),
+        chunk.state.tolist(),
+        chunk.versions.tolist(),
+        chunk.last_seen_s.tolist(),
+        chunk.counts.tolist(),
+        strict=True,
+    )
+    return {id_: (tuple(w), tuple(s), v, seen, n) for id_, w, s, v, seen, n in columns}
+
+
+class SnapshotMachine(RuleBasedStateMachine):
+    """One table that expires, one that evicts; buffers from nothing to plenty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        segment = Segment(dim=2, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
+        self.shard = CpuShard(
+            (
+                TableSpec(name="ttl", segments=(segment,), expiry=Expiry(ttl_s=TTL_S)),
+                TableSpec(name="lru", segments=(segment,), capacity_rows=9, on_full="lru"),
+            ),
+            threads=2,
+        )
+        self.snapshot: CpuSnapshot | None = None
+        self.want: list[Rows] = []
+        self.deleted: list[set[int]] = []
+        self.marks: dict[int, list[set[int]]] = {}  # ids there or gone by epoch, for deltas
+        self.ever: list[set[int]] = [set(), set()]
+        self.incarnation = 0
+        self.now_s = 0
+        self.value = 1.0
+
+    def context(self) -> StepContext:
+        return StepContext(event_time_s=self.now_s)
+
+    def tables(self) -> list[Rows]:
+        return [rows_of(self.shard.export(table)) for table in range(2)]
+
+    @rule(ids=IDS, table=st.integers(0, 1))
+    def train(self, ids: list[int], table: int) -> None:
+        if table == 1:
+            ids = ids[:4]
+        ticket = self.shard.find_or_init(groups_of((table, ids)), ctx=self.context())
+        self.shard.apply([GradRecord(ticket, (torch.ones(len(ids), 2),))], ctx=self.context())
+
+    @rule(ids=IDS)
+    def apply_ids(self, ids: list[int]) -> None:
+        grads = [torch.ones(len(ids), 2)]
+        self.shard.apply_ids(groups_of((0, ids)), grads, ctx=self.context())
+
+    @rule(ids=IDS, add=st.booleans())
+    def write(self, ids: list[int], add: bool) -> None:
+        self.value += 1
+        values = [torch.full((len(ids), 2), self.value)]
+        verb = self.shard.assign_add if add else self.shard.assign
+        verb(groups_of((0, ids)), values, ctx=self.context())
+
+    @rule(ids=IDS)
+    def reinitialize(self, ids: list[int]) -> None:
+        self.shard.reinitialize(groups_of((0, ids)), ctx=self.context())
+
+    @rule(ids=st.sets(st.integers(0, 15), min_size=1, max_size=3), version=st.integers(0, 6))
+    def load(self, ids: set[int], version: int) -> None:
+        self.value += 1
+        ids_R = torch.tensor(sorted(ids))
+        same_R = torch.ones_like(ids_R)
+        weights, state = torch.full((len(ids), 2), self.value), torch.ones(len(ids), 2)
+        times_R = same_R * self.now_s
+        self.shard.load(
+            0, RowChunk("ttl", ids_R, weights, state, same_R * version, times_R, same_R)
+        )
+
+    @rule(wait_s=st.integers(1, TTL_S))
+    def expire(self, wait_s: int) -> None:
+        self.now_s += wait_s
+        self.shard.evict(self.now_s)
+
+    @rule(table=st.integers(0, 1))
+    def clear(self, table: int) -> None:
+        self.shard.clear(table)
+
+    @rule()
+    def cut(self) -> None:
+        self.shard.cut()
+
+    @precondition(lambda self: self.snapshot is None)
+    @rule(buffer_bytes=st.sampled_from([0, 300, 1 << 20]), delta=st.booleans())
+    def take(self, buffer_bytes: int, delta: bool) -> None:
+        now = self.tables()
+        since = None
+        if delta and self.marks and self.incarnation == self.shard.incarnation:
+            from_epoch = max(self.marks)
+            since = Cursor(self.incarnation, from_epoch, from_epoch)
+        self.snapshot = self.shard.snapshot(since, buffer_bytes=buffer_bytes)
+        self.incarnation = self.shard.incarnation
+        self.want, self.deleted = [], []
+        for table, rows in enumerate(now):
+            from_epoch = 0 if since is None else since.from_epoch
+            self.want.append({id_: row for id_, row in rows.items() if row[2] > from_epoch})
+            before = self.marks[from_epoch][table] if since else set()
+            self.deleted.append(before - rows.keys())
+        self.marks = {self.snapshot.epoch: [set(rows) for rows in now]}
+        self.delta = since is not None
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule(table=st.integers(0, 1), edges=st.tuples(st.integers(0, 16), st.integers(0, 16)))
+    def read(self, table: int, edges: tuple[int, int]) -> None:
+        assert self.snapshot is not None
+        start, stop = (HASHES * edge // 16 for edge in sorted(edges))
+        chunk = self.snapshot.read(table, start, stop)
+        hashes = unsigned_hashes(chunk.ids, NAMES[table])
+        assert hashes == sorted(hashes)
+        ids_U = torch.tensor(sorted(self.want[table]), dtype=torch.int64)
+        inside = {
+            id_
+            for id_, h in zip(ids_U.tolist(), unsigned_hashes(ids_U, NAMES[table]), strict=True)
+            if start <= h < stop
+        }
+        assert rows_of(chunk) == {id_: self.want[table][id_] for id_ in inside}
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule(table=st.integers(0, 1))
+    def count(self, table: int) -> None:
+        assert self.snapshot is not None
+        counts = self.snapshot.histogram(table, 3)
+        ids_U = torch.tensor(sorted(self.want[table]), dtype=torch.int64)
+        want = [0] * 8
+        for h in unsigned_hashes(ids_U, NAMES[table]):
+            want[h >> 61] += 1
+        assert counts.tolist() == want
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule(table=st.integers(0, 1))
+    def deletions(self, table: int) -> None:
+        """All that went since; ids that came and went in between may be named too."""
+        assert self.snapshot is not None
+        gone = self.snapshot.deleted(table).tolist()
+        assert len(set(gone)) == len(gone)
+        assert self.deleted[table] <= set(gone)
+        assert not set(gone) & self.marks[self.snapshot.epoch][table]
+        if not self.delta:
+            assert gone == []
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule()
+    def close(self) -> None:
+        assert self.snapshot is not None
+        self.snapshot.close()
+        self.snapshot = None
+
+    def teardown(self) -> None:
+        if self.snapshot is not None:
+            for table in range(2):
+                self.read(table, (0, 16))
+            self.snapshot.close()
+
+
+TestSnapshot = SnapshotMachine.TestCase
+TestSnapshot.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
