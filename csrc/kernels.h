@@ -130,9 +130,9 @@ struct Kernels {
   std::uint32_t (*sum)(const ApplyJob&, const Items&, const ApplyScratch&);
   void (*init_rows)(const TableView&, const std::int64_t* ids, const std::int32_t* rows,
                     std::int64_t n, StepParams);
-  // How many of n versions lie in (from, to].
-  std::uint32_t (*count_between)(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
-                                 std::uint32_t to);
+  // Writes the places of the versions in (from, to], of n, in order; returns how many there are.
+  std::size_t (*find_between)(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
+                              std::uint32_t to, std::uint32_t* places);
   bool (*finite32)(const float*, std::int64_t n);
   bool (*finite64)(const double*, std::int64_t n);
 };

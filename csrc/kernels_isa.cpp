@@ -96,13 +96,58 @@ bool all_finite(const T* x, std::int64_t n) {
   return total == 0;
 }
 
-std::uint32_t count_between(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
-                            std::uint32_t to) {
-  // One unsigned comparison: version - from - 1 wraps for versions that are not above `from`.
+// Bit i: version i of 64 lies in (from, from + span]. One unsigned comparison each:
+// version - from - 1 wraps for versions that are not above `from`.
+inline std::uint64_t between_mask(const std::uint32_t* versions, std::uint32_t from,
+                                  std::uint32_t span) {
+  std::uint64_t mask = 0;
+#if defined(__AVX512F__)
+  const __m512i base = _mm512_set1_epi32(static_cast<int>(from + 1));
+  const __m512i width = _mm512_set1_epi32(static_cast<int>(span));
+  for (int k = 0; k < 4; ++k) {
+    const __m512i x = _mm512_sub_epi32(_mm512_loadu_si512(versions + 16 * k), base);
+    mask |= std::uint64_t{_mm512_cmplt_epu32_mask(x, width)} << (16 * k);
+  }
+#elif defined(__AVX2__)
+  const __m256i base = _mm256_set1_epi32(static_cast<int>(from + 1));
+  const __m256i most = _mm256_set1_epi32(static_cast<int>(span - 1));  // span is not 0
+  for (int k = 0; k < 8; ++k) {
+    const auto* at = reinterpret_cast<const __m256i*>(versions + 8 * k);
+    const __m256i x = _mm256_sub_epi32(_mm256_loadu_si256(at), base);
+    const __m256i hit = _mm256_cmpeq_epi32(_mm256_min_epu32(x, most), x);
+    const auto bits = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(hit)));
+    mask |= std::uint64_t{bits} << (8 * k);
+  }
+#else
+  std::uint32_t any = 0;
+  for (int i = 0; i < 64; ++i) any |= versions[i] - from - 1 < span ? 1U : 0U;
+  if (any == 0) return 0;
+  for (int i = 0; i < 64; ++i) {
+    mask |= std::uint64_t{versions[i] - from - 1 < span ? 1U : 0U} << i;
+  }
+#endif
+  return mask;
+}
+
+std::size_t find_between(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
+                         std::uint32_t to, std::uint32_t* places) {
   const std::uint32_t span = to - from;
-  std::uint32_t hits = 0;
-  for (std::size_t i = 0; i < n; ++i) hits += versions[i] - from - 1 < span ? 1U : 0U;
-  return hits;
+  if (span == 0) return 0;
+  std::size_t found = 0, i = 0;
+  for (; i + 64 <= n; i += 64) {
+    // The processor's own prefetching ends with the page.
+    for (std::size_t line = 0; line < 64; line += 16) {
+      __builtin_prefetch(versions + i + 1024 + line);
+    }
+    for (std::uint64_t mask = between_mask(versions + i, from, span); mask != 0; mask &= mask - 1) {
+      places[found++] = static_cast<std::uint32_t>(i) +
+                        static_cast<std::uint32_t>(__builtin_ctzll(mask));
+    }
+  }
+  for (; i < n; ++i) {
+    if (versions[i] - from - 1 < span) places[found++] = static_cast<std::uint32_t>(i);
+  }
+  return found;
 }
 
 bool finite32(const float* x, std::int64_t n) { return all_finite(x, n); }
@@ -118,7 +163,7 @@ bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
     SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows,
-    count_between, finite32, finite64,
+    find_between, finite32, finite64,
 };
 
 }  // namespace shoal

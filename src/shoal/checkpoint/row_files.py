@@ -6,22 +6,29 @@ there is no compression, and no time or version is in it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.arrow_files import (
+    HASHES,
+    ArrowFile,
+    ReadBuffer,
+    damaged,
+    read_batches,
+    read_checked,
+    sketch_path,
+    table_of,
+    viewer,
+    write_whole,
+)
 from shoal.checkpoint.manifest import FileKind, SavedFile
 from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
-from shoal.checkpoint.storage import Buffer, DurableFile, Storage
+from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, describe
 from shoal.table.shard import RowChunk
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 __all__ = [
     "HASHES",
@@ -35,8 +42,6 @@ __all__ = [
     "sketch_path",
     "write_whole",
 ]
-
-HASHES = 1 << 64
 
 
 class RowFileWriter:
@@ -62,7 +67,7 @@ class RowFileWriter:
         ranges: tuple[int, int] = (0, HASHES),
     ) -> None:
         self._layout = layout
-        self._file = _ArrowFile(storage, path, "rows", tables, ranges)
+        self._file = ArrowFile(storage, path, "rows", tables, ranges)
         self._staged: RowChunk | None = None
         self._staged_rows = 0
         self._table = 0
@@ -151,7 +156,7 @@ class IdFileWriter:
         ranges: tuple[int, int] = (0, HASHES),
     ) -> None:
         self._layout = IdLayout(counted=kind == "sights")
-        self._file = _ArrowFile(storage, path, kind, tables, ranges)
+        self._file = ArrowFile(storage, path, kind, tables, ranges)
         self._ids: list[Tensor] = []
         self._counts: list[Tensor] = []
         self._pending = self._table = 0
@@ -200,39 +205,6 @@ class IdFileWriter:
             self._ids, self._counts, self._pending = [], [], 0
 
 
-class ReadBuffer:
-    """Memory that files are read into, one after the other; it grows to the largest."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """uint8 [size]; what was read into it before is gone."""
-        if len(self._bytes) < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[:size]
-
-
-def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None = None) -> Tensor:
-    """The bytes of a file, uint8 [bytes], after its size and checksum were compared.
-
-    Raises:
-        CheckpointError: missing, or other bytes than those that were saved.
-    """
-    size = storage.size(saved.path)
-    if size != saved.bytes:
-        raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
-    content = (buffer or ReadBuffer()).take(size)
-    view = _memory(content)
-    got = storage.read_into(saved.path, view)
-    if got != size:
-        raise damaged(storage, saved.path, f"{got} bytes", f"{size} bytes")
-    crc32 = zlib.crc32(view)
-    if crc32 != saved.crc32:
-        raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
-    return content
-
-
 def read_rows(
     storage: Storage, saved: SavedFile, layout: RowLayout, buffer: ReadBuffer | None = None
 ) -> Iterator[tuple[int, RowChunk]]:
@@ -246,9 +218,9 @@ def read_rows(
     """
     content = read_checked(storage, saved, buffer)
     grouped = len(saved.tables) > 1
-    view = _viewer(content)
-    for batch in _batches(storage, saved, content, layout.schema(grouped)):
-        table = _table_of(storage, saved, batch) if grouped else 0
+    view = viewer(content)
+    for batch in read_batches(storage, saved, content, layout.schema(grouped)):
+        table = table_of(storage, saved, batch) if grouped else 0
         yield table, layout.to_chunk(batch, saved.tables[table], view)
 
 
@@ -261,177 +233,14 @@ def read_ids(
     """
     layout = IdLayout(counted=saved.kind == "sights")
     content = read_checked(storage, saved, buffer)
-    view = _viewer(content)
-    for batch in _batches(storage, saved, content, layout.schema()):
+    view = viewer(content)
+    for batch in read_batches(storage, saved, content, layout.schema()):
         ids = batch.column("id")
         counts = None
         if layout.counted:
             counts = torch.from_numpy(batch.column("count").to_numpy().astype("int64"))
         ids_U = view(ids.buffers()[-1], torch.int64, ids.offset, len(ids))
-        yield _table_of(storage, saved, batch), ids_U, counts
-
-
-def write_whole(
-    storage: Storage, path: str, kind: FileKind, data: Buffer, tables: Sequence[str] = ()
-) -> SavedFile:
-    """Write a file of another kind, such as the cells of a sketch, durably."""
-    with storage.create(path) as file:
-        file.write(data)
-    return SavedFile(
-        path=path,
-        kind=kind,
-        tables=tuple(tables),
-        start=0,
-        stop=HASHES,
-        rows=0,
-        bytes=file.bytes,
-        crc32=file.crc32,
-    )
-
-
-def sketch_path(collection: str, table: str) -> str:
-    """Where the cells of a table's sketch of sights lie."""
-    return f"sights/{quote(collection, safe='')}.{quote(table, safe='')}.sketch"
-
-
-def damaged(storage: Storage, path: str, got: object, allowed: object) -> CheckpointError:
-    """A file that is not what the manifest says."""
-    return CheckpointError(
-        describe(
-            f"file {path} of checkpoint {storage.url}",
-            got=got,
-            allowed=f"{allowed}, as its manifest says",
-            remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it anew.",
-        )
-    )
-
-
-class _ArrowFile:
-    """An Arrow IPC file on its way into a storage."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        kind: FileKind,
-        tables: Sequence[str],
-        ranges: tuple[int, int],
-    ) -> None:
-        self.saved_path, self._kind = path, kind
-        self._tables, self._ranges = tuple(tables), ranges
-        self.grouped = len(self._tables) > 1
-        self.rows = 0
-        self.file = storage.create(path)
-        self._writer: Any = None
-
-    def next_table(self, now: int, then: int) -> int:
-        if not now < then < len(self._tables):
-            raise CheckpointError(
-                describe(
-                    f"table of rows for {self.saved_path}",
-                    got=f"index {then} after {now}",
-                    allowed=f"ascending, below {len(self._tables)}",
-                    remedy="Write the tables in the order of the file.",
-                )
-            )
-        return then
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        self._started(batch.schema).write_batch(batch)
-        self.rows += batch.num_rows
-
-    def close(self, schema: pa.Schema) -> SavedFile:
-        self._started(schema).close()
-        self.file.close()
-        return SavedFile(
-            path=self.saved_path,
-            kind=self._kind,
-            tables=self._tables,
-            start=self._ranges[0],
-            stop=self._ranges[1],
-            rows=self.rows,
-            bytes=self.file.bytes,
-            crc32=self.file.crc32,
-        )
-
-    def abort(self) -> None:
-        self._writer = None
-        self.file.abort()
-
-    def _started(self, schema: pa.Schema) -> Any:
-        if self._writer is None:
-            import pyarrow as pa
-
-            self._writer = pa.ipc.new_file(_ArrowSink(self.file), schema)
-        return self._writer
-
-
-class _ArrowSink:
-    """What pyarrow writes into: it hands over its buffers as they are, and closes nothing."""
-
-    closed = False
-
-    def __init__(self, file: DurableFile) -> None:
-        self._file = file
-
-    def write(self, data: Buffer) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.bytes
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def _memory(content: Tensor) -> memoryview:
-    bytes_N: Any = content.numpy()
-    return memoryview(bytes_N)
-
-
-def _viewer(content: Tensor) -> Any:
-    base = content.data_ptr()
-
-    def view(buffer: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        start = buffer.address - base + first * dtype.itemsize if count else 0
-        return content[start : start + count * dtype.itemsize].view(dtype)
-
-    return view
-
-
-def _batches(
-    storage: Storage, saved: SavedFile, content: Tensor, schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    """The record batches of a file's checked bytes, which they lie in."""
-    import pyarrow as pa
-
-    try:
-        reader = pa.ipc.open_file(pa.py_buffer(_memory(content)))
-    except pa.ArrowException as error:
-        raise damaged(storage, saved.path, f"not Arrow: {error}", "an Arrow IPC file") from error
-    if not reader.schema.equals(schema):
-        got = " ".join(str(reader.schema).split())
-        raise damaged(storage, saved.path, got, " ".join(str(schema).split()))
-    rows = 0
-    for k in range(reader.num_record_batches):
-        batch = reader.get_batch(k)
-        rows += batch.num_rows
-        if batch.num_rows:
-            yield batch
-    if rows != saved.rows:
-        raise damaged(storage, saved.path, f"{rows} rows", f"{saved.rows} rows")
-
-
-def _table_of(storage: Storage, saved: SavedFile, batch: pa.RecordBatch) -> int:
-    """The table of all rows of a batch."""
-    numbers = batch.column("table").to_numpy()
-    first = int(numbers[0])
-    if first >= len(saved.tables) or (numbers != first).any():
-        raise damaged(storage, saved.path, "a batch of other tables", f"{len(saved.tables)} tables")
-    return first
+        yield table_of(storage, saved, batch), ids_U, counts
 
 
 def _bits(part: Tensor) -> Any:

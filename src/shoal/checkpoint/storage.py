@@ -6,120 +6,25 @@ stores have no rename, and need none: there a whole object appears at once or no
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
+from shoal.checkpoint.durable import (
+    Buffer,
+    DurableFile,
+    LocalSink,
+    RemoteSink,
+    make_folder,
+    sync_folder,
+    told,
+)
 from shoal.errors import CheckpointError, describe
 
 __all__ = ["Buffer", "DurableFile", "Storage"]
 
-Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
-
 _TEMPORARY = ".tmp"
-_SMALL = 1 << 14  # writes below it are gathered
-_ROOM = 1 << 20  # bytes gathered at most
-
-
-class _Sink(Protocol):
-    """Where the bytes of one file go."""
-
-    def write(self, parts: list[memoryview]) -> None: ...
-    def commit(self) -> None: ...
-    def discard(self) -> None: ...
-
-
-class DurableFile:
-    """A file being written, once from front to back; `close` makes it durable.
-
-    Leaving a `with` block by an exception aborts it.
-
-    Attributes:
-        path: below its storage.
-        bytes, crc32: of what was written so far.
-    """
-
-    def __init__(self, path: str, sink: _Sink, where: str) -> None:
-        self.path = path
-        self.bytes = 0
-        self.crc32 = 0
-        self._sink: _Sink | None = sink
-        self._where = where
-        self._small = bytearray()
-
-    def write(self, data: Buffer) -> int:
-        """Append the bytes of a buffer, which is not kept; returns how many."""
-        view = memoryview(data).cast("B")
-        size = len(view)
-        if size < _SMALL:
-            self._small += view
-            if len(self._small) >= _ROOM:
-                self._flush(None)
-        else:
-            self._flush(view)
-        self.bytes += size
-        return size
-
-    def close(self) -> None:
-        """Make it durable. A second call does nothing.
-
-        Raises:
-            CheckpointError: no space, or the device failed; the file is removed then, or does not
-                count.
-        """
-        if self._sink is not None:
-            try:
-                self._flush(None)
-            except CheckpointError:
-                self.abort()
-                raise
-            sink, self._sink = self._sink, None
-            with _told(self._where):
-                sink.commit()
-
-    def abort(self) -> None:
-        """Remove it. Does nothing to a closed file."""
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
-            with _told(self._where):
-                sink.discard()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` or `abort` was called."""
-        return self._sink is None
-
-    def _flush(self, view: memoryview | None) -> None:
-        if self._sink is None:
-            raise ValueError(f"{self._where} is closed")
-        parts = [memoryview(self._small)] if self._small else []
-        if view is not None:
-            parts.append(view)
-        for part in parts:
-            self.crc32 = zlib.crc32(part, self.crc32)
-        with _told(self._where):
-            self._sink.write(parts)
-        self._small = bytearray()
-
-    def __enter__(self) -> DurableFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abort()
 
 
 class Storage:
@@ -169,12 +74,12 @@ class Storage:
     def exists(self, path: str) -> bool:
         """Whether there is a file of that path."""
         full = self._full(path)
-        with _told(full):
+        with told(full):
             return bool(os.path.isfile(full) if self._fs is None else self._fs.isfile(full))
 
     def folders(self) -> tuple[str, ...]:
         """Names of the folders directly below, sorted; none where it does not exist."""
-        with _told(self._root):
+        with told(self._root):
             if self._fs is None:
                 if not os.path.isdir(self._root):
                     return ()
@@ -190,7 +95,7 @@ class Storage:
 
     def files(self) -> tuple[str, ...]:
         """Paths of all files below it, sorted; none where it does not exist."""
-        with _told(self._root):
+        with told(self._root):
             if self._fs is None:
                 found = [
                     os.path.relpath(os.path.join(folder, name), self._root).replace(os.sep, "/")
@@ -210,23 +115,23 @@ class Storage:
         Raises:
             CheckpointError: read-only, or something else lies in the way.
         """
-        with _told(self._root):
+        with told(self._root):
             if self._fs is None:
-                _make_folder(self._root)
+                make_folder(self._root)
             else:
                 self._fs.makedirs(self._root, exist_ok=True)
 
     def create(self, path: str) -> DurableFile:
         """A new file, or one in place of an old one, with the folders that it needs."""
         full = self._full(path)
-        with _told(full):
-            sink = _LocalSink(full) if self._fs is None else _RemoteSink(self._fs, full)
+        with told(full):
+            sink = LocalSink(full) if self._fs is None else RemoteSink(self._fs, full)
         return DurableFile(path, sink, full)
 
     def open(self, path: str) -> BinaryIO:
         """A file to read and seek in."""
         full = self._full(path)
-        with _told(full):
+        with told(full):
             if self._fs is None:
                 return open(full, "rb", buffering=0)
             return self._fs.open(full, "rb")  # type: ignore[no-any-return]
@@ -236,13 +141,13 @@ class Storage:
         import pyarrow as pa  # much to import for whoever only lists
 
         full = self._full(path)
-        with _told(full):
+        with told(full):
             return pa.OSFile(full) if self._fs is None else pa.PythonFile(self.open(path), "r")
 
     def read(self, path: str) -> bytes:
         """The whole of a file."""
         full = self._full(path)
-        with _told(full):
+        with told(full):
             if self._fs is None:
                 with open(full, "rb") as file:
                     return file.read()
@@ -251,7 +156,7 @@ class Storage:
     def read_into(self, path: str, buffer: memoryview) -> int:
         """Read a file from its start until it ends or the buffer is full; returns the bytes."""
         done = 0
-        with self.open(path) as file, _told(self._full(path)):
+        with self.open(path) as file, told(self._full(path)):
             while done < len(buffer):
                 got = file.readinto(buffer[done:])  # type: ignore[attr-defined]
                 if not got:
@@ -262,38 +167,38 @@ class Storage:
     def size(self, path: str) -> int:
         """Bytes of a file."""
         full = self._full(path)
-        with _told(full):
+        with told(full):
             return os.stat(full).st_size if self._fs is None else int(self._fs.info(full)["size"])
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file whole: atomically and durably, where the file system can."""
         full = self._full(path)
         if self._fs is not None:
-            with _told(full):
+            with told(full):
                 self._fs.pipe_file(full, data)
             return
         with self.create(path + _TEMPORARY) as file:
             file.write(data)
-        with _told(full):
+        with told(full):
             os.replace(full + _TEMPORARY, full)
-            _sync_folder(os.path.dirname(full))
+            sync_folder(os.path.dirname(full))
 
     def remove(self, path: str) -> None:
         """Remove a file, durably; one that is not there is fine."""
         full = self._full(path)
-        with _told(full):
+        with told(full):
             if self._fs is None:
                 try:
                     os.unlink(full)
                 except FileNotFoundError:
                     return
-                _sync_folder(os.path.dirname(full))
+                sync_folder(os.path.dirname(full))
             elif self._fs.exists(full):
                 self._fs.rm_file(full)
 
     def remove_tree(self) -> None:
         """Remove the folder and all below it; one that is not there is fine."""
-        with _told(self._root):
+        with told(self._root):
             if self._fs is None:
                 if os.path.isdir(self._root):
                     shutil.rmtree(self._root)
@@ -307,63 +212,6 @@ class Storage:
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{_checked(path)}"
-
-
-class _LocalSink:
-    """A file by its descriptor: no buffer of Python's between the caller's and the kernel's."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
-        try:
-            self._fd = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            _make_folder(os.path.dirname(path))
-            self._fd = os.open(path, flags, 0o666)
-
-    def write(self, parts: list[memoryview]) -> None:
-        while parts:
-            done = os.writev(self._fd, parts)
-            while parts and done >= len(parts[0]):
-                done -= len(parts.pop(0))
-            if done:
-                parts[0] = parts[0][done:]
-
-    def commit(self) -> None:
-        try:
-            os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-        _sync_folder(os.path.dirname(self._path))
-
-    def discard(self) -> None:
-        os.close(self._fd)
-        os.unlink(self._path)
-
-
-class _RemoteSink:
-    """A file of fsspec's, which is there once it is closed."""
-
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        self._file = fs.open(path, "wb")
-
-    def write(self, parts: list[memoryview]) -> None:
-        for part in parts:
-            self._file.write(part)
-
-    def commit(self) -> None:
-        self._file.close()
-
-    def discard(self) -> None:
-        # A file that cannot forget what it was given is closed and removed instead.
-        discard = getattr(self._file, "discard", None)
-        if discard is not None:
-            discard()
-        self._file.close()
-        if self._fs.exists(self._path):
-            self._fs.rm_file(self._path)
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -396,65 +244,3 @@ def _checked(path: str) -> str:
             )
         )
     return path
-
-
-def _make_folder(path: str) -> None:
-    missing = []
-    while path and not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for folder in reversed(missing):
-        # Another rank of this machine may make it at the same moment.
-        os.makedirs(folder, exist_ok=True)
-        _sync_folder(os.path.dirname(folder))
-
-
-def _sync_folder(path: str) -> None:
-    if os.name == "nt":  # where a folder's entries cannot be synced
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-_REASONS: dict[int, tuple[str, str, str]] = {
-    errno.ENOSPC: ("no space left on it", "room for the whole checkpoint",
-                   "Free space, keep fewer checkpoints, or choose another folder."),
-    errno.EDQUOT: ("the quota is used up", "room for the whole checkpoint",
-                   "Free space, keep fewer checkpoints, or choose another folder."),
-    errno.EROFS: ("a read-only file system", "a folder that may be written",
-                  "Choose a folder on a file system that is mounted for writing."),
-    errno.EACCES: ("no permission", "a folder that this user may read and write",
-                   "Change its permissions, or choose another folder."),
-    errno.EPERM: ("no permission", "a folder that this user may read and write",
-                  "Change its permissions, or choose another folder."),
-    errno.ENOENT: ("missing", "a file or folder that is there",
-                   "Check the path; a file of a checkpoint may have been removed."),
-    errno.ENOTDIR: ("a file where a folder is needed", "a folder", "Choose another path."),
-    errno.EEXIST: ("a file where a folder is needed", "a folder", "Choose another path."),
-    errno.EISDIR: ("a folder where a file is needed", "a file", "Choose another path."),
-}  # fmt: skip
-
-
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    """What the file system refuses, as a CheckpointError that says what and why."""
-    try:
-        yield
-    except OSError as error:
-        number = error.errno
-        if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
-            number = errno.ENOENT
-        if number is None and isinstance(error, PermissionError):
-            number = errno.EACCES
-        reason = _REASONS.get(number or 0)
-        got, allowed, remedy = reason or (
-            " ".join(str(error).split()) or type(error).__name__,
-            "a file system that answers",
-            "Check the device or the connection.",
-        )
-        raise CheckpointError(
-            describe(f"checkpoint storage at {path}", got=got, allowed=allowed, remedy=remedy)
-        ) from error

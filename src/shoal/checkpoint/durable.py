@@ -1,0 +1,236 @@
+"""Files being written, which are durable once they are closed, and refusals of file systems."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from shoal.errors import CheckpointError, describe
+
+__all__ = ["Buffer", "DurableFile", "LocalSink", "RemoteSink", "make_folder", "sync_folder", "told"]
+
+Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
+
+_SMALL = 1 << 14  # writes below it are gathered
+_ROOM = 1 << 20  # bytes gathered at most
+
+
+class _Sink(Protocol):
+    """Where the bytes of one file go."""
+
+    def write(self, parts: list[memoryview]) -> None: ...
+    def commit(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+class DurableFile:
+    """A file being written, once from front to back; `close` makes it durable.
+
+    Leaving a `with` block by an exception aborts it.
+
+    Attributes:
+        path: below its storage.
+        bytes, crc32: of what was written so far.
+    """
+
+    def __init__(self, path: str, sink: _Sink, where: str) -> None:
+        self.path = path
+        self.bytes = 0
+        self.crc32 = 0
+        self._sink: _Sink | None = sink
+        self._where = where
+        self._small = bytearray()
+
+    def write(self, data: Buffer) -> int:
+        """Append the bytes of a buffer, which is not kept; returns how many."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        if size < _SMALL:
+            self._small += view
+            if len(self._small) >= _ROOM:
+                self._flush(None)
+        else:
+            self._flush(view)
+        self.bytes += size
+        return size
+
+    def close(self) -> None:
+        """Make it durable. A second call does nothing.
+
+        Raises:
+            CheckpointError: no space, or the device failed; the file is removed then, or does not
+                count.
+        """
+        if self._sink is not None:
+            try:
+                self._flush(None)
+            except CheckpointError:
+                self.abort()
+                raise
+            sink, self._sink = self._sink, None
+            with told(self._where):
+                sink.commit()
+
+    def abort(self) -> None:
+        """Remove it. Does nothing to a closed file."""
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            with told(self._where):
+                sink.discard()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `abort` was called."""
+        return self._sink is None
+
+    def _flush(self, view: memoryview | None) -> None:
+        if self._sink is None:
+            raise ValueError(f"{self._where} is closed")
+        parts = [memoryview(self._small)] if self._small else []
+        if view is not None:
+            parts.append(view)
+        for part in parts:
+            self.crc32 = zlib.crc32(part, self.crc32)
+        with told(self._where):
+            self._sink.write(parts)
+        self._small = bytearray()
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class LocalSink:
+    """A file by its descriptor: no buffer of Python's between the caller's and the kernel's."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+        try:
+            self._fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            make_folder(os.path.dirname(path))
+            self._fd = os.open(path, flags, 0o666)
+
+    def write(self, parts: list[memoryview]) -> None:
+        while parts:
+            done = os.writev(self._fd, parts)
+            while parts and done >= len(parts[0]):
+                done -= len(parts.pop(0))
+            if done:
+                parts[0] = parts[0][done:]
+
+    def commit(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+        sync_folder(os.path.dirname(self._path))
+
+    def discard(self) -> None:
+        os.close(self._fd)
+        os.unlink(self._path)
+
+
+class RemoteSink:
+    """A file of fsspec's, which is there once it is closed."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        self._file = fs.open(path, "wb")
+
+    def write(self, parts: list[memoryview]) -> None:
+        for part in parts:
+            self._file.write(part)
+
+    def commit(self) -> None:
+        self._file.close()
+
+    def discard(self) -> None:
+        # A file that cannot forget what it was given is closed and removed instead.
+        discard = getattr(self._file, "discard", None)
+        if discard is not None:
+            discard()
+        self._file.close()
+        if self._fs.exists(self._path):
+            self._fs.rm_file(self._path)
+
+
+def make_folder(path: str) -> None:
+    """Make a local folder and those above it, each entered durably in the one above."""
+    missing = []
+    while path and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        # Another rank of this machine may make it at the same moment.
+        os.makedirs(folder, exist_ok=True)
+        sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(path: str) -> None:
+    """Make the entries of a local folder durable."""
+    if os.name == "nt":  # where a folder's entries cannot be synced
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+_REASONS: dict[int, tuple[str, str, str]] = {
+    errno.ENOSPC: ("no space left on it", "room for the whole checkpoint",
+                   "Free space, keep fewer checkpoints, or choose another folder."),
+    errno.EDQUOT: ("the quota is used up", "room for the whole checkpoint",
+                   "Free space, keep fewer checkpoints, or choose another folder."),
+    errno.EROFS: ("a read-only file system", "a folder that may be written",
+                  "Choose a folder on a file system that is mounted for writing."),
+    errno.EACCES: ("no permission", "a folder that this user may read and write",
+                   "Change its permissions, or choose another folder."),
+    errno.EPERM: ("no permission", "a folder that this user may read and write",
+                  "Change its permissions, or choose another folder."),
+    errno.ENOENT: ("missing", "a file or folder that is there",
+                   "Check the path; a file of a checkpoint may have been removed."),
+    errno.ENOTDIR: ("a file where a folder is needed", "a folder", "Choose another path."),
+    errno.EEXIST: ("a file where a folder is needed", "a folder", "Choose another path."),
+    errno.EISDIR: ("a folder where a file is needed", "a file", "Choose another path."),
+}  # fmt: skip
+
+
+@contextmanager
+def told(path: str) -> Iterator[None]:
+    """What the file system refuses, as a CheckpointError that says what and why."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno
+        if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
+            number = errno.ENOENT
+        if number is None and isinstance(error, PermissionError):
+            number = errno.EACCES
+        reason = _REASONS.get(number or 0)
+        got, allowed, remedy = reason or (
+            " ".join(str(error).split()) or type(error).__name__,
+            "a file system that answers",
+            "Check the device or the connection.",
+        )
+        raise CheckpointError(
+            describe(f"checkpoint storage at {path}", got=got, allowed=allowed, remedy=remedy)
+        ) from error
