@@ -286,8 +286,8 @@ class JobWriter:
         return _Written(saved, {one.key: one.rows for one in counted})
 
     def _write_sketches(self) -> _Written:
-        """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
-        same again when all ranks that loaded it save it."""
+        """The largest cells of any rank's sketches: never less than an id was seen, and the same
+        again when ranks that all loaded it save it."""
         saved = {}
         ranks = self._collectives
         tables = [
