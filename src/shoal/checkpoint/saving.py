@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import cast
 
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, describe
-from shoal.table.changes import ChangeFeed, Cursor
+from shoal.table.changes import Cursor
 from shoal.table.shard import Shard
 
 __all__ = ["Saving"]
@@ -106,7 +105,7 @@ class Saving:
         """
         self.wait()
         for shard in self._shards:
-            cast(ChangeFeed, shard).release(self.epoch)
+            shard.release(self.epoch)
 
     def _run(self) -> None:
         try:
