@@ -12,7 +12,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kStretch = std::size_t{1} << 15;  // rows scanned under the lock at a time
-constexpr std::size_t kPiece = 1024;                    // rows copied under the lock at a time
+constexpr std::size_t kPiece = 1024;                    // rows copied before they are checked
 constexpr int kMostBins = 12;                           // as bits
 constexpr std::size_t kBinRows = 1024;
 
@@ -238,10 +238,9 @@ std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int 
   return static_cast<std::int64_t>(found_.size());
 }
 
-void Snapshot::gather_piece(std::size_t start, std::size_t stop, const SnapshotColumns& to,
-                            std::vector<std::uint64_t>& missed) const {
+void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t stop,
+                          const SnapshotColumns& to) const {
   constexpr std::size_t kAhead = 16;
-  const RowView view = shard_.table(found_table_).view().rows;
   const std::size_t weights = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
   const auto ask = [&](std::size_t i) {
@@ -257,14 +256,9 @@ void Snapshot::gather_piece(std::size_t start, std::size_t stop, const SnapshotC
   for (std::size_t i = start; i < stop; ++i) {
     if (i + kAhead < stop) ask(i + kAhead);
     const std::uint32_t row = found_[i];
-    const std::uint32_t version = row_version(view, row);
-    if (!images_.unchanged(found_table_, row, version)) {
-      missed.push_back(std::uint64_t{row} << 32 | i);
-      continue;
-    }
     const LastSeen seen = row_seen(view, row);
     to.ids[i] = row_id(view, row);
-    to.versions[i] = version;
+    to.versions[i] = row_version(view, row);
     to.seen_s[i] = seen.seconds;
     to.counts[i] = seen.count;
     std::memcpy(to.weights + i * weights, weight_row(view, row), weights);
@@ -272,15 +266,44 @@ void Snapshot::gather_piece(std::size_t start, std::size_t stop, const SnapshotC
   }
 }
 
+void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t stop,
+                           std::vector<std::uint64_t>& missed) const {
+  for (std::size_t i = start; i < stop; ++i) {
+    const std::uint32_t row = found_[i];
+    if (images_.unchanged(found_table_, row, row_version(view, row))) continue;
+    missed.push_back(std::uint64_t{row} << 32 | i);
+  }
+}
+
+// Rows are copied without the lock, so that a verb hardly waits: what was written meanwhile bears
+// another version by the time the lock is had, for verbs hold it from before they write until after
+// they stamp, and is not taken. Blocks of rows stay where they are; only their list may move.
 void Snapshot::read(const SnapshotColumns& to, int threads) {
   const std::size_t n = found_.size();
   if (n >= std::size_t{1} << 32) throw std::length_error("a range of 2^32 rows");
+  if (n == 0) return;
+  RowView view;
+  std::vector<BlockView> blocks;
+  {
+    const ReadGuard guard(shard_.lock());
+    view = shard_.table(found_table_).view().rows;
+    const auto top = static_cast<std::uint32_t>(highs_[found_table_] - 1);
+    blocks.assign(view.blocks, view.blocks + block_of(view.geometry, top) + 1);
+    view.blocks = blocks.data();
+  }
   const std::size_t pieces = (n + kPiece - 1) / kPiece;
   std::vector<std::vector<std::uint64_t>> missed(static_cast<std::size_t>(std::max(threads, 1)));
   Pool::instance().run(static_cast<std::int64_t>(pieces), threads, [&](std::int64_t k, int lane) {
     const std::size_t start = static_cast<std::size_t>(k) * kPiece;
+    const std::size_t stop = std::min(start + kPiece, n);
+#ifdef __SANITIZE_THREAD__  // which knows no copy that is thrown away
     const ReadGuard guard(shard_.lock());
-    gather_piece(start, std::min(start + kPiece, n), to, missed[lane]);
+    copy_piece(view, start, stop, to);
+#else
+    copy_piece(view, start, stop, to);
+    const ReadGuard guard(shard_.lock());
+#endif
+    check_piece(view, start, stop, missed[lane]);
   });
   std::vector<std::uint64_t> all;
   for (const std::vector<std::uint64_t>& some : missed) {

@@ -85,9 +85,10 @@ class Snapshot {
   const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
   void order(const std::vector<std::size_t>& edges, int bits, int threads);
-  std::vector<std::uint64_t> gather(const SnapshotColumns& to, int threads);
-  void gather_piece(std::size_t start, std::size_t stop, const SnapshotColumns& to,
-                    std::vector<std::uint64_t>& missed) const;
+  void copy_piece(const RowView& view, std::size_t start, std::size_t stop,
+                  const SnapshotColumns& to) const;
+  void check_piece(const RowView& view, std::size_t start, std::size_t stop,
+                   std::vector<std::uint64_t>& missed) const;
   void fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed);
 
   Shard& shard_;
