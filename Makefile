@@ -32,8 +32,8 @@ test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
 
 check: setup
-	$(BIN)/ruff check src tests bench scripts
-	$(BIN)/ruff format --check src tests bench scripts
+	$(BIN)/ruff check src tests bench scripts examples/hrm
+	$(BIN)/ruff format --check src tests bench scripts examples/hrm
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_lanes.py
 
@@ -71,8 +71,8 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 
 format: setup
-	$(BIN)/ruff check --fix src tests bench scripts
-	$(BIN)/ruff format src tests bench scripts
+	$(BIN)/ruff check --fix src tests bench scripts examples/hrm
+	$(BIN)/ruff format src tests bench scripts examples/hrm
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

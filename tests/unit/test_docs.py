@@ -17,7 +17,12 @@ from shoal.config.tree import RunConfig
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-RUNNABLE = [ROOT / "README.md", DOCS / "guide" / "tables.md", DOCS / "reference" / "ops.md"]
+RUNNABLE = [
+    ROOT / "README.md",
+    DOCS / "guide" / "tables.md",
+    DOCS / "guide" / "checkpoints.md",
+    DOCS / "reference" / "ops.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 KEY_ROW = re.compile(r"^\| `([A-Za-z_.]+)` \|", flags=re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,20 +71,23 @@ class TableDiffs:
         return not others and all(table.same for table in self.tables)
 
 
-def diff(a: str | Path, b: str | Path) -> TableDiffs:
+def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None) -> TableDiffs:
     """Compare the rows of two checkpoints, deltas with their whole chain.
 
     Row versions, which count cuts, are not compared. Rows stream: memory does not grow with them.
 
     Args:
         a, b: a checkpoint's folder, or that of a store: its newest checkpoint.
+        tables: keys of the tables to look at; None: all.
 
     Raises:
         CheckpointError: no checkpoint there, or a file of it is missing or damaged.
     """
     rows_a, rows_b = _opened(a), _opened(b)
-    keys_a = [table.key for table in rows_a.tables]
-    keys_b = [table.key for table in rows_b.tables]
+    keys_a, keys_b = (
+        [table.key for table in rows.tables if tables is None or table.key in tables]
+        for rows in (rows_a, rows_b)
+    )
     compared, reshaped = [], []
     for key in keys_a:
         if key not in keys_b:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shoal.cli.bench import bench
+from shoal.cli.ckpt import ckpt
 from shoal.cli.evaluate import evaluate
 from shoal.cli.predict import predict
 from shoal.cli.train import train
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command(name="train", no_args_is_help=True)(train)
 app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
+app.add_typer(ckpt)
 app.add_typer(bench)
 
 

@@ -22,7 +22,15 @@ from shoal.layouts import Feature, Layout, LayoutSlice
 from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
 from shoal.table.spec import Segment, TableSpec
 
-__all__ = ["EMBEDDINGS", "FIRST_ORDER", "AnyModel", "ModelParts", "build_parts", "feature_settings"]
+__all__ = [
+    "EMBEDDINGS",
+    "FIRST_ORDER",
+    "AnyModel",
+    "ModelParts",
+    "build_parts",
+    "feature_settings",
+    "table_spec",
+]
 
 EMBEDDINGS = "embeddings"
 FIRST_ORDER = "first_order"
@@ -80,6 +88,18 @@ def build_parts(
         layouts=_layouts(features, segments),
         module=_module(model, (num_dense, len(features), dim)),
     )
+
+
+def table_spec(config: RunConfig, table: str) -> TableSpec:
+    """The table of that name as the model of a run has it.
+
+    Raises:
+        UnknownName: the config names its features, and none of them uses such a table.
+    """
+    used = {settings.table or name for name, settings in config.features.items()}
+    if used and table not in used:
+        raise unknown_name("table", table, used, remedy="Tables are named by features.*.table.")
+    return _table(table, _settings_of(config, table), _segments_of(config.model))
 
 
 def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, FeatureSettings]:

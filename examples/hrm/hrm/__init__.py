@@ -1,0 +1,1 @@
+"""HRM and TRM, small recurrent reasoning models, on Shoal's public face."""

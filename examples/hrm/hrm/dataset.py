@@ -1,0 +1,297 @@
+"""Puzzle data on disk, in HRM's form: `dataset.json` and five arrays a set.
+
+    <root>/identifiers.json                    names of the puzzle ids; number 0 is "<blank>"
+    <root>/<split>/dataset.json                `Metadata`
+    <root>/<split>/<set>__inputs.npy           uint8 [N, S] tokens
+    <root>/<split>/<set>__labels.npy           uint8 [N, S]
+    <root>/<split>/<set>__puzzle_identifiers.npy  int32 [P]
+    <root>/<split>/<set>__puzzle_indices.npy   int32 [P + 1] first example of each puzzle
+    <root>/<split>/<set>__group_indices.npy    int32 [G + 1] first puzzle of each group
+
+A group is a puzzle and its augmentations. Inputs and labels are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import DataError, describe
+
+__all__ = [
+    "BLANK",
+    "Metadata",
+    "PuzzleData",
+    "PuzzleSet",
+    "SetBuilder",
+    "read_split",
+    "require_alike",
+    "write_split",
+]
+
+BLANK = "<blank>"
+_ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+_MAPPED = ("inputs", "labels")
+_SCANNED_BYTES = 1 << 28
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """`dataset.json`.
+
+    Args:
+        pad_id: token of cells outside of the puzzle.
+        ignore_label_id: label that counts for nothing; None if every label counts.
+        blank_identifier_id: puzzle id of examples that only fill a batch.
+        vocab_size: tokens are below.
+        seq_len: tokens an example, S.
+        num_puzzle_identifiers: puzzle ids are below.
+        total_groups: groups of all sets.
+        mean_puzzle_examples: examples over puzzles.
+        sets: names of the sets.
+    """
+
+    pad_id: int
+    ignore_label_id: int | None
+    blank_identifier_id: int
+    vocab_size: int
+    seq_len: int
+    num_puzzle_identifiers: int
+    total_groups: int
+    mean_puzzle_examples: float
+    sets: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PuzzleSet:
+    """The arrays of one set."""
+
+    inputs: Array
+    labels: Array
+    puzzle_identifiers: Array
+    puzzle_indices: Array
+    group_indices: Array
+
+    @property
+    def examples(self) -> int:
+        """Examples, N."""
+        return len(self.inputs)
+
+    @property
+    def groups(self) -> int:
+        """Groups, G."""
+        return len(self.group_indices) - 1
+
+    def ids_of(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Puzzle ids of examples by number."""
+        puzzles = np.searchsorted(self.puzzle_indices, examples, side="right") - 1
+        return self.puzzle_identifiers[puzzles].astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PuzzleData:
+    """A split: what `dataset.json` says, and its sets by name."""
+
+    path: Path
+    metadata: Metadata
+    sets: Mapping[str, PuzzleSet]
+
+    @property
+    def examples(self) -> int:
+        """Examples of all sets."""
+        return sum(found.examples for found in self.sets.values())
+
+
+class SetBuilder:
+    """Collects examples, puzzles and groups, in that nesting."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Array] = []
+        self._labels: list[Array] = []
+        self._ids: list[int] = []
+        self._puzzles, self._groups, self._examples = [0], [0], 0
+
+    def add_puzzle(self, puzzle_id: int, inputs_NS: Array, labels_NS: Array) -> None:
+        """One puzzle with its examples."""
+        self.add_puzzles([puzzle_id], inputs_NS, labels_NS, len(inputs_NS))
+
+    def add_puzzles(
+        self, puzzle_ids: Sequence[int], inputs_NS: Array, labels_NS: Array, each: int = 1
+    ) -> None:
+        """Puzzles of `each` examples."""
+        self._inputs.append(inputs_NS.astype(np.uint8))
+        self._labels.append(labels_NS.astype(np.uint8))
+        for puzzle_id in puzzle_ids:
+            self._examples += each
+            self._ids.append(puzzle_id)
+            self._puzzles.append(self._examples)
+
+    def end_group(self) -> None:
+        """The puzzles since the last call are a group."""
+        self._groups.append(len(self._ids))
+
+    def build(self, seq_len: int) -> PuzzleSet:
+        """The arrays."""
+        empty = np.zeros((0, seq_len), dtype=np.uint8)
+        return PuzzleSet(
+            np.concatenate([empty, *self._inputs]),
+            np.concatenate([empty, *self._labels]),
+            np.array(self._ids, dtype=np.int32),
+            np.array(self._puzzles, dtype=np.int32),
+            np.array(self._groups, dtype=np.int32),
+        )
+
+
+def write_split(
+    root: str | Path,
+    split: str,
+    sets: Mapping[str, PuzzleSet],
+    *,
+    vocab_size: int,
+    seq_len: int,
+    names: Sequence[str] = (BLANK,),
+    pad_id: int = 0,
+    ignore_label_id: int | None = 0,
+) -> Metadata:
+    """Write a split and the names of its ids; what is there is replaced.
+
+    Raises:
+        DataError: arrays that do not fit each other, before anything is written.
+    """
+    puzzles = sum(len(found.puzzle_identifiers) for found in sets.values())
+    examples = sum(found.examples for found in sets.values())
+    metadata = Metadata(
+        pad_id=pad_id,
+        ignore_label_id=ignore_label_id,
+        blank_identifier_id=0,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_puzzle_identifiers=len(names),
+        total_groups=sum(found.groups for found in sets.values()),
+        mean_puzzle_examples=examples / max(1, puzzles),
+        sets=tuple(sets),
+    )
+    folder = Path(root) / split
+    _check(PuzzleData(folder, metadata, sets))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, found in sets.items():
+        for array in _ARRAYS:
+            np.save(folder / f"{name}__{array}.npy", getattr(found, array))
+    # TRM asks for one key more, which HRM reads over.
+    written = {**dataclasses.asdict(metadata), "total_puzzles": puzzles}
+    (folder / "dataset.json").write_text(json.dumps(written))
+    (Path(root) / "identifiers.json").write_text(json.dumps(list(names)))
+    return metadata
+
+
+def read_split(root: str | Path, split: str) -> PuzzleData:
+    """Open a split.
+
+    Raises:
+        DataError: files missing, or metadata that disagrees with the arrays.
+    """
+    folder = Path(root) / split
+    metadata = _metadata(folder / "dataset.json")
+    sets = {name: _open_set(folder, name) for name in metadata.sets}
+    data = PuzzleData(folder, metadata, sets)
+    _check(data)
+    return data
+
+
+def require_alike(data: PuzzleData, other: PuzzleData) -> None:
+    """Check that a model of one split can be judged on another.
+
+    Raises:
+        DataError: another vocabulary, length or other ids.
+    """
+    for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "blank_identifier_id"):
+        wanted, got = getattr(data.metadata, name), getattr(other.metadata, name)
+        if wanted != got:
+            allowed = f"{wanted}, as at {data.path}"
+            remedy = "Evaluate on data of the same build."
+            raise _wrong(f"{name} of {other.path}", got, allowed, remedy)
+
+
+def _metadata(path: Path) -> Metadata:
+    if not path.is_file():
+        remedy = "Build it with build_sudoku.py, build_maze.py, build_arc.py or build_rules.py."
+        raise _wrong(f"file {path}", "none", "a dataset's folder with train/ and test/", remedy)
+    try:
+        raw = json.loads(path.read_text())
+        fields = {field.name: raw[field.name] for field in dataclasses.fields(Metadata)}
+        return Metadata(**{**fields, "sets": tuple(fields["sets"])})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Metadata))
+        raise _wrong(
+            f"file {path}", f"{error!r}", f"JSON with {names}", "Build it again."
+        ) from error
+
+
+def _open_set(folder: Path, name: str) -> PuzzleSet:
+    arrays = {}
+    for array in _ARRAYS:
+        path = folder / f"{name}__{array}.npy"
+        try:
+            arrays[array] = np.load(path, mmap_mode="r" if array in _MAPPED else None)
+        except (OSError, ValueError) as error:
+            remedy = "Copy the whole folder, or build it again."
+            raise _wrong(f"file {path}", str(error), "an array of numpy's", remedy) from error
+    return PuzzleSet(**arrays)
+
+
+def _check(data: PuzzleData) -> None:
+    """Metadata against arrays."""
+    meta, where = data.metadata, data.path
+    for name, found in data.sets.items():
+        _check_set(f"set {name!r} of {where}", meta, found)
+    groups = sum(found.groups for found in data.sets.values())
+    if groups != meta.total_groups:
+        what = f"total_groups of {where}"
+        raise _wrong(what, meta.total_groups, f"{groups}, as in the arrays", "Build it again.")
+
+
+def _check_set(what: str, meta: Metadata, found: PuzzleSet) -> None:
+    wanted = (found.examples, meta.seq_len)
+    for array in _MAPPED:
+        shape = getattr(found, array).shape
+        if shape != wanted:
+            raise _wrong(f"{array} of {what}", shape, wanted, "See seq_len in dataset.json.")
+        top = _top(getattr(found, array))
+        if top >= meta.vocab_size:
+            allowed = f"tokens below {meta.vocab_size}"
+            raise _wrong(f"{array} of {what}", f"token {top}", allowed, "See vocab_size.")
+    puzzles = len(found.puzzle_identifiers)
+    for array, last in (("puzzle_indices", found.examples), ("group_indices", puzzles)):
+        edges = getattr(found, array)
+        if not len(edges) or edges[0] != 0 or edges[-1] != last or (np.diff(edges) < 0).any():
+            allowed = f"from 0 up to {last}, never down"
+            raise _wrong(
+                f"{array} of {what}", f"{edges[:1]}..{edges[-1:]}", allowed, "Build again."
+            )
+    if len(found.puzzle_indices) != puzzles + 1:
+        got = f"{len(found.puzzle_indices)} for {puzzles} puzzles"
+        raise _wrong(f"puzzle_indices of {what}", got, "one more than puzzles", "Build again.")
+    ids = found.puzzle_identifiers
+    if puzzles and not 0 <= ids.min() <= ids.max() < meta.num_puzzle_identifiers:
+        got = f"{ids.min()}..{ids.max()}"
+        allowed = f"0..{meta.num_puzzle_identifiers - 1}"
+        raise _wrong(f"puzzle ids of {what}", got, allowed, "See num_puzzle_identifiers.")
+
+
+def _top(tokens: Array) -> int:
+    """The largest token; of large arrays, in rows evenly spaced over them."""
+    stride = 1 + tokens.nbytes // _SCANNED_BYTES
+    return int(tokens[::stride].max()) if tokens.size else 0
+
+
+def _wrong(what: str, got: object, allowed: object, remedy: str) -> DataError:
+    return DataError(describe(what, got=got, allowed=allowed, remedy=remedy))

@@ -1,0 +1,245 @@
+"""A model, its table and their optimizers on one or many ranks: one optimizer step a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hrm.adam_atan2 import AdamATan2
+from hrm.carry import Batch, Carry
+from hrm.ema import ParameterAverage
+from hrm.losses import LossKind, act_loss
+from hrm.model import ReasoningModel, exploration
+from hrm.model_config import ModelConfig
+from hrm.puzzle_table import TABLE, PuzzleTable
+from hrm.sampler import Share, TestWindow
+from hrm.schedule import WarmupCosine
+from shoal import DistributedModelParallel, SparseOptimizer, comm
+
+__all__ = ["Learner", "LearnerConfig", "Placing", "PuzzleModel"]
+
+Placing = Literal["data_parallel", "row_wise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How to learn; the defaults are HRM's.
+
+    Args:
+        lr, puzzle_emb_lr: rates of the model and of rows, both on the same course.
+        weight_decay, puzzle_emb_weight_decay: decoupled; of rows that a step touches.
+        total_steps: where the rate's course ends.
+        placement: rows on every rank, or spread over them.
+        freeze_table: rows are read and never moved.
+        ema_decay: of averaged parameters that evaluations use; None for none (TRM: 0.999).
+        compiled: run the model through `torch.compile`.
+        seed: of parameters and exploration, the same on every rank.
+    """
+
+    lr: float = 1e-4
+    lr_min_ratio: float = 1.0
+    lr_warmup_steps: int = 2000
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    puzzle_emb_lr: float = 1e-2
+    puzzle_emb_weight_decay: float = 0.1
+    total_steps: int
+    loss_type: LossKind = "stablemax_cross_entropy"
+    placement: Placing = "data_parallel"
+    freeze_table: bool = False
+    ema_decay: float | None = None
+    compiled: bool = False
+    seed: int = 0
+
+    def rate(self, base: float) -> WarmupCosine:
+        """The course of a rate."""
+        return WarmupCosine(base, self.lr_warmup_steps, self.total_steps, self.lr_min_ratio)
+
+
+class PuzzleModel(nn.Module):
+    """The model with the rows of the puzzles at work, up to the loss."""
+
+    def __init__(
+        self, model: ReasoningModel, table: PuzzleTable | None, loss: LossKind, *, frozen: bool
+    ) -> None:
+        super().__init__()
+        self.model, self.table = model, table
+        self.loss, self.frozen = loss, frozen
+
+    def forward(
+        self, carry: Carry, least_steps_B: Tensor | None = None
+    ) -> tuple[Tensor, Carry, dict[str, Tensor]]:
+        """One step: the loss summed over the batch, what goes on, and sums of figures."""
+        rows_BR: Tensor | None = None
+        if self.table is not None:
+            # Without gradients nothing is inserted: a frozen table stays as it is.
+            with torch.no_grad() if self.frozen else contextlib.nullcontext():
+                rows_BR = self.table(carry.puzzle_ids_B)
+        carry, outputs = self.model(carry, rows_BR, least_steps_B)
+        loss, sums = act_loss(carry, outputs, self.loss)
+        return loss, carry, sums
+
+
+class Learner:
+    """Steps and evaluations; every rank calls them alike.
+
+    Args:
+        model_config, config: what to learn and how.
+        share: this rank's part of global batches.
+        mesh: the ranks, from `shoal.comm.init`.
+
+    Attributes:
+        step: optimizer steps done.
+        carry: the slots' work in progress; None before the first step.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, config: LearnerConfig, share: Share, mesh: comm.Mesh
+    ) -> None:
+        self.config, self.share, self.mesh = config, share, mesh
+        self.model = ReasoningModel(model_config, seed=config.seed).to(mesh.device)
+        self.table = self._make_table(model_config)
+        whole = PuzzleModel(self.model, self.table, config.loss_type, frozen=config.freeze_table)
+        if config.compiled:
+            self.model.compile(dynamic=False)
+        placement = None if self.table is None else {TABLE: config.placement}
+        self.whole = DistributedModelParallel(whole, placement=placement, mesh=mesh)
+        self.dense = AdamATan2(
+            self.model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        self.sparse: SparseOptimizer | None = None
+        if self.table is not None and not config.freeze_table:
+            rate = config.rate(config.puzzle_emb_lr)
+            self.sparse = SparseOptimizer(self.whole, rates={TABLE: rate})
+        self.average: ParameterAverage | None = None
+        if config.ema_decay is not None:
+            self.average = ParameterAverage(self.model, config.ema_decay)
+        self._figures = mesh.collectives("figures")
+        self._rate = config.rate(config.lr)
+        self.step = 0
+        self.carry: Carry | None = None
+
+    def _make_table(self, model_config: ModelConfig) -> PuzzleTable | None:
+        if not model_config.puzzle_dim:
+            return None
+        return PuzzleTable(
+            model_config.puzzle_dim,
+            lr=self.config.puzzle_emb_lr,
+            weight_decay=self.config.puzzle_emb_weight_decay,
+            device=str(self.mesh.device),
+        )
+
+    def learn(self, batch: Batch) -> dict[str, Tensor]:
+        """One optimizer step, for which halted slots take the batch's examples.
+
+        Args:
+            batch: this rank's part of the global batch, on the CPU or the device.
+
+        Returns:
+            sums of this rank's figures, on the device; see `totals`.
+        """
+        self.whole.train()
+        share, device = self.share, self.mesh.device
+        batch = batch.to(device, non_blocking=True)
+        going = Carry.empty(self.model.config, batch) if self.carry is None else self.carry
+        least_B = exploration(
+            self.model.config,
+            seed=self.config.seed,
+            step=self.step,
+            global_batch=share.global_batch,
+            first=share.first,
+            count=share.count,
+        )
+        going = self.model.admit(going, batch)
+        loss, self.carry, sums = self._run(going, least_B.to(device, non_blocking=True))
+        # Ranks' gradients are averaged: so this is the global sum over the global batch's size.
+        (loss / share.count).backward()  # type: ignore[no-untyped-call]
+        for group in self.dense.param_groups:
+            group["lr"] = self._rate(self.step)
+        if self.sparse is not None:
+            self.sparse.step()
+        self.dense.step()
+        self.dense.zero_grad()
+        if self.average is not None:
+            self.average.update()
+        self.step += 1
+        return sums
+
+    def evaluate(self, windows: Iterable[TestWindow]) -> dict[str, dict[str, float]]:
+        """Figures of each set after all steps, with averaged parameters if there are any."""
+        self.whole.eval()
+        sums: dict[str, dict[str, Tensor]] = {}
+        lent = contextlib.nullcontext() if self.average is None else self.average.applied()
+        with torch.no_grad(), lent:
+            for window in windows:
+                found = self._answer(window.batch.to(self.mesh.device, non_blocking=True))
+                into = sums.setdefault(window.set_name, {})
+                for name, value in found.items():
+                    into[name] = into[name] + value if name in into else value
+        return {name: self._means(found, None) for name, found in sums.items()}
+
+    def _answer(self, batch: Batch) -> dict[str, Tensor]:
+        carry = self.model.admit(Carry.empty(self.model.config, batch), batch)
+        figures: dict[str, Tensor] = {}
+        for _ in range(self.model.config.halt_max_steps):
+            _, carry, figures = self._run(carry, None)
+        return figures
+
+    def _run(
+        self, carry: Carry, least_steps_B: Tensor | None
+    ) -> tuple[Tensor, Carry, dict[str, Tensor]]:
+        found: tuple[Tensor, Carry, dict[str, Tensor]] = self.whole(carry, least_steps_B)
+        return found
+
+    def totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures of one step on all ranks: means of what halted, losses per slot, the count.
+
+        A collective call that waits for the device.
+        """
+        return self._means(sums, self.share.global_batch)
+
+    def _means(self, sums: Mapping[str, Tensor], slots: int | None) -> dict[str, float]:
+        names = sorted(sums)
+        values = torch.stack([sums[name].double() for name in names])
+        reduced = self._figures.all_reduce(values, "sum", what="figures").wait()[0].tolist()
+        total = dict(zip(names, reduced, strict=True))
+        count = max(total["count"], 1)
+        means = {
+            name: value / (slots if slots is not None and name.endswith("loss") else count)
+            for name, value in total.items()
+        }
+        return {**means, "count": total["count"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the table's rows; the carry is this rank's."""
+        state: dict[str, Any] = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "dense": self.dense.state_dict(),
+            "carry": None if self.carry is None else self.carry.state_dict(),
+        }
+        if self.sparse is not None:
+            state["sparse"] = self.sparse.state_dict()
+        if self.average is not None:
+            state["average"] = self.average.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another learner of the same configuration was; rows are loaded apart."""
+        self.model.load_state_dict(state["model"])
+        self.dense.load_state_dict(state["dense"])
+        if self.sparse is not None:
+            self.sparse.load_state_dict(state["sparse"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        carry = state["carry"]
+        self.carry = None if carry is None else Carry.from_state(carry).to(self.mesh.device)
+        self.step = state["step"]

@@ -1,0 +1,255 @@
+"""Rows that come in any order, put in the order of their hashes outside of memory.
+
+They are kept in sorted runs: those that do not fit in memory are files of a temporary folder. What
+is asked for by hash range is merged from all runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.interchange.entries import (
+    STATE_DTYPES,
+    WEIGHT_DTYPES,
+    Entries,
+    TableForm,
+    malformed,
+)
+from shoal.checkpoint.manifest import SavedTable
+from shoal.errors import CheckpointError, describe
+from shoal.placement import hash_ids
+from shoal.table.shard import RowChunk
+from shoal.table.snapshot import HASHES
+
+__all__ = ["CollectedRows"]
+
+_RUN_BYTES = 32 << 20
+_PIECES = 256  # of the hash range, for what looks at all hashes
+_LARGEST = (1 << 32) - 1
+_Array = Any  # a NumPy array of records
+
+
+class CollectedRows:
+    """A row source of whole tables: add rows, `finish`, then read.
+
+    Args:
+        forms: the tables.
+        last_seen_s: of rows that do not say when they were seen.
+        run_bytes: rows in memory before some go to a file; None: 32 MiB.
+    """
+
+    def __init__(
+        self, forms: Sequence[TableForm], *, last_seen_s: int = 0, run_bytes: int | None = None
+    ) -> None:
+        self._forms = tuple(forms)
+        self._last_seen_s = last_seen_s
+        self._run_bytes = _RUN_BYTES if run_bytes is None else run_bytes
+        self._dtypes = [_record(form) for form in self._forms]
+        self._waiting: list[list[_Array]] = [[] for _ in self._forms]
+        self._bytes = [0] * len(self._forms)
+        self._latest = [1] * len(self._forms)
+        # Of each run its hashes, and its rows or the file that they are in.
+        self._runs: list[list[tuple[_Array, _Array | Path]]] = [[] for _ in self._forms]
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-import-")
+
+    def __enter__(self) -> CollectedRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget the rows and remove the runs."""
+        self._runs = [[] for _ in self._forms]
+        self._folder.cleanup()
+
+    def add(self, table: int, entries: Entries) -> None:
+        """Take some rows of a table.
+
+        Raises:
+            DataError: other columns or state than the table has, or state missing.
+        """
+        form, dtype = self._forms[table], self._dtypes[table]
+        self._check(form, entries)
+        rows = np.empty(entries.ids.numel(), dtype=dtype)
+        rows["h"] = hash_ids(form.table.hash_name, entries.ids).numpy().view(np.uint64)
+        rows["id"] = entries.ids.numpy()
+        defaults = {"version": 1, "last_seen_s": self._last_seen_s, "count": 1}
+        given = (entries.versions, entries.last_seen_s, entries.counts)
+        for (name, default), values in zip(defaults.items(), given, strict=True):
+            rows[name] = default if values is None else values.clamp(0, _LARGEST).numpy()
+        self._latest[table] = max(self._latest[table], int(rows["version"].max(initial=1)))
+        rows["weights"] = _stored(form.table, entries)
+        if form.table.state_width:
+            state = form.initial_state if entries.state is None else entries.state
+            assert state is not None
+            rows["state"] = state.to(STATE_DTYPES[form.table.dtype]).numpy()
+        self._waiting[table].append(rows)
+        self._bytes[table] += rows.nbytes
+        if sum(self._bytes) > self._run_bytes:
+            self._spill(self._bytes.index(max(self._bytes)))
+
+    def finish(self) -> None:
+        """End adding.
+
+        Raises:
+            DataError: an id came twice.
+        """
+        for table, waiting in enumerate(self._waiting):
+            if waiting:
+                rows = self._sorted(table)
+                self._runs[table].append((rows["h"].copy(), rows))
+        for table, form in enumerate(self._forms):
+            self._check_distinct(table, form)
+
+    def rows(self, table: int) -> int:
+        """Rows of a table."""
+        return sum(len(hashes) for hashes, _ in self._runs[table])
+
+    def latest(self, table: int) -> int:
+        """The largest version of a row, 1 or more."""
+        return self._latest[table]
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top bits of their hash: int64 [2^bits]."""
+        counts = np.zeros(1 << bits, dtype=np.int64)
+        for hashes, _ in self._runs[table]:
+            for start in range(0, len(hashes), 1 << 20):
+                piece = hashes[start : start + (1 << 20)]
+                top = piece >> np.uint64(64 - bits) if bits else np.zeros_like(piece)
+                counts += np.bincount(top.astype(np.int64), minlength=1 << bits)
+        return torch.from_numpy(counts)
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with start <= h < stop, ordered by h."""
+        form = self._forms[table].table
+        rows = self._merged(table, start, stop)
+        weights = torch.from_numpy(rows["weights"].copy())
+        state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype])
+        return RowChunk(
+            table=form.name,
+            ids=torch.from_numpy(rows["id"].copy()),
+            weights=weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
+            state=torch.from_numpy(rows["state"].copy()) if form.state_width else state,
+            versions=torch.from_numpy(rows["version"].astype(np.int64)),
+            last_seen_s=torch.from_numpy(rows["last_seen_s"].astype(np.int64)),
+            counts=torch.from_numpy(rows["count"].astype(np.int64)),
+        )
+
+    def deleted(self, table: int) -> Tensor:
+        """None: int64 [0]."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def _merged(self, table: int, start: int, stop: int) -> _Array:
+        found = [np.empty(0, dtype=self._dtypes[table])]
+        for hashes, rows in self._runs[table]:
+            low, high = _between(hashes, start, stop)
+            if low < high:
+                found.append(self._of_run(table, rows, low, high))
+        merged = np.concatenate(found)
+        return merged[np.argsort(merged["h"], kind="stable")] if len(found) > 2 else merged
+
+    def _of_run(self, table: int, rows: _Array | Path, low: int, high: int) -> _Array:
+        if not isinstance(rows, Path):
+            return rows[low:high]
+        dtype = self._dtypes[table]
+        return np.fromfile(rows, dtype=dtype, count=high - low, offset=low * dtype.itemsize)
+
+    def _sorted(self, table: int) -> _Array:
+        rows = np.concatenate(self._waiting[table])
+        self._waiting[table], self._bytes[table] = [], 0
+        return rows[np.argsort(rows["h"], kind="stable")]
+
+    def _spill(self, table: int) -> None:
+        rows = self._sorted(table)
+        stem = Path(self._folder.name) / f"{table}-{len(self._runs[table])}"
+        try:
+            rows["h"].tofile(f"{stem}.hashes")
+            rows.tofile(f"{stem}.rows")
+        except OSError as error:
+            raise CheckpointError(
+                describe(
+                    f"rows on their way, in {self._folder.name}",
+                    got=error.strerror or error,
+                    allowed="room for the weights and state of all rows",
+                    remedy="Set TMPDIR to a folder with more room.",
+                )
+            ) from error
+        mapped = np.memmap(f"{stem}.hashes", dtype=np.uint64, mode="r")
+        self._runs[table].append((mapped, Path(f"{stem}.rows")))
+
+    def _check(self, form: TableForm, entries: Entries) -> None:
+        table = form.table
+        what = f"table {table.name!r} that come in"
+        if entries.weights.shape[1] != table.dim:
+            got = f"vectors of {entries.weights.shape[1]} columns"
+            remedy = "Give the table the columns of the vectors."
+            raise malformed(what, got, f"{table.dim}, as the table has", remedy)
+        if entries.state is None and form.initial_state is None and table.state_width:
+            remedy = "Name the optimizer whose initial state they take: --optimizer or --config."
+            raise malformed(what, "no optimizer state", f"{table.state_width} floats", remedy)
+        if entries.state is not None and entries.state.shape[1] != table.state_width:
+            got = f"state of {entries.state.shape[1]} floats"
+            raise malformed(what, got, table.state_width, "Leave the state out: --weights-only.")
+
+    def _check_distinct(self, table: int, form: TableForm) -> None:
+        twice: list[int] = []
+        count, width = 0, HASHES // _PIECES
+        for piece in range(_PIECES):
+            start, stop = piece * width, (piece + 1) * width
+            runs = [
+                hashes[slice(*_between(hashes, start, stop))] for hashes, _ in self._runs[table]
+            ]
+            ordered = np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.uint64)
+            again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+            count += len(again)
+            named = again[: 5 - len(twice)].tolist()
+            twice.extend(int(self._merged(table, h, h + 1)["id"][0]) for h in named)
+        if count:
+            more = f" and {count - len(twice)} more" if count > len(twice) else ""
+            raise malformed(
+                f"table {form.table.name!r} that come in",
+                f"ids {', '.join(map(str, twice))}{more} more than once",
+                "each id once",
+                "Keep one row for each id.",
+            )
+
+
+def _record(form: TableForm) -> np.dtype[Any]:
+    weights = {"float32": "f4", "float16": "f2", "bfloat16": "i2", "float64": "f8"}
+    table = form.table
+    fields: list[tuple[Any, ...]] = [("h", "u8"), ("id", "i8"), ("version", "u4")]
+    fields += [("last_seen_s", "u4"), ("count", "u4")]
+    fields += [("weights", weights[table.dtype], (table.dim,))]
+    if table.state_width:
+        real = "f8" if table.dtype == "float64" else "f4"
+        fields += [("state", real, (table.state_width,))]
+    return np.dtype(fields)
+
+
+def _stored(table: SavedTable, entries: Entries) -> Any:
+    """Weights in the table's dtype; bfloat16 as the int16 of its bits."""
+    stored = entries.weights.to(WEIGHT_DTYPES[table.dtype])
+    lost = (entries.weights.isfinite() & ~stored.isfinite()).any(1)
+    if lost.any():
+        row = int(lost.nonzero()[0])
+        raise malformed(
+            f"table {table.name!r} that come in",
+            f"a weight of {float(entries.weights[row].abs().max()):.4g} at id {entries.ids[row]}",
+            f"numbers that {table.dtype} holds",
+            "Choose a wider dtype.",
+        )
+    return (stored.view(torch.int16) if table.dtype == "bfloat16" else stored).numpy()
+
+
+def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:
+    low = int(np.searchsorted(hashes, np.uint64(start))) if start else 0
+    high = len(hashes) if stop >= HASHES else int(np.searchsorted(hashes, np.uint64(stop)))
+    return low, high

@@ -1,0 +1,142 @@
+"""Plain dumps of (id, vector): NumPy's .npz, and text with a line for each id."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.checkpoint.interchange.entries import Entries, Offered, Source, malformed, need_file
+
+__all__ = ["open_npz", "open_text", "rows_at_once"]
+
+_PIECE_BYTES = 8 << 20
+_DELIMITERS = (",", "\t", ";", " ")
+
+
+def rows_at_once(dim: int) -> int:
+    """Rows of D columns to hand on together: some MiB of them."""
+    return max(1, _PIECE_BYTES // (8 * (dim + 4)))
+
+
+def open_npz(path: Path, table: str) -> Source:
+    """Open an .npz with one array of ids [N], integers, and one of vectors [N, D], floats.
+
+    Raises:
+        DataError: no such file, or other arrays in it.
+    """
+    need_file(path, "an .npz file with ids [N] and vectors [N, D]")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise malformed(path, " ".join(str(error).split()), "an .npz file", "Check it.") from error
+    ids = [a for a in arrays.values() if a.ndim == 1 and a.dtype.kind in "iu"]
+    vectors = [a for a in arrays.values() if a.ndim == 2 and a.dtype.kind == "f"]
+    if len(ids) != 1 or len(vectors) != 1 or len(ids[0]) != len(vectors[0]):
+        got = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
+        allowed = "one array of ids, integers [N], and one of vectors, floats [N, D]"
+        raise malformed(path, got or "no arrays", allowed, "Save it with those two only.")
+    return _Arrays(table, ids[0], vectors[0])
+
+
+def open_text(path: Path, table: str) -> Source:
+    """Open lines "id, v1, ..., vD", between them a comma, tab, semicolon or space.
+
+    A first line that does not begin with a number is a header and is skipped.
+
+    Raises:
+        DataError: no such file, or a first line of another form.
+    """
+    need_file(path, "a text file with lines of an id and its vector")
+    allowed = "lines of an integer and at least one number"
+    try:
+        with path.open(encoding="utf-8") as file:
+            first, second = file.readline().strip(), file.readline().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise malformed(path, error, allowed, "Check the file.") from error
+    skipped = not _is_whole(_split(first)[0])
+    line = second if skipped else first
+    fields = _split(line)
+    if len(fields) < 2 or not _is_whole(fields[0]):
+        raise malformed(path, repr(line[:60]), allowed, "Put the id before its vector.")
+    delimiter = next(one for one in _DELIMITERS if one in line)
+    return _Lines(path, table, len(fields) - 1, delimiter, skipped)
+
+
+class _Arrays:
+    def __init__(self, table: str, ids: Any, vectors: Any) -> None:
+        self._ids, self._vectors = ids, vectors
+        self._offered = Offered(name=table, dim=vectors.shape[1])
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return (self._offered,)
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        many = rows_at_once(self._offered.dim)
+        for start in range(0, len(self._ids) if self._offered.name in wanted else 0, many):
+            ids = self._ids[start : start + many].astype(np.int64)
+            vectors = np.array(self._vectors[start : start + many], order="C")
+            yield (
+                self._offered.name,
+                Entries(ids=torch.from_numpy(ids), weights=torch.from_numpy(vectors)),
+            )
+
+
+class _Lines:
+    def __init__(self, path: Path, table: str, dim: int, delimiter: str, skipped: bool) -> None:
+        self._path, self._delimiter, self._skipped = path, delimiter, skipped
+        self._offered = Offered(name=table, dim=dim)
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return (self._offered,)
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        import pyarrow as pa
+
+        if self._offered.name not in wanted:
+            return
+        allowed = f"lines of an integer and {self._offered.dim} numbers"
+        try:
+            for batch in self._batches():
+                columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+                weights = np.stack(columns[1:], axis=1)
+                yield (
+                    self._offered.name,
+                    Entries(
+                        ids=torch.from_numpy(columns[0].copy()),
+                        weights=torch.from_numpy(np.ascontiguousarray(weights)),
+                    ),
+                )
+        except pa.ArrowException as error:
+            got = " ".join(str(error).split())
+            raise malformed(self._path, got, allowed, "Correct that line.") from error
+
+    def _batches(self) -> Iterator[Any]:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        names = ["id", *(f"v{index}" for index in range(self._offered.dim))]
+        types = {name: pa.float64() for name in names} | {"id": pa.int64()}
+        with csv.open_csv(
+            self._path,
+            read_options=csv.ReadOptions(column_names=names, skip_rows=int(self._skipped)),
+            parse_options=csv.ParseOptions(delimiter=self._delimiter),
+            convert_options=csv.ConvertOptions(column_types=types, null_values=[]),
+        ) as reader:
+            yield from reader
+
+
+def _split(line: str) -> list[str]:
+    delimiter = next((one for one in _DELIMITERS if one in line), " ")
+    return [field.strip() for field in line.split(delimiter)]
+
+
+def _is_whole(field: str) -> bool:
+    return field.lstrip("+-").isdigit()

@@ -1,0 +1,310 @@
+"""`shoal ckpt`: look at checkpoints, check and compare them, move rows in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.shell import Debug, clean_errors, console
+
+__all__ = ["ckpt"]
+
+ckpt = typer.Typer(
+    name="ckpt",
+    help="Look into checkpoints, check and compare them, move rows in and out.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+_EXIT_DIFFERENT = 1
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="Folder or URL of a checkpoint, of a store of them, or of a run: then its newest.",
+        show_default=False,
+    ),
+]
+Tables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--table",
+        metavar="NAME",
+        help="This table only, as collection/table or table; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+@ckpt.callback()
+def _ckpt() -> None:
+    """Look into checkpoints, check and compare them, move rows in and out."""
+
+
+@ckpt.command(name="inspect", no_args_is_help=True)
+def inspect(
+    path: Checkpoint,
+    tables: Tables = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a checkpoint holds: step, chain, tables with ages and norms, dense modules, files.
+
+    Reads all rows, a few MiB at a time. Ages are seconds of event time before the newest row of
+    the table. Of a delta, the rows are those of its whole chain.
+
+    Examples:
+
+      shoal ckpt inspect runs/flights-20131101-120000
+
+      shoal ckpt inspect checkpoints/step-000000002000-delta --table deepfm/carrier --json
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_inspect
+
+        ckpt_inspect.show(path, tables or (), as_json=as_json, out=console())
+
+
+@ckpt.command(name="verify", no_args_is_help=True)
+def verify(
+    path: Checkpoint,
+    chain: Annotated[
+        bool, typer.Option("--chain/--alone", help="With the checkpoints that it builds on.")
+    ] = True,
+    debug: Debug = False,
+) -> None:
+    """Check every file: size and checksum, order and ranges of rows, counts.
+
+    Exits with 0 when all is well, with 1 when files are wrong, which it names.
+
+    Examples:
+
+      shoal ckpt verify checkpoints
+
+      shoal ckpt verify s3://bucket/checkpoints/step-000000002000-delta --alone
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_verify
+
+        if not ckpt_verify.verify(path, chain=chain, out=console()):
+            raise typer.Exit(_EXIT_DIFFERENT)
+
+
+@ckpt.command(name="diff", no_args_is_help=True)
+def diff(
+    left: Annotated[
+        str, typer.Argument(metavar="A", help="Folder or URL, as of inspect.", show_default=False)
+    ],
+    right: Annotated[
+        str, typer.Argument(metavar="B", help="Folder or URL, as of inspect.", show_default=False)
+    ],
+    tables: Tables = None,
+    debug: Debug = False,
+) -> None:
+    """Compare two checkpoints: rows that only one has, rows and dense parameters that differ.
+
+    Exits with 0 when they are equal, with 1 when not. Neither world size nor files matter.
+
+    Examples:
+
+      shoal ckpt diff runs/a/checkpoints runs/b/checkpoints
+
+      shoal ckpt diff checkpoints/step-000000001000-full checkpoints/step-000000002000-delta
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_diff
+
+        if not ckpt_diff.diff(left, right, tables or (), out=console()):
+            raise typer.Exit(_EXIT_DIFFERENT)
+
+
+@ckpt.command(name="compact", no_args_is_help=True)
+def compact(path: Checkpoint, debug: Debug = False) -> None:
+    """Write the chain that ends in a delta as one full checkpoint beside it.
+
+    The chain stays; the new one loads by itself and can be a parent. Its row files have the bytes
+    that a full save at that step would have written.
+
+    Example:
+
+      shoal ckpt compact checkpoints/step-000000002000-delta
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_compact
+
+        ckpt_compact.compact(path, out=console())
+
+
+@ckpt.command(name="export", no_args_is_help=True)
+def export(
+    path: Checkpoint,
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", help="New or empty folder.", show_default=False),
+    ],
+    form: Annotated[str, typer.Option("--format", metavar="NAME", help="parquet.")] = "parquet",
+    tables: Tables = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Leave out optimizer state, version, time and count."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the rows as Parquet: a folder for each table, which pandas, polars and DuckDB read.
+
+    Columns: id, weights (list of floats), state (list of floats), version, last_seen_s, count.
+
+    Examples:
+
+      shoal ckpt export runs/flights-20131101-120000 --out rows
+
+      shoal ckpt export checkpoints --out vectors --table deepfm/carrier --weights-only
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_export
+
+        ckpt_export.export(
+            path, out, form=form, tables=tables or (), weights_only=weights_only, tell=console()
+        )
+
+
+@ckpt.command(name="import", no_args_is_help=True)
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="File or folder to read.", show_default=False)
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", metavar="DIR", help="New or empty folder, or URL.", show_default=False
+        ),
+    ],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="parquet, monolith (EntryDump records), embedding (a torch state dict), npz, text "
+            "(lines: id, then its vector).",
+        ),
+    ] = "parquet",
+    tables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            metavar="NAME",
+            help="Table to make; may be repeated. All that the source names if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Collection of the tables; if left out what the source says, the model's kind "
+            "with --config, or embeddings.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Config of a run: segments, optimizers and dtype of its tables.",
+            show_default=False,
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="In place of a config: rule whose initial state rows get, adagrad or "
+            "'{kind: adagrad, initial_accumulator: 0.1}'.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --optimizer: float32, float16, bfloat16 or float64; float32 if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="embedding: key of the weights in the state dict, one for each --table.",
+            show_default=False,
+        ),
+    ] = None,
+    id_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="parquet: column of ids.", show_default=False),
+    ] = None,
+    vector_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="parquet: column of vectors.", show_default=False),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out state that the source has.")
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of initial values of rows to come; the config's, or 0, if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    last_seen_s: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            help="Unix time at which rows count as seen that do not say it; now if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Make a full checkpoint of rows from elsewhere.
+
+    Rows whose source has no optimizer state get their rule's initial one: name the rule by
+    --config or --optimizer. What `shoal ckpt export` wrote needs neither.
+
+    Examples:
+
+      shoal ckpt import rows --out checkpoints
+
+      shoal ckpt import model.pt --format embedding --table user --key user_emb.weight
+      --optimizer adagrad --out checkpoints
+
+      shoal ckpt import dump/MonolithMultiHashTable_0 --format monolith --config run.yaml
+      --out checkpoints
+    """
+    with clean_errors(debug):
+        from shoal.cli import ckpt_import
+
+        ckpt_import.import_rows(
+            ckpt_import.Request(
+                source=source,
+                out=out,
+                form=form,
+                tables=tuple(tables or ()),
+                collection=collection,
+                config=config,
+                optimizer=optimizer,
+                dtype=dtype,
+                keys=tuple(key or ()),
+                id_column=id_column,
+                vector_column=vector_column,
+                weights_only=weights_only,
+                seed=seed,
+                last_seen_s=last_seen_s,
+            ),
+            tell=console(),
+        )
