@@ -156,50 +156,68 @@ def test_one_rank_goes_on_from_any_step(tmp_path: Path, case: str) -> None:
 PLACED = {
     "distributed": {"placement": {"default": "row_wise", "tables": {"carrier": "data_parallel"}}}
 }
-
-
-def test_two_ranks_go_on_from_any_step(tmp_path: Path) -> None:
-    """Through a pipeline: ids of later batches have been sent when a save is due."""
-    stale = {"distributed": {"staleness": 1}}
-    never = {"checkpoint": {"every_steps": None}}
-    jobs = [
-        (tmp_path / "whole", PLACED, None),
-        (tmp_path / "unsaved", {**PLACED, **never}, None),
-        (tmp_path / "stale", stale, None),
-    ]
-    ((whole, unsaved, late), _) = run_ranks(2, run_all, jobs, timeout_s=100)
-    assert rows_of(unsaved) == rows_of(whole)
-    left = {step: cut_short(whole, tmp_path / str(step) / "run", step) for step in (1, 6)}
-    lag = cut_short(late, tmp_path / "lag" / "run", 5)
-    again = [(tmp_path / "other", PLACED, str(path)) for path in left.values()]
-    run_ranks(2, run_all, [*again, (tmp_path / "other", stale, str(lag))], timeout_s=100)
-    for path in left.values():
-        assert_same_run(path, whole)
-    assert_same_run(lag, late)
-
-
+STALE = {"distributed": {"staleness": 1}}
 SMOOTH = {"model": {"kind": "deepfm", "hidden": [4]}}
+NEVER = {"checkpoint": {"every_steps": None}}
+OFTEN = {"checkpoint": {"every_steps": None, "every_s": 1e-6, "background": True}}
 
 
-def test_other_numbers_of_ranks_go_on_without_loss_or_repeat(tmp_path: Path) -> None:
-    (alone,) = run_all([(tmp_path / "one", SMOOTH, None)])
-    ((both,), _) = run_ranks(2, run_all, [(tmp_path / "two", SMOOTH, None)], timeout_s=100)
-    fewer = cut_short(both, tmp_path / "fewer" / "run", 5)
-    more = cut_short(alone, tmp_path / "more" / "run", 5)
-    run_all([(tmp_path / "other", SMOOTH, str(fewer))])
-    run_ranks(2, run_all, [(tmp_path / "other", SMOOTH, str(more))], timeout_s=100)
-    wanted = figures(alone)
-    for folder in (fewer, more):
-        found = figures(folder)
-        for name in ("train_examples", "train_ids", "steps", "rows_by_table"):
-            assert found[name] == wanted[name], name
-        for model, sheet in wanted["models"].items():
-            assert found["models"][model] == pytest.approx(sheet, rel=1e-3), model
-        points = [(row["step"], row.get("examples")) for row in told(folder)]
-        assert points == [(row["step"], row.get("examples")) for row in told(alone)]
-        last = told(folder)[STEPS - 1]
-        assert last["auc/deepfm"] == pytest.approx(told(alone)[STEPS - 1]["auc/deepfm"], rel=1e-4)
-        assert verify(str(folder / "checkpoints")).problems == ()
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of two ranks, and such that go on from one of their checkpoints or of one rank's."""
+    base = tmp_path_factory.mktemp("two")
+    every = {
+        "whole": PLACED,
+        "unsaved": {**PLACED, **NEVER},
+        "late": STALE,
+        "both": SMOOTH,
+        "often": OFTEN,
+    }
+    jobs = [(base / name, changes, None) for name, changes in every.items()]
+    found = dict(zip(every, run_ranks(2, run_all, jobs, timeout_s=100)[0], strict=True))
+    (found["alone"],) = run_all([(base / "alone", SMOOTH, None)])
+    again = {
+        "whole from 1": (cut_short(found["whole"], base / "1" / "run", 1), PLACED),
+        "whole from 6": (cut_short(found["whole"], base / "6" / "run", 6), PLACED),
+        "late from 5": (cut_short(found["late"], base / "5" / "run", 5), STALE),
+        "more": (cut_short(found["alone"], base / "more" / "run", 5), SMOOTH),
+    }
+    later = [(base / "other", changes, str(left)) for left, changes in again.values()]
+    run_ranks(2, run_all, later, timeout_s=100)
+    found |= {name: left for name, (left, _) in again.items()}
+    found["fewer"] = cut_short(found["both"], base / "fewer" / "run", 5)
+    run_all([(base / "other", SMOOTH, str(found["fewer"]))])
+    return found
+
+
+def test_two_ranks_go_on_from_any_step(two: dict[str, Path]) -> None:
+    """Through a pipeline: ids of later batches have been sent when a save is due."""
+    assert rows_of(two["unsaved"]) == rows_of(two["whole"])
+    assert_same_run(two["whole from 1"], two["whole"])
+    assert_same_run(two["whole from 6"], two["whole"])
+    assert_same_run(two["late from 5"], two["late"])
+
+
+@pytest.mark.parametrize("side", ["fewer", "more"])
+def test_other_numbers_of_ranks_go_on_without_loss_or_repeat(
+    two: dict[str, Path], side: str
+) -> None:
+    found, wanted = figures(two[side]), figures(two["alone"])
+    for name in ("train_examples", "train_ids", "steps", "rows_by_table"):
+        assert found[name] == wanted[name], name
+    for model, sheet in wanted["models"].items():
+        assert found["models"][model] == pytest.approx(sheet, rel=1e-3), model
+    mine, theirs = told(two[side]), told(two["alone"])
+    steps = [(row["step"], row.get("examples")) for row in mine]
+    assert steps == [(row["step"], row.get("examples")) for row in theirs]
+    assert mine[STEPS - 1]["auc/deepfm"] == pytest.approx(theirs[STEPS - 1]["auc/deepfm"], rel=1e-4)
+    assert verify(str(two[side] / "checkpoints")).problems == ()
+
+
+def test_seconds_of_rank_0_decide_for_all(two: dict[str, Path]) -> None:
+    entries = CheckpointStore(two["often"] / "checkpoints").list()
+    assert len(entries) > 1
+    assert (entries[-1].step, entries[-1].kind) == (STEPS, "full")
 
 
 class Stopped(Exception):
@@ -327,11 +345,3 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     for side in ("one", "two"):
         (left,) = (tmp_path / side).iterdir()
         assert [one.step for one in CheckpointStore(left / "checkpoints").list()] == [2]
-
-
-def test_seconds_of_rank_0_decide_for_all(tmp_path: Path) -> None:
-    often = {"checkpoint": {"every_steps": None, "every_s": 1e-6, "background": True}}
-    ((folder,), _) = run_ranks(2, run_all, [(tmp_path, often, None)], timeout_s=100)
-    entries = CheckpointStore(folder / "checkpoints").list()
-    assert len(entries) > 1
-    assert (entries[-1].step, entries[-1].kind) == (STEPS, "full")

@@ -1,0 +1,93 @@
+"""Pieces of going on with a run: figures so far, logs, and which start of a job this is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from shoal.comm.launch import attempt, detect
+from shoal.data import Batch
+from shoal.ragged import KeyedRagged
+from shoal.telemetry import JsonLines
+from shoal.train.recorder import Recorder
+from support.ranks import launcher_variables
+
+NAMES = ("a", "b")
+
+
+def batch_of(seed: int) -> tuple[Batch, dict[str, list[torch.Tensor]]]:
+    drawn = torch.Generator().manual_seed(seed)
+    labels_B = (torch.rand(7, generator=drawn) < 0.4).float()
+    ids = KeyedRagged.from_lengths(("f",), torch.arange(7), torch.ones(1, 7, dtype=torch.int64))
+    batch = Batch(ids=ids, dense=None, labels=labels_B, weights=None, event_time_s=0)
+    return batch, {name: [torch.randn(7, generator=drawn)] for name in NAMES}
+
+
+def recorded(recorder: Recorder, seeds: range) -> Recorder:
+    for seed in seeds:
+        batch, logits = batch_of(seed)
+        recorder.add([batch], logits)
+        if seed % 4 == 3:
+            recorder.point({"t": seed}, 8 * seed)
+    return recorder
+
+
+def test_figures_go_on_to_the_last_bit() -> None:
+    whole = recorded(Recorder(NAMES), range(12))
+    for stop in (2, 4, 7):
+        first = recorded(Recorder(NAMES), range(stop))
+        state, own = first.state()
+        again = Recorder(NAMES)
+        again.load_state(state, own)
+        recorded(again, range(stop, 12))
+        assert again.curves == whole.curves
+        assert (again.examples, again.ids, again.base_rate) == (84, 84, whole.base_rate)
+        # Asking for the state changes no figure.
+        assert recorded(first, range(stop, 12)).curves == whole.curves
+
+
+def test_without_a_part_of_its_own_the_first_rank_has_all_figures() -> None:
+    first = recorded(Recorder(NAMES), range(6))
+    state, _ = first.state()
+    again = Recorder(NAMES)
+    again.load_state(state, None)
+    assert again.examples == 42
+    assert again.figures()[1] == first.figures()[1]
+    assert again.base_rate == first.base_rate
+
+
+def test_a_log_goes_on_where_it_was_at_a_step(tmp_path: Path) -> None:
+    file, now = tmp_path / "log.jsonl", [100.0]
+    log = JsonLines(file, lambda: now[0])
+    for step in (1, 2, 3):
+        now[0] += 10
+        log.write(step, {"loss": step})
+    log.close()
+    with file.open("a") as text:
+        text.write('{"step": 4, "ti')
+    now[0] = 500.0
+    log = JsonLines(file, lambda: now[0], go_on_after=2)
+    now[0] += 1
+    log.write(3, {"loss": 7})
+    log.close()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["step"], row["time_s"], row["loss"]) for row in rows] == [
+        (1, 10.0, 1.0),
+        (2, 20.0, 2.0),
+        (3, 21.0, 7.0),
+    ]
+
+
+def test_torchrun_says_which_start_this_is() -> None:
+    place = launcher_variables(1, 2, 29500)
+    assert attempt({}) is None
+    assert attempt(place) is None
+    assert detect(place).restarts == 0
+    again = {**place, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}
+    found = attempt(again)
+    assert found is not None
+    assert found.restarts == detect(again).restarts == 2
+    assert found.job == f"none of agent {os.getppid()}"
