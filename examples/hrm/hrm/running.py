@@ -266,7 +266,7 @@ class Run:
         began_s = time.perf_counter()
         manifest = checkpoints.save()
         if manifest is not None:
-            size = sum(one.size for one in manifest.files)
+            size = sum(one.bytes for one in manifest.files)
             spent_s = time.perf_counter() - began_s
             self.log.say(f"saved step {manifest.step}: {size / 1e6:.1f} MB in {spent_s:.1f} s")
 
