@@ -61,34 +61,48 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
   constexpr std::size_t kGroup = std::size_t{1} << kMaximumShift;
   const Table& table = shard_.table(t);
   const RowView view = table.view().rows;
-  const std::uint64_t salt = table.spec().salt, width = last - first;
-  Entry batch[kGroup];
-  std::uint32_t places[kGroup];
+  std::uint32_t rows[2 * kGroup];
+  std::size_t n = 0;
   while (start < stop) {
     const auto row = static_cast<std::uint32_t>(start);
     const std::size_t end =
         std::min({stop, (start | (kGroup - 1)) + 1, table.arena().block_stop(start)});
     start = end;
-    if (*row_maximum(view, row) <= since_) continue;
-    const BlockView& block = block_view(view, row);
-    const auto* versions = reinterpret_cast<const std::uint32_t*>(block.versions);
-    const auto* ids = reinterpret_cast<const std::int64_t*>(block.ids);
-    const std::size_t many =
-        kernels().find_between(versions + row, end - row, since_, epoch_, places);
-    // Every row is written, those that are not wanted are written over: no branch to guess.
-    std::size_t n = 0;
-    for (std::size_t i = 0; i < many; ++i) {
-      const std::uint32_t r = row + places[i];
-      const std::uint64_t hash = hash_of(ids[r], salt);
-      batch[n] = Entry{hash, r};
-      n += static_cast<std::size_t>(hash - first <= width);
+    if (*row_maximum(view, row) > since_) {
+      const auto* versions = reinterpret_cast<const std::uint32_t*>(block_view(view, row).versions);
+      const std::size_t many =
+          kernels().find_between(versions + row, end - row, since_, epoch_, rows + n);
+      for (std::size_t i = 0; i < many; ++i) rows[n + i] += row;
+      n += many;
     }
-    if (images_.overwritten(t)) {
-      const auto gone = [&](const Entry& e) { return !images_.unchanged(t, e.row, versions[e.row]); };
-      n = static_cast<std::size_t>(std::remove_if(batch, batch + n, gone) - batch);
-    }
-    if (n > 0) found(batch, n);
+    if (n < kGroup && start < stop) continue;
+    hash_rows(t, rows, n, first, last, found);
+    n = 0;
   }
+}
+
+void Snapshot::hash_rows(int t, const std::uint32_t* rows, std::size_t many, std::uint64_t first,
+                         std::uint64_t last, const Found& found) const {
+  constexpr std::size_t kMost = std::size_t{2} << kMaximumShift, kAhead = 24;
+  const Table& table = shard_.table(t);
+  const RowView view = table.view().rows;
+  const std::uint64_t salt = table.spec().salt, width = last - first;
+  Entry batch[kMost];
+  // Every row is written, those that are not wanted are written over: no branch to guess.
+  std::size_t n = 0;
+  for (std::size_t i = 0; i < many; ++i) {
+    if (i + kAhead < many) __builtin_prefetch(&row_id(view, rows[i + kAhead]));
+    const std::uint64_t hash = hash_of(row_id(view, rows[i]), salt);
+    batch[n] = Entry{hash, rows[i]};
+    n += static_cast<std::size_t>(hash - first <= width);
+  }
+  if (images_.overwritten(t)) {
+    const auto gone = [&](const Entry& e) {
+      return !images_.unchanged(t, e.row, row_version(view, e.row));
+    };
+    n = static_cast<std::size_t>(std::remove_if(batch, batch + n, gone) - batch);
+  }
+  if (n > 0) found(batch, n);
 }
 
 void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,

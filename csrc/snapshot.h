@@ -80,6 +80,8 @@ class Snapshot {
   void scan(int t, std::uint64_t first, std::uint64_t last, int threads, const Found& found);
   void scan_rows(int t, std::size_t start, std::size_t stop, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
+  void hash_rows(int t, const std::uint32_t* rows, std::size_t many, std::uint64_t first,
+                 std::uint64_t last, const Found& found) const;
   const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
   void order(const std::vector<std::size_t>& edges, int bits, int threads);

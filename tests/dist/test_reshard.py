@@ -23,6 +23,7 @@ from support.saved_jobs import KINDS, SPECS, Job, check_part, placed_job, row_by
 
 pytestmark = pytest.mark.multiproc
 
+TIMEOUT_S = 280  # ranks that are not in a group wait for those that are
 STEPS = 3  # before the full checkpoint; one more, and an eviction, before the delta
 SAVERS = (1, 2, 4)
 LOADERS = (1, 2, 3, 4)
@@ -60,10 +61,11 @@ def test_any_ranks_load_what_any_saved(stores: dict[int, list[Path]]) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_load_all_that_was_saved(stores: dict[int, list[Path]]) -> None:
+@pytest.mark.parametrize("world_size", LOADERS)
+def test_all_ranks_load_all_that_was_saved(stores: dict[int, list[Path]], world_size: int) -> None:
     roots = list(itertools.chain.from_iterable(stores.values()))
     every = [(str(root), kind) for root, kind in itertools.product(roots, KINDS)]
-    run_ranks(4, on_ranks, load_all, dict.fromkeys(LOADERS, every), timeout_s=250)
+    run_ranks(4, on_ranks, load_all, {world_size: every}, timeout_s=TIMEOUT_S)
 
 
 def test_a_chain_may_change_its_ranks(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ class Groups:
         made = {size: dist.new_group(list(range(size)), backend="gloo") for size in (2, 3, 4)}
         self._rank = dist.get_rank()
         self._groups = {
-            size: TorchCollectives(group, torch.device("cpu"), 60)
+            size: TorchCollectives(group, torch.device("cpu"), TIMEOUT_S)
             for size, group in made.items()
             if self._rank < size
         }
@@ -107,7 +109,7 @@ class Groups:
 
 
 def on_ranks(act: Callable[..., None], *args: Any) -> None:
-    launch.init(device="cpu", timeout_s=60)
+    launch.init(device="cpu", timeout_s=TIMEOUT_S)
     try:
         with small_files():
             act(Groups(), *args)

@@ -21,7 +21,6 @@ from shoal.comm.launch import early_votes
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError
 from shoal.train import folder as folders_module
-from shoal.train import gathering
 from shoal.train.learner import Learner
 from support.ranks import free_port, launcher_variables, run_ranks, start_ranks
 
@@ -107,7 +106,6 @@ def settings(folder: Path, changes: Mapping[str, Any]) -> config.RunConfig:
 
 def trained(folder: Path, cases: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     found = []
-    gathering._PIECE_BYTES = 1000  # some rows at a time
     for number, changes in enumerate(cases):
         result = train.run(settings(folder / str(number), changes), console=SILENT)
         figures = (result.examples, result.ids, result.steps)

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from shoal import Admission, Segment, TableSpec
-from shoal.checkpoint import whole as checkpoint
+from shoal.checkpoint import Contents
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.writing import save
 from shoal.errors import ShapeError
 from shoal.table.cpu import CpuShard
+from shoal.table.hosting import HostedTables
 from shoal.table.shard import AdmissionState, IdGroups, StepContext
 
 IDS = torch.tensor([5, 6, 2**62])
@@ -35,9 +38,9 @@ def test_sights_survive_a_checkpoint(tmp_path: Path, counter: Literal["exact", "
     before = shard_with(counter)
     assert sight(before, IDS) == [False] * 3
     assert sight(before, IDS[:1]) == [False]
-    checkpoint.save(tmp_path / "saved", shards={"s": before}, modules={}, step=2)
+    save(tmp_path, Contents(tables={"s": HostedTables(before.specs, before)}), step=2, position=0)
     after = shard_with(counter)
-    checkpoint.load(tmp_path / "saved", shards={"s": after}, modules={})
+    load(tmp_path, Contents(tables={"s": HostedTables(after.specs, after)}))
     assert sight(after, IDS) == [True, False, False]
     assert after.size(0) == 1
 

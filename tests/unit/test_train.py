@@ -8,10 +8,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from rich.console import Console
 
 from shoal import config, train
+from shoal.checkpoint import read_manifest
 from shoal.config.data import open_data
 from shoal.errors import (
     CheckpointError,
@@ -69,7 +71,7 @@ def run(folder: Path, **changes: object) -> tuple[train.RunResult, str]:
 def test_a_run_leaves_its_folder(tmp_path: Path):
     result, out = run(tmp_path)
     names = {path.name for path in result.folder.iterdir()}
-    assert names == {"config.yaml", "metrics.json", "report.html", "logs", "model"}
+    assert names == {"config.yaml", "metrics.json", "report.html", "logs", "checkpoints"}
     assert result.folder.name.startswith("tiny-")
     assert str(result.report) in out.splitlines()[-1]
     assert "\x1b" not in out
@@ -203,8 +205,11 @@ def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
     weights = []
     for dense in (frozen, moving):
         result, _ = run(tmp_path, dense_optimizer=dense, baselines=[])
-        state = torch.load(result.folder / "model" / "dense.pt", weights_only=True)
-        weights.append(state["deepfm"]["wide.bias"].item())
+        (model,) = (result.folder / "checkpoints").iterdir()
+        bias = {"module/deepfm/wide.bias": torch.ones(1)}
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.load(bias, storage_reader=dcp.FileSystemReader(model / "dense"))
+        weights.append(bias["module/deepfm/wide.bias"].item())
     assert weights[0] == 0
     assert weights[1] != 0
 
@@ -223,8 +228,8 @@ def test_rows_are_counted_after_the_last_eviction(tmp_path: Path):
     data = {"source": source, "batch_size": 400}
     tables = {"default": {**TABLE, "expiry": {"ttl_s": 1}}}
     result, _ = run(tmp_path, data=data, tables=tables, evict_every_s=1, baselines=[])
-    saved = json.loads((result.folder / "model" / "manifest.json").read_text())
-    assert result.total_rows == sum(file["rows"] for file in saved["row_files"])
+    (model,) = (result.folder / "checkpoints").iterdir()
+    assert result.total_rows == sum(table.rows for table in read_manifest(model).tables)
 
 
 def test_a_window_without_weight_changes_no_weights(tmp_path: Path):

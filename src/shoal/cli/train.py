@@ -16,13 +16,21 @@ def train(
         str, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
     ],
     overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|latest",
+            help="Go on with an interrupted run: its folder, or the newest one of this name.",
+            show_default=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model, judge it against its baselines, and write a run folder.
 
     The folder runs/<name>-<time>/ gets the resolved config, metrics.json, report.html, logs and
-    the trained model. Settings come from the YAML file, then from SHOAL_DEVICE, SHOAL_SEED,
-    SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
+    checkpoints, the last of which is the trained model. Settings come from the YAML file, then
+    from SHOAL_DEVICE, SHOAL_SEED, SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
 
     Examples:
 
@@ -33,6 +41,12 @@ def train(
       shoal train examples/flights.yaml 'tables.default.optimizer={kind: adam, lr: 0.01}'
 
       shoal train examples/flights.yaml '~features.history' data.max_examples=20000
+
+    With a checkpoint every 1,000 steps, and going on from the last one of an interrupted run:
+
+      shoal train examples/flights.yaml checkpoint.every_steps=1000
+
+      shoal train examples/flights.yaml checkpoint.every_steps=1000 --resume latest
 
     On several ranks (also under mpirun and srun), with the same result:
 
@@ -46,4 +60,4 @@ def train(
         synced = settings.load_synced_config(
             early_votes(), lambda: settings.load(config, overrides or ())
         )
-        training.run(synced, console=console())
+        training.run(synced, console=console(), resume=resume)

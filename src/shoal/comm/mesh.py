@@ -104,6 +104,7 @@ class Mesh:
         path: Path = "auto",
         timeout_s: float | None = None,
         device: torch.device | None = None,
+        timed: bool = True,
     ) -> Collectives:
         """Collectives of all ranks over a way of their own. Every rank calls this alike.
 
@@ -113,6 +114,7 @@ class Mesh:
                 ranks are on this host; Gloo otherwise. "torch" is NCCL or Gloo, "mpi" is mpi4py.
             timeout_s: of each collective; the mesh's when left out.
             device: where tensors are; the mesh's device when left out.
+            timed: whether `time_waits` counts them; not those of a thread beside training.
 
         Raises:
             ConfigError: an unknown path, one that cannot serve the device, or ranks that ask for
@@ -127,7 +129,7 @@ class Mesh:
         else:
             self._agree(f"collectives {name!r}", (name, carrier))
             made = self._over(carrier, name, device, timeout_s, given=path != "auto")
-        if self._waiting is not None and self.world_size > 1:
+        if timed and self._waiting is not None and self.world_size > 1:
             made = TimedCollectives(made, self._waiting)
         self._open.append(made)
         if self.rank == 0:

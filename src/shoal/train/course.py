@@ -33,7 +33,7 @@ class Course:
         position: global samples that all steps so far have consumed.
         next_point: examples at which the next point of the curves is due.
         evict_due_s: event time of the next eviction; None: the first batches settle it.
-        trained_s: seconds that training had taken before this process went on with it.
+        trained_s: seconds that training had taken before it went on, or in all once it has ended.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Course:
         self._learners = tuple(learners)
         self._ranks = ranks
         self._seed = seed
-        self._began_s = time.perf_counter()
+        self._began_s: float | None = None
         self.telemetry = telemetry
         self.recorder = Recorder([learner.name for learner in learners], ranks)
         self.position = 0
@@ -65,9 +65,15 @@ class Course:
         """Training begins, or goes on."""
         self._began_s = time.perf_counter()
 
+    def ended(self) -> None:
+        """Training has ended."""
+        self.trained_s, self._began_s = self.train_s, None
+
     @property
     def train_s(self) -> float:
         """Seconds of training, of all processes that took it up, until now."""
+        if self._began_s is None:
+            return self.trained_s
         return self.trained_s + time.perf_counter() - self._began_s
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:

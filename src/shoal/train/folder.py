@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from shoal import config as settings
+from shoal.checkpoint import CheckpointStore
+from shoal.comm.launch import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError, describe
 
-__all__ = ["RunFolder", "create", "find"]
+__all__ = [
+    "RunFolder",
+    "checkpoint_of",
+    "checkpoints_of",
+    "create",
+    "existing",
+    "find",
+    "made_by",
+    "unfinished",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +56,14 @@ class RunFolder:
         return self.path / "logs"
 
     @property
-    def model(self) -> Path:
-        """The checkpoint of the trained models."""
-        return self.path / "model"
+    def checkpoints(self) -> Path:
+        """The checkpoints of the run, unless its settings name another place."""
+        return self.path / "checkpoints"
+
+    @property
+    def launch(self) -> Path:
+        """Which launcher's job made the folder."""
+        return self.logs / "launch.json"
 
     @property
     def predictions(self) -> Path:
@@ -78,8 +94,10 @@ class RunFolder:
         return figures
 
 
-def create(config: RunConfig) -> RunFolder:
+def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:
     """Make a new folder `<output.dir>/<name>-<time>` and write the resolved config into it.
+
+    attempt: the start of the launcher's job that makes it, by which a later one finds it.
 
     Raises:
         ConfigError: the folder cannot be made there.
@@ -91,6 +109,8 @@ def create(config: RunConfig) -> RunFolder:
         path = next(path for path in _candidates(base, stem) if _made(path))
         folder = RunFolder(path)
         folder.logs.mkdir()
+        if attempt is not None:
+            folder.launch.write_text(json.dumps({"job": attempt.job}) + "\n", encoding="utf-8")
         folder.config.write_text(settings.to_yaml(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -118,19 +138,83 @@ def find(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
     path = Path(run)
     if not path.is_dir():
         wanted = settings.load(path, overrides)
-        stem = re.compile(re.escape(wanted.name) + r"-\d{8}-\d{6}(-\d+)?")
-        runs = sorted(
-            candidate
-            for candidate in Path(wanted.output.dir).glob("*")
-            if stem.fullmatch(candidate.name) and _is_trained(candidate)
-        )
-        if not runs:
+        runs = (one.path for one in _runs_of(wanted) if checkpoint_of(one) is not None)
+        found = next(runs, None)
+        if found is None:
             raise _untrained(f"no trained run {wanted.name}-* in {wanted.output.dir}")
-        path = runs[-1]
-    if not _is_trained(path):
-        raise _untrained(f"{path} without a saved model")
+        path = found
     folder = RunFolder(path)
+    if checkpoint_of(folder) is None:
+        raise _untrained(f"{path} without a saved model")
     return folder, settings.load(folder.config, overrides)
+
+
+def checkpoint_of(folder: RunFolder) -> str | None:
+    """The folder or URL of a run's newest checkpoint; None: it has none, or is no run."""
+    if not folder.config.is_file():
+        return None
+    store = CheckpointStore(checkpoints_of(folder))
+    newest = store.latest()
+    return None if newest is None else store.folder(newest.name).url
+
+
+def checkpoints_of(folder: RunFolder) -> str:
+    """The folder or URL of all checkpoints of a run."""
+    if folder.checkpoints.is_dir():
+        return str(folder.checkpoints)
+    # Reading settings takes a while.
+    return settings.load(folder.config, environment={}).checkpoint.dir or str(folder.checkpoints)
+
+
+def unfinished(config: RunConfig) -> RunFolder | None:
+    """The newest run of a config's name, in its output.dir, that did not finish."""
+    return next((one for one in _runs_of(config) if not one.metrics.is_file()), None)
+
+
+def made_by(config: RunConfig, job: str) -> RunFolder | None:
+    """The newest run of a config's name that this job of a launcher made."""
+    return next((one for one in _runs_of(config) if _job_of(one) == job), None)
+
+
+def existing(path: str) -> RunFolder:
+    """A run by its folder.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.config.is_file():
+        raise CheckpointError(
+            describe(
+                "run to go on with",
+                got=f"{path} without config.yaml",
+                allowed="the folder of a run, or latest",
+                remedy="See which folders output.dir has.",
+            )
+        )
+    return folder
+
+
+def _runs_of(config: RunConfig) -> Iterator[RunFolder]:
+    """Runs of a config's name, newest first."""
+    stem = re.compile(re.escape(config.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    found = []
+    for path in Path(config.output.dir).glob("*"):
+        match = stem.fullmatch(path.name)
+        if match is not None and (path / "config.yaml").is_file():
+            found.append(((match[1], int(match[2] or 1)), path))
+    for _, path in sorted(found, reverse=True):
+        yield RunFolder(path)
+
+
+def _job_of(folder: RunFolder) -> str | None:
+    if not folder.launch.is_file():
+        return None
+    try:
+        job: str | None = json.loads(folder.launch.read_text(encoding="utf-8")).get("job")
+    except ValueError:  # cut short when its job was killed
+        return None
+    return job
 
 
 def _candidates(base: Path, stem: str) -> Sequence[Path]:
@@ -143,10 +227,6 @@ def _made(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _is_trained(path: Path) -> bool:
-    return (path / "model" / "manifest.json").is_file() and (path / "config.yaml").is_file()
 
 
 def _untrained(got: str) -> CheckpointError:

@@ -11,9 +11,9 @@ from shoal.data import Batch
 from shoal.errors import DataError, describe
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.telemetry import Progress, ProgressState, ScalarSink, Telemetry
+from shoal.train.counting import counted_rows
 from shoal.train.course import Course
 from shoal.train.driving import Clock, NeverRests, Overlap, Rests, overlapping, plainly
-from shoal.train.gathering import counted_rows
 from shoal.train.learner import Learner
 from shoal.train.observing import Observer, Unobserved
 from shoal.train.ranks import ALONE, Ranks
@@ -140,6 +140,7 @@ def train(
         if not done:
             raise _no_examples("training")
         _check(learners)
+        course.ended()
         if not recorder.curves.examples or recorder.curves.examples[-1] < done:
             _point(recorder, main, watch, ranks)
         if ranks.leads:
@@ -190,7 +191,7 @@ def _check(learners: Sequence[Learner]) -> None:
 
 
 def _point(recorder: Recorder, main: Learner, watch: Watch, ranks: Ranks) -> None:
-    rows = counted_rows(main.tables, ranks.rank)
+    rows = counted_rows(main.tables.hosted, ranks.rank)
     scalars = recorder.point(rows, main.row_bytes, watch.observer.scalars())
     watch.sink.write(watch.telemetry.counter("steps").value, watch.observer.completed(scalars))
 

@@ -61,6 +61,13 @@ class Ranks:
         """This rank's part of every batch."""
         return RankShare(self.rank, self.world_size)
 
+    def background(self, name: str) -> Collectives | None:
+        """Collectives between hosts for work beside training; None for one rank."""
+        if self.mesh is None:
+            return None
+        # Gloo: waiting for the others takes no core from those that train.
+        return self.mesh.collectives(name, path="torch", device=torch.device("cpu"), timed=False)
+
     def console(self, console: Console) -> Console:
         """The given one on rank 0, a silent one elsewhere."""
         return console if self.leads else Console(quiet=True)

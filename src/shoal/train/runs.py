@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from shoal import report
-from shoal.checkpoint import whole as checkpoint
-from shoal.comm.launch import early_votes
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.matching import LoadOptions
+from shoal.comm.launch import attempt, early_votes
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data
@@ -29,15 +29,17 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
+from shoal.train.contents import contents_of
+from shoal.train.course import Course
 from shoal.train.driving import Overlap
 from shoal.train.folder import RunFolder
-from shoal.train.gathering import whole_tables
 from shoal.train.learner import Learner
 from shoal.train.loop import Watch, judge, train
 from shoal.train.observing import RunObserver
 from shoal.train.predictions import write_predictions
 from shoal.train.ranks import Ranks, gather_ranks, seed_rank
-from shoal.train.recorder import Recorder
+from shoal.train.resuming import find_beginning, go_on, job_of
+from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
 
 __all__ = ["evaluate", "predict", "run"]
@@ -47,7 +49,7 @@ LOGISTIC = "logistic"
 Metrics = Mapping[str, Mapping[str, float]]
 
 
-def run(config: RunConfig, *, console: Console) -> RunResult:
+def run(config: RunConfig, *, console: Console, resume: str | None = None) -> RunResult:
     """Train a model and its baselines, judge them, and write the run folder.
 
     Under a launcher of several ranks (torchrun, mpirun, srun) all of them train one model. Rank 0
@@ -56,26 +58,47 @@ def run(config: RunConfig, *, console: Console) -> RunResult:
     Args:
         config: the settings; the same on every rank.
         console: where progress, the table of metrics and the report's path are printed.
+        resume: the folder of a run to go on with, or "latest"; None: `config.checkpoint` says.
 
     Raises:
-        ShoalError: wrong settings or data, a model that diverged, a table that is full; over
-            several ranks on all of them, with the rank and the step where it happened.
+        ShoalError: wrong settings or data, a model that diverged, a table that is full, a save
+            that failed; over several ranks on all of them, with the rank and the step where it
+            happened.
     """
     ranks, placed = gather_ranks(config)
     with ranks.together():
         require_same(ranks.votes, config)
-        return _run(config, placed, ranks, ranks.console(console))
+        return _run(config, placed, ranks, ranks.console(console), resume)
 
 
-def _run(config: RunConfig, placed: RunConfig, ranks: Ranks, console: Console) -> RunResult:
+def _run(
+    config: RunConfig, placed: RunConfig, ranks: Ranks, console: Console, resume: str | None
+) -> RunResult:
     data, learners = _open(placed, ranks)
     events = ranks.leads and _writes_events(config, console)
-    folder = folders.create(config) if ranks.leads else None
-    folder = ranks.gathered(folder, what="run folder")[0]
-    with closing(_sinks(config, folder, ranks, events=events)) as sink:
-        result = _train_and_judge(placed, folder, data, learners, (sink, console), ranks)
-    if config.output.save_model:
-        _save(folder, learners, ranks)
+    beginning = as_first_rank(
+        ranks.votes, lambda: find_beginning(config, resume, attempt()), what="beginning of the run"
+    )
+    course = Course(
+        learners, Telemetry(), stride=_stride(config, data), ranks=ranks, seed=config.seed
+    )
+    chain = go_on(beginning, learners, course, ranks)
+    if chain is not None:
+        where = f"{beginning.folder.path}, step {course.steps}"
+        console.print(f"going on with {where}", markup=False, highlight=False, soft_wrap=True)
+    saver = Saver(
+        beginning.url,
+        config.checkpoint,
+        tuple(learners),
+        course,
+        job=job_of(config, beginning.folder),
+        ranks=ranks,
+        chain=chain,
+    )
+    folder, after = beginning.folder, None if chain is None else course.steps
+    with closing(_sinks(config, folder, ranks, events=events, go_on_after=after)) as sink:
+        _train(placed, data, learners, course, saver, (sink, console), ranks)
+        result = _judged_run(placed, folder, data, learners, course, (sink, console), ranks)
     _print_path(console, "report", folder.report)
     return result
 
@@ -163,32 +186,50 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
     return data, learners
 
 
-def _train_and_judge(
+def _train(
     config: RunConfig,
-    folder: RunFolder,
     data: RunData,
     learners: Sequence[Learner],
+    course: Course,
+    saver: Saver,
     output: tuple[ScalarSink, Console],
     ranks: Ranks,
-) -> RunResult:
+) -> None:
+    """Train from where the course is to the end, and save."""
     sink, console = output
-    telemetry = Telemetry()
     watch = Watch(
         progress=_progress(config, console, "train", data.train.examples),
-        telemetry=telemetry,
+        telemetry=course.telemetry,
         sink=sink,
         stride=_stride(config, data),
         evict_every_s=config.evict_every_s if learners[0].expires else None,
         observer=RunObserver(config, ranks, learners[0]),
+        saves=saver,
     )
     staleness = config.distributed.staleness
     overlap = Overlap(ranks=ranks, staleness=staleness) if ranks.many or staleness else None
-    with telemetry.timer("train"):
-        recorder = train(learners, data.train, config.accumulation, watch, overlap)
+    batches = data.train.batches(course.position)
+    with saver:
+        train(learners, batches, config.accumulation, watch, overlap, course)
+        saver.finish(model=config.output.save_model)
+
+
+def _judged_run(
+    config: RunConfig,
+    folder: RunFolder,
+    data: RunData,
+    learners: Sequence[Learner],
+    course: Course,
+    output: tuple[ScalarSink, Console],
+    ranks: Ranks,
+) -> RunResult:
+    """Judge the trained models, and write and print what the run amounts to."""
+    sink, console = output
+    recorder = course.recorder
     judged = _judge(config, console, data, learners, ranks)
     metrics = _metrics(config, judged, recorder.base_rate)
     sink.write(learners[0].steps, _eval_scalars(metrics))
-    result = _result(folder, metrics, recorder, telemetry)
+    result = _result(folder, metrics, course)
     if ranks.leads:
         folder.write_metrics({"name": config.name, **result.as_json()})
         report.write(folder.report, summary.build_report(config, result, recorder.curves, judged))
@@ -220,14 +261,16 @@ def _writes_events(config: RunConfig, console: Console) -> bool:
     return bool(wanted)
 
 
-def _sinks(config: RunConfig, folder: RunFolder, ranks: Ranks, *, events: bool) -> ScalarSink:
+def _sinks(
+    config: RunConfig, folder: RunFolder, ranks: Ranks, *, events: bool, go_on_after: int | None
+) -> ScalarSink:
     sinks: list[ScalarSink] = []
     if not ranks.leads:
         return FanOut()
     if events:
-        sinks.append(TensorBoard(folder.logs))
+        sinks.append(TensorBoard(folder.logs, go_on_after=go_on_after))
     if config.logging.jsonl:
-        sinks.append(JsonLines(folder.logs / "log.jsonl"))
+        sinks.append(JsonLines(folder.logs / "log.jsonl", go_on_after=go_on_after))
     return FanOut(*sinks)
 
 
@@ -241,9 +284,8 @@ def _metrics(
     return metrics
 
 
-def _result(
-    folder: RunFolder, metrics: Metrics, recorder: Recorder, telemetry: Telemetry
-) -> RunResult:
+def _result(folder: RunFolder, metrics: Metrics, course: Course) -> RunResult:
+    recorder = course.recorder
     return RunResult(
         folder=folder.path,
         report=folder.report,
@@ -252,8 +294,8 @@ def _result(
         bytes_total=recorder.row_bytes,
         examples=recorder.total_examples,
         ids=recorder.total_ids,
-        steps=telemetry.counter("steps").value,
-        train_s=telemetry.timer("train").total_s,
+        steps=course.steps,
+        train_s=course.trained_s,
     )
 
 
@@ -265,27 +307,15 @@ def _eval_scalars(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def _save(folder: RunFolder, learners: Sequence[Learner], ranks: Ranks) -> None:
-    shards, modules = _saved(learners, ranks)
-    if ranks.leads:
-        checkpoint.save(folder.model, shards=shards, modules=modules, step=learners[0].steps)
-    else:
-        checkpoint.attend(shards=shards, modules=modules)
-    if ranks.many:
-        ranks.gathered(None, what="end of a save")
-
-
 def _load(folder: RunFolder, learners: Sequence[Learner], ranks: Ranks) -> None:
-    shards, modules = _saved(learners, ranks)
-    checkpoint.load(folder.model, shards=shards, modules=modules)
-
-
-def _saved(
-    learners: Sequence[Learner], ranks: Ranks
-) -> tuple[dict[str, checkpoint.Rows], dict[str, nn.Module]]:
-    tables = {learner.name: learner.tables for learner in learners}
-    modules = {learner.name: learner.module for learner in learners}
-    return whole_tables(tables, ranks.votes), modules
+    """The models as the newest checkpoint has them; what trained them stays there."""
+    options = LoadOptions(allow_unknown=frozenset(f"optimizer:{one.name}" for one in learners))
+    where = as_first_rank(
+        ranks.votes, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
+    )
+    assert where is not None, "found before"
+    contents = contents_of(learners, trains=False)
+    load(where, contents, options=options, collectives=ranks.votes)
 
 
 def _print_path(console: Console, what: str, path: Path) -> None:

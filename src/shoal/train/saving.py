@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import CheckpointStore, Manifest, begin
+from shoal.checkpoint import CheckpointStore, Manifest
 from shoal.checkpoint.manifest import Kind
 from shoal.checkpoint.saving import Saving
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writing import begin
 from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError
@@ -152,7 +153,7 @@ class Saver:
             self._wait()
 
     def beside(self) -> str | None:
-        """ "saving 43 %" while there is one under way."""
+        """How much of the save under way this rank has written; None: there is none."""
         if self._saving is None:
             return None
         progress = self._saving.progress()

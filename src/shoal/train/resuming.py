@@ -1,0 +1,224 @@
+"""Where a run begins: anew, or from the newest checkpoint of the run it goes on with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from shoal.checkpoint import CheckpointStore
+from shoal.checkpoint.job_state import read as read_job
+from shoal.checkpoint.loading import load
+from shoal.comm.launch import Attempt
+from shoal.config import RunConfig, to_yaml
+from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.train import folder as folders
+from shoal.train.contents import contents_of
+from shoal.train.course import Course
+from shoal.train.folder import RunFolder
+from shoal.train.learner import Learner
+from shoal.train.ranks import Ranks
+from shoal.train.saving import Chain
+
+__all__ = ["LATEST", "Beginning", "find_beginning", "go_on", "job_of"]
+
+_log = logging.getLogger("shoal.train")
+
+LATEST = "latest"
+
+# What may differ between a run and its resumption: who does the work, how fast, what is told.
+_FREE = (
+    "name",
+    "device",
+    "threads",
+    "profile",
+    "logging",
+    "output",
+    "checkpoint",
+    "eval",
+    "data.prefetch",
+    "data.epochs",
+    "distributed.placement",
+    "distributed.path",
+    "distributed.dense",
+    "distributed.timeout_s",
+    "distributed.pin_cores",
+    "distributed.enable_alltoall_metrics",
+    "distributed.enable_alltoall_metrics_for_slot",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run begins.
+
+    Args:
+        folder: of the run; made, or found.
+        url: folder of its checkpoints.
+        checkpoint: name of the one to go on from; None: the run starts anew.
+    """
+
+    folder: RunFolder
+    url: str
+    checkpoint: str | None = None
+
+
+def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | None) -> Beginning:
+    """Decide where a run begins; called on one rank. A new run gets its folder last.
+
+    Args:
+        config: of the run.
+        resume: a run folder, or "latest": the newest unfinished run of this name; None: what
+            `checkpoint` in the config says.
+        attempt: which start of the launcher's job this is.
+
+    Raises:
+        CheckpointError: nothing to go on from where there must be, or checkpoints of another run
+            where this one would put its own.
+        ConfigError: settings that the run to go on with had otherwise, or that contradict.
+    """
+    settings = config.checkpoint
+    if resume is not None and settings.resume == "never":
+        allowed = "checkpoint.resume=auto or must beside --resume"
+        raise _refused("checkpoint.resume", "never", allowed, "Leave one of them out.")
+    restarted = attempt is not None and attempt.restarts > 0
+    mine = None
+    if resume is not None:
+        mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
+        if mine is None:
+            got = f"no unfinished run {config.name}-* in {config.output.dir}"
+            raise _refused("--resume latest", got, "one that was interrupted", "Name its folder.")
+    elif attempt is not None and restarted and settings.resume != "never":
+        mine = folders.made_by(config, attempt.job)
+    url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
+    newest = None
+    if url is not None:
+        entry = CheckpointStore(url).latest()
+        newest = None if entry is None else entry.name
+    if newest is not None and settings.resume == "never":
+        got = f"{url}, which holds {newest}"
+        remedy = "Choose another folder, or set checkpoint.resume=auto."
+        raise _refused("checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy)
+    if url is None or newest is None:
+        return _anew(config, mine, attempt, url)
+    job = _job_in(url, newest)
+    _check_same(config, job, f"{url}/{newest}")
+    if mine is None:
+        there = Path(job["folder"])
+        mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
+    mine.config.write_text(to_yaml(config), encoding="utf-8")
+    return Beginning(mine, url, newest)
+
+
+def job_of(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
+    """What checkpoints say of the run that they belong to."""
+    return {"config": to_yaml(config), "folder": str(folder.path.absolute())}
+
+
+def go_on(
+    beginning: Beginning, learners: Sequence[Learner], course: Course, ranks: Ranks
+) -> Chain | None:
+    """Fill models and course from the checkpoint to go on from, if there is one.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model; nothing is half-loaded.
+    """
+    name = beginning.checkpoint
+    if name is None:
+        return None
+    store = CheckpointStore(beginning.url)
+    loaded = load(
+        store.folder(name).url,
+        contents_of(learners),
+        collectives=ranks.votes if ranks.many else None,
+    )
+    state, own = loaded.state["course"], loaded.rank_state or None
+    course.load_state(state, own)
+    if ranks.leads:
+        _log.info(
+            "going on from %s/%s: step %d, %d samples",
+            beginning.url,
+            name,
+            course.steps,
+            course.position,
+        )
+        if own is None:
+            _log.warning(
+                "%s was saved by %d ranks, these are %d: their random numbers begin anew",
+                name,
+                state["world_size"],
+                ranks.world_size,
+            )
+    return Chain(loaded.manifest, loaded.cursors, len(store.chain(name)) - 1)
+
+
+def _anew(
+    config: RunConfig, mine: RunFolder | None, attempt: Attempt | None, url: str | None
+) -> Beginning:
+    if config.checkpoint.resume == "must":
+        got = f"none in {url}" if url else "no checkpoint.dir, and no --resume"
+        raise _refused(
+            "checkpoint to go on from (checkpoint.resume=must)",
+            got,
+            "a committed one",
+            "Set checkpoint.resume=auto to start a new run.",
+        )
+    if mine is not None:
+        _log.warning("no checkpoint of %s: it starts over", mine.path)
+    folder = folders.create(config, attempt) if mine is None else mine
+    return Beginning(folder, url or str(folder.checkpoints))
+
+
+def _job_in(url: str, name: str) -> Mapping[str, Any]:
+    store = CheckpointStore(url)
+    job = read_job(store.folder(name), store.manifest(name)).state
+    if not {"config", "folder", "course"} <= job.keys():
+        raise _refused(
+            f"checkpoint {url}/{name}",
+            "no state of a training run",
+            "one that `shoal train` saved",
+            "Name another folder in checkpoint.dir.",
+        )
+    return job
+
+
+def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
+    """Refuse a run that would train another model, or on other data, than it did so far."""
+    then = dict(_leaves(yaml.safe_load(job["config"])))
+    now = dict(_leaves(yaml.safe_load(to_yaml(config))))
+    differ = [
+        key
+        for key in sorted(then.keys() | now.keys())
+        if not _is_free(key) and then.get(key) != now.get(key)
+    ]
+    if differ:
+        got = ", ".join(f"{key}={now.get(key)!r}, not {then.get(key)!r}" for key in differ)
+        raise ConfigError(
+            describe(
+                f"settings of the run that {what} is of",
+                got=got,
+                allowed="the settings that it was begun with",
+                remedy="Set them back, or start a new run: checkpoint.resume=never.",
+            )
+        )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE)
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; an empty mapping counts as a value."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def _refused(what: str, got: object, allowed: str, remedy: str) -> CheckpointError:
+    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
