@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from shoal import comm
-from shoal.errors import ShoalError
+from shoal.errors import CheckpointError, ConfigError, DataError, LaunchError, ShoalError
 
 __all__ = ["joined", "on_all_ranks", "program"]
 
@@ -20,17 +20,15 @@ T = TypeVar("T")
 @contextmanager
 def joined(device: str = "auto", threads: int | None = None) -> Iterator[comm.Mesh]:
     """The mesh of this process: one that is there, or a new one that ends with the context."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    mesh = comm.current()
-    if mesh is not None:
-        yield mesh
-        return
-    mesh = comm.init(device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    there = comm.current()
     try:
-        yield mesh
+        yield comm.init(device=device) if there is None else there
     finally:
-        comm.shutdown()
+        torch.set_num_threads(before)
+        if there is None:
+            comm.shutdown()
 
 
 def on_all_ranks(votes: comm.Collectives, act: Callable[[], T], *, what: str) -> T:
@@ -64,11 +62,15 @@ def _told(error: Exception | None) -> tuple[type[ShoalError], str] | None:
 
 
 def program(act: Callable[[], None]) -> int:
-    """The exit status of a program; what Shoal raises is one line of rank 0's."""
+    """The exit status of a program; what Shoal raises is one line.
+
+    Settings, data and checkpoints are wrong on every rank alike: rank 0 says so for all.
+    """
     try:
         act()
     except ShoalError as error:
-        if comm.detect().rank == 0:
+        alike = isinstance(error, ConfigError | DataError | CheckpointError)
+        if not alike or isinstance(error, LaunchError) or comm.detect().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     finally:

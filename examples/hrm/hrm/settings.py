@@ -49,7 +49,7 @@ class ArchConfig(Section):
 
     name: str = "hrm_v1"
     loss: LossConfig = LossConfig()
-    halt_exploration_prob: float = Field(0.1, ge=0, le=1)
+    halt_exploration_prob: float = Field(default=0.1, ge=0, le=1)
     halt_max_steps: PositiveInt = 16
     bootstrap: bool = True
     H_cycles: PositiveInt = 2
@@ -69,7 +69,7 @@ class ArchConfig(Section):
     puzzle_emb_ndim: NonNegativeInt = 512
     puzzle_emb_len: PositiveInt | None = None
     forward_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    ema_decay: float | None = Field(None, ge=0, lt=1)
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
 
     def model_for(self, data: Metadata) -> ModelConfig:
         """The model of some data.
@@ -113,10 +113,10 @@ class PretrainConfig(Section):
     eval_interval: PositiveInt | None = 10_000
     checkpoint_every_eval: bool = True
     lr: NonNegativeFloat = 1e-4
-    lr_min_ratio: float = Field(1.0, ge=0, le=1)
+    lr_min_ratio: float = Field(default=1.0, ge=0, le=1)
     lr_warmup_steps: NonNegativeInt = 2000
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.1
     puzzle_emb_lr: NonNegativeFloat = 1e-2
     puzzle_emb_weight_decay: NonNegativeFloat = 0.1
