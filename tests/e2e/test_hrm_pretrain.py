@@ -61,6 +61,17 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, data: str, whole: tuple[str, 
     assert steps == sorted(steps) and {5, 7, 10, 11, 20} <= set(steps)
 
 
+def test_a_changed_setting_counts_from_where_a_run_goes_on(
+    tmp_path: Path, data: str, whole: tuple[str, Any]
+) -> None:
+    shutil.copytree(whole[0], tmp_path / "run")
+    place = f"checkpoint_path={tmp_path / 'run'}"
+    state = restored(data, place, "weight_decay=0.25", "beta2=0.5")["learner"]["dense"]
+    (group,) = state["param_groups"]
+    assert group["weight_decay"] == 0.25 and tuple(group["betas"]) == (0.9, 0.5)
+    assert state["state"][0]["step"] == STEPS
+
+
 def test_evaluation_says_what_pretraining_said(
     whole: tuple[str, dict[str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:

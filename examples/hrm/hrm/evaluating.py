@@ -70,7 +70,7 @@ def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatche
 
     test = on_all_ranks(mesh.votes, read, what="test data")
     learner = Learner(run.arch.model_for(trained_on), run.learner(1), share, mesh)
-    ranks = mesh.collectives("checkpoints", device=torch.device("cpu"))
+    ranks = mesh.collectives("checkpoints", path="torch", device=torch.device("cpu"))
     load_learner(config.checkpoint, learner, ranks, trains=False)
     asked = config.eval_examples
     limit = run.eval_examples if asked is None else None if asked == "all" else asked

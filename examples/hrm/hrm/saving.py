@@ -48,7 +48,9 @@ class Checkpoints:
         self._learner, self._sampler = learner, sampler
         self._config, self._data = config, data
         self._mesh = learner.mesh
-        self._ranks = self._mesh.collectives("checkpoints", device=torch.device("cpu"))
+        self._ranks = self._mesh.collectives(
+            "checkpoints", path="torch", device=torch.device("cpu")
+        )
         self._saved_step: int | None = None
 
     def save(self) -> Manifest | None:
@@ -203,6 +205,9 @@ def load_learner(
     if learner.sparse is not None and state["sparse"] is not None:
         learner.sparse.load_state_dict(state["sparse"])
     learner.step = state["step"]
+    # What the checkpoint says of these gives way to this run's settings; rates are set each step.
+    for group in learner.dense.param_groups:
+        group.update(betas=learner.config.betas, weight_decay=learner.config.weight_decay)
     return loaded
 
 
