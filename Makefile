@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo test check test-slow test-gpu test-gpu-dist tsan bench format clean
+.PHONY: setup demo test check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ check: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
+
+# 200 saves and more that are killed.
+test-crash: setup
+	$(BIN)/python -m pytest -s tests/e2e/test_checkpoint_crash.py
 
 # On a GPU machine with its own torch and Triton; needs nothing else, pytest's timeouts neither.
 test-gpu:

@@ -280,6 +280,9 @@ def test_other_places(root: Path, tmp_path: Path) -> None:
     assert file.read_text() == "no folder"
     with pytest.raises(CheckpointError, match="nosuch"):
         TinyJob().save("nosuch://place")
+    with pytest.raises(CheckpointError, match="lost a slash"):
+        TinyJob().save(Path("s3://bucket/place"))
+    assert not Path("s3:").exists()
 
 
 def test_a_file_in_the_way_of_a_checkpoint(tmp_path: Path) -> None:
@@ -371,8 +374,7 @@ def test_no_space(tmp_path: Path, full: bool) -> None:
             same(old.everything(), was)
         assert failed >= {"row files", "sights", "dense part", "state of the job", "manifest"}
         disk.free()
-        was = job.everything()
-        check_goes_on(job, root, was)
+        check_goes_on(job, root, job.everything())
         assert CheckpointStore(root).clean() == ()
 
 

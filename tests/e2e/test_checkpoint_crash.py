@@ -12,14 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from shoal.checkpoint import CheckpointStore, verify
+from shoal.checkpoint import CheckpointStore, compact, compaction, job_writing, verify
 from shoal.checkpoint.loading import load
+from shoal.checkpoint.writing import begin
+from shoal.comm import launch
+from shoal.errors import CheckpointError, ShoalError
 from support import crash_program
 from support.crash_program import POINTS, Order
 from support.crashing_job import CrashingJob, Replay
+from support.ranks import start_ranks
+from support.saved_jobs import Job, placed_job
+from support.tiny_job import TinyJob
 
 CI_KILLS = 12
 SLOW_STORES, SLOW_KILLS = 5, 40
@@ -160,3 +168,116 @@ def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(100, 100 + SLOW_STORES))
 def test_two_hundred_kills(tmp_path: Path, seed: int) -> None:
     run(tmp_path / "store", seed, SLOW_KILLS)
+
+
+def test_a_save_beside_a_compaction_commits_nothing_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save takes what another process is compacting for leftovers: that one must notice."""
+    job = TinyJob()
+    for _ in range(2):
+        for _ in range(3):
+            job.step()
+        job.save(tmp_path)
+    store, delta = CheckpointStore(tmp_path), "step-000000000006-delta"
+    job.step()
+    copied = compaction._copied
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(compaction, "_copied", copied)
+        job.save(tmp_path)
+        return copied(*args)
+
+    monkeypatch.setattr(compaction, "_copied", interrupted)
+    with pytest.raises(CheckpointError, match="removed meanwhile"):
+        compact(store, delta)
+    assert [entry.step for entry in store.list()] == [3, 6, 7]
+    assert verify(tmp_path).ok and store.clean() == ()
+    assert compact(store, delta).kind == "full"
+    assert verify(tmp_path / "step-000000000006-full").ok
+
+
+TIMEOUT_S = 4.0
+
+
+def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
+    """A full checkpoint, then a delta in whose stage one rank dies; what the other one hears."""
+    mesh = launch.init(device="cpu", timeout_s=TIMEOUT_S)
+    ranks = mesh.collectives("checkpoint")
+    job = placed_job("row_wise", mesh.world_size, mesh.rank)
+    job.step()
+    job.step()
+    first = begin(root, job.contents(), step=2, position=2, collectives=ranks)
+    manifest = first.wait()
+    job.step()
+    inner = job_writing.JobWriter._stage
+
+    def dies(self: Any, what: str, work: Any) -> Any:
+        if what != stage or mesh.rank != doomed:
+            return inner(self, what, work)
+        if when == "after":
+            work()
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    job_writing.JobWriter._stage = dies  # type: ignore[method-assign]
+    saving = begin(
+        root,
+        job.contents(),
+        step=3,
+        position=3,
+        collectives=ranks,
+        kind="delta",
+        parent=manifest,
+        since=first.cursors,
+    )
+    heard = []
+    for attempt in (saving.wait, lambda: begin(root, job.contents(), step=4, position=4,
+                                               collectives=ranks)):  # fmt: skip
+        try:
+            attempt()
+        except ShoalError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        job.step()  # training of what is here is not hindered
+    return heard
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("doomed", "stage", "when", "newest"),
+    [
+        (1, "row files", "before", 2),
+        pytest.param(1, "row files", "after", 2, marks=pytest.mark.slow),
+        (0, "sights", "before", 2),
+        pytest.param(1, "dense part", "before", 2, marks=pytest.mark.slow),
+        pytest.param(0, "manifest", "before", 2, marks=pytest.mark.slow),
+        (0, "manifest", "after", 3),
+        # All that it had to write is durable by then.
+        pytest.param(1, "manifest", "before", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed(
+    tmp_path: Path, doomed: int, stage: str, when: str, newest: int
+) -> None:
+    found = start_ranks(
+        2, saved_by_two, str(tmp_path), doomed, stage, when, timeout_s=60
+    ).outcomes()
+    assert found[doomed] == (False, f"died with {-signal.SIGKILL}")
+    good, heard = found[1 - doomed]
+    assert good, heard
+    assert len(heard) == 2 and heard[0].startswith("CheckpointError: "), heard
+    assert f"rank {1 - doomed} of 2" in heard[0] and f"within {TIMEOUT_S} s" in heard[0]
+    store = CheckpointStore(tmp_path)
+    entries = store.list()
+    assert [entry.step for entry in entries] == list(range(2, newest + 1))
+    assert verify(tmp_path).ok
+    whole, want = Job(), Job()
+    load(tmp_path, whole.contents())
+    for _ in range(newest):
+        want.step()
+    one, other = whole.outcome(), want.outcome()
+    assert one.sights == other.sights
+    for name, rows in other.rows.items():
+        for part in ("ids", "weights", "state", "last_seen_s", "counts"):
+            assert torch.equal(getattr(one.rows[name], part), getattr(rows, part)), (name, part)
+    begin(tmp_path, want.contents(), step=9, position=9).wait()
+    assert store.clean() == () and [e.step for e in store.list()] == [*range(2, newest + 1), 9]

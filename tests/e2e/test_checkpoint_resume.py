@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,18 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
-from shoal.checkpoint import CheckpointStore, read_manifest
-from support.ranks import run_ranks
+from shoal.checkpoint import CheckpointStore, read_manifest, verify
+from shoal.checkpoint.job_writing import JobWriter
+from shoal.checkpoint.storage import Storage
+from shoal.data import flights
+from shoal.errors import CheckpointError, ConfigError
+from shoal.train.learner import Learner
+from support.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
 
 SILENT = Console(quiet=True)
+READ_ONCE = cache(flights.load)
 EXAMPLES, BATCH, EPOCHS, ACCUMULATION = 240, 30, 2, 2
 STEPS = EXAMPLES // BATCH * EPOCHS // ACCUMULATION
 TABLE = {
@@ -118,6 +128,7 @@ def rows_of(folder: Path) -> list[Any]:
 
 
 def run_all(jobs: Sequence[tuple[Path, Mapping[str, Any], str | None]]) -> list[Path]:
+    flights.load = READ_ONCE  # most of what such a short run takes
     return [
         train.run(settings(folder, **changes), console=SILENT, resume=resume).folder
         for folder, changes, resume in jobs
@@ -165,3 +176,162 @@ def test_two_ranks_go_on_from_any_step(tmp_path: Path) -> None:
     for path in left.values():
         assert_same_run(path, whole)
     assert_same_run(lag, late)
+
+
+SMOOTH = {"model": {"kind": "deepfm", "hidden": [4]}}
+
+
+def test_other_numbers_of_ranks_go_on_without_loss_or_repeat(tmp_path: Path) -> None:
+    (alone,) = run_all([(tmp_path / "one", SMOOTH, None)])
+    ((both,), _) = run_ranks(2, run_all, [(tmp_path / "two", SMOOTH, None)], timeout_s=100)
+    fewer = cut_short(both, tmp_path / "fewer" / "run", 5)
+    more = cut_short(alone, tmp_path / "more" / "run", 5)
+    run_all([(tmp_path / "other", SMOOTH, str(fewer))])
+    run_ranks(2, run_all, [(tmp_path / "other", SMOOTH, str(more))], timeout_s=100)
+    wanted = figures(alone)
+    for folder in (fewer, more):
+        found = figures(folder)
+        for name in ("train_examples", "train_ids", "steps", "rows_by_table"):
+            assert found[name] == wanted[name], name
+        for model, sheet in wanted["models"].items():
+            assert found["models"][model] == pytest.approx(sheet, rel=1e-3), model
+        points = [(row["step"], row.get("examples")) for row in told(folder)]
+        assert points == [(row["step"], row.get("examples")) for row in told(alone)]
+        last = told(folder)[STEPS - 1]
+        assert last["auc/deepfm"] == pytest.approx(told(alone)[STEPS - 1]["auc/deepfm"], rel=1e-4)
+        assert verify(str(folder / "checkpoints")).problems == ()
+
+
+class Stopped(Exception):
+    """What ends a run in its midst."""
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Learner.apply
+
+    def apply(self: Learner) -> None:
+        if self.steps == step:
+            raise Stopped
+        plain(self)
+
+    monkeypatch.setattr(Learner, "apply", apply)
+
+
+def test_the_newest_unfinished_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    every_2 = {"checkpoint": {"every_steps": 2, "keep_full": 1}}
+    (whole,) = run_all([(tmp_path / "whole", every_2, None)])
+    names = [entry.name for entry in CheckpointStore(whole / "checkpoints").list()]
+    assert names == ["step-000000000008-full"]  # what was before it is not needed
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_at(5, patch)
+        run_all([(tmp_path / "runs", every_2, None)])
+    (left,) = (tmp_path / "runs").iterdir()
+    leftover = left / "checkpoints" / "step-000000000006-delta"
+    leftover.mkdir()
+    (leftover / "state.pt").write_text("half")
+    assert run_all([(tmp_path / "runs", every_2, "latest")]) == [left]
+    assert_same_run(left, whole)
+    with pytest.raises(CheckpointError, match="no unfinished run tiny"):
+        run_all([(tmp_path / "runs", every_2, "latest")])
+    with pytest.raises(CheckpointError, match=r"without config\.yaml"):
+        run_all([(tmp_path / "runs", every_2, str(tmp_path))])
+
+
+def test_a_named_folder_of_checkpoints_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"dir": str(tmp_path / "saved"), "every_steps": 3}
+    must = {"checkpoint": {**place, "resume": "must"}}
+    with pytest.raises(CheckpointError, match=r"resume=must.*got none in"):
+        run_all([(tmp_path / "runs", must, None)])
+    assert not (tmp_path / "runs").exists()
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_at(7, patch)
+        run_all([(tmp_path / "runs", {"checkpoint": place}, None)])
+    (left,) = (tmp_path / "runs").iterdir()
+    never = {"checkpoint": {**place, "resume": "never"}}
+    with pytest.raises(CheckpointError, match="an empty one"):
+        run_all([(tmp_path / "runs", never, None)])
+    with pytest.raises(ConfigError) as raised:
+        other = {"seed": 4, "data": {**BASE["data"], "batch_size": 20}, "accumulation": 3}
+        run_all([(tmp_path / "runs", {"checkpoint": place, **other}, None)])
+    for words in ("accumulation=3, not 2", "data.batch_size=20, not 30", "seed=4, not 3"):
+        assert words in str(raised.value)
+    # Who does the work, and what is told of it, may change.
+    free = {**must, "threads": None, "logging": {"tensorboard": False, "points": 3}}
+    assert run_all([(tmp_path / "elsewhere", free, None)]) == [left]
+    (whole,) = run_all([(tmp_path / "whole", {"checkpoint": {"every_steps": 3}}, None)])
+    assert figures(left) == figures(whole)
+    judged = train.evaluate(str(left), console=SILENT)
+    assert judged["deepfm"]["auc"] == figures(whole)["models"]["deepfm"]["auc"]
+
+
+def test_a_save_that_is_late_leaves_out_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, go_on = JobWriter.run, threading.Event()
+    apply = Learner.apply
+
+    def run(self: JobWriter) -> Any:
+        assert go_on.wait(60)
+        return plain(self)
+
+    def step(self: Learner) -> None:
+        if self.steps == 5:
+            go_on.set()
+        apply(self)
+
+    monkeypatch.setattr(JobWriter, "run", run)
+    monkeypatch.setattr(Learner, "apply", step)
+    slow = {"checkpoint": {"every_steps": 1, "full_every": 99, "background": True}}
+    (folder,) = run_all([(tmp_path, slow, None)])
+    names = [entry.name for entry in CheckpointStore(folder / "checkpoints").list()]
+    assert names[0] == "step-000000000001-full"
+    assert not {f"step-{step:012d}-delta" for step in range(2, 6)} & set(names)
+    assert names[-1] == f"step-{STEPS:012d}-full"
+    assert "no save after step 5: the one of step-000000000001-full" in caplog.text
+    assert "(4 left out so far)" in caplog.text
+    assert verify(str(folder / "checkpoints")).problems == ()
+
+
+def failing(folder: Path) -> None:
+    """A run in which no save but the first gets its rows to the disk of rank 0."""
+    plain = Storage.create
+
+    def create(self: Storage, path: str) -> Any:
+        late = "step-000000000002-" not in self.url
+        if late and path.startswith("rows/") and os.environ.get("RANK", "0") == "0":
+            raise OSError("the disk is gone")
+        return plain(self, path)
+
+    Storage.create = create  # type: ignore[method-assign]
+    background = {"checkpoint": {"every_steps": 2, "background": True}}
+    try:
+        run_all([(folder, background, None)])
+    finally:
+        Storage.create = plain  # type: ignore[method-assign]
+
+
+def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        failing(tmp_path / "one")
+    began = time.monotonic()
+    outcomes = start_ranks(2, failing, tmp_path / "two", timeout_s=100).outcomes()
+    assert time.monotonic() - began < 100
+    for good, text in outcomes.values():
+        assert not good
+        assert text != "hung"
+        assert "the disk is gone" in text
+    for side in ("one", "two"):
+        (left,) = (tmp_path / side).iterdir()
+        assert [one.step for one in CheckpointStore(left / "checkpoints").list()] == [2]
+
+
+def test_seconds_of_rank_0_decide_for_all(tmp_path: Path) -> None:
+    often = {"checkpoint": {"every_steps": None, "every_s": 1e-6, "background": True}}
+    ((folder,), _) = run_ranks(2, run_all, [(tmp_path, often, None)], timeout_s=100)
+    entries = CheckpointStore(folder / "checkpoints").list()
+    assert len(entries) > 1
+    assert (entries[-1].step, entries[-1].kind) == (STEPS, "full")

@@ -47,7 +47,7 @@ def test_rows_come_back(tmp_path: Path, dtype: str, dim: int, state: int):
 
 
 def test_bytes_do_not_depend_on_how_rows_were_added(tmp_path: Path):
-    layout = RowLayout(300, 300, "float32")  # 512 rows to a batch
+    layout = RowLayout(2000, 2000, "float32")  # 512 rows to a batch
     assert layout.batch_rows == 512
     files = []
     for steps in (1, 7, 1000):
@@ -103,7 +103,7 @@ def test_rows_lie_in_the_reused_buffer(tmp_path: Path):
 
 def test_arrow_hands_its_memory_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     layout = RowLayout(32, 32, "float32")
-    chunk = rows_of("t", torch.arange(5000), layout)
+    chunk = rows_of("t", torch.arange(layout.batch_rows + 900), layout)
     seen = []
     write = DurableFile.write
 

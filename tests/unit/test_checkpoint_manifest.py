@@ -147,6 +147,10 @@ def test_the_manifest_is_the_commit(tmp_path: Path, kind: str):
     storage = Storage(tmp_path / "x" if kind == "local" else f"memory://{uuid.uuid4().hex}/x")
     with pytest.raises(CheckpointError, match=r"without manifest\.json.*Check the path"):
         read_manifest(storage)
+    with pytest.raises(CheckpointError, match=r"not there, rows/00000\.arrow first.*shared folder"):
+        commit(storage, manifest())
+    assert not storage.exists("manifest.json")
+    storage.create("rows/00000.arrow").close()
     commit(storage, manifest())
     assert read_manifest(storage.url) == manifest()
     with pytest.raises(CheckpointError, match="never overwritten"):

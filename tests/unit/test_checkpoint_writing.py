@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from shoal.checkpoint import file_writing, job_writing, verify
+from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import load
+from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing import begin, save
 from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu_snapshot import CpuSnapshot
+from shoal.table.hosting import HostedTables
 from support.saved_jobs import SPECS, Job, row_bytes, small_files
 from support.saved_rows import same
+from support.shards import CUDA, SHARDS
 
 FULL, DELTA = "step-000000000003-full", "step-000000000004-delta"
 
@@ -314,3 +318,26 @@ def test_shards_at_different_epochs_are_brought_together(tmp_path: Path) -> None
     twice = type(contents)(tables={"one": ahead.tables, "two": ahead.tables})
     again = save(tmp_path, twice, step=4, position=40)
     assert [one.collection for one in again.tables] == ["one"] * 4 + ["two"] * 4
+
+
+@pytest.mark.parametrize("kind", ["cpu", CUDA])
+def test_no_device_shows_in_the_bytes(tmp_path: Path, kind: str) -> None:
+    save(tmp_path / "a", trained().contents(), step=3, position=30)
+    shard = SHARDS[kind](SPECS)
+    contents = Contents(tables={"main": HostedTables(SPECS, shard)})
+    found = load(tmp_path / "a", contents, options=LoadOptions(dense=False))
+    assert found.cursors is not None
+    saving = begin(tmp_path / "b", contents, step=3, position=30)
+    saving.wait()
+    assert row_bytes(tmp_path / "b" / FULL) == row_bytes(tmp_path / "a" / FULL)
+
+
+def test_what_cannot_be_read_beside_training_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuSnapshot, "concurrent", property(lambda self: False))
+    job = trained()
+    saving = begin(tmp_path, job.contents(), step=3, position=30)
+    assert saving.done and (tmp_path / FULL / "manifest.json").exists()
+    job.step()
+    check_same(loaded(tmp_path), trained())

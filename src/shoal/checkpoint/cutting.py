@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.agreement import together
@@ -13,7 +13,7 @@ from shoal.checkpoint.contents import Contents
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, describe
 from shoal.placement import Hosted, row_wise
-from shoal.table.changes import ChangeFeed, Cursor
+from shoal.table.changes import Cursor
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.shard import AdmissionState, Shard
 from shoal.table.snapshot import Snapshot
@@ -156,8 +156,7 @@ class _Held:
             epoch=epoch,
             snapshots={name: self._open[id(shard)] for name, shard in shards.items()},
             cursors={
-                name: Cursor(cast(ChangeFeed, shard).incarnation, epoch, epoch)
-                for name, shard in shards.items()
+                name: Cursor(shard.incarnation, epoch, epoch) for name, shard in shards.items()
             },
             sights=dict(_sights(contents, rank)),
             seed=next((shard.seed for shard in shards.values()), 0),

@@ -127,7 +127,10 @@ class JobWriter:
             self._cut.close()
         sights = self._stage("sights", self._write_sights)
         sketches = self._stage("sketches of sights", self._write_sketches)
-        dense_files = self._stage("dense part", self._write_dense)[0]
+        captured, ranks = self._cut.dense, self._collectives
+        dense_files = self._stage("dense part", lambda: dense.write(captured, self._folder, ranks))[
+            0
+        ]
         rank_states = self._stage("states of ranks", lambda: self._cut.rank_state)
         state = self._stage("state of the job", lambda: self._write_state(rank_states))[0]
         files = [
@@ -286,8 +289,8 @@ class JobWriter:
         return _Written(saved, {one.key: one.rows for one in counted})
 
     def _write_sketches(self) -> _Written:
-        """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
-        same again when all ranks that loaded it save it."""
+        """The largest cells of any rank's sketches: never less than an id was seen, and the same
+        again when ranks that all loaded it save it."""
         saved = {}
         ranks = self._collectives
         tables = [
@@ -311,9 +314,6 @@ class JobWriter:
                 path, key = sketch_path(name, spec.name), f"{name}/{spec.name}"
                 saved[number] = write_whole(self._folder, path, "sketch", data, [key])
         return _Written(saved, {})
-
-    def _write_dense(self) -> tuple[SavedFile, ...]:
-        return dense.write(self._cut.dense, self._folder, self._collectives)
 
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
         if self._collectives.rank != 0:

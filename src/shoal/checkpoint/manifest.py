@@ -218,7 +218,8 @@ def commit(storage: Storage, manifest: Manifest) -> None:
     """Write the manifest: from here on the folder is a checkpoint. All it names must be durable.
 
     Raises:
-        CheckpointError: the folder is a checkpoint already, or values that no checkpoint has.
+        CheckpointError: the folder is a checkpoint already, a file that it names is not there, or
+            values that no checkpoint has.
     """
     if storage.exists(MANIFEST):
         raise CheckpointError(
@@ -231,6 +232,18 @@ def commit(storage: Storage, manifest: Manifest) -> None:
         )
     data = to_json(manifest)
     from_json(data, f"{storage.url}/{MANIFEST}")
+    # A save of another process takes a folder without a manifest for leftovers, and ranks of
+    # several machines may each have written to a disk of their own.
+    if gone := sorted({file.path for file in manifest.files} - set(storage.files())):
+        raise CheckpointError(
+            describe(
+                f"files of checkpoint {storage.url}",
+                got=f"{len(gone)} that were written are not there, {gone[0]} first",
+                allowed="all of them, in one folder that all ranks share",
+                remedy="They were removed meanwhile by another save into this store, or lie on "
+                "the disks of other machines: use a shared folder, one writer at a time.",
+            )
+        )
     storage.replace(MANIFEST, data)
 
 

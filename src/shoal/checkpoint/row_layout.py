@@ -22,7 +22,7 @@ __all__ = ["ROW_FIELDS", "IdLayout", "RowLayout"]
 ROW_FIELDS = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
 """What a `RowChunk` has of each row."""
 
-_BATCH_BYTES = 2 << 20
+_BATCH_BYTES = 8 << 20
 _METADATA_BYTES = 8 + 4 + 4 + 4
 _WEIGHTS = {
     "float32": torch.float32,
@@ -36,7 +36,7 @@ Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
 
 
 def _batch_rows(row_bytes: int) -> int:
-    """Rows of a full record batch: the largest power of two within 2 MiB, 1 at least."""
+    """Rows of a full record batch: the largest power of two within 8 MiB, 1 at least."""
     return 1 << max(0, (_BATCH_BYTES // max(1, row_bytes)).bit_length() - 1)
 
 

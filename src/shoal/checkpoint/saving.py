@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import cast
 
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, describe
-from shoal.table.changes import ChangeFeed, Cursor
+from shoal.table.changes import Cursor
 from shoal.table.shard import Shard
 
 __all__ = ["Saving"]
@@ -66,7 +65,8 @@ class Saving:
 
         Raises:
             CheckpointError: a rank failed, and which; on every rank. There is no checkpoint then,
-                and its leftovers are removed by the next save.
+                and its leftovers are removed by the next save. Only where a rank was gone when
+                the others had written everything there may be one: a whole one.
             TimeoutError: it is still under way.
         """
         if not self._done.wait(timeout_s):
@@ -105,7 +105,7 @@ class Saving:
         """
         self.wait()
         for shard in self._shards:
-            cast(ChangeFeed, shard).release(self.epoch)
+            shard.release(self.epoch)
 
     def _run(self) -> None:
         try:

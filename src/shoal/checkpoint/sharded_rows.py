@@ -23,6 +23,7 @@ __all__ = ["OtherRankFailed", "ShardedRows", "ShardedTable", "joined_ids", "join
 Columns = tuple[Tensor, ...]
 Join = Callable[[Sequence[tuple[Hosted, Columns]]], Columns]
 
+_FIRST_BITS = 10  # enough for 2^18 rows
 _ALIGNED = 8  # bytes: what arrives is viewed in its own dtypes
 
 
@@ -87,13 +88,13 @@ class ShardedRows:
             CheckpointError: a rank failed to count.
             CollectiveFailed: a rank died or did not come in time.
         """
-        rows_K = self._summed(lambda: [self._counted(table, 0) for table in self.tables])
-        bits = [bits_for(rows) for rows in rows_K.tolist()]
-        counts = self._summed(
-            lambda: [self._counted(t, b) for t, b in zip(self.tables, bits, strict=True)],
-            sum(1 << b for b in bits),
-        )
-        parts = torch.split(counts, [1 << b for b in bits])
+        # Tables of so few rows that these bits are enough are gone through once.
+        parts = self._histograms([_FIRST_BITS] * len(self.tables))
+        bits = [bits_for(int(part.sum())) for part in parts]
+        many = [k for k, wanted in enumerate(bits) if wanted > _FIRST_BITS]
+        if many:
+            finer = self._histograms([bits[k] if k in many else 0 for k in range(len(bits))])
+            parts = [finer[k] if k in many else part for k, part in enumerate(parts)]
         return tuple(
             PlacedRows(table.key, table.slices, table.slice_bytes, part)
             for table, part in zip(self.tables, parts, strict=True)
@@ -125,10 +126,23 @@ class ShardedRows:
             self._sizes(self._rounds.pop(), [], failed=True)
             self._rounds.clear()
 
-    def _summed(self, make: Callable[[], list[Tensor]], size: int | None = None) -> Tensor:
+    def _histograms(self, bits_K: Sequence[int]) -> list[Tensor]:
+        """Rows of each table over all ranks by so many bits of their hash; 0 bits: not counted."""
+
+        def count() -> list[Tensor]:
+            return [
+                self._counted(table, bits)
+                for table, bits in zip(self.tables, bits_K, strict=True)
+                if bits
+            ]
+
+        sizes = [1 << bits if bits else 0 for bits in bits_K]
+        return list(torch.split(self._summed(count, sum(sizes)), sizes))
+
+    def _summed(self, make: Callable[[], list[Tensor]], size: int) -> Tensor:
         """Sum of what all ranks make, int64 [size]."""
         error: Exception | None = None
-        values = torch.zeros((len(self.tables) if size is None else size) + 1, dtype=torch.int64)
+        values = torch.zeros(size + 1, dtype=torch.int64)
         try:
             if made := make():
                 torch.cat(made, out=values[:-1])

@@ -7,6 +7,7 @@ stores have no rename, and need none: there a whole object appears at once or no
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from shoal.errors import CheckpointError, describe
 __all__ = ["Buffer", "DurableFile", "Storage"]
 
 _TEMPORARY = ".tmp"
+_URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 class Storage:
@@ -37,12 +39,21 @@ class Storage:
         url: a local path, or a URL of a protocol that fsspec knows ("memory://", "s3://", ...).
 
     Raises:
-        CheckpointError: an unknown protocol, or its package is not installed.
+        CheckpointError: an unknown protocol, or its package is not installed; a URL as a Path.
     """
 
     def __init__(self, url: str | Path) -> None:
         self._fs: Any = None
         text = os.fspath(url)
+        if isinstance(url, Path) and _URL_AS_PATH.match(text):
+            raise CheckpointError(
+                describe(
+                    "checkpoint folder",
+                    got=f"{text} as a Path, which lost a slash of a URL",
+                    allowed="a URL as a str, or a local Path",
+                    remedy="Pass the URL as it is.",
+                )
+            )
         if "://" in text and not text.startswith(("file://", "local://")):
             self._fs, root = _open(text)
             self._root = root.rstrip("/")

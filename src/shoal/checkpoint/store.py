@@ -132,13 +132,11 @@ class CheckpointStore:
 
         No save into this store may be under way. Returns the names.
         """
-        left = [
-            name
-            for name in self.storage.folders()
-            if _NAME.fullmatch(name) and not self.folder(name).exists(MANIFEST)
-        ]
-        for name in left:
-            self.folder(name).remove_tree()
+        left = []
+        for name in self.storage.folders():
+            if _NAME.fullmatch(name) and not self.folder(name).exists(MANIFEST):
+                self.folder(name).remove_tree()
+                left.append(name)
         return tuple(left)
 
     def retain(

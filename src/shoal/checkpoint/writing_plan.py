@@ -26,7 +26,7 @@ __all__ = [
     "speakers",
 ]
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """Rows that are read, joined and handed to a file at a time."""
 
 _HASH_BITS = 64

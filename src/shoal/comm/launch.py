@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch.distributed as dist
@@ -72,6 +72,7 @@ class Launch:
         local_rank: number among the ranks of this host; picks the device.
         local_world_size: ranks of this host.
         master_addr, master_port: where rank 0 (or torchrun's agent) listens.
+        restarts: how often torchrun started the ranks again.
 
     Raises:
         LaunchError: numbers that contradict each other.
@@ -84,6 +85,7 @@ class Launch:
     local_world_size: int
     master_addr: str
     master_port: int
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         rank, world, local_rank, local_world = _VARIABLES[self.launcher]
@@ -179,7 +181,8 @@ def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
         "torchrun", rank, world_size, local_rank, local_world_size, LOOPBACK, DEFAULT_PORT
     )
     address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
-    return _at(placed, address, _port(environ, DEFAULT_PORT))
+    restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return replace(_at(placed, address, _port(environ, DEFAULT_PORT)), restarts=restarts)
 
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:

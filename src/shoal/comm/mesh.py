@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.devices import pick_backend, pick_device, seed_all
@@ -352,13 +354,24 @@ def start_world(launch: Launch, timeout_s: float | None) -> Collectives:
 def _start_world(launch: Launch, device: torch.device, backend: str, timeout_s: float) -> None:
     host = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr
     began = time.monotonic()
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{launch.master_port}",
+        meeting = rendezvous(
+            f"tcp://{host}:{launch.master_port}",
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=timeout,
+        )
+        store = next(meeting)[0]
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            # Where torchrun's agent keeps one store for all starts of a job, addresses of the
+            # ranks of an earlier start are in it.
+            store=PrefixStore(f"start {launch.restarts}", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:

@@ -304,9 +304,8 @@ class LoggingSettings(Section):
 class CheckpointSettings(Section):
     """When a run saves what it needs to go on, where, and whether it goes on from there.
 
-    `dir` is a folder or URL; None is `checkpoints/` in the run folder. A save is due every
-    `every_steps` optimizer steps and `every_s` seconds; each `full_every`-th is full, the others
-    hold what changed since the one before. `keep_full` full ones stay, with what builds on them.
+    `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
+    hold what changed since. `keep_full` full ones stay, with what builds on them.
     """
 
     dir: str | None = None
@@ -319,7 +318,7 @@ class CheckpointSettings(Section):
 
 
 class OutputSettings(Section):
-    """Where the run folder goes and whether the trained model is kept in it."""
+    """Where the run folder goes and whether the trained model is kept."""
 
     dir: str = "runs"
     save_model: bool = True

@@ -131,7 +131,7 @@ class Saver:
                 self._skipped += 1
                 if self._ranks.leads:
                     _log.warning(
-                        "no save after step %d: the one of step %s is still being written"
+                        "no save after step %d: the one of %s is still being written"
                         " (%d left out so far)",
                         self._course.steps,
                         self._saving.name if self._saving else "another rank",

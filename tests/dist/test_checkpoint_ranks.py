@@ -1,0 +1,162 @@
+"""Saves by several ranks of which one fails, lags behind or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from shoal.checkpoint import file_writing
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.writing import begin, save
+from shoal.comm import launch
+from shoal.comm.collectives import Collectives
+from shoal.errors import CheckpointError
+from shoal.table.cpu_snapshot import CpuSnapshot
+from support.ranks import run_ranks, start_ranks
+from support.saved_jobs import KINDS, Job, check_part, placed_job, small_files
+
+pytestmark = pytest.mark.multiproc
+
+FULL = "step-000000000003-full"
+BREAKS = {
+    "read": (CpuSnapshot, "read"),
+    "count": (CpuSnapshot, "histogram"),
+    "write": (file_writing.RowFileWriter, "add"),
+    "close": (file_writing.RowFileWriter, "close"),
+}
+
+
+def test_what_fails_on_a_rank_is_raised_on_all(tmp_path: Path) -> None:
+    errors = run_ranks(3, on_ranks, fail_everywhere, str(tmp_path), timeout_s=120)
+    for place in BREAKS:
+        told = [one[place] for one in errors]
+        assert all("on rank 1: OSError: the disk is gone" in text for text in told), told
+        assert "on rank 0" not in told[0] and "on rank 2" not in told[0]
+    assert [one.name for one in CheckpointStore(tmp_path).list()] == [FULL]
+    load(tmp_path, Job().contents())
+
+
+def fail_everywhere(ranks: Collectives, root: str) -> dict[str, str]:
+    """Break a part of rank 1's work at a time, then save."""
+    errors = {}
+    for number, (place, (owner, name)) in enumerate(BREAKS.items()):
+        job = trained(KINDS[number % len(KINDS)], ranks)
+        with on_rank_1(ranks, mock.patch.object(owner, name, broken)):
+            saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
+            job.step()
+            with pytest.raises(CheckpointError) as caught:
+                saving.wait()
+        errors[place] = str(caught.value)
+        assert not (Path(root) / FULL / "manifest.json").exists()
+    save(root, trained("grid", ranks).contents(), step=3, position=0, collectives=ranks)
+    return errors
+
+
+def test_what_fails_at_the_cut_is_raised_on_all(tmp_path: Path) -> None:
+    run_ranks(2, on_ranks, fail_at_the_cut, str(tmp_path))
+
+
+def fail_at_the_cut(ranks: Collectives, root: str) -> None:
+    job = trained("row_wise", ranks)
+    held = job.shard.snapshot() if ranks.rank == 1 else None
+    with pytest.raises(Exception, match="snapshot"):
+        begin(root, job.contents(), step=3, position=0, collectives=ranks)
+    if held is not None:
+        held.close()
+    with pytest.raises(CheckpointError, match="position"):
+        begin(root, job.contents(), step=3, position=ranks.rank, collectives=ranks)
+    assert CheckpointStore(root).list() == ()
+    save(root, job.contents(), step=3, position=0, collectives=ranks)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        begin(root, job.contents(), step=3, position=0, collectives=ranks)
+
+
+def test_ranks_at_different_epochs_are_brought_together(tmp_path: Path) -> None:
+    epochs = run_ranks(3, on_ranks, save_apart, str(tmp_path))
+    assert len(set(epochs)) == 1
+    assert CheckpointStore(tmp_path).manifest(FULL).epoch == epochs[0]
+
+
+def save_apart(ranks: Collectives, root: str) -> int:
+    job = trained("table_wise", ranks)
+    for _ in range(4 * ranks.rank):
+        job.shard.cut()
+    saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
+    manifest = saving.wait()
+    # A delta does not lack what came between.
+    job.step()
+    parts: dict[str, Any] = dict(kind="delta", parent=manifest, since=saving.cursors)
+    save(root, job.contents(), step=4, position=0, collectives=ranks, **parts)
+    again = placed_job("grid", ranks.world_size, ranks.rank)
+    load(root, again.contents(), collectives=ranks)
+    check_part(again.outcome(), again, whole(4))
+    return saving.epoch
+
+
+def test_sketches_do_not_grow_by_being_moved(tmp_path: Path) -> None:
+    """Cells are the largest of any rank's, so that ranks that all hold a sketch save it as it is."""
+    run_ranks(2, on_ranks, move_sketches, str(tmp_path))
+    first, second = (
+        (tmp_path / name / FULL / "sights/main.views.sketch").read_bytes() for name in "ab"
+    )
+    assert first == second and any(first)
+
+
+def move_sketches(ranks: Collectives, root: str) -> None:
+    job = trained("row_wise", ranks)
+    save(f"{root}/a", job.contents(), step=3, position=0, collectives=ranks)
+    again = placed_job("table_wise", ranks.world_size, ranks.rank)
+    load(f"{root}/a", again.contents(), collectives=ranks)
+    save(f"{root}/b", again.contents(), step=3, position=0, collectives=ranks)
+
+
+def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path) -> None:
+    found = start_ranks(2, on_ranks, die_on_one, str(tmp_path)).outcomes()
+    assert found[0] == (True, True)
+    assert found[1] == (False, "died with 3")
+    assert CheckpointStore(tmp_path).list() == ()
+    save(tmp_path, whole(3).contents(), step=4, position=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000004-full"]
+
+
+def die_on_one(ranks: Collectives, root: str) -> bool:
+    job = trained("column_wise", ranks)
+    dies = mock.patch.object(file_writing.RowFileWriter, "close", lambda _: os._exit(3))
+    with on_rank_1(ranks, dies):
+        saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
+        with pytest.raises(CheckpointError, match="CollectiveFailed"):
+            saving.wait(60)
+    return True
+
+
+def on_rank_1(ranks: Collectives, patch: Any) -> Any:
+    return patch if ranks.rank == 1 else contextlib.nullcontext()
+
+
+def on_ranks(act: Any, *args: Any) -> Any:
+    mesh = launch.init(device="cpu", timeout_s=20)
+    with small_files():
+        return act(mesh.collectives("checkpoints"), *args)
+
+
+def trained(kind: str, ranks: Collectives) -> Job:
+    job = placed_job(kind, ranks.world_size, ranks.rank)
+    for _ in range(3):
+        job.step()
+    return job
+
+
+def whole(steps: int) -> Job:
+    job = Job()
+    for _ in range(steps):
+        job.step()
+    return job
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("the disk is gone")

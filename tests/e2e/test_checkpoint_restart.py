@@ -1,0 +1,124 @@
+"""A job whose rank is killed is started again by torchrun, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from shoal import config, train
+from shoal.checkpoint import CheckpointStore, read_manifest, verify
+from support.ranks import free_port, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+ROOT = Path(__file__).parents[2]
+CONFIG: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 3,
+    "threads": 1,
+    "data": {"source": "flights", "max_examples": 240, "batch_size": 30, "shuffle": "always"},
+    "eval": {"max_examples": 100},
+    "tables": {"default": {"dim": 4, "admission": {"threshold": 2}}},
+    "model": {"kind": "deepfm", "hidden": [4], "dropout": 0.3},
+    "baselines": [],
+    "logging": {"tensorboard": False},
+    "checkpoint": {"every_steps": 2, "background": False},
+}
+
+
+def start(folder: Path, told: Path, *overrides: str) -> subprocess.Popen[str]:
+    file = folder / "tiny.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(yaml.safe_dump(CONFIG))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SHOAL_")}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT / "tests")]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    agent += ["--max-restarts=2", "--monitor-interval=0.1"]
+    agent += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = [str(ROOT / "tests" / "support" / "train_told.py"), str(told)]
+    job = ["train", str(file), f"output.dir={folder / 'runs'}", *overrides]
+    return subprocess.Popen(
+        [*agent, *script, *job],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    try:
+        out, err = job.communicate(timeout=150)
+    finally:
+        job.kill()
+    assert job.returncode == 0, err
+    return out
+
+
+def kill_told(job: subprocess.Popen[str], told: Path) -> None:
+    """Kill -9 the rank that says where it is."""
+    deadline = time.monotonic() + 100
+    while not told.exists():
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def model_of(checkpoints: Path) -> tuple[int, list[tuple[str, int]]]:
+    """Step, and checksums of rows, sights and dense weights of the newest one."""
+    assert verify(str(checkpoints)).problems == ()
+    newest = CheckpointStore(checkpoints).latest()
+    assert newest is not None
+    assert newest.kind == "full"
+    files = read_manifest(checkpoints / newest.name).files
+    kept = [f for f in files if f.kind != "state" and not f.path.endswith(".metadata")]
+    return newest.step, [(file.path, file.crc32) for file in kept]
+
+
+def uninterrupted(folder: Path) -> Path:
+    settings = config.from_mapping({**CONFIG, "output": {"dir": str(folder)}})
+    return train.run(settings, console=Console(quiet=True)).folder
+
+
+def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
+    """Once with a folder of checkpoints of its own, once in the run folder that the job made."""
+    told = [tmp_path / "first.pid", tmp_path / "second.pid"]
+    saved = tmp_path / "saved"
+    jobs = [
+        start(tmp_path / "first", told[0], f"checkpoint.dir={saved}"),
+        start(tmp_path / "second", told[1]),
+    ]
+    try:
+        for job, file in zip(jobs, told, strict=True):
+            kill_told(job, file)
+        outs = [end(job) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    found = []
+    for side, out in zip(("first", "second"), outs, strict=True):
+        (folder,) = (tmp_path / side / "runs").iterdir()
+        assert f"going on with {folder}, step 4" in out
+        assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
+        lines = (folder / "logs" / "log.jsonl").read_text().splitlines()
+        steps = [row["step"] for row in map(json.loads, lines) if "examples" in row]
+        assert steps == list(range(1, 9))
+        found.append(model_of(saved if side == "first" else folder / "checkpoints"))
+    whole, _ = run_ranks(2, uninterrupted, tmp_path / "whole", timeout_s=100)
+    assert found == [model_of(whole / "checkpoints")] * 2
