@@ -300,6 +300,7 @@ def test_state_of_ranks_is_for_as_many_ranks(tmp_path: Path) -> None:
     write_by_hand(Storage(tmp_path), {"b": [rows]}, epoch=9, state={"a": 1}, rank_states=two)
     found = load(tmp_path, Contents(tables={"b": hosted(TAGS)}))
     assert found.rank_state is None and found.state == {"a": 1}
+    assert found.rank_states == tuple(two)
     again = load(tmp_path, Contents(tables={"b": hosted(TAGS)}), collectives=OneOf(1, 2))
     assert again.rank_state == {"rng": 2}
 

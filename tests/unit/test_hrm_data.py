@@ -236,6 +236,24 @@ def test_a_bounded_evaluation_is_spread_and_fixed(tmp_path: Path) -> None:
     assert [n for w in windows for n in numbers_of(w.batch)][:5] == [0, 4, 8, 12, 16]
 
 
+def test_a_bounded_evaluation_takes_one_example_of_each_part_by_seed(tmp_path: Path) -> None:
+    data = made(tmp_path, [[10], [10]], "test")
+
+    def chosen(seed: int, ranks: int = 1) -> list[int]:
+        shares = [Share(4, rank, ranks) for rank in range(ranks)]
+        every = [TestBatches(data, share, limit=5, seed=seed) for share in shares]
+        windows = [window for batches in every for window in batches]
+        return sorted(n for w in windows for n in numbers_of(w.batch) if w.batch.size)
+
+    picks = [
+        sorted(TestBatches(data, Share(4), limit=5, seed=s).chosen(data.sets["all"]))
+        for s in range(9)
+    ]
+    assert all([n // 4 for n in pick] == [0, 1, 2, 3, 4] for pick in picks)
+    assert len({tuple(pick) for pick in picks}) > 1
+    assert chosen(3) == chosen(3) == chosen(3, ranks=2)
+
+
 def test_batches_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size: got 10 on 4 ranks.*=8"):
         Share(10, 0, 4)

@@ -13,7 +13,10 @@ import shoal
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hrm"
 FILES = sorted(EXAMPLE.rglob("*.py"))
 # Rooms that the documentation names as they are, beside what `shoal` itself has.
-ROOMS = {"shoal.errors", "shoal.comm", "shoal.config", "shoal.data", "shoal.checkpoint"}
+ROOMS = {
+    *("shoal.errors", "shoal.comm", "shoal.config", "shoal.data"),
+    *("shoal.checkpoint", "shoal.telemetry"),
+}
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 
 

@@ -127,6 +127,11 @@ class Learner:
         self.step = 0
         self.carry: Carry | None = None
 
+    @property
+    def rate(self) -> float:
+        """The model's learning rate at the next step."""
+        return self._rate(self.step)
+
     def _make_table(self, model_config: ModelConfig) -> PuzzleTable | None:
         if not model_config.puzzle_dim:
             return None
@@ -199,12 +204,15 @@ class Learner:
         found: tuple[Tensor, Carry, dict[str, Tensor]] = self.whole(carry, least_steps_B)
         return found
 
-    def totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Figures of one step on all ranks: means of what halted, losses per slot, the count.
+    def totals(self, sums: Mapping[str, Tensor], steps: int = 1) -> dict[str, float]:
+        """Figures of steps on all ranks: means of what halted, losses per slot, the count.
 
         A collective call that waits for the device.
+
+        Args:
+            sums: what `learn` returned, added up over `steps` of them.
         """
-        return self._means(sums, self.share.global_batch)
+        return self._means(sums, self.share.global_batch * steps)
 
     def _means(self, sums: Mapping[str, Tensor], slots: int | None) -> dict[str, float]:
         names = sorted(sums)

@@ -228,19 +228,30 @@ class TestBatches:
 
     Args:
         limit: evaluate this many examples of each set, evenly spread; None: all.
+        seed: of which example of each of the `limit` parts is taken; None: the first.
     """
 
     __test__ = False
 
-    def __init__(self, data: PuzzleData, share: Share, *, limit: int | None = None) -> None:
-        self.data, self.share, self.limit = data, share, limit
+    def __init__(
+        self,
+        data: PuzzleData,
+        share: Share,
+        *,
+        limit: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.data, self.share, self.limit, self.seed = data, share, limit, seed
 
     def chosen(self, found: PuzzleSet) -> Index:
         """The examples of a set that are evaluated."""
         total = found.examples
         if self.limit is None or self.limit >= total:
             return np.arange(total)
-        return np.arange(self.limit) * total // self.limit
+        edges = np.arange(self.limit + 1) * total // self.limit
+        if self.seed is None:
+            return edges[:-1]
+        return np.random.default_rng(self.seed).integers(edges[:-1], edges[1:])
 
     def __iter__(self) -> Iterator[TestWindow]:
         size, share = self.share.global_batch, self.share

@@ -32,6 +32,7 @@ class Loaded:
         state: what `Contents.state` was.
         rank_state: what `Contents.rank_state` was on this rank; None where the job had another
             number of ranks.
+        rank_states: the same of every rank that saved, by rank.
         rows: rows loaded, by table ("collection/table" of the model), over all ranks.
         expired: rows left out since they are expired, likewise.
         cursors: of this rank's tables by collection, from which a delta of this checkpoint may be
@@ -42,6 +43,7 @@ class Loaded:
     manifest: Manifest
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any] | None
+    rank_states: tuple[Mapping[str, Any], ...]
     rows: Mapping[str, int]
     expired: Mapping[str, int]
     cursors: Mapping[str, Cursor] | None
@@ -98,6 +100,7 @@ def load(
         manifest=one.manifest,
         state=one.state.state,
         rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
+        rank_states=one.state.rank_states,
         rows=rows,
         expired=expired,
         cursors=applied[ranks.rank] if whole else None,

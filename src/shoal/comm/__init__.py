@@ -10,7 +10,7 @@ from shoal.comm.collectives import (
     ReduceOp,
     Sizes,
 )
-from shoal.comm.launch import Launch, current, detect, init, shutdown
+from shoal.comm.launch import Launch, current, detect, early_votes, init, shutdown
 from shoal.comm.mesh import Mesh
 from shoal.comm.run_hooks import get_sync_run_hooks
 from shoal.comm.session import SessionConfig, update_session_config_for_gpu
@@ -50,6 +50,7 @@ __all__ = [
     "byteps_benchmark_ar",
     "current",
     "detect",
+    "early_votes",
     "enable_sync_training",
     "get_device_str",
     "get_mpi_local_rank",

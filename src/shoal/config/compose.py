@@ -1,7 +1,8 @@
 """From a YAML file, SHOAL_* variables and `key=value` overrides to a `RunConfig`, and back.
 
 Later wins: defaults of the tree, the file (Hydra composes its `defaults` list), the
-environment, the overrides. This is the only module that reads SHOAL_* variables.
+environment, the overrides. This is the only module that reads SHOAL_* variables. `compose_file`
+and `validate` do the same for trees of programs that are built on Shoal.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,14 +18,16 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError, UnknownName, describe, unknown_name
 
-__all__ = ["ENVIRONMENT", "from_mapping", "load", "to_yaml"]
+__all__ = ["ENVIRONMENT", "compose_file", "from_mapping", "load", "to_yaml", "validate"]
+
+Tree = TypeVar("Tree", bound=BaseModel)
 
 ENVIRONMENT: Mapping[str, str] = {
     "SHOAL_DEVICE": "device",
@@ -53,6 +56,21 @@ def load(
         UnknownName: a key that the tree does not have; lists the nearest.
         ConfigError: no such file, bad YAML, a bad override, a value of the wrong type.
     """
+    found = _from_environment(os.environ if environment is None else environment)
+    settings = compose_file(path, [*found, *overrides])
+    return from_mapping({"name": Path(path).stem} | settings)
+
+
+def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML file and overrides say together, as plain settings; reads no variables.
+
+    Args:
+        path: a YAML file; its folder is Hydra's search path.
+        overrides: `key=value`, `~key` (delete) or `group=name`, in Hydra's grammar.
+
+    Raises:
+        ConfigError: no such file, bad YAML, a bad override.
+    """
     file = Path(path).resolve()
     if not file.is_file() or file.suffix != ".yaml":
         raise ConfigError(
@@ -63,8 +81,7 @@ def load(
                 remedy="Start from one in examples/, say examples/flights.yaml.",
             )
         )
-    every = [*_from_environment(os.environ if environment is None else environment), *overrides]
-    parsed = [_parsed(text) for text in every]
+    parsed = [_parsed(text) for text in overrides]
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             alone = compose(file.stem)
@@ -79,7 +96,7 @@ def load(
                 remedy="Correct the file or the override named above.",
             )
         ) from error
-    return from_mapping({"name": file.stem} | _named(settings))
+    return _named(settings)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
@@ -97,14 +114,24 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
             for name, own in tables.items()
         }
         settings = {**settings, "tables": spread}
+    return validate(RunConfig, settings)
+
+
+def validate(tree: type[Tree], settings: Mapping[str, Any]) -> Tree:
+    """Plain settings as a tree of pydantic's, say one of `Section`s, which know their keys.
+
+    Raises:
+        UnknownName: a key that a section does not have; lists the nearest.
+        ConfigError: a value that is missing or of the wrong type.
+    """
     try:
-        return RunConfig.model_validate(settings)
+        return tree.model_validate(settings)
     except ValidationError as error:
         raise _translate(error, settings) from error
 
 
-def to_yaml(config: RunConfig) -> str:
-    """The resolved tree as YAML that `load` reads back to an equal tree."""
+def to_yaml(config: BaseModel) -> str:
+    """The resolved tree as YAML that reads back to an equal tree."""
     return str(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
 
 

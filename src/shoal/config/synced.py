@@ -6,14 +6,16 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from shoal.comm.collectives import Collectives
 from shoal.config.compose import to_yaml
-from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError, describe
 
 __all__ = ["as_first_rank", "load_synced_config", "require_same"]
 
 T = TypeVar("T")
+Tree = TypeVar("Tree", bound=BaseModel)
 
 
 def as_first_rank(votes: Collectives, find: Callable[[], T], *, what: str) -> T:
@@ -55,7 +57,7 @@ def as_first_rank(votes: Collectives, find: Callable[[], T], *, what: str) -> T:
     return found[0]
 
 
-def load_synced_config(votes: Collectives, load: Callable[[], RunConfig]) -> RunConfig:
+def load_synced_config(votes: Collectives, load: Callable[[], Tree]) -> Tree:
     """The config that rank 0 loads, on every rank; nothing has started when this raises.
 
     Files and SHOAL_* variables of the other ranks are not read.
@@ -74,7 +76,7 @@ def load_synced_config(votes: Collectives, load: Callable[[], RunConfig]) -> Run
     return found
 
 
-def require_same(votes: Collectives, config: RunConfig) -> None:
+def require_same(votes: Collectives, config: BaseModel) -> None:
     """Check that every rank has the same settings.
 
     Raises:

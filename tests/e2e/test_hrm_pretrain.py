@@ -1,0 +1,243 @@
+"""pretrain.py and evaluate.py of examples/hrm: whole runs, resumed, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import evaluate
+import pretrain
+from hrm.evaluating import evaluate as evaluated
+from hrm.ranks import joined
+from hrm.rule_task import RuleTask, build_rule_task
+from hrm.settings import read_evaluate, read_pretrain
+from support.hrm_runs import STEPS, TEST, TINY, build, check_equal, restored, trained
+from support.ranks import run_ranks
+
+PROGRAM = Path(pretrain.__file__)
+ONE = ["device=cpu", "threads=1"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return "data_path=" + build(tmp_path_factory.mktemp("sudoku"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data: str) -> tuple[str, dict[str, float]]:
+    """A run on one rank: where it was saved, and its last figures."""
+    place = str(tmp_path_factory.mktemp("whole") / "run")
+    steps, finished, figures = trained(data, f"checkpoint_path={place}")
+    assert (steps, finished, figures["count"]) == (STEPS, True, TEST)
+    return place, figures
+
+
+def resumed(data: str, place: str) -> None:
+    """The same run in three processes' worth of pieces: one ends inside an iteration."""
+    where = f"checkpoint_path={place}"
+    assert trained(data, where, "max_steps=7")[:2] == (7, False)
+    assert trained(data, where, "max_steps=11", "resume=must")[:2] == (11, False)
+    assert trained(data, where)[:2] == (STEPS, True)
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, data: str, whole: tuple[str, Any]) -> None:
+    place = str(tmp_path / "pieces")
+    resumed(data, place)
+    want = restored(data, f"checkpoint_path={whole[0]}")
+    check_equal(restored(data, f"checkpoint_path={place}"), want, exactly=True)
+    assert want["learner"]["step"] == STEPS and want["learner"]["carry"] is not None
+    lines = Path(place, "log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(steps) and {5, 7, 10, 11, 20} <= set(steps)
+
+
+def test_a_changed_setting_counts_from_where_a_run_goes_on(
+    tmp_path: Path, data: str, whole: tuple[str, Any]
+) -> None:
+    shutil.copytree(whole[0], tmp_path / "run")
+    place = f"checkpoint_path={tmp_path / 'run'}"
+    state = restored(data, place, "weight_decay=0.25", "beta2=0.5")["learner"]["dense"]
+    (group,) = state["param_groups"]
+    assert group["weight_decay"] == 0.25 and tuple(group["betas"]) == (0.9, 0.5)
+    assert state["state"][0]["step"] == STEPS
+
+
+def test_evaluation_says_what_pretraining_said(
+    whole: tuple[str, dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, figures = whole
+    assert evaluate.main([f"checkpoint={place}", *ONE, f"output={place}/said.json"]) == 0
+    assert f"exact {figures['exact_accuracy']:.4f}, cells {figures['accuracy']:.4f}" in (
+        capsys.readouterr().out
+    )
+    said = json.loads(Path(place, "said.json").read_text())
+    assert (said["step"], said["figures"]["all"]) == (STEPS, figures)
+    # An earlier checkpoint, in other batches, with rows placed otherwise, of fewer examples.
+    other = ["global_batch_size=5", "puzzle_emb_sharding=row_wise", "eval_examples=9", *ONE]
+    first = evaluated(read_evaluate([f"checkpoint={place}/step-{10:012d}-full", *other]))
+    assert first["all"]["count"] == 9 and first["all"]["lm_loss"] != figures["lm_loss"]
+
+
+def ran_on_ranks(data: str, place: str) -> dict[str, float]:
+    """On each of two ranks: a run in pieces, then one that goes on with a checkpoint of one."""
+    with joined("cpu", 1):
+        resumed(data, place)
+        trained(data, f"checkpoint_path={place}-moved", "resume=must")
+        return dict(evaluated(read_evaluate([f"checkpoint={place}", *ONE]))["all"])
+
+
+@pytest.mark.multiproc
+def test_two_ranks_train_the_model_of_one(
+    tmp_path: Path, data: str, whole: tuple[str, dict[str, float]]
+) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    straight, pieces = (str(tmp_path / name) for name in ("straight", "pieces"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    settings = [*TINY, data, "puzzle_emb_sharding=row_wise", f"checkpoint_path={straight}"]
+    command = [*launcher, "--nproc-per-node", "2", str(PROGRAM), *settings]
+    environ["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "steps/s" in done.stdout and len(re.findall("finished after", done.stdout)) == 1
+    # What one rank begins, two end: slots are cut anew by their global places.
+    trained(data, f"checkpoint_path={pieces}-moved", "max_steps=7")
+    found = run_ranks(2, ran_on_ranks, data, pieces, timeout_s=120)
+    want = restored(data, f"checkpoint_path={whole[0]}")
+    on_two = restored(data, f"checkpoint_path={straight}")
+    check_equal(on_two, want, exactly=False)
+    check_equal(restored(data, f"checkpoint_path={pieces}"), on_two, exactly=True)
+    check_equal(restored(data, f"checkpoint_path={pieces}-moved"), want, exactly=False)
+    assert found[0] == found[1] == pytest.approx(whole[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("change", ["arch.bootstrap=false", "arch=trm"])
+def test_variants_train(tmp_path: Path, data: str, change: str) -> None:
+    place = [data, f"checkpoint_path={tmp_path}", "save_checkpoints=false"]
+    short = ["max_steps=2", "arch.puzzle_emb_len=2"]
+    assert pretrain.main([change, *TINY, *place, *short]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all_config.yaml", "log.jsonl"]
+
+
+def test_time_ends_a_run_with_an_evaluation(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = [data, f"checkpoint_path={tmp_path}", "max_seconds=1e-6", "eval_examples=8"]
+    assert pretrain.main([*TINY, *limit]) == 0
+    assert "eval all after step 0" in (said := capsys.readouterr().out)
+    assert "stopped after step 0 of 20" in said and "(8 examples" in said
+
+
+def test_defaults_are_hrms() -> None:
+    config = read_pretrain(["arch=trm", "lr=2e-4"])
+    assert (config.global_batch_size, config.epochs, config.eval_interval) == (768, 100000, 10000)
+    assert (config.lr, config.puzzle_emb_lr, config.weight_decay) == (2e-4, 1e-2, 0.1)
+    assert (config.arch.H_cycles, config.arch.L_cycles, config.arch.ema_decay) == (3, 6, 0.999)
+    config = read_pretrain(["arch.hidden_size=64"])
+    assert (config.arch.puzzle_emb_ndim, config.arch.forward_dtype) == (64, "bfloat16")
+    assert config.arch.bootstrap and config.arch.H_layers == 4 and config.arch.ema_decay is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("eval_interval=3", r"epochs: got 8 with eval_interval 3.*Set epochs=9"),
+        ("global_batch_size=9999", r"got 160: 4 epochs of 40 groups.*Raise eval_interval"),
+        ("lrr=1", r"got 'lrr'; allowed: lr"),
+        ("arch.H_layer=1", r"got 'arch.H_layer'; allowed: arch.H_layers"),
+        ("arch=tmr", r"Could not find 'arch/tmr'"),
+        ("beta1=1.5", r"config key beta1: got 1.5"),
+        ("arch.num_heads=3", r"hidden_size of the model: got 16 for 3 heads"),
+        ("data_path=/nowhere", r"file /nowhere/train/dataset.json: got none.*build_sudoku"),
+        ("resume=must", r"holds no checkpoint"),
+        ("wandb=true", r"pip install wandb"),
+    ],
+)
+def test_bad_settings_end_before_the_first_step(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    place = f"checkpoint_path={tmp_path / 'run'}"
+    assert pretrain.main([*TINY, data, place, change]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_in_use_is_not_taken_over(
+    data: str, whole: tuple[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"checkpoint_path={whole[0]}"
+    for change, said in (
+        ("resume=never", r"resume: got never.*another checkpoint_path"),
+        ("arch.L_layers=2", r"L_level"),
+        ("arch.ema_decay=null", r"averaged parameters.*arch.ema_decay"),
+        ("seed=1", r"state of the sampler: got seed=0"),
+        ("global_batch_size=8", r"global_batch=16; allowed.*global_batch=8"),
+    ):
+        assert pretrain.main([*TINY, data, place, change]) == 2
+        assert re.search(said, capsys.readouterr().err), change
+
+
+def beyond(root: Path) -> None:
+    file = root / "train" / "all__puzzle_identifiers.npy"
+    np.save(file, np.load(file) + 7)
+
+
+def short(root: Path) -> None:
+    (root / "test" / "all__labels.npy").unlink()
+
+
+def longer(root: Path) -> None:
+    file = root / "train" / "dataset.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "seq_len": 81}))
+
+
+def grouped(root: Path) -> None:
+    file = root / "test" / "dataset.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "total_groups": 5}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (beyond, r"puzzle ids of set 'all'.*got 7\.\.7; allowed: 0\.\.0"),
+        (short, r"all__labels\.npy.*Copy the whole folder"),
+        (longer, r"inputs of set 'all'.*seq_len"),
+        (grouped, r"total_groups of .*got 5; allowed: 37"),
+    ],
+)
+def test_bad_data_ends_before_the_first_step(
+    tmp_path: Path,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    said: str,
+) -> None:
+    root = tmp_path / "data"
+    shutil.copytree(data.partition("=")[2], root)
+    spoil(root)
+    place = [f"data_path={root}", f"checkpoint_path={tmp_path / 'run'}"]
+    assert pretrain.main([*TINY, *place]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_evaluation_refuses_what_does_not_fit(
+    tmp_path: Path, whole: tuple[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_rule_task(str(tmp_path / "rules"), RuleTask(ids=4))
+    (tmp_path / "none").mkdir()
+    for settings, said in (
+        ([f"checkpoint={whole[0]}", f"data_path={tmp_path / 'rules'}"], r"vocab_size of .*got 7"),
+        ([f"checkpoint={tmp_path / 'none'}"], r"no checkpoint|checkpoint"),
+        ([], r"checkpoint: got nothing.*checkpoint=checkpoints"),
+    ):
+        assert evaluate.main([*settings, "device=cpu"]) == 2
+        assert re.search(said, capsys.readouterr().err), settings
