@@ -97,9 +97,7 @@ def _jobs(params: dict[str, object]) -> list[Job]:
 
 
 def _extra(name: str) -> Case:
-    return Case(
-        name=name, unit="MiB", peer="limit", better="lower", bar=1.0, peer_value=EXTRA_MIB
-    )
+    return Case(name=name, unit="MiB", peer="limit", better="lower", bar=1.0, peer_value=EXTRA_MIB)
 
 
 def _share(name: str, unit: str, limit: str) -> Case:

@@ -148,7 +148,9 @@ def write_and_read(
         for turn in range(passes):
             file, saved = base / f"plain{turn}", base / f"full{turn}"
             with _Peak() as peak:
-                took = _timed(lambda saved=saved: checkpoint.save(saved, contents, step=1, position=0))
+                took = _timed(
+                    lambda saved=saved: checkpoint.save(saved, contents, step=1, position=0)
+                )
             written_extra.append(peak.peak - peak.start)
             size = _size(saved)
             seconds.append(took)
@@ -216,7 +218,9 @@ def _zipf(rows: int, batches: int) -> list[Tensor]:
     top = rows**power
     found = []
     for seed in range(batches):
-        uniform = torch.rand(BATCH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        uniform = torch.rand(
+            BATCH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
         rank = ((1 + uniform * (top - 1)) ** (1 / power)).long().clamp(1, rows) - 1
         found.append(rank * 7_919_999 % rows * 0x9E3779B1 + 7)
     return found
