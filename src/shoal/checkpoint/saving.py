@@ -92,7 +92,7 @@ class Saving:
         return self._writer.progress()
 
     def abort(self) -> None:
-        """Let it fail soon, on all ranks; `wait` says so. Does nothing once it is committed."""
+        """Let it fail soon, on all ranks; `wait` says so. Does nothing once all is written."""
         self._writer.abort()
 
     def release(self) -> None:
