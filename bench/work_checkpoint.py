@@ -308,6 +308,7 @@ def finding_changes(
     shard.changes(Cursor(), 1)
     before = shard.cut()
     words = torch.zeros(rows, dtype=torch.int32)
+    torch.set_num_threads(1)  # a page of changes is found by the thread that asks
 
     def scan(since: int) -> float:
         cursor = Cursor(shard.incarnation, since, closed, 0)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from shoal.checkpoint import file_writing
+from shoal.checkpoint import file_writing, job_writing
 from shoal.checkpoint.loading import load
+from shoal.checkpoint.stages import Stages
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing import begin, save
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError
+from shoal.table.cpu import CpuShard
 from shoal.table.cpu_snapshot import CpuSnapshot
+from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
 from support.ranks import run_ranks, start_ranks
-from support.saved_jobs import KINDS, Job, check_part, placed_job, small_files
+from support.saved_jobs import KINDS, SPECS, Job, check_part, placed_job, small_files
 
 pytestmark = pytest.mark.multiproc
 
@@ -55,6 +59,59 @@ def fail_everywhere(ranks: Collectives, root: str) -> dict[str, str]:
         assert not (Path(root) / FULL / "manifest.json").exists()
     save(root, trained("grid", ranks).contents(), step=3, position=0, collectives=ranks)
     return errors
+
+
+def test_a_save_is_given_up_by_one_rank_at_any_stage(tmp_path: Path) -> None:
+    """The others are told by the vote after the stage, and the next save works."""
+    run_ranks(2, on_ranks, give_up_everywhere, str(tmp_path))
+    assert [one.name for one in CheckpointStore(tmp_path).list()] == [FULL]
+
+
+def give_up_everywhere(ranks: Collectives, root: str) -> None:
+    job = trained("row_wise", ranks)
+    for stage in ("row files", "deletions", "sights", "sketches of sights", "dense part",
+                  "states of ranks", "state of the job"):  # fmt: skip
+        with give_up_before(stage, ranks):
+            saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
+            with pytest.raises(CheckpointError, match=rf"{stage} .*: got on rank 1: .*abort\(\)"):
+                saving.wait()
+    with give_up_before("manifest", ranks):
+        save(root, job.contents(), step=3, position=0, collectives=ranks)
+
+
+def give_up_before(stage: str, ranks: Collectives) -> Any:
+    run = Stages.run
+
+    def given_up(self: Stages, what: str, *args: Any, **parts: Any) -> Any:
+        if what == stage:
+            self.give_up()
+        return run(self, what, *args, **parts)
+
+    return on_rank_1(ranks, mock.patch.object(Stages, "run", given_up))
+
+
+def test_deletions_and_sketches_that_fail_on_a_rank(tmp_path: Path) -> None:
+    """Others are in collective calls meanwhile, which stay in step."""
+    run_ranks(2, on_ranks, fail_beside_rows, str(tmp_path))
+    assert [one.kind for one in CheckpointStore(tmp_path).list()] == ["full", "delta"]
+
+
+def fail_beside_rows(ranks: Collectives, root: str) -> None:
+    job = trained("row_wise", ranks)
+    # Rank 1 writes the second sketch, rank 0 the first and the third.
+    views = [replace(SPECS[3], name=f"views {k}") for k in range(3)]
+    placement = plan_placement(views, ranks.world_size)
+    shard = CpuShard(hosted_specs(views, placement, ranks.rank))
+    more = {"main": job.tables, "more": HostedTables(tuple(views), shard, placement)}
+    contents = replace(job.contents(), tables=more)
+    saving = begin(root, contents, step=3, position=0, collectives=ranks)
+    parts: dict[str, Any] = dict(kind="delta", parent=saving.wait(), since=saving.cursors)
+    parts |= dict(step=4, position=0, collectives=ranks)
+    for owner, name in ((CpuSnapshot, "deleted"), (job_writing, "write_whole")):
+        with on_rank_1(ranks, mock.patch.object(owner, name, broken)):
+            with pytest.raises(CheckpointError, match="on rank 1: OSError: the disk is gone"):
+                save(root, contents, **parts)
+    save(root, contents, **parts)
 
 
 def test_what_fails_at_the_cut_is_raised_on_all(tmp_path: Path) -> None:

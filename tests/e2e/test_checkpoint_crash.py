@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, compaction, job_writing, verify
+from shoal.checkpoint import CheckpointStore, compact, compaction, verify
 from shoal.checkpoint.loading import load
+from shoal.checkpoint.stages import Stages
 from shoal.checkpoint.writing import begin
 from shoal.comm import launch
 from shoal.errors import CheckpointError, ShoalError
@@ -210,16 +211,16 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
     first = begin(root, job.contents(), step=2, position=2, collectives=ranks)
     manifest = first.wait()
     job.step()
-    inner = job_writing.JobWriter._stage
+    inner = Stages.run
 
-    def dies(self: Any, what: str, work: Any) -> Any:
+    def dies(self: Any, what: str, work: Any, **parts: Any) -> Any:
         if what != stage or mesh.rank != doomed:
-            return inner(self, what, work)
+            return inner(self, what, work, **parts)
         if when == "after":
             work()
         return os.kill(os.getpid(), signal.SIGKILL)
 
-    job_writing.JobWriter._stage = dies  # type: ignore[method-assign]
+    Stages.run = dies  # type: ignore[method-assign]
     saving = begin(
         root,
         job.contents(),

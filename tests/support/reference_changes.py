@@ -217,6 +217,9 @@ class ReferenceSnapshot:
         shard = self._open()
         return by_hash(shard.specs[table], [id_ for k, id_ in self.gone if k == table])[0]
 
+    def give_way(self) -> None:
+        """Nothing to leave: a read has one thread."""
+
     def close(self) -> None:
         if self.shard is not None:
             self.shard._snapshot, self.shard = None, None

@@ -17,7 +17,7 @@ from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, TableFull
+from shoal.errors import CheckpointError, InputError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.optimizers import SGD
@@ -301,8 +301,36 @@ def test_state_of_ranks_is_for_as_many_ranks(tmp_path: Path) -> None:
     found = load(tmp_path, Contents(tables={"b": hosted(TAGS)}))
     assert found.rank_state is None and found.state == {"a": 1}
     assert found.rank_states == tuple(two)
-    again = load(tmp_path, Contents(tables={"b": hosted(TAGS)}), collectives=OneOf(1, 2))
+    again = load(tmp_path, Contents(tables={"b": second_of_two()}), collectives=OneOf(1, 2))
     assert again.rank_state == {"rng": 2}
+
+
+def test_tables_placed_on_other_ranks_are_refused(tmp_path: Path) -> None:
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, epoch=9)
+    part = second_of_two()
+    with pytest.raises(InputError, match="got one on 2 ranks; allowed: one on 1"):
+        load(tmp_path, Contents(tables={"b": part}))
+    with pytest.raises(InputError, match="got one on 1 ranks; allowed: one on 2"):
+        load(tmp_path, Contents(tables={"b": hosted(TAGS)}), collectives=OneOf(1, 2))
+    assert part.shard.size(0) == 0
+
+
+def second_of_two() -> HostedTables:
+    placement = plan_placement((TAGS,), 2)
+    shard = CpuShard(hosted_specs((TAGS,), placement, 1))
+    return HostedTables(specs=(TAGS,), shard=shard, placement=placement)
+
+
+def test_cursors_are_of_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
+    """A delta on top of it could not be told from one that lacks what came between."""
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, epoch=3)
+    for cuts, whole in ((2, True), (3, False)):
+        tables = hosted(TAGS)
+        for _ in range(cuts):
+            tables.shard.cut()
+        found = load(tmp_path, Contents(tables={"b": tables}))
+        assert found.rows == {"b/tags": 5} and (found.cursors is not None) == whole
+        assert found.cursors is None or found.cursors["b"].from_epoch == 3
 
 
 def test_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:

@@ -134,6 +134,16 @@ def test_parents_in_use_are_kept(root: Storage):
     assert names(store) == ["6f"]
 
 
+def test_a_job_that_went_back_keeps_what_it_builds_on(tmp_path: Path):
+    root = Storage(tmp_path)
+    first = put(root, 1)
+    put(root, 5)
+    child = save_by_hand(Storage(tmp_path / "b"), [], step=3, parent=first)
+    commit(root.child("step-000000000003-delta"), dataclasses.replace(child, created_s=1 << 31))
+    store = CheckpointStore(root)
+    assert store.retain(1) == () and names(store) == ["1f", "3d", "5f"]
+
+
 def test_a_delta_of_a_missing_parent_goes_with_its_age(root: Storage):
     two_chains(root)
     root.child("step-000000000001-full").remove_tree()

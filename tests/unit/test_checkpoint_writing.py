@@ -168,7 +168,7 @@ def test_a_quiet_job_has_an_empty_delta(tmp_path: Path) -> None:
     job = trained()
     saving = begin(tmp_path, job.contents(), step=3, position=30)
     parts: dict[str, Any] = dict(kind="delta", parent=saving.wait(), since=saving.cursors)
-    delta = save(tmp_path, job.contents(), step=3, position=30, **parts)
+    delta = save(tmp_path, job.contents(), step=4, position=30, **parts)
     assert [one.kind for one in delta.files if one.kind in ("rows", "deleted")] == []
     check_same(loaded(tmp_path), job)
 
@@ -301,7 +301,25 @@ def test_deltas_want_a_parent_and_cursors(tmp_path: Path) -> None:
     other = trained()
     with pytest.raises(InputError):  # cursors of another shard
         begin(tmp_path, other.contents(), **parts)
+    with pytest.raises(InputError, match=r"step of a delta: got 3; allowed: more than .* 3"):
+        begin(tmp_path, job.contents(), **{**parts, "step": 3})
+    job.step()
     save(tmp_path, job.contents(), **parts)
+    check_same(loaded(tmp_path), job)
+
+
+def test_a_delta_may_not_lack_what_changed_since_its_parent(tmp_path: Path) -> None:
+    job = trained()
+    first = begin(tmp_path, job.contents(), step=3, position=30)
+    full = first.wait()
+    job.step()
+    parts: dict[str, Any] = dict(kind="delta", parent=full)
+    second = begin(tmp_path, job.contents(), step=4, position=40, since=first.cursors, **parts)
+    second.wait()
+    job.step()
+    with pytest.raises(InputError, match="cursor of collection 'main'"):
+        begin(tmp_path, job.contents(), step=5, position=50, since=second.cursors, **parts)
+    save(tmp_path, job.contents(), step=5, position=50, since=first.cursors, **parts)
     check_same(loaded(tmp_path), job)
 
 

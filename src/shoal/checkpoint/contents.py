@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.errors import InputError, describe
 from shoal.table.hosting import HostedTables
 
 __all__ = ["Contents"]
@@ -32,3 +33,21 @@ class Contents:
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_placed(self, world_size: int) -> None:
+        """Check that tables are placed on as many ranks as save or load them.
+
+        Raises:
+            InputError: they are not.
+        """
+        for name, tables in self.tables.items():
+            placed = 1 if tables.placement is None else tables.placement.world_size
+            if placed != world_size:
+                raise InputError(
+                    describe(
+                        f"placement of collection {name!r}",
+                        got=f"one on {placed} ranks",
+                        allowed=f"one on {world_size}, as collectives has",
+                        remedy="Pass the collectives of all ranks of the job.",
+                    )
+                )

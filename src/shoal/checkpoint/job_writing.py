@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.cutting import Cut, slices_of
@@ -27,7 +28,6 @@ from shoal.checkpoint.matching import saved_table
 from shoal.checkpoint.row_files import sketch_path, write_whole
 from shoal.checkpoint.row_layout import IdLayout, RowLayout
 from shoal.checkpoint.sharded_rows import (
-    OtherRankFailed,
     ShardedRows,
     ShardedTable,
     joined_ids,
@@ -35,17 +35,18 @@ from shoal.checkpoint.sharded_rows import (
 )
 from shoal.checkpoint.slice_sources import IdSlice, RowSlice, id_columns, row_columns
 from shoal.checkpoint.splitting import FilePlan, TableRows, split
+from shoal.checkpoint.stages import Stages
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writing_plan import plan_writing
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, CollectiveFailed, describe
 from shoal.placement import Hosted
 from shoal.table.hosting import HostedTables
+from shoal.table.shard import AdmissionState
+from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
 
 __all__ = ["Facts", "JobWriter", "Progress"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +110,18 @@ class JobWriter:
         self._tables, self._cut, self._folder = tables, cut, folder
         self._facts, self._collectives = facts, collectives
         self._done = self._total = 0
-        self._given_up = threading.Event()
+        self._stages = Stages(f"checkpoint {folder.url}", collectives)
         self._last: Progress | None = None
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether training may go on while it runs."""
+        return self._cut.concurrent
+
+    def give_way(self) -> None:
+        """Leave cores to training."""
+        for snapshot in self._cut.snapshots.values():
+            snapshot.give_way()
 
     def run(self) -> Manifest:
         """Write everything; the manifest last, when all that it names is durable on all ranks.
@@ -120,26 +131,23 @@ class JobWriter:
             CollectiveFailed: a rank died or did not come in time.
         """
         try:
-            rows = self._stage("row files", self._write_rows)
-            deleted = self._stage("deletions", self._write_deleted)
+            rows = self._stages.run("row files", self._write_rows)
+            deleted = self._stages.run("deletions", self._write_deleted)
             self._last = self.progress()
         finally:
             self._cut.close()
-        sights = self._stage("sights", self._write_sights)
-        sketches = self._stage("sketches of sights", self._write_sketches)
-        captured, ranks = self._cut.dense, self._collectives
-        dense_files = self._stage("dense part", lambda: dense.write(captured, self._folder, ranks))[
-            0
-        ]
-        rank_states = self._stage("states of ranks", lambda: self._cut.rank_state)
-        state = self._stage("state of the job", lambda: self._write_state(rank_states))[0]
+        sights = self._stages.run("sights", self._write_sights)
+        sketches = self._stages.run("sketches of sights", self._write_sketches)
+        dense_files = self._stages.run("dense part", self._write_dense)[0]
+        rank_states = self._stages.run("states of ranks", lambda: self._cut.rank_state)
+        state = self._stages.run("state of the job", lambda: self._write_state(rank_states))[0]
         files = [
             *(file for kind in (rows, deleted, sights, sketches) for file in _in_order(kind)),
             *dense_files,
             *state,
         ]
         manifest = self._manifest(files, rows[0].rows, deleted[0].rows)
-        self._stage("manifest", lambda: self._commit(manifest))
+        self._stages.run("manifest", lambda: self._commit(manifest), last=True)
         return manifest
 
     def progress(self) -> Progress:
@@ -158,36 +166,7 @@ class JobWriter:
 
     def abort(self) -> None:
         """Fail soon, on all ranks; from any thread."""
-        self._given_up.set()
-
-    def _stage(self, what: str, work: Callable[[], T]) -> list[T]:
-        """One rank's part of a stage, then a vote: what it gave on every rank."""
-        value: T | None = None
-        failure: Exception | None = None
-        try:
-            if self._given_up.is_set():
-                raise _given_up()
-            value = work()
-        except Exception as error:  # noqa: BLE001 - every rank hears of it, whatever it is
-            failure = error
-        if isinstance(failure, CollectiveFailed):
-            raise failure
-        told = None if failure is None else _told(failure)
-        said: list[tuple[str | None, Any]] = self._collectives.gather_objects(
-            (told, value), what=f"vote on the {what} of a checkpoint"
-        )
-        wrong = [(rank, text) for rank, (text, _) in enumerate(said) if text is not None]
-        if wrong:
-            got = "; ".join(f"on rank {rank}: {text}" for rank, text in wrong if text)
-            raise CheckpointError(
-                describe(
-                    f"writing the {what} of checkpoint {self._folder.url}",
-                    got=got,
-                    allowed="success on every rank",
-                    remedy="Mend what is named; the next save removes what this one left.",
-                )
-            ) from failure
-        return [one for _, one in said]
+        self._stages.give_up()
 
     def _write_rows(self) -> _Written:
         tables, layouts = [], []
@@ -221,8 +200,8 @@ class JobWriter:
             first = slices_of(hosted, spec, self._collectives.rank)[0]
             source = None
             if first.table is not None:
-                ids_U = self._cut.snapshots[name].deleted(first.table)
-                source = IdSlice(spec.hash_name, ids_U)
+                read = functools.partial(_deleted, self._cut.snapshots[name], first.table)
+                source = IdSlice(spec.hash_name, read)
             tables.append(_id_table(name, spec, first.hosted, source, counted=False))
         return self._write_ids(tables, "deleted")
 
@@ -232,7 +211,9 @@ class JobWriter:
             if spec.admission is not None and spec.admission.counter == "exact":
                 first = slices_of(hosted, spec, self._collectives.rank)[0]
                 here = self._cut.sights.get((name, spec.name))
-                source = None if here is None else IdSlice(spec.hash_name, here.ids, here.counts)
+                source = None
+                if here is not None:
+                    source = IdSlice(spec.hash_name, functools.partial(_sights, here))
                 tables.append(_id_table(name, spec, first.hosted, source, counted=True))
         return self._write_ids(tables, "sights")
 
@@ -273,8 +254,7 @@ class JobWriter:
         threads = FileThreads(opened)
         try:
             for file, table, columns in rows.pieces(plan):
-                if self._given_up.is_set():
-                    raise _given_up()
+                self._stages.check()
                 threads.put(file, table, columns)
                 self._done += len(columns[0]) * layouts[table].row_bytes
             saved = threads.finish()
@@ -288,10 +268,14 @@ class JobWriter:
                 raise _other_rows(files[number], saved[number])
         return _Written(saved, {one.key: one.rows for one in counted})
 
+    def _write_dense(self) -> tuple[SavedFile, ...]:
+        return dense.write(self._cut.dense, self._folder, self._collectives)
+
     def _write_sketches(self) -> _Written:
-        """The largest cells of any rank's sketches: never less than an id was seen, and the same
-        again when ranks that all loaded it save it."""
-        saved = {}
+        """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
+        same again when all ranks that loaded it save it."""
+        saved: dict[int, SavedFile] = {}
+        failures: list[Exception] = []
         ranks = self._collectives
         tables = [
             (name, spec)
@@ -299,20 +283,18 @@ class JobWriter:
             if spec.admission is not None and spec.admission.counter == "sketch"
         ]
         for number, (name, spec) in enumerate(tables):
-            assert spec.admission is not None
             here = self._cut.sights.get((name, spec.name))
-            cells = torch.zeros(
-                spec.admission.sketch_width * spec.admission.sketch_depth, dtype=torch.int64
-            )
-            if here is not None:
-                words = torch.frombuffer(bytearray(here.cells), dtype=torch.uint32)
-                cells = words.to(torch.int64)
-            what = "sketches of a checkpoint"
-            (cells,) = ranks.all_reduce(cells.to(ranks.device), "max", what=what).wait()
-            if number % ranks.world_size == ranks.rank:
-                data = cells.cpu().to(torch.uint32).numpy().tobytes()
+            cells = _cells(spec, here).to(ranks.device)
+            (cells,) = ranks.all_reduce(cells, "max", what="sketches of a checkpoint").wait()
+            if number % ranks.world_size == ranks.rank and not failures:
                 path, key = sketch_path(name, spec.name), f"{name}/{spec.name}"
-                saved[number] = write_whole(self._folder, path, "sketch", data, [key])
+                data = cells.cpu().to(torch.uint32).numpy().tobytes()
+                try:
+                    saved[number] = write_whole(self._folder, path, "sketch", data, [key])
+                except Exception as error:  # noqa: BLE001 - the other ranks are in the next round
+                    failures.append(error)
+        if failures:
+            raise failures[0]
         return _Written(saved, {})
 
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
@@ -372,23 +354,26 @@ def _id_table(
     return ShardedTable(key, (first,), (id_columns(counted),), (source,), joined_ids)
 
 
+def _cells(spec: TableSpec, here: AdmissionState | None) -> Tensor:
+    """Cells of a table's sketch, int64; zeros where this rank has none."""
+    assert spec.admission is not None
+    if here is None:
+        cells = spec.admission.sketch_width * spec.admission.sketch_depth
+        return torch.zeros(cells, dtype=torch.int64)
+    return torch.frombuffer(bytearray(here.cells), dtype=torch.uint32).to(torch.int64)
+
+
+def _deleted(snapshot: Snapshot, table: int) -> tuple[Tensor, ...]:
+    return (snapshot.deleted(table),)
+
+
+def _sights(state: AdmissionState) -> tuple[Tensor, ...]:
+    return state.ids, state.counts
+
+
 def _in_order(written: Sequence[_Written]) -> list[SavedFile]:
     files = {number: file for one in written for number, file in one.saved.items()}
     return [files[number] for number in sorted(files)]
-
-
-def _told(failure: Exception) -> str:
-    """For the vote; nothing of one that only follows from another rank's."""
-    if isinstance(failure, OtherRankFailed):
-        return ""
-    name = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
-    return " ".join(f"{name}{failure}".split())
-
-
-def _given_up() -> CheckpointError:
-    remedy = "Save again."
-    what = "a save under way"
-    return CheckpointError(describe(what, got="abort()", allowed="to go on", remedy=remedy))
 
 
 def _other_rows(plan: FilePlan, saved: SavedFile) -> CheckpointError:

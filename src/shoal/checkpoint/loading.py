@@ -37,7 +37,7 @@ class Loaded:
         expired: rows left out since they are expired, likewise.
         cursors: of this rank's tables by collection, from which a delta of this checkpoint may be
             saved. None where tables are not as it has them (renamed, cast, some rows or tables
-            left out): the next save is a full one.
+            left out), or had closed later epochs than it before: the next save is a full one.
     """
 
     manifest: Manifest
@@ -69,11 +69,13 @@ def load(
         collectives: all ranks of the job, which all call this; None: this one alone.
 
     Raises:
+        InputError: tables are placed on other ranks than these.
         CheckpointError: there is none, a file of it is missing or damaged, or it is of another
             model; or another rank raised something.
         TableFull: rows do not fit a table.
     """
     ranks = LocalCollectives() if collectives is None else collectives
+    contents.check_placed(ranks.world_size)
     wanted = LoadOptions() if options is None else options
     # What is newest may change under the ranks: the first one's word counts.
     root, name = together(ranks, "finding a checkpoint", lambda: _found(url))[0]
@@ -96,6 +98,7 @@ def load(
     rows = _summed(one.matches, (tally.rows for tally in tallies))
     expired = _summed(one.matches, (tally.expired for tally in tallies))
     whole = one.is_whole and not any(expired.values()) and not any(t.trimmed for t in tallies)
+    whole = whole and max(epochs) <= one.manifest.epoch  # cursors are of the checkpoint's epoch
     return Loaded(
         manifest=one.manifest,
         state=one.state.state,

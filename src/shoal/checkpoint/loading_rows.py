@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain as joined
 from typing import TypeVar
@@ -194,13 +195,14 @@ class RowLoader:
             counter.clear()
         runs = windows([link.manifest for link in self._links], self._wanted)
         newer: dict[str, Newer] = {}
-        ahead = _ahead([one for run in runs for one in run], self._opened)
-        for run in runs:
-            newer.clear()
-            oldest = min(one.link for one in run)
-            for one in run:
-                for key, chunk in next(ahead):
-                    self._take(one.link, oldest, key, chunk, newer)
+        files = [one for run in runs for one in run]
+        with closing(_ahead(files, self._opened)) as ahead:
+            for run in runs:
+                newer.clear()
+                oldest = min(one.link for one in run)
+                for one in run:
+                    for key, chunk in next(ahead):
+                        self._take(one.link, oldest, key, chunk, newer)
 
     def _wanted(self, file: SavedFile) -> bool:
         return any(
@@ -301,7 +303,7 @@ class RowLoader:
                     target.shard.load_admission_state(target.table, whole)
 
 
-def _ahead(files: Sequence[T], begin: Callable[[T, ReadBuffer], U]) -> Iterator[U]:
+def _ahead(files: Sequence[T], begin: Callable[[T, ReadBuffer], U]) -> Generator[U, None, None]:
     """`begin` of each file, called in another thread while the last one's result is in use.
 
     Two buffers take turns: a result is good until the next but one is asked for.

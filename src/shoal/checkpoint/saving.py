@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from shoal.checkpoint.background import give_way
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
 from shoal.comm.collectives import Collectives
@@ -44,12 +45,17 @@ class Saving:
         self._failure: CheckpointError | None = None
         self._done = threading.Event()
 
-    def start(self, *, wait: bool) -> None:
-        """Write in a thread, or (`wait`) before it returns. `begin` calls it."""
-        if wait:
-            self._run()
+    @property
+    def may_run_beside(self) -> bool:
+        """Whether training may go on while it is written."""
+        return self._writer.concurrent
+
+    def start(self, *, beside: bool) -> None:
+        """Write, in a thread beside training or before it returns. `begin` and `save` call it."""
+        if beside:
+            threading.Thread(target=self._run_beside, name="shoal-save", daemon=True).start()
         else:
-            threading.Thread(target=self._run, name="shoal-save", daemon=True).start()
+            self._run()
 
     @property
     def done(self) -> bool:
@@ -91,7 +97,7 @@ class Saving:
         return self._writer.progress()
 
     def abort(self) -> None:
-        """Let it fail soon, on all ranks; `wait` says so. Does nothing once it is committed."""
+        """Let it fail soon, on all ranks; `wait` says so. Does nothing once all is written."""
         self._writer.abort()
 
     def release(self) -> None:
@@ -106,6 +112,11 @@ class Saving:
         self.wait()
         for shard in self._shards:
             shard.release(self.epoch)
+
+    def _run_beside(self) -> None:
+        give_way()
+        self._writer.give_way()
+        self._run()
 
     def _run(self) -> None:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -80,28 +82,35 @@ class IdSlice:
 
     Args:
         hash_name: of the table.
-        ids_U: int64 [U], each once, in any order.
-        counts_U: int64 [U].
+        read: makes ids int64 [U], each once, in any order, and of sights counts int64 [U]. Called
+            once, when they are first asked for.
     """
 
-    def __init__(self, hash_name: str, ids_U: Tensor, counts_U: Tensor | None = None) -> None:
-        keys_U = sort_key(hash_ids(hash_name, ids_U))
-        self._keys_U, order_U = keys_U.sort()
-        self._columns = tuple(column[order_U] for column in (ids_U, counts_U) if column is not None)
+    def __init__(self, hash_name: str, read: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._hash_name, self._read = hash_name, read
 
     def histogram(self, bits: int) -> Tensor:
         """See `SliceSource`."""
+        keys_U, _ = self._sorted
         if bits == 0:
-            return torch.tensor([self._keys_U.numel()])
-        bins_U = (self._keys_U >> (64 - bits)) + (1 << (bits - 1))
+            return torch.tensor([keys_U.numel()])
+        bins_U = (keys_U >> (64 - bits)) + (1 << (bits - 1))
         return torch.bincount(bins_U, minlength=1 << bits)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """See `SliceSource`."""
         first, last = self._below(start), self._below(stop)
-        return tuple(column[first:last] for column in self._columns)
+        return tuple(column[first:last] for column in self._sorted[1])
 
     def _below(self, hash_: int) -> int:
+        keys_U, _ = self._sorted
         if hash_ == HASHES:
-            return self._keys_U.numel()
-        return int(torch.searchsorted(self._keys_U, hash_ - (HASHES >> 1)))
+            return keys_U.numel()
+        return int(torch.searchsorted(keys_U, hash_ - (HASHES >> 1)))
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Ascending keys [U], and the columns in their order."""
+        columns = self._read()
+        keys_U, order_U = sort_key(hash_ids(self._hash_name, columns[0])).sort()
+        return keys_U, tuple(column[order_U] for column in columns)

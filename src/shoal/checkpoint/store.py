@@ -146,7 +146,8 @@ class CheckpointStore:
 
         A chain is kept whole: with its full one, up to its newest delta. The chain of the newest
         delta is kept even where a newer full one was compacted from it, since the next delta goes
-        on top. Returns the names removed.
+        on top; so is that of the one saved last by the clock, if a job went back to an older
+        one. Returns the names removed.
 
         Args:
             keep_full: how many full ones to keep; None: as the store was told.
@@ -163,12 +164,15 @@ class CheckpointStore:
         fulls = [entry for entry in entries if entry.kind == "full"]
         if len(fulls) <= keep:
             return ()
-        parents = {}
+        parents, made_s = {}, {}
         for entry in entries:
-            if (parent := self.manifest(entry.name).parent) is not None:
-                parents[entry.name] = parent.folder
+            manifest = self.manifest(entry.name)
+            made_s[entry.name] = manifest.created_s
+            if manifest.parent is not None:
+                parents[entry.name] = manifest.parent.folder
         lines = {entry.name: _line(entry.name, parents) for entry in entries}
         newest = [e.name for e in entries if e.kind == "delta" and e.step >= fulls[-1].step]
+        newest.append(max(entries, key=lambda entry: (made_s[entry.name], *_age(entry))).name)
         roots = {entry.name for entry in fulls[-keep:]}
         roots |= {lines[name][-1] for name in (*in_use, *newest) if name in lines}
         names, oldest = {entry.name for entry in fulls}, fulls[-keep].step

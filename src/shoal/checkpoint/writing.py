@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -58,7 +58,7 @@ def begin(
         kind: "full", or "delta": what changed since `parent`.
         parent: of a delta, in the same store.
         since: of a delta, this rank's cursors at its parent, by collection: `Saving.cursors`, or
-            after a load those of `Shard.resume`.
+            after a load `Loaded.cursors`.
         collectives: of all ranks, for checkpoints only: they are in use until the save is done.
             None: this rank alone.
 
@@ -67,18 +67,55 @@ def begin(
         CheckpointError: the storage refuses, the folder holds a checkpoint, the parent is another
             one, or a rank cannot be cut; on every rank.
     """
+    saving = _prepared(url, contents, step, position, kind, parent, since, collectives)
+    saving.start(beside=saving.may_run_beside)
+    return saving
+
+
+def save(
+    url: str | Path,
+    contents: Contents,
+    *,
+    step: int,
+    position: int,
+    kind: Kind = "full",
+    parent: Manifest | None = None,
+    since: Mapping[str, Cursor] | None = None,
+    collectives: Collectives | None = None,
+) -> Manifest:
+    """As `begin`, but it writes before it returns, with all threads of the shards.
+
+    Raises:
+        InputError, CheckpointError: as `begin` and `Saving.wait`.
+    """
+    saving = _prepared(url, contents, step, position, kind, parent, since, collectives)
+    saving.start(beside=False)
+    return saving.wait()
+
+
+def _prepared(
+    url: str | Path,
+    contents: Contents,
+    step: int,
+    position: int,
+    kind: Kind,
+    parent: Manifest | None,
+    since: Mapping[str, Cursor] | None,
+    collectives: Collectives | None,
+) -> Saving:
+    """Hold the job still, and have everything ready to write it."""
     ranks = LocalCollectives() if collectives is None else collectives
-    _check_kind(kind, parent, since, contents)
-    for name in _placed_elsewhere(contents, ranks.world_size):
-        raise _misplaced(name, ranks.world_size)
+    contents.check_placed(ranks.world_size)
     root = Storage(url)
     for other in list(_begun):
         if other.collectives is ranks or other.url == root.url:
             other.join()
     name = folder_name(step, kind)
-    wanted = (name, position, None if parent is None else parent.id, tuple(contents.tables))
+    parts = (contents.tables, contents.modules, contents.optimizers)
+    wanted = (name, position, None if parent is None else parent.id, *map(tuple, parts))
 
     def prepare() -> tuple[object, tuple[str, int]]:
+        _check_kind(kind, step, parent, since, contents)
         if ranks.rank == 0:
             _prepare(CheckpointStore(root), name, parent)
         return wanted, (uuid.uuid4().hex, int(time.time()))
@@ -106,34 +143,6 @@ def begin(
     return _started(root, name, contents, cut, facts, ranks)
 
 
-def save(
-    url: str | Path,
-    contents: Contents,
-    *,
-    step: int,
-    position: int,
-    kind: Kind = "full",
-    parent: Manifest | None = None,
-    since: Mapping[str, Cursor] | None = None,
-    collectives: Collectives | None = None,
-) -> Manifest:
-    """`begin`, and wait until it is committed.
-
-    Raises:
-        InputError, CheckpointError: as `begin` and `Saving.wait`.
-    """
-    return begin(
-        url,
-        contents,
-        step=step,
-        position=position,
-        kind=kind,
-        parent=parent,
-        since=since,
-        collectives=collectives,
-    ).wait()
-
-
 def _started(
     root: Storage, name: str, contents: Contents, cut: Cut, facts: Facts, ranks: Collectives
 ) -> Saving:
@@ -149,7 +158,6 @@ def _started(
         collectives=ranks,
     )
     _begun.add(saving)
-    saving.start(wait=not cut.concurrent)
     return saving
 
 
@@ -183,6 +191,7 @@ def _prepare(store: CheckpointStore, name: str, parent: Manifest | None) -> None
 
 def _check_kind(
     kind: str,
+    step: int,
     parent: Manifest | None,
     since: Mapping[str, Cursor] | None,
     contents: Contents,
@@ -197,24 +206,12 @@ def _check_kind(
         raise _wrong("parent and cursors of a delta", "none", "those of its parent")
     if since.keys() != contents.tables.keys():
         raise _wrong("collections of cursors", sorted(since), sorted(contents.tables))
+    if step <= parent.step:  # of one step the full one counts as the newest
+        raise _wrong("step of a delta", step, f"more than its parent's, {parent.step}")
     for name, cursor in since.items():
-        if cursor.from_epoch < parent.epoch:
-            got = f"epoch {cursor.from_epoch}"
-            allowed = f"its parent's, {parent.epoch}, or later"
+        if cursor.from_epoch != parent.epoch:
+            got, allowed = f"epoch {cursor.from_epoch}", f"its parent's, {parent.epoch}"
             raise _wrong(f"cursor of collection {name!r}", got, allowed)
-
-
-def _placed_elsewhere(contents: Contents, world_size: int) -> Iterator[str]:
-    for name, tables in contents.tables.items():
-        placed = 1 if tables.placement is None else tables.placement.world_size
-        if placed != world_size:
-            yield name
-
-
-def _misplaced(name: str, world_size: int) -> InputError:
-    return _wrong(
-        f"placement of collection {name!r}", "one of other ranks", f"one of {world_size} ranks"
-    )
 
 
 def _differ(said: list[object]) -> CheckpointError:
@@ -222,7 +219,8 @@ def _differ(said: list[object]) -> CheckpointError:
         describe(
             "checkpoint that all ranks begin",
             got="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(said)),
-            allowed="one step, kind, position, parent and names of collections",
+            allowed="one step, kind, position, parent, and names of collections, modules and "
+            "optimizers",
             remedy="Call it alike on every rank, between the same steps.",
         )
     )

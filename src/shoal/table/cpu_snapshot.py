@@ -147,6 +147,10 @@ class CpuSnapshot:
         self._core.copy_deleted(table, ids_U.data_ptr())
         return ids_U
 
+    def give_way(self) -> None:
+        """Later reads use the calling thread only."""
+        self._lanes = _one_lane
+
     def close(self) -> None:
         """Forget it; nothing is copied from now on. May be called twice."""
         self._closed = True
@@ -202,3 +206,7 @@ def _kept(call: Callable[[], T]) -> T:
                 "save, or raise buffer_bytes. The tables are as they should be.",
             )
         ) from error
+
+
+def _one_lane() -> int:
+    return 1

@@ -191,6 +191,9 @@ class CudaSnapshot:
         self._check(table)
         return self._deleted[table]
 
+    def give_way(self) -> None:
+        """Nothing to leave: a read has one thread."""
+
     def close(self) -> None:
         """Let rows change again. May be called twice."""
         with self._shard._turn():

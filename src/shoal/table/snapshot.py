@@ -75,6 +75,10 @@ class Snapshot(Protocol):
         """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`."""
         ...
 
+    def give_way(self) -> None:
+        """Leave cores to training: later reads use the calling thread only, where they had more."""
+        ...
+
     def close(self) -> None:
         """Forget it; nothing is copied from now on. May be called twice."""
         ...
