@@ -27,7 +27,7 @@ __all__ = ["TASKS"]
 DIM = 32
 ROW_BYTES = 8 + 3 * 4 + 2 * 4 * DIM
 CHUNK = 250_000
-BATCH = 4096
+BATCH = 65_536
 ZIPF = 1.05
 PLAIN_BLOCK = 8 << 20
 
@@ -144,7 +144,9 @@ def write_and_read(
     writes, reads = _Rates([], []), _Rates([], [])
     written_extra, read_extra, seconds = [], [], []
     with _folder(folder) as base:
-        checkpoint.save(base / "warm", contents, step=1, position=0)
+        with _Peak() as peak:  # before any memory is kept for the next save
+            checkpoint.save(base / "warm", contents, step=1, position=0)
+        written_extra.append(peak.peak - peak.start)
         for turn in range(passes):
             file, saved = base / f"plain{turn}", base / f"full{turn}"
             with _Peak() as peak:
@@ -206,7 +208,7 @@ def _delta(shard: CpuShard, contents: checkpoint.Contents, base: Path) -> tuple[
 
 @dataclass(frozen=True)
 class _Steps:
-    """Seconds of steps, each without the pause after it, and bytes of rows they changed a second."""
+    """Seconds of steps, without the pauses after them, and bytes of rows changed a second."""
 
     seconds: list[float]
     touched_bytes_per_s: float
@@ -257,11 +259,11 @@ def beside_training(
     alone: list[float] = []
     saving_s: list[float] = []
     rates, touched, extra, limits = _Rates([], []), [], [], []
+    size = rows * ROW_BYTES
     with _folder(folder) as base:
         for turn in range(passes + 1):
             saved = base / f"full{turn}"
-            size = rows * ROW_BYTES
-            plain = size / _timed(lambda: _plain_write(base / "plain", size, block))
+            plain = size / _timed(lambda base=base: _plain_write(base / "plain", size, block))
             limit = plain / 2
             stop = time.perf_counter() + 3
             quiet = _train(shard, batches, limit, lambda stop=stop: time.perf_counter() < stop)
@@ -272,6 +274,7 @@ def beside_training(
                 steps = _train(shard, batches, limit, lambda saving=saving: not saving.done)
                 saving.wait()
                 took = time.perf_counter() - start
+            extra.append(peak.peak - peak.start)
             if turn:  # the first is a warm-up
                 alone += quiet.seconds
                 saving_s += [steps.seconds[0] + begun_s, *steps.seconds[1:]]
@@ -279,7 +282,6 @@ def beside_training(
                 rates.plain.append(plain)
                 touched.append(steps.touched_bytes_per_s)
                 limits.append(limit)
-                extra.append(peak.peak - peak.start)
     mean, mean_alone = sum(saving_s) / len(saving_s), sum(alone) / len(alone)
     note = f"{len(saving_s)} steps of {BATCH} ids; {len(alone)} without: {mean_alone * 1e3:.2f} ms"
     return {
