@@ -243,6 +243,16 @@ def test_dense_parts_are_told_and_compared(tmp_path: Path):
 # --- export and import
 
 
+def test_a_damaged_index_of_dense_parts_is_told(tmp_path: Path):
+    saved_job(tmp_path)
+    (index,) = tmp_path.glob("*/dense/.metadata")
+    data = bytearray(index.read_bytes())
+    data[20] ^= 0xFF
+    index.write_bytes(data)
+    for command in (("inspect", tmp_path), ("diff", tmp_path, tmp_path)):
+        assert "file dense/.metadata of checkpoint" in refused(*command)
+
+
 def rows_of_files(root: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(root)): file.read_bytes()

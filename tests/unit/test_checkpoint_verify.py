@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,16 @@ def test_a_grouped_table_with_other_rows_than_counted(tmp_path: Path):
     first, second = verify(tmp_path).problems
     assert first.file == MANIFEST and "29 rows of table 'm/a', but 30" in first.why
     assert "6 rows of table 'm/b', but 5" in second.why
+
+
+def test_a_disk_that_fails_is_told_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    manifest = chain(tmp_path)[1]
+
+    class Failing(io.RawIOBase):
+        def readinto(self, buffer: Any) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Storage, "open", lambda *_: Failing())
+    problems = verify(tmp_path / DELTA, chain=False).problems
+    assert [one.file for one in problems] == [file.path for file in manifest.files]
+    assert all("Input/output error" in one.why for one in problems)

@@ -21,6 +21,7 @@ __all__ = [
     "HASHES",
     "ArrowFile",
     "ReadBuffer",
+    "check_streaming",
     "damaged",
     "read_batches",
     "read_checked",
@@ -64,6 +65,22 @@ def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None =
     if crc32 != saved.crc32:
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
     return content
+
+
+def check_streaming(storage: Storage, saved: SavedFile) -> None:
+    """Compare a file's size and checksum, a piece in memory at a time.
+
+    Raises:
+        CheckpointError: missing, or other bytes than those that were saved.
+    """
+    size = storage.size(saved.path)
+    if size != saved.bytes:
+        raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
+    crc32 = 0
+    for piece in storage.pieces(saved.path):
+        crc32 = zlib.crc32(piece, crc32)
+    if crc32 != saved.crc32:
+        raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
 
 
 def write_whole(

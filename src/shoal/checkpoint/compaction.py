@@ -106,8 +106,8 @@ def _write_rows(
 def _copied(source: Storage, folder: Storage, saved: SavedFile) -> SavedFile:
     """The same bytes in another folder, compared with the manifest on their way."""
     crc32 = 0
-    with source.open(saved.path) as old, folder.create(saved.path) as new:
-        while piece := old.read(1 << 20):
+    with folder.create(saved.path) as new:
+        for piece in source.pieces(saved.path):
             crc32 = zlib.crc32(piece, crc32)
             new.write(piece)
         if (new.bytes, crc32) != (saved.bytes, saved.crc32):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SavedFile
-from shoal.checkpoint.row_files import HASHES, damaged
+from shoal.checkpoint.row_files import HASHES, check_streaming, damaged
 from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.placement import hash_ids, sort_key
@@ -22,27 +21,9 @@ from shoal.table.shard import RowChunk
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RangedFile", "bounds", "check_streaming", "concatenated"]
+__all__ = ["RangedFile", "bounds", "concatenated"]
 
-_PIECE_BYTES = 1 << 20
 _OPEN = 32  # readers
-
-
-def check_streaming(storage: Storage, saved: SavedFile) -> None:
-    """Compare a file's size and checksum, a piece in memory at a time.
-
-    Raises:
-        CheckpointError: missing, or other bytes than those that were saved.
-    """
-    size = storage.size(saved.path)
-    if size != saved.bytes:
-        raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
-    crc32, piece = 0, memoryview(bytearray(_PIECE_BYTES))
-    with storage.open(saved.path) as file:
-        while got := file.readinto(piece):  # type: ignore[attr-defined]
-            crc32 = zlib.crc32(piece[:got], crc32)
-    if crc32 != saved.crc32:
-        raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
 
 
 def bounds(keys: Tensor, start: int, stop: int) -> tuple[int, int]:

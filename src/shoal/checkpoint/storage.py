@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -174,6 +175,18 @@ class Storage:
                     break
                 done += got
         return done
+
+    def pieces(self, path: str, piece_bytes: int = 1 << 20) -> Iterator[memoryview]:
+        """The bytes of a file, in pieces that are good until the next one is asked for."""
+        piece = memoryview(bytearray(piece_bytes))
+        file = self.open(path)
+        with file:
+            while True:
+                with told(self._full(path)):
+                    got = file.readinto(piece)  # type: ignore[attr-defined]
+                if not got:
+                    return
+                yield piece[:got]
 
     def size(self, path: str) -> int:
         """Bytes of a file."""

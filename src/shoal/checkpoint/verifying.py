@@ -10,8 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTable
-from shoal.checkpoint.ranged_files import check_streaming
-from shoal.checkpoint.row_files import ReadBuffer, read_ids, read_rows
+from shoal.checkpoint.row_files import ReadBuffer, check_streaming, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate

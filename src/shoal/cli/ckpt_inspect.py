@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shoal.checkpoint.dense_files import DenseReader
+from shoal.checkpoint.dense_files import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest
 from shoal.checkpoint.row_files import read_ids
 from shoal.checkpoint.row_layout import RowLayout
@@ -120,6 +120,7 @@ def _sights(place: Place, manifest: Manifest, key: str) -> int:
 def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
     shapes: dict[str, tuple[int, ...] | None] = {}
     if any(file.kind == "dense" for file in manifest.files):
+        check_files(place.folder, manifest, shares=None)
         reader = DenseReader(place.folder)
         shapes.update((key, reader.shape(key)) for key in tuple(reader.names()))
 
