@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, StepContext
+from shoal.table.shard import GradRecord, RowChunk, StepContext
 from shoal.table.snapshot import HASHES
 from support.cut_rows import assert_same, in_pieces
 from support.id_groups import groups_of
@@ -133,3 +134,37 @@ def test_a_forked_child_trains_on_without_the_snapshot() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with snapshot:
         assert_same(snapshot.read(0, 0, HASHES), want)
+
+
+def test_closing_waits_for_a_read() -> None:
+    segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
+    shard = CpuShard([TableSpec(name="t", segments=(segment,))])
+    ids, ctx = groups_of((0, list(range(100)))), StepContext()
+    shard.assign(ids, (torch.ones(100, 8),), ctx=ctx)
+    want = shard.export(0)
+    snapshot = shard.snapshot()
+    core, found, read = snapshot._core, threading.Event(), threading.Event()
+
+    class Slow:
+        """Its rows are found, and then read."""
+
+        close = staticmethod(core.close)
+        find = staticmethod(core.find)
+
+        def read(self, *arguments: Any) -> None:
+            found.set()
+            read.wait(0.5)
+            core.read(*arguments)
+
+    snapshot._core = Slow()
+    got: list[RowChunk] = []
+    reader = threading.Thread(target=lambda: got.append(snapshot.read(0, 0, HASHES)))
+    reader.start()
+    assert found.wait(60)
+    snapshot.close()
+    read.set()
+    shard.assign_add(ids, (torch.ones(100, 8),), ctx=ctx)
+    reader.join()
+    assert_same(got[0], want)
+    with pytest.raises(InputError, match="closed"):
+        snapshot.read(0, 0, HASHES)
