@@ -41,15 +41,18 @@ PreImages::PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t
 
 PreImages::~PreImages() {
   if (!spiller_.joinable()) return;
-  if (process_ != static_cast<long>(getpid())) {  // a forked child has no such thread
+  if (process_ != static_cast<long>(getpid())) {
+    // A forked child has no such thread. What that one waits for is never ended: it would take it
+    // to stop waiting.
     spiller_.detach();
+    static_cast<void>(filled_.release());
     return;
   }
   {
     const std::lock_guard guard(mutex_);
     stop_ = true;
   }
-  filled_.notify_all();
+  filled_->notify_all();
   spiller_.join();
 }
 
@@ -89,8 +92,10 @@ void PreImages::rotate(std::unique_lock<std::mutex>& guard) {
     active_ = nullptr;
   }
   if (full_.size() >= kKeptFull) {
+    // A forked child has no such thread, and nobody to wait for.
+    if (process_ != static_cast<long>(getpid())) throw std::runtime_error("the process was forked");
     if (!spiller_.joinable()) spiller_ = std::thread([this] { spill(); });
-    filled_.notify_one();
+    filled_->notify_one();
   }
   const auto free_one = [this]() -> Segment* {
     for (Segment& segment : segments_) {
@@ -167,7 +172,7 @@ void PreImages::copy(const Claim& claim, int table, const RowView& view, const s
   // The last writer of a full segment wakes the spilling thread, which may be waiting for it.
   if (claim.segment->writers.fetch_sub(1) == 1) {
     const std::lock_guard guard(mutex_);
-    if (claim.segment->state != State::active) filled_.notify_one();
+    if (claim.segment->state != State::active) filled_->notify_one();
   }
 }
 
@@ -203,7 +208,7 @@ void PreImages::spill() {
   std::unique_lock guard(mutex_);
   const auto due = [this] { return full_.size() >= kKeptFull && full_.front()->writers == 0; };
   for (;;) {
-    filled_.wait(guard, [&] { return stop_ || failed_ || due(); });
+    filled_->wait(guard, [&] { return stop_ || failed_ || due(); });
     if (stop_ || failed_) return;
     Segment& segment = *full_.front();
     segment.state = State::spilling;
@@ -220,7 +225,7 @@ void PreImages::spill() {
       fail(error.what());
       return;
     }
-    filled_.wait(guard, [&] { return stop_ || segment.readers == 0; });
+    filled_->wait(guard, [&] { return stop_ || segment.readers == 0; });
     segment.state = State::empty;
     freed_.notify_all();
   }
@@ -289,7 +294,7 @@ void PreImages::visit(FairLock& lock, int table, std::uint64_t first, std::uint6
       const std::lock_guard guard(mutex_);
       for (Segment* segment : held) --segment->readers;
     }
-    filled_.notify_all();
+    filled_->notify_all();
   };
   try {
     for (const char* at : found) {

@@ -130,7 +130,8 @@ class PreImages {
   std::atomic<std::int64_t> kept_{0};
 
   mutable std::mutex mutex_;  // all below; inside the shard's lock, never around it
-  std::condition_variable freed_, filled_;
+  std::condition_variable freed_;
+  std::unique_ptr<std::condition_variable> filled_ = std::make_unique<std::condition_variable>();
   std::array<Segment, 4> segments_;
   Segment* active_ = nullptr;
   std::deque<Segment*> full_;  // oldest first

@@ -246,7 +246,7 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
   const auto ask = [&](std::size_t i) {
     const std::uint32_t row = found_[i];
     const BlockView& block = block_view(view, row);
-    __builtin_prefetch(block.versions + std::size_t{row} * 4);
+    __builtin_prefetch(block.versions + std::size_t{row} * 4);  // to be checked
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
     prefetch_row(block.weights + row * view.weight_stride, weights);
@@ -258,7 +258,6 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
     const std::uint32_t row = found_[i];
     const LastSeen seen = row_seen(view, row);
     to.ids[i] = row_id(view, row);
-    to.versions[i] = row_version(view, row);
     to.seen_s[i] = seen.seconds;
     to.counts[i] = seen.count;
     std::memcpy(to.weights + i * weights, weight_row(view, row), weights);
@@ -266,10 +265,12 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
   }
 }
 
+// Versions are those seen under the lock: grouping gradients borrows them, and gives them back.
 void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t stop,
-                           std::vector<std::uint64_t>& missed) const {
+                           const SnapshotColumns& to, std::vector<std::uint64_t>& missed) const {
   for (std::size_t i = start; i < stop; ++i) {
     const std::uint32_t row = found_[i];
+    to.versions[i] = row_version(view, row);
     if (images_.unchanged(found_table_, row, row_version(view, row))) continue;
     missed.push_back(std::uint64_t{row} << 32 | i);
   }
@@ -303,7 +304,7 @@ void Snapshot::read(const SnapshotColumns& to, int threads) {
     copy_piece(view, start, stop, to);
     const ReadGuard guard(shard_.lock());
 #endif
-    check_piece(view, start, stop, missed[lane]);
+    check_piece(view, start, stop, to, missed[lane]);
   });
   std::vector<std::uint64_t> all;
   for (const std::vector<std::uint64_t>& some : missed) {

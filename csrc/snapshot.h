@@ -88,7 +88,7 @@ class Snapshot {
   void copy_piece(const RowView& view, std::size_t start, std::size_t stop,
                   const SnapshotColumns& to) const;
   void check_piece(const RowView& view, std::size_t start, std::size_t stop,
-                   std::vector<std::uint64_t>& missed) const;
+                   const SnapshotColumns& to, std::vector<std::uint64_t>& missed) const;
   void fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed);
 
   Shard& shard_;

@@ -1,15 +1,19 @@
-"""Snapshots read while other threads train, evict and cut."""
+"""Snapshots read while other threads train, evict and cut; and in a forked process."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, StepContext
+from shoal.table.shard import GradRecord, RowChunk, StepContext
 from shoal.table.snapshot import HASHES
 from support.cut_rows import assert_same, in_pieces
 from support.id_groups import groups_of
@@ -68,3 +72,99 @@ def test_readers_beside_trainers(buffer_bytes: int) -> None:
             thread.join()
     assert not failures
     assert copied > 0
+
+
+def test_a_reader_beside_sums_of_gradients() -> None:
+    """They borrow the versions of rows, and change nothing."""
+    segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
+    shard = CpuShard([TableSpec(name="t", segments=(segment,))], threads=2)
+    ids, ctx = groups_of((0, list(range(20_000)))), StepContext()
+    while shard.cut() < 7:
+        pass
+    records = [GradRecord(shard.find_or_init(ids, ctx=ctx), (torch.ones(20_000, 8),))]
+    want = shard.export(0)
+    stop = threading.Event()
+
+    def sum_up() -> None:
+        while not stop.is_set():
+            shard.sum_grads(records)
+
+    thread = threading.Thread(target=sum_up)
+    with shard.snapshot() as snapshot:
+        thread.start()
+        try:
+            for _ in range(150):
+                assert_same(snapshot.read(0, 0, HASHES), want)
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_trains_on_without_the_snapshot() -> None:
+    """The thread that empties the memory for copied rows is not there."""
+    rows = 20_000
+    segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
+    shard = CpuShard([TableSpec(name="t", segments=(segment,))], threads=2)
+    ids, ones, ctx = groups_of((0, list(range(rows)))), (torch.ones(rows, 8),), StepContext()
+    shard.assign(ids, ones, ctx=ctx)
+    want = shard.export(0)
+    snapshot = shard.snapshot(buffer_bytes=64 << 10)
+    half = groups_of((0, list(range(rows // 2))))
+    shard.assign(half, (ones[0][: rows // 2],), ctx=ctx)
+    assert snapshot.stats.spilled_bytes > 0  # that thread waits
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            shard.assign_add(ids, ones, ctx=ctx)
+            try:
+                snapshot.read(0, 0, HASHES)
+            except CheckpointError as error:
+                snapshot.close()
+                del snapshot
+                entry = shard.entry(0, 9)  # few numbers: torch's own threads are gone, too
+                right = "forked" in str(error) and entry and entry.weights.tolist() == [2.0] * 8
+                code = 0 if right else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with snapshot:
+        assert_same(snapshot.read(0, 0, HASHES), want)
+
+
+def test_closing_waits_for_a_read() -> None:
+    segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
+    shard = CpuShard([TableSpec(name="t", segments=(segment,))])
+    ids, ctx = groups_of((0, list(range(100)))), StepContext()
+    shard.assign(ids, (torch.ones(100, 8),), ctx=ctx)
+    want = shard.export(0)
+    snapshot = shard.snapshot()
+    core, found, read = snapshot._core, threading.Event(), threading.Event()
+
+    class Slow:
+        """Its rows are found, and then read."""
+
+        close = staticmethod(core.close)
+        find = staticmethod(core.find)
+
+        def read(self, *arguments: Any) -> None:
+            found.set()
+            read.wait(0.5)
+            core.read(*arguments)
+
+    snapshot._core = Slow()
+    got: list[RowChunk] = []
+    reader = threading.Thread(target=lambda: got.append(snapshot.read(0, 0, HASHES)))
+    reader.start()
+    assert found.wait(60)
+    snapshot.close()
+    read.set()
+    shard.assign_add(ids, (torch.ones(100, 8),), ctx=ctx)
+    reader.join()
+    assert_same(got[0], want)
+    with pytest.raises(InputError, match="closed"):
+        snapshot.read(0, 0, HASHES)

@@ -6,12 +6,14 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from shoal.comm.launch import attempt, detect
 from shoal.data import Batch
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
+from shoal.train import recorder as recording
 from shoal.train.recorder import Recorder
 from support.ranks import launcher_variables
 
@@ -35,7 +37,9 @@ def recorded(recorder: Recorder, seeds: range) -> Recorder:
     return recorder
 
 
-def test_figures_go_on_to_the_last_bit() -> None:
+@pytest.mark.parametrize("together", [1 << 18, 20])
+def test_figures_go_on_to_the_last_bit(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_TOGETHER", together)
     whole = recorded(Recorder(NAMES), range(12))
     for stop in (2, 4, 7):
         first = recorded(Recorder(NAMES), range(stop))
@@ -47,6 +51,26 @@ def test_figures_go_on_to_the_last_bit() -> None:
         assert (again.examples, again.ids, again.base_rate) == (84, 84, whole.base_rate)
         # Asking for the state changes no figure.
         assert recorded(first, range(stop, 12)).curves == whole.curves
+
+
+def test_figures_shown_between_points_change_none_to_come() -> None:
+    """They are shown by the clock, which differs from run to run."""
+    quiet, shown = Recorder(NAMES), Recorder(NAMES)
+    for start in range(0, 32, 2):
+        recorded(quiet, range(start, start + 2))
+        recorded(shown, range(start, start + 2))
+        loss, auc = shown.figures()
+        assert set(loss) == set(auc) == set(NAMES)
+    assert shown.curves == quiet.curves
+    assert shown.figures() == quiet.figures()
+
+
+def test_what_waits_for_its_sums_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_TOGETHER", 20)
+    recorder = Recorder(NAMES)
+    for seed in range(9):
+        recorder.add([batch_of(seed)[0]], batch_of(seed)[1])
+        assert recorder.state()[1]["labels"].numel() < 20
 
 
 def test_without_a_part_of_its_own_the_first_rank_has_all_figures() -> None:

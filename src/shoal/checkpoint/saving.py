@@ -43,6 +43,7 @@ class Saving:
         self._writer, self._cursors, self._shards = writer, dict(cursors), shards
         self._manifest: Manifest | None = None
         self._failure: CheckpointError | None = None
+        self._aborted = False
         self._done = threading.Event()
 
     @property
@@ -62,9 +63,14 @@ class Saving:
         """Whether `wait` would return or raise at once. Ranks may differ for a moment."""
         return self._done.is_set()
 
-    def join(self) -> None:
+    @property
+    def aborted(self) -> bool:
+        """Whether it was told to fail."""
+        return self._aborted
+
+    def join(self, timeout_s: float | None = None) -> None:
         """Wait until it is done, well or not."""
-        self._done.wait()
+        self._done.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
         """Wait until it is committed.
@@ -98,6 +104,7 @@ class Saving:
 
     def abort(self) -> None:
         """Let it fail soon, on all ranks; `wait` says so. Does nothing once all is written."""
+        self._aborted = True
         self._writer.abort()
 
     def release(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import time
 import uuid
 import weakref
@@ -23,7 +26,11 @@ from shoal.table.changes import Cursor
 
 __all__ = ["begin", "save"]
 
+_PATIENCE_S = 5.0  # with one that was aborted, when the process ends: ranks it waits for are gone
+
+_log = logging.getLogger(__name__)
 _begun: weakref.WeakSet[Saving] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_begun.clear)  # a child has none of the threads that write
 
 
 def begin(
@@ -141,6 +148,20 @@ def _prepared(
         last_steps={key: max(one[key] for one in steps) for key in contents.tables},
     )
     return _started(root, name, contents, cut, facts, ranks)
+
+
+@atexit.register
+def _finish() -> None:
+    """Let saves end before the interpreter does, which would break off threads in its midst."""
+    for saving in list(_begun):
+        if saving.done:
+            continue
+        saving.join(_PATIENCE_S if saving.aborted else None)
+        if not saving.aborted:
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                _log.error("when the process ended: %s", error)
 
 
 def _started(

@@ -109,10 +109,11 @@ class CpuSnapshot:
             InputError: no such table, bits outside, or the snapshot is closed.
             CheckpointError: copies of changed rows could not be kept.
         """
-        self._check(table)
         check_bits(bits)
         counts = torch.zeros(1 << bits, dtype=torch.int64)
-        _kept(lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes()))
+        with self._reading:
+            self._check(table)
+            _kept(lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes()))
         return counts
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:
@@ -122,9 +123,9 @@ class CpuSnapshot:
             InputError: no such table, a range outside, or the snapshot is closed.
             CheckpointError: copies of changed rows could not be kept.
         """
-        self._check(table)
         check_range(start, stop)
-        with self._reading:  # the core fills what it found last
+        with self._reading:  # the core fills what it found last; rows are kept until close()
+            self._check(table)
             return self._read(table, start, stop, self._lanes())
 
     def _read(self, table: int, start: int, stop: int, lanes: int) -> RowChunk:
@@ -152,9 +153,10 @@ class CpuSnapshot:
         self._lanes = _one_lane
 
     def close(self) -> None:
-        """Forget it; nothing is copied from now on. May be called twice."""
-        self._closed = True
-        self._core.close()
+        """Forget it; nothing is copied from now on. Waits for a read. May be called twice."""
+        with self._reading:
+            self._closed = True
+            self._core.close()
 
     def __enter__(self) -> CpuSnapshot:
         return self

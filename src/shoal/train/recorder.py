@@ -1,7 +1,8 @@
 """What is remembered of a training run: its running metrics and its curves.
 
 Each batch is judged on the logits from before its own step, so the running figures are those of
-unseen examples. Steps only append to lists; sums are made when a point is due.
+unseen examples. Steps only append to lists; sums are made when a point is due, or many examples
+have come together. Where they are made changes their last bits, so it depends on examples alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from shoal.metrics import BinaryMetrics, log_loss
 from shoal.train.ranks import ALONE, Ranks
 
 __all__ = ["Curves", "Recorder"]
+
+_TOGETHER = 1 << 18  # examples that wait for their sums, at most
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Recorder:
         self._pending: dict[str, list[Tensor]] = {name: [] for name in names}
         self._labels: list[Tensor] = []
         self._weights: list[Tensor | None] = []
+        self._waiting = 0  # examples of these
         self._metrics = {name: BinaryMetrics(exact_auc=False) for name in names}
         self._shown = self._metrics
         self._loss_sum = dict.fromkeys(names, 0.0)
@@ -61,26 +65,35 @@ class Recorder:
         self.total_examples = self.total_ids = self.row_bytes = 0
 
     def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
-        """Remember the batches of a step and what each model said of them."""
+        """Remember the batches of a step and what each model said of them.
+
+        Raises:
+            InputError: a prediction is not a number: the model has diverged.
+        """
         for name, per_batch in logits.items():
             self._pending[name] += per_batch
         for batch in window:
             self._labels.append(batch.labels)
             self._weights.append(batch.weights)
+            self._waiting += batch.labels.numel()
             self.examples += batch.labels.numel()
             self.ids += batch.ids.values_N.numel()
+        if self._waiting >= _TOGETHER:
+            self._drain()
 
     def figures(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Per model the loss since the last point (or that point's) and the AUC so far.
 
+        It may be asked at any time: no figure to come depends on it.
+
         Raises:
             InputError: a prediction is not a number: the model has diverged.
         """
+        now = self
         if not self._ranks.many:
-            if self._labels:
-                self._drain()
-            self._set_loss(self._loss_sum, self._weight_sum)
-        return self._loss, {name: metrics.running_auc() for name, metrics in self._shown.items()}
+            now = self._settled() if self._labels else self
+            now._set_loss(now._loss_sum, now._weight_sum)
+        return now._loss, {name: metrics.running_auc() for name, metrics in now._shown.items()}
 
     def _set_loss(self, loss_sum: Mapping[str, float], weight_sum: float) -> None:
         if weight_sum:
@@ -103,6 +116,7 @@ class Recorder:
         self._weight_sum += weight
         self._labels.clear()
         self._weights.clear()
+        self._waiting = 0
 
     def point(
         self, rows: Mapping[str, int], row_bytes: int, beside: Mapping[str, float] | None = None
@@ -211,6 +225,7 @@ class Recorder:
             for name, logits in own["pending"].items():
                 self._pending[name] = [logits]
             self._labels, self._weights = [own["labels"]], [own["weights"]]
+            self._waiting = own["labels"].numel()
 
     def _sums(self) -> Tensor:
         """float64: examples, ids, weight, the loss sums, then the totals of each metric."""
@@ -231,6 +246,7 @@ class Recorder:
         """A copy that has made all sums."""
         copy = Recorder(list(self._metrics), self._ranks)
         copy._set_sums(self._sums())
+        copy._loss = dict(self._loss)
         if self._labels:
             copy._pending = {name: list(every) for name, every in self._pending.items()}
             copy._labels, copy._weights = list(self._labels), list(self._weights)

@@ -94,6 +94,12 @@ def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | Non
             raise _refused("--resume latest", got, "one that was interrupted", "Name its folder.")
     elif attempt is not None and restarted and settings.resume != "never":
         mine = folders.made_by(config, attempt.job)
+        if mine is None and settings.dir is None:
+            _log.warning(
+                "start %d of this job finds no run folder of an earlier one in %s: it starts over",
+                attempt.restarts + 1,
+                config.output.dir,
+            )
     url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
     newest = None
     if url is not None:
