@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.comm.launch import attempt, detect
+from shoal import config
+from shoal.comm.launch import Attempt, attempt, detect
 from shoal.data import Batch
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
 from shoal.train import recorder as recording
 from shoal.train.recorder import Recorder
+from shoal.train.resuming import find_beginning
 from support.ranks import launcher_variables
 
 NAMES = ("a", "b")
@@ -115,3 +117,19 @@ def test_torchrun_says_which_start_this_is() -> None:
     assert found is not None
     assert found.restarts == detect(again).restarts == 2
     assert found.job == f"none of agent {os.getppid()}"
+
+
+def test_a_job_started_again_says_that_it_starts_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config.from_mapping(
+        {"name": "tiny", "data": {"source": "flights"}, "output": {"dir": str(tmp_path)}}
+    )
+    first = find_beginning(settings, None, Attempt("a job", 0))
+    assert (first.checkpoint, caplog.text) == (None, "")
+    assert find_beginning(settings, None, Attempt("a job", 1)).folder == first.folder
+    assert "no checkpoint of" in caplog.text
+    caplog.clear()
+    other = find_beginning(settings, None, Attempt("another", 1))
+    assert (other.checkpoint, other.folder == first.folder) == (None, False)
+    assert "start 2 of this job finds no run folder of an earlier one" in caplog.text
