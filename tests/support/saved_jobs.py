@@ -1,13 +1,17 @@
-"""Small jobs that are trained, saved and loaded, on one rank or split over several."""
+"""Small jobs that are trained, saved and loaded, on one rank or split over several.
+
+Gradients are eighths that add up exactly, and no id comes twice in a step, so that a job's rows
+have the same bits on every device.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -24,12 +28,17 @@ from shoal.table.cpu import CpuShard
 from shoal.table.hosting import HostedTables, hosted_spec, hosted_specs, plan_placement
 from shoal.table.resplit import hosted_rows, hosted_sights
 from shoal.table.shard import IdGroups, RowChunk, StepContext
+from support.placed_shard import PlacedCuda, PlacedShard, PlacedTiered
 
 __all__ = [
+    "FEW",
     "KINDS",
+    "MANY",
     "SPECS",
+    "Home",
     "Job",
     "Outcome",
+    "Sizes",
     "check_part",
     "placed_job",
     "row_bytes",
@@ -61,8 +70,26 @@ SPECS = (
         dtype="float64",
     ),
 )
-IDS = {"users": 4000, "items": 900, "tags": 400, "views": 300}
-BATCH = {"users": 1500, "items": 400, "tags": 150, "views": 100}
+
+Home = Literal["cpu", "cuda", "tiered"]  # what kind of shard a job's rows are in
+
+HOMES: Mapping[Home, Callable[..., Any]] = {
+    "cpu": CpuShard,
+    "cuda": PlacedCuda,
+    "tiered": PlacedTiered,
+}
+
+
+class Sizes(NamedTuple):
+    """Of each of `SPECS`: how many ids it knows, and how many of them a step trains."""
+
+    ids: tuple[int, ...]
+    batch: tuple[int, ...]
+
+
+MANY = Sizes(ids=(4000, 900, 400, 300), batch=(1500, 400, 150, 100))
+FEW = Sizes(ids=(80, 30, 40, 30), batch=(30, 15, 16, 10))
+"""So few that interpreted kernels train them in a second a step."""
 
 
 @contextlib.contextmanager
@@ -88,11 +115,19 @@ class Outcome:
 class Job:
     """This rank's part of a job that trains alike whatever its placement."""
 
-    def __init__(self, placement: Placement | None = None, rank: int = 0) -> None:
-        self.rank, self.placement = rank, placement
+    def __init__(
+        self,
+        placement: Placement | None = None,
+        rank: int = 0,
+        *,
+        home: Home = "cpu",
+        sizes: Sizes = MANY,
+    ) -> None:
+        self.rank, self.placement, self.sizes = rank, placement, sizes
         specs = SPECS if placement is None else hosted_specs(SPECS, placement, rank)
-        self.shard = CpuShard(specs, seed=3)
-        self.tables = HostedTables(SPECS, self.shard, placement)
+        self.shard = HOMES[home](specs, seed=3)
+        bare = self.shard.inner if isinstance(self.shard, PlacedShard) else self.shard
+        self.tables = HostedTables(SPECS, bare, placement)
         torch.manual_seed(5)
         self.net = nn.Linear(3, 2)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
@@ -111,8 +146,8 @@ class Job:
         """One step of all tables, of the ids that the step's number says."""
         made = torch.Generator().manual_seed(self.steps)
         ctx = StepContext(global_step=self.steps, event_time_s=100 * self.steps)
-        for spec in SPECS:
-            ids_U = torch.randperm(IDS[spec.name], generator=made)[: BATCH[spec.name]] * 7919
+        for spec, known, batch in zip(SPECS, *self.sizes, strict=True):
+            ids_U = torch.randperm(known, generator=made)[:batch] * 7919
             grads_UD = torch.randint(-8, 9, (ids_U.numel(), spec.dim), generator=made).double() / 8
             for table, mine_U, columns in self._parts(spec, ids_U):
                 dtype = torch.float64 if spec.dtype == "float64" else torch.float32
@@ -153,11 +188,13 @@ class Job:
                 yield at, mine_U, slice(one.start, one.stop)
 
 
-def placed_job(kind: str, world_size: int, rank: int) -> Job:
+def placed_job(
+    kind: str, world_size: int, rank: int, *, home: Home = "cpu", sizes: Sizes = MANY
+) -> Job:
     """A job of one sharding type; of a table-row-wise or grid one nodes have two ranks."""
     nodes = 2 if kind in ("table_row_wise", "grid") else None
     placement = plan_placement(SPECS, world_size, default=kind, local_world_size=nodes)
-    return Job(placement, rank)
+    return Job(placement, rank, home=home, sizes=sizes)
 
 
 def check_part(found: Outcome, job: Job, whole: Job) -> None:
