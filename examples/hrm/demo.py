@@ -34,6 +34,7 @@ RULES = (
     "global_batch_size=64",
     "lr=1e-3",
     "lr_warmup_steps=100",
+    "lr_min_ratio=0.1",
     "puzzle_emb_lr=1e-2",
     "puzzle_emb_weight_decay=0.1",
 )

@@ -25,7 +25,7 @@ from shoal.errors import ConfigError, describe
 __all__ = ["Solving", "main", "picture"]
 
 _BLANK, _RIGHT, _WRONG = 1, PALETTE[0], PALETTE[3]
-_PER_LINE = 8
+_PER_LINE = 9
 
 
 @dataclass(frozen=True, eq=False)
