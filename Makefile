@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; each works on a fresh clone.
+# The commands of the README are `make demo`, `make demo-hrm` and `make test`; each works on a fresh clone.
 # Everything runs inside .venv; constraints.txt is the one place that pins what is installed.
 
 PYTHON ?= python3
