@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; each works on a fresh clone.
+# The commands of the README are `make demo`, `make demo-hrm` and `make test`; each works on a fresh clone.
 # Everything runs inside .venv; constraints.txt is the one place that pins what is installed.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo test check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
+.PHONY: setup demo demo-hrm test check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ $(VENV)/.installed: $(VENV)/.torch $(CORE_SOURCES)
 
 demo: setup
 	$(BIN)/shoal train examples/flights.yaml
+
+demo-hrm: setup
+	$(BIN)/python examples/hrm/demo.py --folder runs/demo-hrm
 
 test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests

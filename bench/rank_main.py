@@ -1,7 +1,9 @@
-"""One rank of a bench: `rank_main.py TASK PARAMS_JSON RESULT_FILE`, with a launcher's variables."""
+"""One rank of a bench: `rank_main.py MODULE TASK PARAMS_JSON RESULT_FILE`, with a launcher's
+variables."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -19,9 +21,15 @@ HERE = Path(__file__).resolve()
 
 
 def on_ranks(
-    world_size: int, task: str, params: Mapping[str, Any], *, timeout_s: float, threads: int = 1
+    world_size: int,
+    task: str,
+    params: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    threads: int = 1,
+    module: str = "work_dist",
 ) -> list[dict[str, Any]]:
-    """What `work_dist.TASK(**params)` returns on each rank; raises when one fails or is late."""
+    """What `MODULE.TASK(**params)` returns on each rank; raises when one fails or is late."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,7 +37,7 @@ def on_ranks(
         files = [Path(folder) / f"{rank}.json" for rank in range(world_size)]
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(HERE), task, json.dumps(params), str(file)],
+                [sys.executable, str(HERE), module, task, json.dumps(params), str(file)],
                 env={
                     **os.environ,
                     "RANK": str(rank),
@@ -61,10 +69,8 @@ def on_ranks(
 
 
 def _main() -> None:
-    import work_dist
-
-    task, params, file = sys.argv[1:4]
-    found = getattr(work_dist, task)(**json.loads(params))
+    module, task, params, file = sys.argv[1:5]
+    found = getattr(importlib.import_module(module), task)(**json.loads(params))
     Path(file).write_text(json.dumps(found))
 
 

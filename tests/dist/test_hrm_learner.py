@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hrm.puzzle_table import TABLE
 from hrm.rule_task import RuleTask, build_rule_task
 from hrm.sampler import Share, TestBatches, TrainSampler
 from shoal import comm
+from support.id_groups import groups_of
 from support.ranks import run_ranks
 from support.spread_model import on_mesh
 
@@ -112,6 +114,30 @@ def test_ranks_learn_what_one_learns(tmp_path: Path, placement: str) -> None:
     found = run_ranks(2, on_mesh, trained, root, config, timeout_s=120)
     check_close(found[0], found[1], exact=True)
     check_close(found[0], want, exact=False)
+
+
+def digest(mesh: comm.Mesh, root: str) -> str:
+    """Of parameters, moments and this rank's own copy of the rows, after 200 steps."""
+    learner, sampler = made(mesh, root, CONFIG)
+    for _ in range(200):
+        batch = sampler.draw()
+        if batch is None:
+            sampler.next_iteration()
+            continue
+        learner.learn(batch)
+    assert learner.table is not None
+    found = learner.table.rows.shard.find(groups_of((0, range(1, IDS + 1))))
+    (rows,) = found.weights
+    assert bool(found.found_N.all()) and bool((rows != 0).any(1).all())
+    parts = [*learner.model.state_dict().values(), rows]
+    parts += [m for one in learner.dense.state.values() for m in one.values()]
+    return sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
+
+
+@pytest.mark.multiproc
+def test_ranks_have_the_same_bits_after_200_steps(tmp_path: Path) -> None:
+    found = run_ranks(2, on_mesh, digest, data_at(tmp_path), timeout_s=120)
+    assert found[0] == found[1]
 
 
 def resumed(mesh: comm.Mesh, root: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,11 @@ from shoal.config.tree import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "examples" / "hrm" / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 RUNNABLE = [
     ROOT / "README.md",
     DOCS / "guide" / "tables.md",

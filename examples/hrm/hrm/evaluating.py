@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hrm.dataset import PuzzleData, read_split, require_alike
+from hrm.kept_outputs import KeptOutputs
 from hrm.learner import Learner
 from hrm.ranks import joined, on_all_ranks
 from hrm.run_log import shown
@@ -32,7 +33,10 @@ def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figure
         with joined(config.device, config.threads) as found:
             return evaluate(config, mesh=found)
     learner, windows = opened(config, mesh)
-    figures = learner.evaluate(windows)
+    kept = KeptOutputs(config.save_outputs, learner.share)
+    figures = learner.evaluate(windows, kept)
+    if config.save_outputs:
+        kept.write(Path(config.save_outputs_to), learner.step)
     if mesh.rank == 0:
         for name, one in figures.items():
             print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hrm.adam_atan2 import AdamATan2
-from hrm.carry import Batch, Carry
+from hrm.carry import Batch, Carry, Outputs
 from hrm.ema import ParameterAverage
 from hrm.losses import LossKind, act_loss
 from hrm.model import ReasoningModel, exploration
@@ -24,6 +24,8 @@ from shoal import DistributedModelParallel, SparseOptimizer, comm
 __all__ = ["Learner", "LearnerConfig", "Placing", "PuzzleModel"]
 
 Placing = Literal["data_parallel", "row_wise"]
+Step = tuple[Tensor, Carry, dict[str, Tensor], Outputs]
+Keep = Callable[[TestWindow, Outputs], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +73,8 @@ class PuzzleModel(nn.Module):
         self.model, self.table = model, table
         self.loss, self.frozen = loss, frozen
 
-    def forward(
-        self, carry: Carry, least_steps_B: Tensor | None = None
-    ) -> tuple[Tensor, Carry, dict[str, Tensor]]:
-        """One step: the loss summed over the batch, what goes on, and sums of figures."""
+    def forward(self, carry: Carry, least_steps_B: Tensor | None = None) -> Step:
+        """One step: the loss summed over the batch, what goes on, sums of figures, and answers."""
         rows_BR: Tensor | None = None
         if self.table is not None:
             # Without gradients nothing is inserted: a frozen table stays as it is.
@@ -82,7 +82,7 @@ class PuzzleModel(nn.Module):
                 rows_BR = self.table(carry.puzzle_ids_B)
         carry, outputs = self.model(carry, rows_BR, least_steps_B)
         loss, sums = act_loss(carry, outputs, self.loss)
-        return loss, carry, sums
+        return loss, carry, sums, outputs
 
 
 class Learner:
@@ -164,7 +164,7 @@ class Learner:
             count=share.count,
         )
         going = self.model.admit(going, batch)
-        loss, self.carry, sums = self._run(going, least_B.to(device, non_blocking=True))
+        loss, self.carry, sums, _ = self._run(going, least_B.to(device, non_blocking=True))
         # Ranks' gradients are averaged: so this is the global sum over the global batch's size.
         (loss / share.count).backward()  # type: ignore[no-untyped-call]
         for group in self.dense.param_groups:
@@ -178,30 +178,43 @@ class Learner:
         self.step += 1
         return sums
 
-    def evaluate(self, windows: Iterable[TestWindow]) -> dict[str, dict[str, float]]:
-        """Figures of each set after all steps, with averaged parameters if there are any."""
+    @contextlib.contextmanager
+    def judging(self) -> Iterator[None]:
+        """Within, nothing is learned and averaged parameters count, if there are any."""
         self.whole.eval()
-        sums: dict[str, dict[str, Tensor]] = {}
         lent = contextlib.nullcontext() if self.average is None else self.average.applied()
         with torch.no_grad(), lent:
+            yield
+
+    def answers(self, batch: Batch) -> Iterator[tuple[Outputs, dict[str, Tensor]]]:
+        """What each of the M steps says of a batch, and sums of its figures; within `judging`."""
+        batch = batch.to(self.mesh.device, non_blocking=True)
+        carry = self.model.admit(Carry.empty(self.model.config, batch), batch)
+        for _ in range(self.model.config.halt_max_steps):
+            _, carry, sums, outputs = self._run(carry, None)
+            yield outputs, sums
+
+    def evaluate(
+        self, windows: Iterable[TestWindow], keep: Keep | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Figures of each set after all steps, with averaged parameters if there are any.
+
+        Args:
+            keep: is given each window with what the last step says of it.
+        """
+        sums: dict[str, dict[str, Tensor]] = {}
+        with self.judging():
             for window in windows:
-                found = self._answer(window.batch.to(self.mesh.device, non_blocking=True))
+                *_, (outputs, found) = self.answers(window.batch)
+                if keep is not None:
+                    keep(window, outputs)
                 into = sums.setdefault(window.set_name, {})
                 for name, value in found.items():
                     into[name] = into[name] + value if name in into else value
         return {name: self._means(found, None) for name, found in sums.items()}
 
-    def _answer(self, batch: Batch) -> dict[str, Tensor]:
-        carry = self.model.admit(Carry.empty(self.model.config, batch), batch)
-        figures: dict[str, Tensor] = {}
-        for _ in range(self.model.config.halt_max_steps):
-            _, carry, figures = self._run(carry, None)
-        return figures
-
-    def _run(
-        self, carry: Carry, least_steps_B: Tensor | None
-    ) -> tuple[Tensor, Carry, dict[str, Tensor]]:
-        found: tuple[Tensor, Carry, dict[str, Tensor]] = self.whole(carry, least_steps_B)
+    def _run(self, carry: Carry, least_steps_B: Tensor | None) -> Step:
+        found: Step = self.whole(carry, least_steps_B)
         return found
 
     def totals(self, sums: Mapping[str, Tensor], steps: int = 1) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hrm.dataset import PuzzleData, read_split, require_alike
+from hrm.kept_outputs import KeptOutputs
 from hrm.learner import Learner
 from hrm.prefetch import Prefetched
 from hrm.ranks import joined, on_all_ranks
@@ -250,9 +251,12 @@ class Run:
     def evaluate(self) -> Figures:
         """Evaluate on all ranks, say and log the figures."""
         began_s = time.perf_counter()
-        found = self.learner.evaluate(self.windows)
+        kept = KeptOutputs(self.config.eval_save_outputs, self.share)
+        found = self.learner.evaluate(self.windows, kept)
         spent_s = time.perf_counter() - began_s
         step = self.learner.step
+        if self.config.eval_save_outputs and self.config.log_path is not None:
+            kept.write(Path(self.config.log_path), step)
         for name, figures in found.items():
             self.log.write(step, f"eval/{name}", figures)
             self.log.say(

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from hrm.dataset import Metadata
+from hrm.kept_outputs import OutputName
 from hrm.learner import LearnerConfig, Placing
 from hrm.losses import LossKind
 from hrm.model_config import GradientSpan, Mixer, ModelConfig, Positions
@@ -130,6 +131,7 @@ class PretrainConfig(Section):
     save_checkpoints: bool = True
     keep_checkpoints: PositiveInt | None = None
     eval_examples: PositiveInt | None = None
+    eval_save_outputs: tuple[OutputName, ...] = ()
     max_steps: PositiveInt | None = None
     max_seconds: PositiveFloat | None = None
     log_every: PositiveInt = 20
@@ -202,6 +204,8 @@ class EvaluateConfig(Section):
     global_batch_size: PositiveInt | None = None
     puzzle_emb_sharding: Placing | None = None
     output: str | None = None
+    save_outputs: tuple[OutputName, ...] = ()
+    save_outputs_to: str = "."
     compile: bool = False
     device: str = "auto"
     threads: PositiveInt | None = None
