@@ -197,7 +197,7 @@ def _speed(scale: Scale) -> tuple[tuple[Case, ...], Callable[[], Found]]:
                     "device": scale.device,
                     "arch": [*scale.arch, f"arch.bootstrap={bootstrap}"],
                 }
-                found = on_ranks(ranks, "speed", params, timeout_s=240, module="work_hrm")
+                found = on_ranks(ranks, "speed", params, timeout_s=400, module="work_hrm")
                 note = f"{found[0]['steps_per_s']:.2f} steps/s of {ranks} x {a_rank}"
                 return found[0]["samples_per_s"] / ranks, note
 
