@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import sys
 import time
@@ -131,10 +133,12 @@ def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that nobody uses; not one that the system may give away meanwhile."""
+    while True:
+        port = secrets.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _work(
