@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from harness import Case, Job, as_row, measured_json, red_rows, run_job, table_lines, write_json
+from harness import Case, Job, as_row, conclude, measured_json, run_job
 
 __all__ = ["main"]
 
@@ -51,11 +51,7 @@ def main() -> None:
         print(f"{job.task} ...", file=sys.stderr, flush=True)
         found = run_job(job, SCRIPT)
         rows += [as_row(case, found.get(case.name)) for case in job.cases]
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def _jobs(params: dict[str, object]) -> list[Job]:

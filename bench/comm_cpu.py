@@ -25,13 +25,11 @@ from harness import (
     Measured,
     Runner,
     as_row,
+    conclude,
     interleave,
     measured_json,
     median,
-    red_rows,
     run_job,
-    table_lines,
-    write_json,
 )
 
 __all__ = ["main"]
@@ -83,11 +81,7 @@ def main() -> None:
         print(f"{_text(job.params['size'])} ...", file=sys.stderr, flush=True)
         found = run_job(job, SCRIPT)
         rows += [as_row(case, found.get(case.name)) for case in job.cases]
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def _text(size: int) -> str:

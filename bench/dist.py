@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Case, Measured, as_row, median, red_rows, table_lines, write_json
+from harness import Case, Measured, as_row, conclude, median
 from rank_main import on_ranks
 
 __all__ = ["main"]
@@ -60,11 +60,7 @@ def main() -> None:
             note = f"{type(error).__name__}: {error}"[:200]
             found = {case.name: Measured(note=note) for case in cases}
         rows += [as_row(case, found.get(case.name)) for case in cases]
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def _gpus() -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "Runner",
     "as_row",
     "available_bytes",
+    "conclude",
     "interleave",
     "machine_facts",
     "measured_json",
@@ -299,6 +300,15 @@ def write_json(path: Path, rows: Sequence[Mapping[str, Any]], packages: Sequence
     """Write `{"machine", "versions", "rows"}`."""
     content = {"machine": machine_facts(), "versions": versions(packages), "rows": list(rows)}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def conclude(rows: Sequence[Mapping[str, Any]], file: Path | None, packages: Sequence[str]) -> None:
+    """Print the rows and which are red; write them where a file is named."""
+    print("\n" + "\n".join(table_lines(rows)))
+    red = red_rows(rows)
+    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
+    if file:
+        write_json(file, rows, packages)
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -19,17 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    Case,
-    Job,
-    Measured,
-    as_row,
-    measured_json,
-    red_rows,
-    run_job,
-    table_lines,
-    write_json,
-)
+from harness import Case, Job, Measured, as_row, conclude, measured_json, run_job
 from rank_main import on_ranks
 
 __all__ = ["Scale", "cases", "main"]
@@ -123,11 +113,7 @@ def main() -> None:
             note = f"{type(error).__name__}: {error}"[:200]
             found = {case.name: Measured(note=note) for case in declared}
         rows += [as_row(case, found.get(case.name)) for case in declared]
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def cases(scale: Scale) -> list[Case]:

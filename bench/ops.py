@@ -15,15 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    Measured,
-    as_row,
-    measured_json,
-    red_rows,
-    run_job,
-    table_lines,
-    write_json,
-)
+from harness import Measured, as_row, conclude, measured_json, run_job
 from ops_plan import FAMILIES, THREADS, DeviceName, Op, Scale, cases_of, jobs, operations, time_name
 
 __all__ = ["main"]
@@ -71,11 +63,7 @@ def main() -> None:
         for case in cases_of(op, count)
         if options.case in case.name
     ]
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def _parser() -> argparse.ArgumentParser:

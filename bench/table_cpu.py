@@ -17,16 +17,7 @@ from pathlib import Path
 
 import torch
 
-from harness import (
-    Job,
-    Measured,
-    as_row,
-    measured_json,
-    red_rows,
-    run_job,
-    table_lines,
-    write_json,
-)
+from harness import Job, Measured, as_row, conclude, measured_json, run_job
 from plan_cpu import DIMS, STEP_PEERS, Scale, jobs
 
 __all__ = ["main"]
@@ -74,11 +65,7 @@ def main() -> None:
     if any(job.task in WITH_PEERS for job in wanted):
         wanted = _matching(jobs(scale, _best_environments(scale)), options.case)
     rows = _measure(wanted, options.case, options.peers_only)
-    print("\n" + "\n".join(table_lines(rows)))
-    red = red_rows(rows)
-    print("\n" + "\n  ".join([f"{len(red)} red:", *red]) if red else "\nno bar missed")
-    if options.json:
-        write_json(options.json, rows, PACKAGES)
+    conclude(rows, options.json, PACKAGES)
 
 
 def _measure(wanted: list[Job], substring: str, peers_only: bool) -> list[dict]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from support.dense_manifest import manifest_of
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import capture, write
 from shoal.checkpoint.loading import load
@@ -89,27 +90,6 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def manifest_of(files: tuple[SavedFile, ...]) -> Manifest:
-    return Manifest(
-        schema=SCHEMA,
-        id="0" * 32,
-        kind="full",
-        step=1,
-        position=0,
-        epoch=1,
-        parent=None,
-        seed=0,
-        last_steps={},
-        world_size=1,
-        created_s=0,
-        versions={},
-        tables=(),
-        modules=("net",),
-        optimizers=("net",),
-        files=files,
-    )
-
-
 def save(folder: str, form: str, ranks: Collectives) -> dict[str, Tensor]:
     job = Job(form, 0, ranks)
     job.train(3, seed=1)
@@ -121,7 +101,7 @@ def save(folder: str, form: str, ranks: Collectives) -> dict[str, Tensor]:
     files = write(captured, storage, ranks)
     assert all(other == files for other in ranks.gather_objects(files, what="files"))
     if ranks.rank == 0:
-        commit(storage, manifest_of(files))
+        commit(storage, manifest_of(files, ("net",), ("net",)))
     ranks.barrier(what="committed")
     return want
 

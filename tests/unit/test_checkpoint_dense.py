@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.dense import DenseLoad, capture, write
-from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
+from support.dense_manifest import manifest_of
 
 
 class Net(nn.Module):
@@ -47,29 +48,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: in
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-def manifest_of(
-    files: tuple[SavedFile, ...], modules: tuple[str, ...], optimizers: tuple[str, ...]
-) -> Manifest:
-    return Manifest(
-        schema=SCHEMA,
-        id="0" * 32,
-        kind="full",
-        step=0,
-        position=0,
-        epoch=1,
-        parent=None,
-        seed=0,
-        last_steps={},
-        world_size=1,
-        created_s=0,
-        versions={},
-        tables=(),
-        modules=modules,
-        optimizers=optimizers,
-        files=files,
-    )
 
 
 def saved(
