@@ -1,4 +1,7 @@
-"""Dense parts saved by one process, by DDP and by FSDP2; each loads what any of them saved."""
+"""Dense parts saved by one process, by DDP and by FSDP2; each loads what any of them saved.
+
+Over Gloo on the CPU, and over NCCL on two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +32,18 @@ pytestmark = pytest.mark.multiproc
 
 FORMS = ("one", "ddp", "fsdp2")
 BATCH = 8
+HOST = torch.device("cpu")
+GPUS = torch.cuda.device_count()
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here"),
+        ],
+    ),
+)
 
 
 class Net(nn.Module):
@@ -48,12 +64,13 @@ class Net(nn.Module):
 
 
 class Job:
-    def __init__(self, form: str, seed: int, collectives: Collectives) -> None:
-        self.ranks = collectives
-        net = Net(seed)
+    def __init__(self, form: str, seed: int, ranks: Collectives, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        net = Net(seed).to(device)
         self.model: nn.Module = net
         if form == "fsdp2":
-            fully_shard(net)
+            # Left to itself it takes the GPU of a machine that has one.
+            fully_shard(net, mesh=init_device_mesh(device.type, (ranks.world_size,)))
         elif form == "ddp":
             self.model = DistributedDataParallel(net, find_unused_parameters=True)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05 / (1 + seed))
@@ -64,7 +81,7 @@ class Job:
         losses = []
         for _ in range(steps):
             x_BD = torch.randn(BATCH, 3, generator=made)
-            own = x_BD[self.ranks.rank * share :][:share]
+            own = x_BD[self.ranks.rank * share :][:share].to(self.device)
             loss = (self.model(own) - own.sum(1, keepdim=True)).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
@@ -87,11 +104,13 @@ class Job:
 
 
 def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
-def save(folder: str, form: str, ranks: Collectives) -> dict[str, Tensor]:
-    job = Job(form, 0, ranks)
+def save(
+    folder: str, form: str, ranks: Collectives, device: torch.device = HOST
+) -> dict[str, Tensor]:
+    job = Job(form, 0, ranks, device)
     job.train(3, seed=1)
     contents = job.contents()
     captured = capture(contents.modules, contents.optimizers, rank=ranks.rank)
@@ -106,43 +125,50 @@ def save(folder: str, form: str, ranks: Collectives) -> dict[str, Tensor]:
     return want
 
 
-def load_on(folder: str, form: str, ranks: Collectives) -> tuple[dict[str, Tensor], list[float]]:
-    job = Job(form, 1, ranks)
+def load_on(
+    folder: str, form: str, ranks: Collectives, device: torch.device = HOST
+) -> tuple[dict[str, Tensor], list[float]]:
+    job = Job(form, 1, ranks, device)
     load(folder, job.contents(), collectives=ranks)
     return job.values(), job.train(2, seed=4)
 
 
-def on_ranks(work: str, folder: str, form: str) -> Any:
-    mesh = launch.init(device="cpu", timeout_s=30)
+def on_ranks(work: str, folder: str, form: str, device: str = "cpu") -> Any:
+    mesh = launch.init(device=device, timeout_s=30 if device == "cpu" else 120)
     try:
-        return globals()[work](folder, form, mesh.collectives("checkpoint"))
+        ranks = mesh.collectives("checkpoint", device=HOST)
+        return globals()[work](folder, form, ranks, mesh.device)
     finally:
         launch.shutdown()
 
 
-def everywhere(work: str, folder: Path, form: str) -> Any:
+def everywhere(work: str, folder: Path, form: str, device: str = "cpu") -> Any:
     """What the first rank returns."""
     if form == "one":
-        return globals()[work](str(folder), form, LocalCollectives())
-    found = run_ranks(2, on_ranks, work, str(folder), form)
+        return globals()[work](str(folder), form, LocalCollectives(), torch.device(device))
+    limit_s = 60 if device == "cpu" else 180
+    found = run_ranks(2, on_ranks, work, str(folder), form, device, timeout_s=limit_s)
     return found[0]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_loads_what_any_saved(tmp_path: Path, form: str) -> None:
-    want = everywhere("save", tmp_path, form)
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_form_loads_what_any_saved(tmp_path: Path, device: str, form: str) -> None:
+    want = everywhere("save", tmp_path, form, device)
     parts = [p.name for p in (tmp_path / "dense").iterdir() if p.suffix == ".distcp"]
     assert len(parts) == (2 if form == "fsdp2" else 1)
     for other in FORMS:
-        found, losses = everywhere("load_on", tmp_path, other)
+        found, losses = everywhere("load_on", tmp_path, other, device)
         assert found.keys() == want.keys()
         for key, value in want.items():
             assert torch.equal(found[key], value), (other, key)
         assert all(loss == loss for loss in losses)
 
 
-def failing(folder: str, form: str, ranks: Collectives) -> tuple[str, bool]:
-    job = Job(form, 1, ranks)
+def failing(
+    folder: str, form: str, ranks: Collectives, device: torch.device
+) -> tuple[str, bool]:
+    job = Job(form, 1, ranks, device)
     before = copy.deepcopy(job.values())
     with pytest.raises(CheckpointError) as caught:
         load(folder, job.contents(), collectives=ranks)

@@ -44,7 +44,8 @@ __all__ = [
     "trained",
 ]
 
-TIMEOUT_S = 280  # ranks that are not in a group wait for those that are
+# Ranks that are not in a group wait for those that are; GPUs compile their kernels first.
+TIMEOUT_S = 480 if torch.cuda.is_available() else 280
 STEPS = 3  # before the full checkpoint; one more, and an eviction, before the delta
 NAMES = {"step-000000000003-full": STEPS, "step-000000000004-delta": STEPS + 1}
 

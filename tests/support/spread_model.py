@@ -55,18 +55,25 @@ def specs(rule: Optimizer | None = None, *, zeros: bool = False) -> tuple[TableS
 class SpreadModel(nn.Module):
     """DeepFM in small: pooled rows and dense numbers through an MLP with batch statistics."""
 
-    def __init__(self, tables: Sequence[TableSpec], *, norm: bool = False, seed: int = 3) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        *,
+        norm: bool = False,
+        seed: int = 3,
+        device: str = "cpu",
+    ) -> None:
         super().__init__()
         features = [
             Feature("user", "users"),
             Feature("item", "items", ReduceMean()),
             Feature("history", "items"),
         ]
-        self.tables = EmbeddingCollection(tables, features, seed=5)
+        self.tables = EmbeddingCollection(tables, features, seed=5, device=device)
         torch.manual_seed(seed)
         width = 4 + 8 + 8 + DENSE
         middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
-        self.mlp = nn.Sequential(nn.Linear(width, 8), middle, nn.Linear(8, 1)).double()
+        self.mlp = nn.Sequential(nn.Linear(width, 8), middle, nn.Linear(8, 1)).double().to(device)
 
     def forward(self, batch: KeyedRagged, dense_BD: Tensor) -> Tensor:
         out = self.tables(batch)
@@ -157,7 +164,7 @@ def whole_rows(parts: Sequence[dict[str, dict[int, list[float]]]]) -> dict[str, 
 
 def loss_of(model: nn.Module, data: Data, total: int, world_size: int) -> Tensor:
     """A rank's part of the mean loss of the whole batch, for gradients that are averaged."""
-    dense, labels = data.tensors()
+    dense, labels = (part.to(next(model.parameters()).device) for part in data.tensors())
     logits = model(data.batch(), dense)
     loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     return loss * world_size / total
