@@ -40,6 +40,7 @@ DEVICES = (
         "cuda",
         marks=[
             pytest.mark.gpu,
+            pytest.mark.timeout(600),
             pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here"),
         ],
     ),

@@ -69,7 +69,7 @@ def test_buffers_outlive_other_streams() -> None:
 
 
 def late() -> str:
-    collectives = nccl(3.0)
+    collectives = nccl(15.0)
     sizes_W1 = torch.ones(2, 1, dtype=torch.int64)
     collectives.exchange_sizes(sizes_W1, what="first").wait()
     if collectives.rank == 1:
@@ -82,5 +82,5 @@ def late() -> str:
 
 def test_a_rank_that_stays_away_ends_the_wait() -> None:
     text = run_ranks(2, late, timeout_s=120)[0]
-    for part in ("'sizes of ids'", "step 7", "rank 0 of 2", "within 3.0 s"):
+    for part in ("'sizes of ids'", "step 7", "rank 0 of 2", "within 15.0 s"):
         assert part in text

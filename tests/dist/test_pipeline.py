@@ -145,7 +145,7 @@ def test_uneven_ranks_equal_one_process() -> None:
 
 
 def on_gpus(runs: Sequence[Run]) -> list[Any]:
-    mesh = launch.init(device="cuda", timeout_s=60)
+    mesh = launch.init(device="cuda", timeout_s=240)  # kernels are compiled first
     try:
         return train_all(mesh, runs)
     finally:
@@ -153,11 +153,12 @@ def on_gpus(runs: Sequence[Run]) -> list[Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one_process() -> None:
     settings = {"evict_every_s": 20}
     runs: list[Run] = [(case, (12, 7), settings) for case in ("plain", "admission and expiry")]
-    outcomes = run_ranks(2, on_gpus, runs, timeout_s=300)
+    outcomes = run_ranks(2, on_gpus, runs, timeout_s=420)
     for i, (case, counts, _) in enumerate(runs):
         made = toy(TABLES[case])
         check([parts[i] for parts in outcomes], made, plain_losses(made, whole(counts), **settings))

@@ -1,4 +1,8 @@
-"""`shoal`, but on its first start rank 1 says in a file who it is after some steps, and waits."""
+"""`shoal`, but on its first start rank 1 says in a file who it is after some steps, and waits.
+
+Before that it waits for a checkpoint in the folder of the file's name, which a job that saves
+beside training may be late with.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,13 @@ from shoal.train.learner import Learner
 
 
 def tell_at(step: int, file: Path) -> None:
-    """Write the process id and wait to be killed."""
+    """Write the process id, once there is a checkpoint, and wait to be killed."""
     plain = Learner.apply
 
     def apply(self: Learner) -> None:
         if self.steps == step:
+            while not any(file.with_suffix("").rglob("manifest.json")):
+                time.sleep(0.05)
             partial = file.with_suffix(".tmp")
             partial.write_text(str(os.getpid()))
             partial.rename(file)
