@@ -1,7 +1,7 @@
 """`shoal`, but on its first start rank 1 says in a file who it is after some steps, and waits.
 
-Before that it waits for a checkpoint in the folder of the file's name, which a job that saves
-beside training may be late with.
+Before that all ranks wait for a checkpoint in the folder of the file's name, which a job that
+saves beside training may be late with.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from pathlib import Path
 from shoal.cli.app import main
 from shoal.train.learner import Learner
 
+SAVED, TOLD = 3, 5  # steps after which they wait
 
-def tell_at(step: int, file: Path) -> None:
-    """Write the process id, once there is a checkpoint, and wait to be killed."""
+
+def tell(file: Path, *, tells: bool) -> None:
+    """Wait for a checkpoint; write the process id, if it is this rank's, and wait to be killed."""
     plain = Learner.apply
 
     def apply(self: Learner) -> None:
-        if self.steps == step:
-            while not any(file.with_suffix("").rglob("manifest.json")):
-                time.sleep(0.05)
+        # On all ranks: what one of them waits for keeps a GPU from the rows to save.
+        while self.steps == SAVED and not any(file.with_suffix("").rglob("manifest.json")):
+            time.sleep(0.05)
+        if tells and self.steps == TOLD:
             partial = file.with_suffix(".tmp")
             partial.write_text(str(os.getpid()))
             partial.rename(file)
@@ -34,6 +37,6 @@ def tell_at(step: int, file: Path) -> None:
 
 if __name__ == "__main__":
     file = Path(sys.argv.pop(1))
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-        tell_at(5, file)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        tell(file, tells=os.environ["RANK"] == "1")
     main()
