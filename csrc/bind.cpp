@@ -14,6 +14,7 @@
 
 #include "bind_changes.h"
 #include "bind_ops.h"
+#include "bind_row_images.h"
 #include "bind_shard.h"
 #include "bind_shared_memory.h"
 #include "bind_snapshot.h"
@@ -362,6 +363,7 @@ NB_MODULE(_core, m) {
   bind_updates(shard);
   bind_upkeep(shard);
   bind_snapshot(m, shard);
+  bind_row_images(m);
   bind_ids_ops(m);
   bind_rows_ops(m);
   bind_segment_ops(m);

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from shoal import config, train
+from shoal.checkpoint import CheckpointStore
+from shoal.train.saving import Saver
 
 pytestmark = pytest.mark.gpu
 
@@ -81,3 +86,69 @@ def test_other_ways_to_step(tmp_path: Path, more: tuple[str, ...]):
     result = run(tmp_path, "device=auto", *more)
     assert result.metrics["deepfm"]["auc"] > 0.55
     assert "device: auto" in (result.folder / "config.yaml").read_text()
+
+
+SAVED = (
+    "data.max_examples=20000",
+    "data.batch_size=500",
+    "tables.default.expiry.ttl_s=200000",
+    "evict_every_s=100000",
+    "logging.tensorboard=false",
+    "checkpoint.every_steps=2",
+    "checkpoint.full_every=3",
+    "checkpoint.keep_full=99",
+    "checkpoint.background=true",
+)
+
+
+def told(folder: Path) -> list[dict[str, object]]:
+    """The log's lines without what time makes of them."""
+    rows = [json.loads(line) for line in (folder / "logs" / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time")} for row in rows]
+
+
+def rows_of(folder: Path) -> list[object]:
+    """Rows of the last checkpoint without the epochs of their last change: those count cuts, which
+    are as many as saves found time for."""
+    newest = CheckpointStore(folder / "checkpoints").latest()
+    assert newest is not None
+    assert newest.kind == "full"
+    found: list[object] = []
+    for path in sorted((folder / "checkpoints" / newest.name / "rows").iterdir()):
+        with ipc.open_file(path) as file:
+            found.append(file.read_all().drop_columns(["version"]).to_pydict())
+    return found
+
+
+def test_a_run_saves_while_it_trains_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    beside: list[int] = []
+    look = Saver.due_after
+
+    def seen(self: Saver, step: int) -> bool:
+        if self._saving is not None and not self._saving.done:
+            beside.append(step)
+        return look(self, step)
+
+    monkeypatch.setattr(Saver, "due_after", seen)
+    whole = run(tmp_path / "whole", "device=cuda", *SAVED).folder
+    assert beside  # steps were done while rows were written
+    entries = CheckpointStore(whole / "checkpoints").list()
+    assert {entry.kind for entry in entries} == {"full", "delta"}
+    never = run(tmp_path / "never", "device=cuda", *SAVED, "checkpoint.every_steps=null").folder
+    assert told(never) == told(whole)
+    assert rows_of(never) == rows_of(whole)
+    left = tmp_path / "left" / "run"
+    shutil.copytree(whole, left)
+    middle = entries[len(entries) // 2].step
+    for entry in entries:
+        if entry.step > middle:
+            shutil.rmtree(left / "checkpoints" / entry.name)
+    for name in ("metrics.json", "report.html"):
+        (left / name).unlink()
+    settings = config.load(EXAMPLE, [*SMALL, f"output.dir={tmp_path / 'other'}", *SAVED])
+    again = train.run(settings, console=console(), resume=str(left))
+    assert again.folder == left
+    assert told(left) == told(whole)
+    assert rows_of(left) == rows_of(whole)

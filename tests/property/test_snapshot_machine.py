@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -10,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.table.changes import Cursor
 from shoal.table.cpu import CpuShard
-from shoal.table.cpu_snapshot import CpuSnapshot
 from shoal.table.shard import GradRecord, RowChunk, StepContext
-from shoal.table.snapshot import HASHES
+from shoal.table.snapshot import HASHES, Snapshot
 from support.cut_rows import unsigned_hashes
 from support.id_groups import groups_of
+from support.placed_shard import PlacedCuda, PlacedTiered
 
 IDS = st.lists(st.integers(0, 15), min_size=1, max_size=8)
 TTL_S = 10
@@ -40,17 +44,19 @@ def rows_of(chunk: RowChunk) -> Rows:
 class SnapshotMachine(RuleBasedStateMachine):
     """One table that expires, one that evicts; buffers from nothing to plenty."""
 
+    def made(self, specs: Sequence[TableSpec]) -> Any:
+        return CpuShard(specs, threads=2)
+
     def __init__(self) -> None:
         super().__init__()
         segment = Segment(dim=2, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
-        self.shard = CpuShard(
+        self.shard = self.made(
             (
                 TableSpec(name="ttl", segments=(segment,), expiry=Expiry(ttl_s=TTL_S)),
                 TableSpec(name="lru", segments=(segment,), capacity_rows=9, on_full="lru"),
-            ),
-            threads=2,
+            )
         )
-        self.snapshot: CpuSnapshot | None = None
+        self.snapshot: Snapshot | None = None
         self.want: list[Rows] = []
         self.deleted: list[set[int]] = []
         self.marks: dict[int, list[set[int]]] = {}  # ids there or gone by epoch, for deltas
@@ -184,5 +190,32 @@ class SnapshotMachine(RuleBasedStateMachine):
             self.snapshot.close()
 
 
+class DeviceMachine(SnapshotMachine):
+    def made(self, specs: Sequence[TableSpec]) -> Any:
+        return PlacedCuda(specs)
+
+
+class TieredMachine(SnapshotMachine):
+    def made(self, specs: Sequence[TableSpec]) -> Any:
+        return PlacedTiered(specs)
+
+
 TestSnapshot = SnapshotMachine.TestCase
 TestSnapshot.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+ON_GPU = torch.cuda.is_available()
+marks = [pytest.mark.gpu] if ON_GPU else []
+
+
+class TestDevice(DeviceMachine.TestCase):  # type: ignore[name-defined, misc]
+    pytestmark = marks
+    settings = settings(
+        max_examples=60 if ON_GPU else 3, stateful_step_count=30 if ON_GPU else 15, deadline=None
+    )
+
+
+class TestTiered(TieredMachine.TestCase):  # type: ignore[name-defined, misc]
+    pytestmark = marks
+    settings = settings(
+        max_examples=60 if ON_GPU else 3, stateful_step_count=30 if ON_GPU else 15, deadline=None
+    )

@@ -20,10 +20,11 @@ from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing import begin, save
 from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu_snapshot import CpuSnapshot
+from shoal.table.cuda_snapshot import CudaSnapshot
 from shoal.table.hosting import HostedTables
-from support.saved_jobs import SPECS, Job, row_bytes, small_files
+from support.saved_jobs import FEW, MANY, SPECS, Home, Job, Sizes, row_bytes, small_files
 from support.saved_rows import same
-from support.shards import CUDA, SHARDS
+from support.shards import CUDA, SHARDS, TIERED
 
 FULL, DELTA = "step-000000000003-full", "step-000000000004-delta"
 
@@ -34,8 +35,8 @@ def _small_files() -> Iterator[None]:
         yield
 
 
-def trained(steps: int = 3) -> Job:
-    job = Job()
+def trained(steps: int = 3, home: Home = "cpu", sizes: Sizes = MANY) -> Job:
+    job = Job(home=home, sizes=sizes)
     for _ in range(steps):
         job.step()
     return job
@@ -117,6 +118,49 @@ def test_training_goes_on_and_files_show_the_cut(
     found, want = loaded(tmp_path), trained()
     check_same(found, want)
     assert torch.equal(found.net.weight, want.net.weight)
+
+
+@pytest.mark.parametrize("home", [CUDA, TIERED])
+def test_training_goes_on_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Home
+) -> None:
+    """Full and then delta: all of it is as it was at the cut, though each step changes rows."""
+    gate, read = Gate(), CudaSnapshot.read
+    sizes = MANY if torch.cuda.is_available() else FEW
+
+    def held(self: CudaSnapshot, *args: Any) -> Any:
+        gate()
+        return read(self, *args)
+
+    monkeypatch.setattr(CudaSnapshot, "read", held)
+    job, want = trained(2, home, sizes), trained(2, "cpu", sizes)
+    saving = begin(tmp_path, job.contents(), step=3, position=30)
+    assert gate.reached.wait(60)
+    job.step()
+    job.evict()
+    assert not saving.done
+    gate.open.set()
+    full = saving.wait()
+    progress = saving.progress()
+    assert progress.bytes_done == progress.bytes_total > 0
+    assert progress.copied_rows > 30
+    found = loaded(tmp_path)
+    check_same(found, want)
+    assert torch.equal(found.net.weight, want.net.weight)
+    want.step()
+    want.evict()
+    gate.reached.clear()
+    gate.open.clear()
+    later = begin(
+        *(tmp_path, job.contents()),
+        **dict(step=4, position=40, kind="delta", parent=full, since=saving.cursors),
+    )
+    assert gate.reached.wait(60)
+    job.step()
+    assert not later.done
+    gate.open.set()
+    later.wait()
+    check_same(loaded(tmp_path), want)
 
 
 def test_a_delta_has_what_changed(tmp_path: Path) -> None:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import CheckpointError, DTypeError, InputError
 from shoal.table.changes import Cursor
 from shoal.table.cpu import CpuShard
-from shoal.table.cpu_snapshot import BUFFER_BYTES, CpuSnapshot
+from shoal.table.cpu_snapshot import CpuSnapshot
 from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
-from shoal.table.snapshot import HASHES
+from shoal.table.snapshot import BUFFER_BYTES, HASHES
 from support.change_consumer import Consumer, contents
+from support.changed_rows import (
+    CHANGES,
+    apply_twice_named,
+    exported,
+    filled,
+    put,
+    reload,
+    specs,
+    train,
+)
 from support.cut_rows import assert_same, in_pieces, unsigned_hashes
 from support.id_groups import groups_of
 
-CLOCK = itertools.count(1)
 TINY = 4096
-
-
-def specs() -> tuple[TableSpec, ...]:
-    segment = Segment(dim=3, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad(lr=1.0))
-    plain = Segment(dim=2, initializer=initializers.Zeros(), optimizer=optimizers.SGD(lr=1.0))
-    return (
-        TableSpec(name="grows", segments=(segment,), expiry=Expiry(ttl_s=100)),
-        TableSpec(name="full", segments=(plain,), capacity_rows=64, on_full="lru"),
-        TableSpec(name="narrow", segments=(plain,), dtype="bfloat16"),
-    )
 
 
 @pytest.fixture(params=[1, 3])
@@ -39,117 +36,8 @@ def shard(request: pytest.FixtureRequest) -> CpuShard:
     return CpuShard(specs(), threads=request.param)
 
 
-def put(shard: CpuShard, table: int, ids: Sequence[int], at_s: int = 0) -> None:
-    """Assign values never used before."""
-    dim = shard.specs[table].dim
-    weights_ND = torch.full((len(ids), dim), float(next(CLOCK)))
-    shard.assign(groups_of((table, ids)), [weights_ND], ctx=StepContext(event_time_s=at_s))
-
-
-def train(shard: CpuShard, table: int, ids: Sequence[int], at_s: int = 0) -> None:
-    ctx = StepContext(event_time_s=at_s, global_step=3)
-    ticket = shard.find_or_init(groups_of((table, ids)), ctx=ctx)
-    grads = torch.ones(len(ids), shard.specs[table].dim)
-    shard.apply([GradRecord(ticket, (grads,))], ctx=ctx)
-
-
-def filled(shard: CpuShard) -> CpuShard:
-    put(shard, 0, range(3000), at_s=50)
-    train(shard, 0, range(0, 3000, 7), at_s=60)
-    put(shard, 1, range(64), at_s=50)
-    train(shard, 2, range(-200, 200))
-    return shard
-
-
 def whole(snapshot: CpuSnapshot) -> list[RowChunk]:
     return [snapshot.read(table, 0, HASHES) for table in range(3)]
-
-
-def exported(shard: CpuShard) -> list[RowChunk]:
-    return [shard.export(table) for table in range(3)]
-
-
-def reload(shard: CpuShard, ids: Sequence[int], version: int) -> None:
-    """Rows that come in whole, with a version of their own."""
-    count = len(ids)
-    shard.load(
-        0,
-        RowChunk(
-            "grows",
-            torch.tensor(ids, dtype=torch.int64),
-            torch.full((count, 3), float(next(CLOCK))),
-            torch.ones(count, 3),
-            torch.full((count,), version),
-            torch.full((count,), 70),
-            torch.ones(count, dtype=torch.int64),
-        ),
-    )
-
-
-def apply_ids(shard: CpuShard, table: int, ids: Sequence[int]) -> None:
-    grads = [torch.ones(len(ids), shard.specs[table].dim)]
-    shard.apply_ids(groups_of((table, ids)), grads, ctx=StepContext(event_time_s=80))
-
-
-def apply_twice_named(shard: CpuShard) -> None:
-    ids = [5, 9, 5, 5, 4000, 9]
-    apply_ids(shard, 0, ids)
-    train(shard, 0, ids)
-
-
-def skip_bad(shard: CpuShard) -> None:
-    ctx = StepContext(nan_policy="skip")
-    grads = torch.ones(4, 3)
-    grads[1] = float("nan")
-    shard.apply_ids(groups_of((0, [1, 2, 3, 4])), [grads], ctx=ctx)
-
-
-def add(shard: CpuShard) -> None:
-    for table in range(3):
-        deltas = torch.ones(4, shard.specs[table].dim)
-        shard.assign_add(groups_of((table, [1, 2, 2, 7000])), [deltas], ctx=StepContext())
-
-
-def swap(shard: CpuShard) -> None:
-    """The two oldest rows of the full table go; those that come take their numbers."""
-    put(shard, 1, range(2, 64), at_s=90)
-    put(shard, 1, [1000], at_s=91)
-    put(shard, 1, [1001], at_s=91)
-    put(shard, 1, [1, 0], at_s=95)
-
-
-def reuse(shard: CpuShard) -> None:
-    shard.evict(155)  # those not trained since
-    put(shard, 0, range(5000, 7000), at_s=155)
-    put(shard, 0, range(100), at_s=155)
-
-
-def emptied(shard: CpuShard) -> None:
-    for table in range(3):
-        shard.clear(table)
-    put(shard, 0, range(2500, 3500))
-
-
-CHANGES: dict[str, Callable[[CpuShard], object]] = {
-    "nothing": lambda shard: None,
-    "apply": lambda shard: [train(shard, t, range(-20, 30)) for t in range(3)],
-    "apply_ids": lambda shard: [apply_ids(shard, t, range(40)) for t in range(3)],
-    "duplicates": apply_twice_named,
-    "skipped": skip_bad,
-    "assign": lambda shard: [put(shard, t, [0, 1, 2, 9999]) for t in range(3)],
-    "assign_add": add,
-    "reinitialize": lambda shard: shard.reinitialize(
-        groups_of((0, [3, 4, 90_000]), (2, [5])), ctx=StepContext()
-    ),
-    "load": lambda shard: reload(shard, [1, 2, 77_777], 9),
-    "load of old versions": lambda shard: reload(shard, [1, 2, 77_777, 77_778], 1),
-    "evict": lambda shard: shard.evict(155),
-    "clear": emptied,
-    "capacity": lambda shard: put(shard, 1, range(500, 540), at_s=99),
-    "swapped rows": swap,
-    "reused rows": reuse,
-    "all": lambda shard: [CHANGES[name](shard) for name in list(CHANGES) if name != "all"],
-}
 
 
 @pytest.mark.parametrize("buffer_bytes", [BUFFER_BYTES, TINY, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,10 +22,9 @@ from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
 
-STILL = ("reference", CUDA, TIERED)
-"""Shards whose rows wait for a snapshot; the core's do not (`test_snapshot.py`)."""
-KINDS = ("cpu", *STILL)
-waiting = pytest.mark.parametrize("shard", STILL, indirect=True)
+KINDS = ("cpu", "reference", CUDA, TIERED)
+"""Rows of the last three may stand still: `test_snapshot.py` and `test_snapshot_device.py` change
+them beside a snapshot."""
 
 
 def specs() -> tuple[TableSpec, ...]:
@@ -195,54 +194,6 @@ def test_an_id_deleted_twice_is_named_once(shard: Shard) -> None:
     shard.evict(200)
     with shard.snapshot(after(shard, full)) as delta:
         assert sorted(delta.deleted(0).tolist()) == [1, 2]
-
-
-Verb = Callable[[Shard], object]
-VERBS: dict[str, Verb] = {
-    "assign": lambda s: put(s, [1], 2.0),
-    "assign_add": lambda s: s.assign_add(
-        groups_of((0, [1])), [torch.ones(1, 3)], ctx=StepContext()
-    ),
-    "reinitialize": lambda s: s.reinitialize(groups_of((0, [1])), ctx=StepContext()),
-    "find_or_init": lambda s: s.find_or_init(groups_of((0, [1])), ctx=StepContext()),
-    "apply_ids": lambda s: s.apply_ids(groups_of((0, [1])), [torch.ones(1, 3)], ctx=StepContext()),
-    "evict": lambda s: s.evict(1000),
-    "clear": lambda s: s.clear(0),
-    "load": lambda s: s.load(0, s.export(0)),
-    "resume": lambda s: s.resume(9),
-}
-
-
-@waiting
-@pytest.mark.parametrize("verb", VERBS)
-def test_rows_wait_for_a_snapshot(shard: Shard, verb: str) -> None:
-    put(shard, [1, 2], 1.0)
-    before = shard.export(0)
-    snapshot = shard.snapshot()
-    assert not snapshot.concurrent
-    with pytest.raises(InputError, match="Close the snapshot first"):
-        VERBS[verb](shard)
-    assert same(shard.export(0), before)
-    assert same(snapshot.read(0, 0, HASHES), before)
-    snapshot.close()
-    VERBS[verb](shard)
-
-
-@waiting
-def test_a_step_waits_and_its_ticket_lives(shard: Shard) -> None:
-    put(shard, [1, 2], 1.0)
-    ticket = shard.find_or_init(groups_of((0, [1, 2])), ctx=StepContext())
-    records = [GradRecord(ticket, (torch.ones(2, 3),))]
-    with shard.snapshot() as snapshot:
-        sums = shard.sum_grads(records)
-        with pytest.raises(InputError, match="Close the snapshot first"):
-            shard.apply(records, ctx=StepContext())
-        with pytest.raises(InputError, match="Close the snapshot first"):
-            shard.apply_summed(sums, records, ctx=StepContext())
-        assert shard.gather(ticket, ctx=StepContext())[0].shape == (2, 3)
-        before = snapshot.read(0, 0, HASHES)
-    shard.apply(records, ctx=StepContext())
-    assert not same(shard.export(0), before)
 
 
 def test_one_at_a_time(shard: Shard) -> None:

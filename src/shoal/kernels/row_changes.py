@@ -122,13 +122,14 @@ def list_changed(
     """Handles int32 [room] of the first `room` of these rows in the order of their numbers.
 
     Args:
-        spans_BW, ends_B: what `count_changed` was given, and gave; there are `room` rows or more.
+        spans_BW, ends_B: what `count_changed` was given, and gave.
         room: 1 or more.
 
     Returns:
-        the handles, and the sequence number of the last one, int64 [1].
+        the handles, -1 behind the last; and, if there are `room` rows or more, the sequence number
+        of the last one, int64 [1].
     """
-    out_R = torch.empty(room, dtype=torch.int32, device=spans_BW.device)
+    out_R = torch.full((room,), -1, dtype=torch.int32, device=spans_BW.device)
     last_1 = torch.empty(1, dtype=torch.int64, device=spans_BW.device)
     _scan(layout, spans_BW, ends_B, out_R, last_1, (from_epoch, to_epoch, room), False)
     return out_R, last_1

@@ -24,7 +24,14 @@ from shoal.kernels.table_layout import (
     row_address,
 )
 
-__all__ = ["Metadata", "read_metadata", "read_values", "write_metadata", "write_values"]
+__all__ = [
+    "Metadata",
+    "read_ids",
+    "read_metadata",
+    "read_values",
+    "write_metadata",
+    "write_values",
+]
 
 _TILE = 4096  # elements of a program's block
 _MOST_COLUMNS = 256
@@ -96,7 +103,7 @@ def _write_word(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _read_metadata(  # type: ignore[no-untyped-def]
-    handles_ptr, out_ptr, chunks_ptr, columns, n, BLOCK: tl.constexpr
+    handles_ptr, out_ptr, chunks_ptr, columns, n, IDS_ONLY: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
@@ -105,10 +112,11 @@ def _read_metadata(  # type: ignore[no-untyped-def]
     address = row_address(chunks_ptr, columns, handle, 8, there, _IDS)
     ids = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
     tl.store(out_ptr + at, ids, mask=live)
-    size = at * 0 + n
-    _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, _VERSIONS)
-    _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, _SEEN)
-    _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, _COUNTS)
+    if not IDS_ONLY:
+        size = at * 0 + n
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, _VERSIONS)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, _SEEN)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, _COUNTS)
 
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
@@ -183,20 +191,30 @@ def write_values(
 
 def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
     """int64 [4, R]: ids, versions, last-seen seconds, counts; zeros for handle -1."""
+    return _metadata(layout, handles_R, words=4)
+
+
+def read_ids(layout: ShardLayout, handles_R: Tensor) -> Tensor:
+    """Ids int64 [R]; zeros for handle -1."""
+    return _metadata(layout, handles_R, words=1)[0]
+
+
+def _metadata(layout: ShardLayout, handles_R: Tensor, *, words: int) -> Tensor:
     rows = len(handles_R)
-    out_4R = torch.empty(4, rows, dtype=torch.int64, device=handles_R.device)
+    out_WR = torch.empty(words, rows, dtype=torch.int64, device=handles_R.device)
     if rows:
         launch(
             _read_metadata,
             (blocks_of(rows, _BLOCK),),
             handles_R,
-            out_4R,
+            out_WR,
             layout.chunks_WC,
             layout.chunks_WC.shape[1],
             rows,
+            IDS_ONLY=words == 1,
             BLOCK=_BLOCK,
         )
-    return out_4R
+    return out_WR
 
 
 def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -> None:

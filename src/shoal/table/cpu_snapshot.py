@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import CheckpointError, InputError, describe
-from shoal.table import checks, refusals, rows, scalars
+from shoal.errors import InputError
+from shoal.table import checks, refusals, rows
 from shoal.table.changes import Cursor
 from shoal.table.row_values import RowChunk
-from shoal.table.snapshot import check_bits, check_range
+from shoal.table.snapshot import SnapshotStats, check_bits, check_buffer, check_range
 from shoal.table.spec import TableSpec
 
-__all__ = ["BUFFER_BYTES", "CpuSnapshot", "SnapshotStats"]
+__all__ = ["CpuSnapshot"]
 
-BUFFER_BYTES = 64 << 20
 _WINDOW_ROWS = 1 << 21  # of the hash space, indexed at a time: 16 bytes each
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotStats:
-    """What keeping the rows of a cut has cost so far.
-
-    Args:
-        copied_rows: rows copied before a verb changed them.
-        spilled_bytes: bytes of such rows that went to the temporary file.
-        waited_s: seconds that verbs waited for that file.
-    """
-
-    copied_rows: int
-    spilled_bytes: int
-    waited_s: float
 
 
 class CpuSnapshot:
@@ -68,8 +49,7 @@ class CpuSnapshot:
         buffer_bytes: int,
         lanes: Callable[[], int],
     ) -> None:
-        remedy = "Leave it out for 64 MiB."
-        scalars.whole("buffer_bytes of a snapshot", buffer_bytes, 0, 1 << 40, remedy=remedy)
+        check_buffer(buffer_bytes)
         self._specs = specs
         self._lanes = lanes
         at = None
@@ -113,7 +93,9 @@ class CpuSnapshot:
         counts = torch.zeros(1 << bits, dtype=torch.int64)
         with self._reading:
             self._check(table)
-            _kept(lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes()))
+            refusals.kept(
+                lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes())
+            )
         return counts
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:
@@ -131,10 +113,10 @@ class CpuSnapshot:
     def _read(self, table: int, start: int, stop: int, lanes: int) -> RowChunk:
         count = 0
         if start < stop:
-            count = _kept(lambda: self._core.find(table, start, stop - 1, lanes))
+            count = refusals.kept(lambda: self._core.find(table, start, stop - 1, lanes))
         chunk = rows.empty_chunk(self._specs[table], count)
         if count > 0:
-            _kept(lambda: self._core.read(rows.pointers(chunk), lanes))
+            refusals.kept(lambda: self._core.read(rows.pointers(chunk), lanes))
         return chunk
 
     def deleted(self, table: int) -> Tensor:
@@ -172,42 +154,15 @@ class CpuSnapshot:
     def _check(self, table: int) -> None:
         checks.table_index(table, len(self._specs))
         if self._closed:
-            raise InputError(
-                describe(
-                    "snapshot",
-                    got="a closed one",
-                    allowed="an open one",
-                    remedy="Read before close(), or take another.",
-                )
-            )
+            raise refusals.closed_snapshot()
 
 
 def _refused(why: str, since: Cursor | None) -> InputError:
     if why == "open":
-        got, allowed = "another one is open", "one snapshot of a shard at a time"
-        remedy = "Close the other one first."
-    elif why == "incarnation":
-        got, allowed = str(since), "a cursor of the shard's incarnation"
-        remedy = "Take a full snapshot: since=None."
-    else:
-        got, allowed = str(since), "a closed epoch from which on deletions are kept"
-        remedy = "Take a full snapshot: since=None."
-    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
-
-
-def _kept(call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except RuntimeError as error:
-        raise CheckpointError(
-            describe(
-                "snapshot",
-                got=f"rows that training changed could not be kept: {error}",
-                allowed="room for them in the temporary folder",
-                remedy="Point TMPDIR to a folder with room for the rows that change during a "
-                "save, or raise buffer_bytes. The tables are as they should be.",
-            )
-        ) from error
+        return refusals.second_snapshot()
+    if why == "incarnation":
+        return refusals.snapshot_since(str(since), "a cursor of the shard's incarnation")
+    return refusals.snapshot_since(str(since), refusals.KEPT_EPOCH)
 
 
 def _one_lane() -> int:

@@ -10,8 +10,9 @@ import torch
 from shoal.table import checks, refusals, rows
 from shoal.table.changes import Changes, Cursor, released
 from shoal.table.cpu_changes import changes_of, resumed
-from shoal.table.cpu_snapshot import BUFFER_BYTES, CpuSnapshot
+from shoal.table.cpu_snapshot import CpuSnapshot
 from shoal.table.shard import AdmissionState, Entry, RowChunk, TableStats
+from shoal.table.snapshot import BUFFER_BYTES
 from shoal.table.spec import TableSpec
 
 __all__ = ["CpuUpkeep"]

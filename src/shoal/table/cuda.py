@@ -74,7 +74,7 @@ class CudaShard(CudaSnapshots):
         Waits for the device only where a table may reach its `capacity_rows` and have to refuse,
         and, while tables grow, until the device is one call behind.
         """
-        with self._turn(changing=True):
+        with self._turn():
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
             self._tell()

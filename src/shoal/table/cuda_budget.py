@@ -221,5 +221,11 @@ class CudaBudget(CudaCore):
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""
+        # Their versions are 0 by now, but all else of them is there.
+        self._keep(handles_M, size_1)
+        self._forget_places(handles_M, size_1)
         self._deletions.record(self._layout, handles_M, size_1, self._epoch)
         table_erase.erase(self._layout, handles_M, size_1)
+
+    def _forget_places(self, handles_M: Tensor, size_1: Tensor) -> None:
+        """What is known of where these rows are: their handles may be given to others at once."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS, count_changed, list_changed
+from shoal.kernels.row_changes import count_changed, list_changed
 from shoal.kernels.table_layout import COUNT_FREE, COUNT_FRESH, COUNT_ISSUED, CallGroups
 from shoal.kernels.transfer import sent
 from shoal.table import refusals, scalars
@@ -33,24 +32,16 @@ from shoal.table.cuda_upkeep import CudaUpkeep
 from shoal.table.deletion_log import Records
 from shoal.table.device_counters import Counts
 from shoal.table.device_export import read_rows
+from shoal.table.row_spans import Span, blocks_of_spans
 from shoal.table.row_values import RowChunk
 
-__all__ = ["CudaChanges", "Span"]
+__all__ = ["CudaChanges"]
 
 # What one page looks at, at most: other verbs wait that long.
 _DELETIONS = 1 << 16
 _VERSIONS = 1 << 26
 # Positions below are numbers of deletions, those from here on are rows: plus table << 32 | row.
 _ROWS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows [first, stop) of a table, by the numbers in which it handed them out."""
-
-    table: int
-    first: int
-    stop: int
 
 
 class CudaChanges(CudaUpkeep):
@@ -222,11 +213,9 @@ class CudaChanges(CudaUpkeep):
         none_R = torch.empty(0, dtype=torch.int32, device=self._device)
         if not spans or limit == 0:
             return [none_R for _ in spans], _place(spans[0]) if spans else None
-        words_BW = np.concatenate([_blocks(span) for span in spans])
-        spans_BW = sent(torch.from_numpy(words_BW), self._device)
+        spans_BW = blocks_of_spans(spans, self._device)
         ends_B = count_changed(self._layout, spans_BW, *epochs)
-        blocks = [-(-(span.stop - span.first) // SPAN_ROWS) for span in spans]
-        lasts = np.cumsum(blocks) - 1
+        lasts = np.cumsum([span.blocks for span in spans]) - 1
         ends = ends_B[sent(torch.from_numpy(lasts), self._device)].tolist()
         taken = ends[-1] if limit is None else min(ends[-1], limit)
         if taken == 0:
@@ -242,12 +231,3 @@ class CudaChanges(CudaUpkeep):
 
 def _place(span: Span) -> int:
     return span.table << 32 | span.first
-
-
-def _blocks(span: Span) -> NDArray[np.int64]:
-    """The span cut into what one program looks at: int64 [B, SPAN_WORDS]."""
-    firsts_B = np.arange(span.first, span.stop, SPAN_ROWS, dtype=np.int64)
-    words_BW = np.empty((len(firsts_B), SPAN_WORDS), dtype=np.int64)
-    words_BW[:, 0], words_BW[:, 1] = span.table, firsts_B
-    words_BW[:, 2] = np.minimum(firsts_B + SPAN_ROWS, span.stop)
-    return words_BW

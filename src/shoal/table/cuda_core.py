@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from shoal.table import checks, refusals
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import CallShape, CallShapes
 from shoal.table.device_deletions import DeviceDeletions
+from shoal.table.device_images import DeviceImages
 from shoal.table.device_memory import DeviceMemory
 from shoal.table.forms import forms_of
 from shoal.table.native import RateList
@@ -26,7 +28,16 @@ from shoal.table.shard import IdGroups, StepContext
 from shoal.table.side_stream import SideStream
 from shoal.table.spec import TableSpec
 
-__all__ = ["CudaCore", "drawn_incarnation"]
+__all__ = ["CudaCore", "Keeping", "drawn_incarnation"]
+
+
+class Keeping(Protocol):
+    """A snapshot, as verbs that change rows see it."""
+
+    @property
+    def images(self) -> DeviceImages:
+        """Keeps rows."""
+        ...
 
 
 class CudaCore:
@@ -59,7 +70,7 @@ class CudaCore:
         self._side = SideStream(self._device)
         self._deletions = DeviceDeletions(self._memory.counters, self._device)
         self._incarnation = drawn_incarnation()
-        self._snapshot: weakref.ref[object] | None = None
+        self._snapshot: weakref.ref[Keeping] | None = None
         self._live: weakref.WeakSet[CudaTicket] = weakref.WeakSet()
         self._rate_list = RateList(self._specs)
         self._rates_kept: tuple[list[float], Tensor] | None = None
@@ -103,18 +114,13 @@ class CudaCore:
         return self._memory.layout
 
     @contextmanager
-    def _turn(self, *, changing: bool = False) -> Iterator[None]:
+    def _turn(self) -> Iterator[None]:
         """One verb at a time, each after the last one whatever stream that ran on.
 
-        changing: it changes rows.
-
         Raises:
-            InputError: it changes rows and a snapshot is open.
             OutOfDeviceMemory: an allocation of the verb's failed.
         """
         with self._lock, self._present_device():
-            if changing and self._open_snapshot() is not None:
-                raise refusals.rows_at_rest()
             if self._stream is not None:
                 # Asking for the stream's number costs a tenth of asking for the stream.
                 number = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -125,9 +131,53 @@ class CudaCore:
             with refusals.enough_memory("a verb of a GPU shard", self._device):
                 yield
 
-    def _open_snapshot(self) -> object | None:
-        """The snapshot that rows wait for; one that nobody holds any more is none."""
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A short turn of a thread that reads beside training: on the stream of the last verb,
+        so that the next one has nothing to wait for. The caller's stream waits for it instead.
+
+        Raises:
+            OutOfDeviceMemory: an allocation failed.
+        """
+        enough = refusals.enough_memory("a snapshot of a GPU shard", self._device)
+        with self._lock, self._present_device(), enough:
+            if self._stream is None:
+                yield
+                return
+            own = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(self._stream):
+                yield
+            if own != self._stream:
+                own.wait_stream(self._stream)
+
+    def _open_snapshot(self) -> Keeping | None:
+        """The snapshot that is open; one that nobody holds any more is none."""
         return None if self._snapshot is None else self._snapshot()
+
+    def _keep(
+        self,
+        handles_M: Tensor,
+        size_1: Tensor | None = None,
+        *,
+        forms: Sequence[int] | None = None,
+    ) -> None:
+        """Have an open snapshot keep rows that are about to change, as they are.
+
+        handles_M, size_1, forms: as `DeviceImages.keep` takes them.
+        """
+        if self._snapshot is None or handles_M.numel() == 0:
+            return
+        snapshot = self._snapshot()
+        if snapshot is None:
+            self._snapshot = None
+            return
+        snapshot.images.keep(
+            self._layout, handles_M, size_1, forms=forms, payload_H=self._payload_now()
+        )
+
+    def _payload_now(self) -> Tensor | None:
+        """Where rows are now: a cache's handles by handle; None: at home."""
+        return None
 
     def _keep_deletions(self) -> None:
         """Log deletions from here on; cursors of before, for whom there is no log, are no good."""

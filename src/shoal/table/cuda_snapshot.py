@@ -1,9 +1,16 @@
-"""Rows of a GPU shard as they were at a cut, read by hash range while training waits."""
+"""Rows of a GPU shard as they were at a cut, read by hash range while training goes on.
+
+A row lies as it did as long as it bears the stamp it got at the cut (`kernels.row_images`); then a
+copy is kept. Reads gather rows that bear theirs, between two verbs, and find all others among the
+copies.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -12,38 +19,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import InputError, describe
+from shoal.kernels.row_copy import read_ids, read_metadata, read_values
+from shoal.kernels.row_images import still_stamped
 from shoal.kernels.transfer import retire, sent
 from shoal.placement import hash_ids, sort_key
-from shoal.table import checks, scalars
+from shoal.table import checks, refusals, scalars
 from shoal.table.changes import Cursor
-from shoal.table.cuda_changes import CudaChanges, Span
+from shoal.table.cuda_changes import CudaChanges
 from shoal.table.cuda_core import drawn_incarnation
-from shoal.table.device_export import sorted_handles
+from shoal.table.device_export import gathered_rows
+from shoal.table.device_images import DeviceImages, Stamps
+from shoal.table.row_images import RowImages, chosen, joined_by_hash
+from shoal.table.row_spans import Span
 from shoal.table.row_values import RowChunk
-from shoal.table.snapshot import HASHES, check_bits, check_range
+from shoal.table.snapshot import (
+    BUFFER_BYTES,
+    HASHES,
+    SnapshotStats,
+    check_bits,
+    check_buffer,
+    check_range,
+)
 
 __all__ = ["CudaSnapshot", "CudaSnapshots"]
 
 _RECORDS = 1 << 20  # of deletions, looked up at a time
 _NO_IDS = torch.empty(0, dtype=torch.int64)
-_FULL = "Take a full snapshot: since=None."
 _ALL = (1 << 32) - 1  # no row is stamped later
 
 
 class CudaSnapshots(CudaChanges):
     """Snapshots of a `CudaShard`, and the way back into a saved life."""
 
-    def snapshot(self, since: Cursor | None = None) -> CudaSnapshot:
-        """Make a cut and keep the rows as they are: verbs that change them raise until `close`.
+    def snapshot(
+        self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
+    ) -> CudaSnapshot:
+        """Make a cut and keep the rows as they are at it, whatever verbs do to them later.
+
+        buffer_bytes: host memory for rows that change meanwhile; the rest goes to a file.
 
         Raises:
             InputError: another snapshot is open, or `since` is of another incarnation or older
                 than the deletions that are kept: take a full one.
         """
+        check_buffer(buffer_bytes)
         with self._turn():
             if self._open_snapshot() is not None:
-                allowed = "one snapshot of a shard at a time"
-                raise _refused("another one is open", allowed, "Close the other one first.")
+                raise refusals.second_snapshot()
             self._settled()
             self._deletions.drain()
             span, deleted = (0, self._epoch), [_NO_IDS] * len(self._specs)
@@ -51,30 +73,33 @@ class CudaSnapshots(CudaChanges):
                 self._check_since(since)
                 span = (since.from_epoch, self._epoch)
                 deleted = self._deleted_in(span)
+            every = range(len(self._specs))
+            stamps = Stamps(self._layout, self._memory.columns_WC, self._whole(every), span)
             self.cut()
             if not self._deletions.kept:
                 self._keep_deletions()
-            made = CudaSnapshot(self, span, deleted)
+            forms = [self._forms[form] for form in self._form_of]
+            kept = RowImages(self._specs, forms, span, buffer_bytes)
+            made = CudaSnapshot(self, span, deleted, DeviceImages(stamps, kept, self._forms))
             self._snapshot = weakref.ref(made)
             return made
 
     def _check_since(self, since: Cursor) -> None:
         if since.incarnation != self._incarnation:
-            raise _refused(str(since), "a cursor of the shard's incarnation", _FULL)
+            raise refusals.snapshot_since(str(since), "a cursor of the shard's incarnation")
         known = self._deletions.kept and since.from_epoch >= self._deletions.log.floor
         if not known or since.from_epoch >= self._epoch:
-            raise _refused(str(since), "a closed epoch from which on deletions are kept", _FULL)
+            raise refusals.snapshot_since(str(since), refusals.KEPT_EPOCH)
 
     def resume(self, epoch: int) -> Cursor:
         """After a load: close all epochs up to `epoch` and keep deletions from here on.
 
         Raises:
-            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2];
-                or a snapshot is open.
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
         remedy = "Pass the epoch that the loaded rows were saved at."
         scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
-        with self._turn(changing=True):
+        with self._turn():
             self._settled()
             later = self._changed(self._whole(range(len(self._specs))), (epoch, _ALL), 1)[0]
             if any(len(handles_R) for handles_R in later):
@@ -92,11 +117,35 @@ class CudaSnapshots(CudaChanges):
         sizes = self._handed_out_K
         return [Span(k, 0, int(sizes[k])) for k in tables if sizes[k] > 0]
 
-    def _order_of(self, table: int, epochs: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Keys and handles of the rows of a table stamped in a span of epochs, by hash."""
-        parts = self._changed(self._whole([table]), epochs)[0]
-        handles_R = parts[0] if parts else torch.empty(0, dtype=torch.int32, device=self._device)
-        return sorted_handles(self._layout, handles_R, self._specs[table].hash_name)
+    def _rows_still(self, table: int, handles_R: Tensor, stamps: Stamps) -> RowChunk:
+        """Those of these rows that are as they were at the cut, in this order, on the CPU.
+
+        Other verbs wait for the launches of one piece at a time.
+        """
+        form = self._forms[self._form_of[table]]
+
+        def gather(piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+            with self._aside():
+                own_R = still_stamped(stamps.columns_WC, stamps.chunks, handles_R[piece])
+                values = read_values(self._layout, form, self._where(own_R))
+                metadata_4R = read_metadata(self._layout, own_R)
+                stamps.retire()
+            retire(*values, metadata_4R)
+            return *values, metadata_4R
+
+        chunk = gathered_rows(form, self._specs[table].name, len(handles_R), gather)
+        # Version 0 says that a row has been kept, and changed maybe.
+        still_R = chunk.versions != 0
+        return chunk if bool(still_R.all()) else chosen(chunk, still_R)
+
+    def _where(self, handles_R: Tensor) -> Tensor:
+        """Where the rows of these handles are now: at home, but for a cache's rows."""
+        return handles_R
+
+    def _end(self, snapshot: CudaSnapshot) -> None:
+        with self._turn():
+            if self._open_snapshot() is snapshot:
+                self._snapshot = None
 
     def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
         """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
@@ -116,26 +165,39 @@ class CudaSnapshots(CudaChanges):
 
 
 class CudaSnapshot:
-    """See `shoal.table.snapshot.Snapshot`; not concurrent.
+    """See `shoal.table.snapshot.Snapshot`. Verbs that change rows go on while it is open.
 
-    The device holds 12 bytes a row of the table read last; the host two pieces beside what is
-    returned. Ends with this object at the latest.
+    Each verb that changes rows makes one launch more. The device holds 4 bytes a row of the shard,
+    12 a row of the table read last, two pieces of what is read, and rows on their way to the host;
+    the host two pieces beside what is returned and the memory for rows that change. Ends with this
+    object at the latest.
 
     Args:
         shard: whose rows.
         epochs: since and epoch; rows stamped in `(since, epoch]` are in it.
         deleted: of each table, the ids that went in that span.
+        images: keeps rows that change.
     """
 
     def __init__(
-        self, shard: CudaSnapshots, epochs: tuple[int, int], deleted: Sequence[Tensor]
+        self,
+        shard: CudaSnapshots,
+        epochs: tuple[int, int],
+        deleted: Sequence[Tensor],
+        images: DeviceImages,
     ) -> None:
         self._shard = shard
         self._since, self._epoch = epochs
         self._deleted = tuple(deleted)
+        self._images = images
+        self._reading = threading.Lock()
+        on_gpu = shard.device.type == "cuda"
+        self._side = torch.cuda.Stream(shard.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._table = -1
         self._order: tuple[Tensor, Tensor] | None = None
+        self._tick = 0
         self._open = True
+        weakref.finalize(self, images.close)
 
     @property
     def epoch(self) -> int:
@@ -149,38 +211,60 @@ class CudaSnapshot:
 
     @property
     def concurrent(self) -> bool:
-        """False: verbs that change rows raise before `close`."""
-        return False
+        """True: verbs that change rows go on."""
+        return True
+
+    @property
+    def images(self) -> DeviceImages:
+        """What keeps rows that change."""
+        return self._images
+
+    @property
+    def stats(self) -> SnapshotStats:
+        """What it has cost so far, rows on their way to the host left out."""
+        return self._images.stats
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
 
         Raises:
             InputError: bits outside that range, or the snapshot is closed.
+            CheckpointError: rows that changed could not be kept.
         """
         check_bits(bits)
-        shard = self._shard
-        with shard._turn():
-            keys_R, _ = self._sorted(table)
-            firsts = np.arange(1 << bits, dtype=np.uint64)
-            firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
-            edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
-            starts = torch.searchsorted(keys_R, edges)
-            ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
-            return (ends - starts).cpu()
+        with self._reading:
+            self._check(table)
+            with self._beside():
+                keys_R, _ = self._sorted(table)
+                firsts = np.arange(1 << bits, dtype=np.uint64)
+                firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
+                edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
+                starts = torch.searchsorted(keys_R, edges)
+                ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
+                counts = (ends - starts).cpu()
+            self._images.check()
+            return counts + self._images.images.histogram(table, bits, self._tick)
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h, on the CPU.
 
         Raises:
             InputError: not 0 <= start <= stop <= HASHES, or the snapshot is closed.
+            CheckpointError: rows that changed could not be kept.
         """
         check_range(start, stop)
-        shard = self._shard
-        with shard._rows_at_home():
-            keys_R, handles_R = self._sorted(table)
-            low, high = (_place(keys_R, bound) for bound in (start, stop))
-            return shard._rows_of_table(table, handles_R[low:high])
+        images, shard = self._images, self._shard
+        with self._reading:
+            self._check(table)
+            with self._beside():
+                keys_R, handles_R = self._sorted(table)
+                low, high = (_place(keys_R, bound) for bound in (start, stop))
+                still = shard._rows_still(table, handles_R[low:high], images.stamps)
+            # Whatever was not there any more had been kept before it was looked for.
+            images.mark().wait()
+            images.check()
+            kept = images.images.read(table, start, stop)
+        return joined_by_hash(shard.specs[table].hash_name, still, kept)
 
     def deleted(self, table: int) -> Tensor:
         """Ids int64 [U] on the CPU, by h, deleted in `(since, epoch]` and without a row.
@@ -195,12 +279,13 @@ class CudaSnapshot:
         """Nothing to leave: a read has one thread."""
 
     def close(self) -> None:
-        """Let rows change again. May be called twice."""
-        with self._shard._turn():
+        """Forget it; nothing is kept from now on. Waits for a read. May be called twice."""
+        with self._reading:
             if self._open:
                 self._open = False
+                self._shard._end(self)
                 self._forget()
-                self._shard._snapshot = None
+                self._images.close()
 
     def __enter__(self) -> CudaSnapshot:
         return self
@@ -216,19 +301,40 @@ class CudaSnapshot:
     def _check(self, table: int) -> None:
         checks.table_index(table, len(self._shard.specs))
         if not self._open:
-            raise _refused("a closed one", "an open one", "Read before close(), or take another.")
+            raise refusals.closed_snapshot()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Makes the reader's own stream the present one, so that training does not wait for it."""
+        if self._side is None:
+            yield
+            return
+        with torch.cuda.stream(self._side):
+            yield
 
     def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
-        self._check(table)
+        """Keys and handles, by hash, of a table's rows that were not kept when it was first asked
+        for; those kept before have an earlier tick."""
         if self._order is None or self._table != table:
             self._forget()
-            self._order = self._shard._order_of(table, (self._since, self._epoch))
-            self._table = table
+            shard, images = self._shard, self._images
+            with shard._aside():
+                mark = images.mark()
+                handles_R, rows_1 = images.stamps.listed(table)
+                ids_R = read_ids(shard._layout, handles_R)
+                images.stamps.retire()
+            retire(handles_R, rows_1, ids_R)
+            rows = int(rows_1)
+            hashes_R = hash_ids(shard.specs[table].hash_name, ids_R[:rows])
+            keys_R, order_R = sort_key(hashes_R).sort()
+            self._order = keys_R, handles_R[:rows][order_R]
+            self._table, self._tick = table, mark.wait()
         return self._order
 
     def _forget(self) -> None:
         if self._order is not None:
-            retire(*self._order)
+            with self._beside():
+                retire(*self._order)
         self._order = None
 
 
@@ -242,7 +348,3 @@ def _place(keys_R: Tensor, bound: int) -> int:
 def _by_hash(hashed_as: str, ids: NDArray[np.int64]) -> Tensor:
     ids_U = torch.from_numpy(ids)
     return ids_U[sort_key(hash_ids(hashed_as, ids_U)).argsort()]
-
-
-def _refused(got: str, allowed: str, remedy: str) -> InputError:
-    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))

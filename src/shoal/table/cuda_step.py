@@ -45,11 +45,13 @@ class CudaStep(CudaRead):
         Waits for the device only where kernels do not know a segment's rule or compressor
         (`step_plan`): plain torch steps it then.
         """
-        with self._turn(changing=True):
+        with self._turn():
             rates_KR = self._rates(ctx)
             joined = self._joined(records)
             if joined is not None:
                 stamp = self._stamp(ctx, max(ctx.event_time_s, joined.event_time_s))
+                for ticket in joined.tickets:
+                    self._keep(ticket.handles_N, forms=ticket.shape.forms)
                 step.apply(
                     self._layout,
                     self._forms,
@@ -121,7 +123,7 @@ class CudaStep(CudaRead):
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
     ) -> None:
         """`apply` with sums the caller may have changed; ends the records' tickets."""
-        with self._turn(changing=True):
+        with self._turn():
             owned = [self._own(record.ticket) for record in records]
             latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in owned)])
             checks.rates(ctx, self._specs)
@@ -149,7 +151,7 @@ class CudaStep(CudaRead):
         seen_weights: Sequence[Tensor] | None = None,
     ) -> None:
         """`apply` without a ticket: inserts what is missing, sums duplicates."""
-        with self._turn(changing=True):
+        with self._turn():
             shape, call = self._call(groups)
             check_counts(shape, counts_N, self._device)
             shapes = self._group_shapes(shape)
@@ -173,6 +175,7 @@ class CudaStep(CudaRead):
         ctx: StepContext,
     ) -> None:
         """One step from a gradient row per position."""
+        self._keep(handles_N, forms=shape.forms)
         runs = self._runs_of(handles_N, shape.rooms)
         forms_G = [self._form_of[k] for k in shape.tables]
         sources = grad_sources.sources_of(runs, [grad_sources.per_position(grads, forms=forms_G)])

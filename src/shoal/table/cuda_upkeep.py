@@ -43,7 +43,7 @@ class CudaUpkeep(CudaWrite):
     def evict(self, now_s: int) -> int:
         """Drop expired rows, and those over a budget; returns how many. Never pinned ones."""
         scalars.event_time(now_s, "now_s")
-        with self._turn(changing=True):
+        with self._turn():
             counters = self._memory.counters
             self._settled()
             before = int(counters.known_KC[:, COUNT_EVICTED].sum())
@@ -56,8 +56,8 @@ class CudaUpkeep(CudaWrite):
                     room = max(int(self._memory.rows_room_K[k]) for k in part)
                     lives = Lives([(k, expiring[k]) for k in part], self._device)
                     gone_M, size_1 = expired_many(self._layout, lives, room, now_s, marks)
-                    if self._deletions.kept:
-                        # Few of many: the log needs room for those only, and all of this waits.
+                    if self._deletions.kept or self._open_snapshot() is not None:
+                        # Few of many: room is needed for those only, and all of this waits.
                         gone_M = gone_M[: int(size_1)]
                     self._erase(gone_M, size_1)
                 self._settled()
@@ -101,7 +101,7 @@ class CudaUpkeep(CudaWrite):
         spec, form = self._specs[table], self._forms[self._form_of[table]]
         parts = checks.chunk(chunk, spec, form.dtype, form.real)
         ids, versions, last_seen_s, counts, weights, state = (part.cpu() for part in parts)
-        with self._turn(changing=True):
+        with self._turn():
             ids_N = ids.to(self._device)
             groups = IdGroups(
                 ids_N,
@@ -114,6 +114,7 @@ class CudaUpkeep(CudaWrite):
             handles_N, _ = self._inserted(
                 shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
+            self._keep(handles_N, forms=shape.forms)
             # They bring versions of an earlier life, which no cursor of this one covers.
             if len(versions):
                 self._incarnation = drawn_incarnation()
@@ -154,7 +155,7 @@ class CudaUpkeep(CudaWrite):
             TicketError: a live ticket holds rows.
         """
         checks.table_index(table, len(self._specs))
-        with self._turn(changing=True):
+        with self._turn():
             name = self._specs[table].name
             if any(table in ticket.shape.tables for ticket in self._live_tickets()):
                 raise TicketError(
@@ -165,6 +166,9 @@ class CudaUpkeep(CudaWrite):
                         remedy="Call step() or zero_grad() first.",
                     )
                 )
+            if self._open_snapshot() is not None:
+                self._settled()
+                self._keep(self._handles_of(table), forms=(self._form_of[table],))
             if self._deletions.kept:
                 self._log_all(table)
             self._memory.forget(table)

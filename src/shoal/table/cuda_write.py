@@ -32,10 +32,11 @@ class CudaWrite(CudaStep):
     def _write(
         self, groups: IdGroups, values: Sequence[Tensor], ctx: StepContext, *, add: bool
     ) -> None:
-        with self._turn(changing=True):
+        with self._turn():
             shape, call = self._call(groups)
             ready = checks.grads(values, self._group_shapes(shape), self._device)
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)
+            self._keep(handles_N, forms=shape.forms)
             for form in shape.forms:
                 mine = [g for g, k in enumerate(shape.tables) if self._form_of[k] == form]
                 cuts = [(shape.splits[g], shape.splits[g + 1]) for g in mine]
@@ -54,7 +55,7 @@ class CudaWrite(CudaStep):
 
         Waits for the device.
         """
-        with self._turn(changing=True):
+        with self._turn():
             shape, call = self._call(groups)
             existed_N = self._probe(call)[1]
             handles_N, _ = self._inserted(shape, call, None, ctx, admit_all=True)
@@ -67,6 +68,7 @@ class CudaWrite(CudaStep):
 
     def _restart_rows(self, table: int, handles_M: Tensor, ctx: StepContext) -> None:
         spec, form = self._specs[table], self._forms[self._form_of[table]]
+        self._keep(handles_M, forms=(self._form_of[table],))
         metadata_4M = read_metadata(self._layout, handles_M)
         ids_M = metadata_4M[0].cpu()
         weights = _initial_weights(spec, ids_M, self._seed).to(form.dtype)

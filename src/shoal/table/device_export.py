@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.kernels.row_copy import (
     Metadata,
+    read_ids,
     read_metadata,
     read_values,
     write_metadata,
@@ -21,9 +22,11 @@ from shoal.kernels.transfer import sent
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import Entry, RowChunk
 
-__all__ = ["entry_of", "export_rows", "read_rows", "sorted_handles", "write_rows"]
+__all__ = ["entry_of", "export_rows", "gathered_rows", "read_rows", "write_rows"]
 
 _PIECE_BYTES = 32 << 20
+
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +55,34 @@ def export_rows(
         handles_R: int32 [R], distinct, of rows of one table.
         hashed_as: the name that salts the hash; None means `name`.
     """
-    _, handles_R = sorted_handles(layout, handles_R, hashed_as or name)
-    return read_rows(layout, form, name, handles_R)
-
-
-def sorted_handles(layout: ShardLayout, handles_R: Tensor, hashed_as: str) -> tuple[Tensor, Tensor]:
-    """Handles of a table's rows in the order of their hashes, on the device.
-
-    Returns:
-        int64 [R], `placement.sort_key` of the hashes, rising; int32 [R] handles.
-    """
-    ids_R = read_metadata(layout, handles_R)[0]
-    keys_R, order_R = sort_key(hash_ids(hashed_as, ids_R)).sort()
-    return keys_R, handles_R[order_R]
+    keys_R = sort_key(hash_ids(hashed_as or name, read_ids(layout, handles_R)))
+    return read_rows(layout, form, name, handles_R[keys_R.argsort()])
 
 
 def read_rows(layout: ShardLayout, form: RowForm, name: str, handles_R: Tensor) -> RowChunk:
     """Rows of these handles, in full and in this order, on the CPU. Waits for the device."""
-    rows = len(handles_R)
+
+    def gather(piece: slice) -> Parts:
+        own_R = handles_R[piece]
+        return *read_values(layout, form, own_R), read_metadata(layout, own_R)
+
+    return gathered_rows(form, name, len(handles_R), gather)
+
+
+def gathered_rows(
+    form: RowForm, name: str, rows: int, gather: Callable[[slice], Parts]
+) -> RowChunk:
+    """So many rows, in full, on the CPU. Waits for the device.
+
+    gather: weights, state and metadata of a piece, good for the present stream: as `read_values`
+        and `read_metadata` give them.
+    """
     weights = torch.empty(rows, form.dim, dtype=form.dtype)
     state = torch.empty(rows, form.state_width, dtype=form.real)
     metadata = torch.empty(4, rows, dtype=torch.int64)
     waiting: _Landing | None = None
     for piece in _pieces(form, rows):
-        own_R = handles_R[piece]
-        parts = (*read_values(layout, form, own_R), read_metadata(layout, own_R))
-        landing = _landed(piece, parts)
+        landing = _landed(piece, gather(piece))
         if waiting is not None:
             _take(waiting, weights, state, metadata)
         waiting = landing

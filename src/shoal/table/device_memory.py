@@ -131,6 +131,11 @@ class DeviceMemory:
         return self._chunks
 
     @property
+    def columns_WC(self) -> Counts:
+        """The columns of all chunks, as in `layout.chunks_WC`."""
+        return self._columns_WC[:, : self._chunks]
+
+    @property
     def tables_of_chunks(self) -> Counts:
         """The table of each chunk."""
         return self._columns_WC[CHUNK_TABLE, : self._chunks]

@@ -11,6 +11,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import (
+    CheckpointError,
     InputError,
     NonFiniteGradient,
     OutOfDeviceMemory,
@@ -22,17 +23,24 @@ from shoal.errors import (
 )
 
 __all__ = [
+    "KEPT_EPOCH",
     "cleared",
+    "closed_snapshot",
+    "copies_lost",
     "cut",
     "enough_memory",
     "foreign_ticket",
+    "kept",
     "last_epoch",
     "out_of_memory",
     "plan_without_offsets",
-    "rows_at_rest",
+    "second_snapshot",
+    "snapshot_since",
     "table_full",
     "worded",
 ]
+
+KEPT_EPOCH = "a closed epoch from which on deletions are kept"
 
 T = TypeVar("T")
 
@@ -154,14 +162,57 @@ def plan_without_offsets() -> ShapeError:
     )
 
 
-def rows_at_rest() -> InputError:
-    """The error for a verb that would change rows of which a snapshot is being read."""
+def second_snapshot() -> InputError:
+    """The error for a snapshot while another one is open."""
     return InputError(
         describe(
-            "verb that changes rows",
-            got="an open snapshot of this shard, which training waits for",
-            allowed="find, gather and other reads",
-            remedy="Close the snapshot first.",
+            "snapshot",
+            got="another one is open",
+            allowed="one snapshot of a shard at a time",
+            remedy="Close the other one first.",
+        )
+    )
+
+
+def snapshot_since(got: str, allowed: str) -> InputError:
+    """The error for a snapshot of what changed since a cursor that is no good."""
+    remedy = "Take a full snapshot: since=None."
+    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
+
+
+def closed_snapshot() -> InputError:
+    """The error for reading a snapshot after its end."""
+    return InputError(
+        describe(
+            "snapshot",
+            got="a closed one",
+            allowed="an open one",
+            remedy="Read before close(), or take another.",
+        )
+    )
+
+
+def kept(call: Callable[[], T]) -> T:
+    """Run a call that reads copies of rows.
+
+    Raises:
+        CheckpointError: copies were lost.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise copies_lost(str(error)) from error
+
+
+def copies_lost(why: str) -> CheckpointError:
+    """The error for a snapshot whose copies of changed rows are not whole."""
+    return CheckpointError(
+        describe(
+            "snapshot",
+            got=f"rows that training changed could not be kept: {why}",
+            allowed="room for them in the temporary folder",
+            remedy="Point TMPDIR to a folder with room for the rows that change during a "
+            "save, or raise buffer_bytes. The tables are as they should be.",
         )
     )
 

@@ -249,6 +249,13 @@ class RowCache:
         self._follow()
         return row_cache.translate(self._maps, handles_N)
 
+    def payload_H(self) -> Tensor | None:
+        """Payload handles of rows with a slot by home handle, -1 for others; None: none has one."""
+        if not self._held:
+            return None
+        self._follow()
+        return self._maps.payload_H
+
     def written(self, runs: Runs) -> Tensor:
         """Say that these rows are about to be changed; returns where they are.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -10,10 +11,46 @@ from torch import Tensor
 from shoal.table import scalars
 from shoal.table.row_values import RowChunk
 
-__all__ = ["HASHES", "MOST_BITS", "Snapshot", "check_bits", "check_range"]
+__all__ = [
+    "BUFFER_BYTES",
+    "HASHES",
+    "MOST_BITS",
+    "Snapshot",
+    "SnapshotStats",
+    "check_bits",
+    "check_buffer",
+    "check_range",
+]
 
 HASHES = 1 << 64  # hashes are in [0, HASHES)
 MOST_BITS = 20  # of a histogram
+BUFFER_BYTES = 64 << 20  # memory for rows that verbs change, before they go to a file
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStats:
+    """What keeping the rows of a cut has cost so far.
+
+    Args:
+        copied_rows: rows copied before a verb changed them.
+        spilled_bytes: bytes of such rows that went to the temporary file.
+        waited_s: seconds that verbs waited for that file.
+    """
+
+    copied_rows: int
+    spilled_bytes: int
+    waited_s: float
+
+
+def check_buffer(buffer_bytes: int) -> None:
+    """Check the memory for copied rows.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: outside 0..2^40.
+    """
+    remedy = "Leave it out for 64 MiB."
+    scalars.whole("buffer_bytes of a snapshot", buffer_bytes, 0, 1 << 40, remedy=remedy)
 
 
 def check_range(start: int, stop: int) -> None:

@@ -115,7 +115,7 @@ class TieredShard(CudaShard):
         self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
     ) -> CudaTicket:
         """`CudaShard.find_or_init`; starts to bring the rows to the device."""
-        with self._turn(changing=True):
+        with self._turn():
             ticket = super().find_or_init(groups, counts_N, ctx=ctx)
             self._held[ticket] = _Held(self._admit(ticket.runs(self._stream)))
             if self._prefetched:
@@ -180,15 +180,19 @@ class TieredShard(CudaShard):
         super()._stepped(ctx)
         self._cache.settle(self._keep_from())
 
-    def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
-        # Their handles may be given to other rows at once.
+    def _forget_places(self, handles_M: Tensor, size_1: Tensor) -> None:
         self._cache.drop(handles_M, size_1)
-        super()._erase(handles_M, size_1)
+
+    def _where(self, handles_R: Tensor) -> Tensor:
+        return self._cache.places_N(handles_R)
+
+    def _payload_now(self) -> Tensor | None:
+        return self._cache.payload_H()
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:
         """A turn in which rows are changed in host memory; the cache is empty before and after."""
-        with self._turn(changing=True):
+        with self._turn():
             self._cache.empty()
             try:
                 yield

@@ -1,0 +1,146 @@
+#include "bind_row_images.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "bind_shard.h"
+#include "hash.h"
+#include "pool.h"
+#include "pre_images.h"
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kWord = 8;  // records start at multiples of it
+
+// Of a table: bytes of weights and of state, where state lies in a record, salt.
+using TableForm = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
+
+// Records are handed over as they lie: id, last seen and count, 16 bytes more, weights, state.
+class RowImages {
+ public:
+  RowImages(const std::vector<TableForm>& forms, std::uint32_t since, std::uint32_t epoch,
+            std::size_t budget_bytes)
+      : forms_(forms), images_(plain(forms), since, epoch, budget_bytes) {}
+
+  // Of `n` records of a table: `places` in words from `records`.
+  void keep(int table, Address records, Address places, Address versions, std::uint32_t n) {
+    BlockView block{};
+    auto* base = at<char>(records);
+    block.ids = base;
+    block.seen = base + kWord;
+    block.weights = base + kHead;
+    block.state = base + std::get<2>(forms_.at(static_cast<std::size_t>(table)));
+    RowView view;
+    view.blocks = &block;
+    view.weight_stride = view.state_stride = kWord;
+    view.geometry = Geometry{31, 31};  // one block
+    const WriteGuard guard(lock_);
+    images_.keep(table, view, at<const std::int32_t>(places), at<const std::uint32_t>(versions), n);
+  }
+
+  std::uint32_t tick() { return images_.tick(); }
+  void check() const { images_.check(); }
+
+  std::tuple<std::int64_t, std::int64_t, double> stats() const {
+    const PreImageStats stats = images_.stats();
+    return {stats.rows, stats.spilled_bytes, stats.waited_s};
+  }
+
+  // Adds rows kept before the clock stood at `before`, by the top bits of their hash.
+  void histogram(int table, int bits, std::uint32_t before, Address counts) {
+    const std::uint64_t salt = std::get<3>(forms_.at(static_cast<std::size_t>(table)));
+    auto* const bins = at<std::int64_t>(counts);
+    visit(table, 0, std::numeric_limits<std::uint64_t>::max(),
+          [&](const PreImage& image, const char*, const char*) {
+            const std::uint64_t hash = hash_of(image.id, salt);
+            if (image.clock < before) ++bins[bits == 0 ? 0 : hash >> (64 - bits)];
+          });
+  }
+
+  // Rows kept so far with first <= hash <= last; copy() then copies them, ordered by hash.
+  std::size_t find(int table, std::uint64_t first, std::uint64_t last) {
+    const auto& [weights, state, _, salt] = forms_.at(static_cast<std::size_t>(table));
+    const std::size_t record = sizeof(PreImage) + weights + state;
+    table_ = table;
+    found_.clear();
+    order_.clear();
+    visit(table, first, last, [&](const PreImage& image, const char* w, const char* s) {
+      order_.emplace_back(hash_of(image.id, salt), found_.size());
+      const auto* head = reinterpret_cast<const char*>(&image);
+      found_.insert(found_.end(), head, head + sizeof(image));
+      found_.insert(found_.end(), w, w + weights);
+      found_.insert(found_.end(), s, s + state);
+    });
+    std::sort(order_.begin(), order_.end());
+    return found_.size() / record;
+  }
+
+  void copy(const std::vector<Address>& to) const {
+    const auto& [weights, state, _, salt] = forms_[static_cast<std::size_t>(table_)];
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      const char* from = found_.data() + order_[i].second;
+      PreImage image;
+      std::memcpy(&image, from, sizeof(image));
+      at<std::int64_t>(to[0])[i] = image.id;
+      at<std::int64_t>(to[1])[i] = image.version;
+      at<std::int64_t>(to[2])[i] = image.seen_s;
+      at<std::int64_t>(to[3])[i] = image.count;
+      from += sizeof(image);
+      if (weights > 0) std::memcpy(at<char>(to[4]) + i * weights, from, weights);
+      if (state > 0) std::memcpy(at<char>(to[5]) + i * state, from + weights, state);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kHead = 32;  // bytes before a record's weights
+
+  static std::vector<PreImages::Form> plain(const std::vector<TableForm>& forms) {
+    std::vector<PreImages::Form> result;
+    for (const auto& [weights, state, _, salt] : forms) {
+      result.push_back({weights, state, salt, std::size_t{1} << 31});
+    }
+    return result;
+  }
+
+  static std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
+    return mix64(static_cast<std::uint64_t>(id) ^ salt);
+  }
+
+  void visit(int table, std::uint64_t first, std::uint64_t last, const PreImages::Visit& each) {
+    images_.visit(lock_, table, first, last, each);
+  }
+
+  std::vector<TableForm> forms_;
+  FairLock lock_;
+  PreImages images_;
+  int table_ = 0;
+  std::vector<char> found_;
+  std::vector<std::pair<std::uint64_t, std::size_t>> order_;  // hash, and where in found_
+};
+
+}  // namespace
+
+void bind_row_images(nb::module_& m) {
+  using Free = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<RowImages>(m, "RowImages")
+      .def(nb::init<const std::vector<TableForm>&, std::uint32_t, std::uint32_t, std::size_t>())
+      .def("keep", &RowImages::keep, Free())
+      .def("tick", &RowImages::tick)
+      .def("check", &RowImages::check)
+      .def("stats", &RowImages::stats)
+      .def("histogram", &RowImages::histogram, Free())
+      .def("find", &RowImages::find, Free())
+      .def("copy", &RowImages::copy, Free());
+}
+
+}  // namespace shoal
