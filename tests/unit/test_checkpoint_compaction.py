@@ -7,7 +7,6 @@ import functools
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.splitting import split
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
+from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, by_hash, joined, rows_of, save_by_hand
 
 LAYOUTS = {
@@ -92,9 +92,9 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "_PIECE_BYTES", 700)
 
 
-@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("kind", ["local", *REMOTE])
 def test_row_files_have_the_bytes_of_a_full_save(tmp_path: Path, kind: str):
-    base = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4().hex}"
+    base = str(tmp_path) if kind == "local" else remote_url(kind, tmp_path)
     root, other = Storage(f"{base}/chain"), Storage(f"{base}/full")
     links = chain(root)
     store = CheckpointStore(root)

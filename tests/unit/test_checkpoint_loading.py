@@ -118,6 +118,18 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     assert [shard.cut() for shard in job.shards()] == [6, 6]
 
 
+def test_without_the_state_of_optimizers(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
+    root, rows, old = saved
+    job = Job(1)
+    fresh = copy.deepcopy(job.optimizer.state_dict())
+    found = load(root, job.contents(), options=LoadOptions(state=False))
+    users, was = job.first.shard.export(0), rows["a/users"]
+    assert torch.equal(users.weights, was.weights)
+    assert bool((users.state == users.state[0]).all()) and not torch.equal(users.state, was.state)
+    assert torch.equal(job.net.weight, old.net.weight) and job.optimizer.state_dict() == fresh
+    assert found.cursors is None, "a delta would lack what was left out"
+
+
 def test_one_checkpoint_or_the_newest_of_a_store(tmp_path: Path) -> None:
     for step, rows in ((1, 10), (2, 20)):
         chunk = trained(TAGS, rows).export()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import Entry, folder_name, locate
 from shoal.errors import CheckpointError
+from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, rows_of, save_by_hand
 
 LAYOUT = RowLayout(2, 1, "float32")
@@ -40,11 +40,10 @@ def two_chains(root: Storage) -> list[Manifest]:
     return links
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", *REMOTE])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return Storage(
-        tmp_path / "run" if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
-    )
+    kind = request.param
+    return Storage(tmp_path / "run" if kind == "local" else remote_url(kind, tmp_path))
 
 
 def test_listing_and_chains(root: Storage):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +12,15 @@ import pytest
 
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.errors import CheckpointError
+from support.remote_stores import REMOTE, FakeArrow, FakeObjects, remote_url
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", *REMOTE])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     if request.param == "local":
         yield Storage(tmp_path / "root")
     else:
-        one = Storage(f"memory://{uuid.uuid4().hex}/root")
+        one = Storage(f"{remote_url(request.param, tmp_path)}/root")
         yield one
         one.parent().remove_tree()
 
@@ -91,7 +91,7 @@ def test_an_aborted_file_is_gone(storage: Storage):
 
 def test_what_is_missing(storage: Storage):
     for call in (storage.read, storage.size, storage.open):
-        with pytest.raises(CheckpointError, match=r"nowhere: got missing; allowed"):
+        with pytest.raises(CheckpointError, match=r"nowhere: got missing.*; allowed"):
             call("nowhere")
 
 
@@ -171,6 +171,72 @@ def test_a_file_in_the_way(tmp_path: Path):
 def test_unknown_protocols():
     with pytest.raises(CheckpointError, match=r"nosuch://a.*protocol"):
         Storage("nosuch://a/b")
+
+
+def test_a_file_system_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    def refuse(self: FakeObjects, **_: object) -> None:
+        raise OSError("Unable to load libjvm")
+
+    monkeypatch.setattr(FakeObjects, "__init__", refuse)
+    monkeypatch.setattr(FakeObjects, "cachable", False)
+    with pytest.raises(CheckpointError, match=r"objects://b/x: got Unable to load .*wants a Java"):
+        Storage("objects://b/x")
+
+
+def test_what_is_replaced_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    storage = Storage(remote_url("arrow", tmp_path))
+    storage.replace("manifest.json", b"one")
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeArrow, "mv", None)  # as if it was killed there
+        with pytest.raises(CheckpointError):
+            storage.replace("other.json", b"two")
+    assert not storage.exists("other.json") and storage.read("manifest.json") == b"one"
+
+
+class TestBuckets:
+    """A store in a bucket that is not there, or may not be read, is not an empty one."""
+
+    def test_a_bucket_is_never_made(self, tmp_path: Path):
+        storage = Storage("objects://missspelt/job")
+        for call in (storage.make, storage.folders, storage.files, storage.remove_tree):
+            with pytest.raises(CheckpointError, match=r"objects://missspelt/job: got missing"):
+                call()
+        with pytest.raises(CheckpointError, match=r"missspelt/job/x: got missing.*bucket must"):
+            put(storage, "x", b"1")
+        assert "missspelt" not in FakeObjects.buckets
+        Storage(remote_url("objects", tmp_path)).make()
+
+    @pytest.mark.parametrize(
+        ("error", "words"),
+        [
+            (PermissionError("Forbidden"), "no permission .Forbidden.*Check the credentials"),
+            (KeyError("token"), "KeyError: 'token'.*credentials"),
+            (OSError(errno.EIO, "reset by peer"), ".Errno 5. reset by peer"),
+        ],
+    )
+    def test_refusals_are_told(self, tmp_path: Path, error: Exception, words: str):
+        storage = Storage(remote_url("objects", tmp_path))
+        put(storage, "a/x", b"1")
+        calls = (
+            lambda: storage.exists("a/x"), storage.folders, storage.files, storage.make,
+            lambda: storage.read("a/x"), lambda: storage.open("a/x"), storage.remove_tree,
+            lambda: storage.remove("a/x"), lambda: put(storage, "b", b"1"),
+            lambda: storage.replace("b", b"1"), lambda: storage.size("a/x"),
+        )  # fmt: skip
+        with FakeObjects.refusing(error):
+            for call in calls:
+                with pytest.raises(CheckpointError, match=rf"objects://.*got {words}"):
+                    call()
+        assert storage.files() == ("a/x",)
+
+    def test_what_is_aborted_is_never_sent(self, tmp_path: Path):
+        storage = Storage(remote_url("objects", tmp_path))
+        sent = len(FakeObjects.log)
+        for size in (10, 40 << 20):  # the longer one is sent in parts
+            with pytest.raises(KeyError), storage.create("x") as file:
+                file.write(bytes(size))
+                raise KeyError
+        assert "commit" not in FakeObjects.log[sent:] and storage.files() == ()
 
 
 def test_urls_of_local_files(tmp_path: Path):

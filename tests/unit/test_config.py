@@ -10,7 +10,7 @@ from shoal import config
 from shoal.comm.collectives import LocalCollectives
 from shoal.config import named
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, build_parts
-from shoal.config.tree import Section
+from shoal.config.section import Section
 from shoal.errors import ConfigError, UnknownName
 from shoal.rules import initializers, optimizers, schedules
 from shoal.rules.admission import Admission

@@ -109,10 +109,10 @@ class DenseLoad:
         options: LoadOptions,
     ) -> None:
         self._storage, self._manifest, self._options = storage, manifest, options
-        problems = [
-            *_names("module", manifest.modules, modules, options),
-            *_names("optimizer", manifest.optimizers, optimizers, options),
-        ]
+        optimizers = optimizers if options.state else {}
+        problems = [*_names("module", manifest.modules, modules, options)]
+        if options.state:
+            problems += _names("optimizer", manifest.optimizers, optimizers, options)
         if problems:
             raise _differs(storage, problems)
         for name in optimizers:

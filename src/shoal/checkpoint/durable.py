@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError, ShoalError, describe
 
-__all__ = ["Buffer", "DurableFile", "LocalSink", "RemoteSink", "make_folder", "sync_folder", "told"]
+__all__ = ["Buffer", "DurableFile", "LocalSink", "make_folder", "sync_folder", "told"]
 
 Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
 
@@ -147,31 +147,6 @@ class LocalSink:
         os.unlink(self._path)
 
 
-class RemoteSink:
-    """A file of fsspec's, which is there once it is closed."""
-
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        self._file = fs.open(path, "wb")
-
-    def write(self, parts: list[memoryview]) -> None:
-        for part in parts:
-            self._file.write(part)
-
-    def commit(self) -> None:
-        self._file.close()
-
-    def discard(self) -> None:
-        # A file that cannot forget what it was given is closed and removed instead.
-        discard = getattr(self._file, "discard", None)
-        if discard is not None:
-            discard()
-        self._file.close()
-        if self._fs.exists(self._path):
-            self._fs.rm_file(self._path)
-
-
 def make_folder(path: str) -> None:
     """Make a local folder and those above it, each entered durably in the one above."""
     missing = []
@@ -214,23 +189,59 @@ _REASONS: dict[int, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
+_REMOTE_REASONS: dict[int, tuple[str, str, str]] = {
+    errno.EACCES: ("no permission", "credentials that may list, read, write and remove there",
+                   "Check the credentials that its package finds, and their rights."),
+    errno.ENOENT: ("missing", "a file or folder that is there",
+                   "Check the path: a bucket must exist; a file may have been removed."),
+}  # fmt: skip
+
+
 @contextmanager
 def told(path: str) -> Iterator[None]:
-    """What the file system refuses, as a CheckpointError that says what and why."""
+    """What the file system refuses, as a CheckpointError that says what and why.
+
+    path: where; a URL is of another machine, whose package raises errors of its own kinds.
+    """
     try:
         yield
+    except ShoalError:
+        raise
     except OSError as error:
-        number = error.errno
-        if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
-            number = errno.ENOENT
-        if number is None and isinstance(error, PermissionError):
-            number = errno.EACCES
-        reason = _REASONS.get(number or 0)
-        got, allowed, remedy = reason or (
-            " ".join(str(error).split()) or type(error).__name__,
-            "a file system that answers",
-            "Check the device or the connection.",
-        )
-        raise CheckpointError(
-            describe(f"checkpoint storage at {path}", got=got, allowed=allowed, remedy=remedy)
-        ) from error
+        raise (_of_remote(path, error) if "://" in path else _of_local(path, error)) from error
+    except Exception as error:
+        if "://" not in path:
+            raise
+        raise _of_remote(path, error) from error
+
+
+def _of_local(path: str, error: OSError) -> CheckpointError:
+    reason = _REASONS.get(error.errno or 0)
+    if reason is None:
+        reason = (_text(error), "a file system that answers", "Check the device.")
+    got, allowed, remedy = reason
+    what = f"checkpoint storage at {path}"
+    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _of_remote(url: str, error: Exception) -> CheckpointError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
+        number = errno.ENOENT
+    if number is None and isinstance(error, PermissionError):
+        number = errno.EACCES
+    number = errno.EACCES if number == errno.EPERM else number
+    found = _REMOTE_REASONS.get(number or 0) or _REASONS.get(number or 0)
+    if found is None:
+        got, allowed = _text(error), "a store that answers"
+        remedy = "Check the address, the connection and the credentials that its package finds."
+    else:
+        (reason, allowed, remedy), said = found, _text(error)
+        got = f"{reason} ({said})"
+    what = f"checkpoint storage at {url}"
+    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _text(error: Exception) -> str:
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return text if text and isinstance(error, OSError) else f"{name}: {text}" if text else name

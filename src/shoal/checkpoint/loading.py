@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from shoal.table.shard import Shard
 
 __all__ = ["Loaded", "load"]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loaded:
@@ -36,8 +39,8 @@ class Loaded:
         rows: rows loaded, by table ("collection/table" of the model), over all ranks.
         expired: rows left out since they are expired, likewise.
         cursors: of this rank's tables by collection, from which a delta of this checkpoint may be
-            saved. None where tables are not as it has them (renamed, cast, some rows or tables
-            left out), or had closed later epochs than it before: the next save is a full one.
+            saved. None where tables are not as it has them (renamed, cast, some rows, tables or
+            state left out), or had closed later epochs than it before: the next save is a full one.
     """
 
     manifest: Manifest
@@ -95,9 +98,16 @@ def load(
     except BaseException:
         one.rows.clear()
         raise
+    if ranks.rank == 0:
+        one.warn_of_seeds()
     rows = _summed(one.matches, (tally.rows for tally in tallies))
     expired = _summed(one.matches, (tally.expired for tally in tallies))
-    whole = one.is_whole and not any(expired.values()) and not any(t.trimmed for t in tallies)
+    whole = (
+        one.is_whole
+        and wanted.state
+        and not any(expired.values())
+        and not any(t.trimmed for t in tallies)
+    )
     whole = whole and max(epochs) <= one.manifest.epoch  # cursors are of the checkpoint's epoch
     return Loaded(
         manifest=one.manifest,
@@ -148,6 +158,21 @@ class _Load:
         if self._dense is not None:
             self._dense.check(self._ranks.rank, self._ranks.world_size)
         return max((shard.cut() for shard in self._shards()), default=0)
+
+    def warn_of_seeds(self) -> None:
+        """Say where ids to come will begin otherwise than in the job that was saved.
+
+        No error: nothing that was saved is lost by it, as with other initializers or capacities.
+        """
+        seeds = {shard.seed for shard in self._shards()} - {self.manifest.seed}
+        if seeds and self.matches:
+            _log.warning(
+                "checkpoint %s was saved with seed %d, these tables have %s: rows of ids that it "
+                "lacks will begin with other values than in the job that saved it",
+                self._links[-1].storage.url,
+                self.manifest.seed,
+                ", ".join(map(str, sorted(seeds))),
+            )
 
     def read_dense(self) -> None:
         """Read modules and optimizers beside those in use."""

@@ -38,7 +38,9 @@ class LoadOptions:
         allow_unknown: what the checkpoint may have beyond the model, by the same names; it is
             not loaded.
         now_s: event time; rows that their table's expiry drops at it are left out.
-        dense: whether modules and optimizers are loaded.
+        dense: whether modules and their optimizers are loaded.
+        state: whether the state of optimizers is loaded, of rows and of modules. Without it
+            optimizers may differ, and start anew.
     """
 
     tables: tuple[str, ...] | None = None
@@ -47,6 +49,7 @@ class LoadOptions:
     allow_unknown: frozenset[str] = frozenset()
     now_s: int | None = None
     dense: bool = True
+    state: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +278,8 @@ def _segments(
 def _same_state(
     key: str, segment: Segment, saved: SavedSegment, options: LoadOptions, problems: list[str]
 ) -> bool:
+    if not options.state:
+        return False
     kind = optimizer_kind(segment.optimizer)
     # Where dims differ, widths do, too: that is said once.
     width = segment.state_width if segment.dim == saved.dim else saved.state_width

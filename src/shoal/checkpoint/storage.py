@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,10 +18,18 @@ from shoal.checkpoint.durable import (
     Buffer,
     DurableFile,
     LocalSink,
-    RemoteSink,
     make_folder,
     sync_folder,
     told,
+)
+from shoal.checkpoint.remote import (
+    RemoteSink,
+    find_info,
+    list_folder,
+    make_remote,
+    open_url,
+    remove_remote,
+    replace_remote,
 )
 from shoal.errors import CheckpointError, describe
 
@@ -56,7 +65,7 @@ class Storage:
                 )
             )
         if "://" in text and not text.startswith(("file://", "local://")):
-            self._fs, root = _open(text)
+            self._fs, root = open_url(text)
             self._root = root.rstrip("/")
             self.url = text.rstrip("/")
         else:
@@ -86,28 +95,28 @@ class Storage:
     def exists(self, path: str) -> bool:
         """Whether there is a file of that path."""
         full = self._full(path)
-        with told(full):
-            return bool(os.path.isfile(full) if self._fs is None else self._fs.isfile(full))
+        with self._told(path):
+            if self._fs is None:
+                return os.path.isfile(full)
+            found = find_info(self._fs, full)
+            return found is not None and found["type"] == "file"
 
     def folders(self) -> tuple[str, ...]:
         """Names of the folders directly below, sorted; none where it does not exist."""
-        with told(self._root):
+        with self._told():
             if self._fs is None:
                 if not os.path.isdir(self._root):
                     return ()
                 with os.scandir(self._root) as entries:
                     return tuple(sorted(entry.name for entry in entries if entry.is_dir()))
-            self._fs.invalidate_cache()
-            if not self._fs.isdir(self._root):
-                return ()
-            found = self._fs.ls(self._root, detail=True)
-            names = (one["name"].rstrip("/").rsplit("/", 1)[-1] for one in found
+            names = (one["name"].rstrip("/").rsplit("/", 1)[-1]
+                     for one in list_folder(self._fs, self._root, deep=False)
                      if one["type"] == "directory")  # fmt: skip
             return tuple(sorted(names))
 
     def files(self) -> tuple[str, ...]:
         """Paths of all files below it, sorted; none where it does not exist."""
-        with told(self._root):
+        with self._told():
             if self._fs is None:
                 found = [
                     os.path.relpath(os.path.join(folder, name), self._root).replace(os.sep, "/")
@@ -115,11 +124,9 @@ class Storage:
                     for name in names
                 ]
                 return tuple(sorted(found))
-            self._fs.invalidate_cache()
-            if not self._fs.isdir(self._root):
-                return ()
             cut = len(self._fs._strip_protocol(self._root).rstrip("/")) + 1
-            return tuple(sorted(path[cut:] for path in self._fs.find(self._root)))
+            below = list_folder(self._fs, self._root, deep=True)
+            return tuple(sorted(one["name"][cut:] for one in below))
 
     def make(self) -> None:
         """Make the folder where it is missing, durably.
@@ -127,23 +134,23 @@ class Storage:
         Raises:
             CheckpointError: read-only, or something else lies in the way.
         """
-        with told(self._root):
+        with self._told():
             if self._fs is None:
                 make_folder(self._root)
             else:
-                self._fs.makedirs(self._root, exist_ok=True)
+                make_remote(self._fs, self._root)
 
     def create(self, path: str) -> DurableFile:
         """A new file, or one in place of an old one, with the folders that it needs."""
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             sink = LocalSink(full) if self._fs is None else RemoteSink(self._fs, full)
-        return DurableFile(path, sink, full)
+        return DurableFile(path, sink, self._where(path))
 
     def open(self, path: str) -> BinaryIO:
         """A file to read and seek in."""
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             if self._fs is None:
                 return open(full, "rb", buffering=0)
             return self._fs.open(full, "rb")  # type: ignore[no-any-return]
@@ -153,13 +160,13 @@ class Storage:
         import pyarrow as pa  # much to import for whoever only lists
 
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             return pa.OSFile(full) if self._fs is None else pa.PythonFile(self.open(path), "r")
 
     def read(self, path: str) -> bytes:
         """The whole of a file."""
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             if self._fs is None:
                 with open(full, "rb") as file:
                     return file.read()
@@ -168,7 +175,7 @@ class Storage:
     def read_into(self, path: str, buffer: memoryview) -> int:
         """Read a file from its start until it ends or the buffer is full; returns the bytes."""
         done = 0
-        with self.open(path) as file, told(self._full(path)):
+        with self.open(path) as file, self._told(path):
             while done < len(buffer):
                 got = file.readinto(buffer[done:])  # type: ignore[attr-defined]
                 if not got:
@@ -182,7 +189,7 @@ class Storage:
         file = self.open(path)
         with file:
             while True:
-                with told(self._full(path)):
+                with self._told(path):
                     got = file.readinto(piece)  # type: ignore[attr-defined]
                 if not got:
                     return
@@ -191,69 +198,56 @@ class Storage:
     def size(self, path: str) -> int:
         """Bytes of a file."""
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             return os.stat(full).st_size if self._fs is None else int(self._fs.info(full)["size"])
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file whole: atomically and durably, where the file system can."""
         full = self._full(path)
         if self._fs is not None:
-            with told(full):
-                self._fs.pipe_file(full, data)
+            with self._told(path):
+                replace_remote(self._fs, full, data)
             return
         with self.create(path + _TEMPORARY) as file:
             file.write(data)
-        with told(full):
+        with self._told(path):
             os.replace(full + _TEMPORARY, full)
             sync_folder(os.path.dirname(full))
 
     def remove(self, path: str) -> None:
         """Remove a file, durably; one that is not there is fine."""
         full = self._full(path)
-        with told(full):
+        with self._told(path):
             if self._fs is None:
                 try:
                     os.unlink(full)
                 except FileNotFoundError:
                     return
                 sync_folder(os.path.dirname(full))
-            elif self._fs.exists(full):
-                self._fs.rm_file(full)
+            else:
+                remove_remote(self._fs, full)
 
     def remove_tree(self) -> None:
         """Remove the folder and all below it; one that is not there is fine."""
-        with told(self._root):
+        with self._told():
             if self._fs is None:
                 if os.path.isdir(self._root):
                     shutil.rmtree(self._root)
             else:
-                self._fs.invalidate_cache()
-                if self._fs.exists(self._root):
-                    self._fs.rm(self._root, recursive=True)
+                remove_remote(self._fs, self._root, tree=True)
 
     def __repr__(self) -> str:
         return f"Storage({self.url!r})"
 
+    def _told(self, path: str | None = None) -> AbstractContextManager[None]:
+        return told(self._where(path))
+
+    def _where(self, path: str | None) -> str:
+        """For messages: local paths and URLs."""
+        return self.url if path is None else f"{self.url.rstrip('/')}/{path}"
+
     def _full(self, path: str) -> str:
         return f"{self._root}/{_checked(path)}"
-
-
-def _open(url: str) -> tuple[Any, str]:
-    import fsspec  # local folders do without it
-
-    protocol = url.split("://", 1)[0]
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            describe(
-                f"checkpoint folder {url}",
-                got=" ".join(str(error).split()),
-                allowed="a local path, or a protocol that fsspec has a package for",
-                remedy=f"Check the spelling, or install the package for {protocol}://.",
-            )
-        ) from error
-    return fs, root
 
 
 def _checked(path: str) -> str:

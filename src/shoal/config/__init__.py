@@ -10,8 +10,9 @@ from shoal.config.compose import (
     to_yaml,
     validate,
 )
+from shoal.config.section import Section
 from shoal.config.synced import as_first_rank, load_synced_config, require_same
-from shoal.config.tree import RunConfig, Section
+from shoal.config.tree import RunConfig
 
 __all__ = [
     "ENVIRONMENT",

@@ -6,32 +6,23 @@ Sections say what is allowed; `shoal.config.compose` reads files into them and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
-from pydantic_core import core_schema
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shoal.config import named
-from shoal.errors import UnknownName
-from shoal.rules.admission import Admission
-from shoal.rules.compressors import Compressor, Float32
-from shoal.rules.expiry import Expiry
-from shoal.rules.initializers import Initializer, Uniform, Zeros
-from shoal.rules.optimizers import Adagrad, Optimizer
-from shoal.rules.schedules import Schedule
+from shoal.config.section import (
+    AdmissionRule,
+    CompressorRule,
+    ExpiryRule,
+    InitializerRule,
+    LearningRate,
+    OptimizerRule,
+    Section,
+)
+from shoal.rules.compressors import Float32
+from shoal.rules.initializers import Uniform, Zeros
+from shoal.rules.optimizers import Adagrad
 from shoal.table.spec import OnFull, RowDType
 
 __all__ = [
@@ -57,69 +48,12 @@ __all__ = [
     "ParquetSource",
     "PlacementSettings",
     "RunConfig",
-    "Section",
     "SourceSettings",
     "SyntheticSource",
     "TableSettings",
+    "WarmStartSettings",
     "WireSettings",
 ]
-
-
-class Section(BaseModel):
-    """A part of the tree: frozen, and it knows its keys.
-
-    An unknown key raises `UnknownName` with the key and the known ones as further `args`, so
-    that `compose` can say where in the tree it was.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            for key in value:
-                if key not in cls.model_fields:
-                    known = tuple(cls.model_fields)
-                    raise UnknownName(f"unknown config key {key}", str(key), known)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """Makes a field hold what `build` returns, and dump it as plain settings again."""
-
-    build: Callable[[Any], Any]
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self.build,
-            serialization=core_schema.plain_serializer_function_ser_schema(named.dump),
-        )
-
-
-def _rate(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return named.build(value, named.SCHEDULES)
-    return float(value)
-
-
-def _admission(value: Any) -> Any:
-    return None if value is None else named.build_record(value, Admission, "admission")
-
-
-def _expiry(value: Any) -> Any:
-    return None if value is None else named.build_record(value, Expiry, "expiry")
-
-
-OptimizerRule = Annotated[Optimizer, _Built(lambda value: named.build(value, named.OPTIMIZERS))]
-InitializerRule = Annotated[
-    Initializer, _Built(lambda value: named.build(value, named.INITIALIZERS))
-]
-CompressorRule = Annotated[Compressor, _Built(lambda value: named.build(value, named.COMPRESSORS))]
-LearningRate = Annotated[float | Schedule, _Built(_rate)]
 
 
 def _by_kind(value: Any) -> Any:
@@ -225,8 +159,8 @@ class TableSettings(Section):
     capacity_rows: PositiveInt | None = None
     on_full: OnFull = "raise"
     expected_rows: NonNegativeInt = 0
-    admission: Annotated[Admission | None, _Built(_admission)] = None
-    expiry: Annotated[Expiry | None, _Built(_expiry)] = None
+    admission: AdmissionRule = None
+    expiry: ExpiryRule = None
 
 
 class FeatureSettings(Section):
@@ -301,11 +235,32 @@ class LoggingSettings(Section):
     tensorboard: bool | Literal["auto"] = "auto"
 
 
+class WarmStartSettings(Section):
+    """What a new run's models are filled from, and which differences are fine.
+
+    `path` is a checkpoint, a folder of them or a run. `tables`, `renames`, `allow_missing`,
+    `allow_unknown`, `dense` and `state` are those of `shoal.checkpoint.LoadOptions`.
+    """
+
+    path: str
+    tables: tuple[str, ...] | None = None
+    renames: dict[str, str] = Field(default_factory=dict)
+    allow_missing: tuple[str, ...] = ()
+    allow_unknown: tuple[str, ...] = ()
+    dense: bool = True
+    state: bool = True
+
+
+def _by_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
 class CheckpointSettings(Section):
     """When a run saves what it needs to go on, where, and whether it goes on from there.
 
     `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
-    hold what changed since. `keep_full` full ones stay, with what builds on them.
+    hold what changed since. `keep_full` full ones stay, with what builds on them. `warm_start`
+    counts only where there is nothing to go on from.
     """
 
     dir: str | None = None
@@ -315,6 +270,7 @@ class CheckpointSettings(Section):
     keep_full: PositiveInt = 2
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
+    warm_start: Annotated[WarmStartSettings | None, BeforeValidator(_by_path)] = None
 
 
 class OutputSettings(Section):

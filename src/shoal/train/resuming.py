@@ -23,6 +23,7 @@ from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 from shoal.train.saving import Chain
+from shoal.train.warming import fill, find_warm
 
 __all__ = ["LATEST", "Beginning", "find_beginning", "go_on", "job_of"]
 
@@ -60,11 +61,13 @@ class Beginning:
         folder: of the run; made, or found.
         url: folder of its checkpoints.
         checkpoint: name of the one to go on from; None: the run starts anew.
+        warm: folder of the checkpoint that a new run's models are filled from.
     """
 
     folder: RunFolder
     url: str
     checkpoint: str | None = None
+    warm: str | None = None
 
 
 def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | None) -> Beginning:
@@ -126,15 +129,24 @@ def job_of(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def go_on(
-    beginning: Beginning, learners: Sequence[Learner], course: Course, ranks: Ranks
+    config: RunConfig,
+    beginning: Beginning,
+    learners: Sequence[Learner],
+    course: Course,
+    ranks: Ranks,
 ) -> Chain | None:
-    """Fill models and course from the checkpoint to go on from, if there is one.
+    """Fill models and course from the checkpoint to go on from, or models by a warm start.
+
+    Returns:
+        what deltas build on; None where the run starts anew.
 
     Raises:
         CheckpointError: it is damaged, or of another model; nothing is half-loaded.
     """
-    name = beginning.checkpoint
+    name, settings = beginning.checkpoint, config.checkpoint.warm_start
     if name is None:
+        if beginning.warm is not None and settings is not None:
+            fill(beginning.warm, settings, learners, ranks)
         return None
     store = CheckpointStore(beginning.url)
     loaded = load(
@@ -175,8 +187,10 @@ def _anew(
         )
     if mine is not None:
         _log.warning("no checkpoint of %s: it starts over", mine.path)
+    settings = config.checkpoint.warm_start
+    warm = None if settings is None else find_warm(settings)
     folder = folders.create(config, attempt) if mine is None else mine
-    return Beginning(folder, url or str(folder.checkpoints))
+    return Beginning(folder, url or str(folder.checkpoints), warm=warm)
 
 
 def _job_in(url: str, name: str) -> Mapping[str, Any]:

@@ -41,10 +41,9 @@ from shoal.train.ranks import Ranks, gather_ranks, seed_rank
 from shoal.train.resuming import find_beginning, go_on, job_of
 from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
+from shoal.train.warming import LOGISTIC
 
 __all__ = ["evaluate", "predict", "run"]
-
-LOGISTIC = "logistic"
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -82,10 +81,13 @@ def _run(
     course = Course(
         learners, Telemetry(), stride=_stride(config, data), ranks=ranks, seed=config.seed
     )
-    chain = go_on(beginning, learners, course, ranks)
+    chain = go_on(config, beginning, learners, course, ranks)
     if chain is not None:
         where = f"{beginning.folder.path}, step {course.steps}"
         console.print(f"going on with {where}", markup=False, highlight=False, soft_wrap=True)
+    elif beginning.warm is not None:
+        said = f"starting warm from {beginning.warm}"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     saver = Saver(
         beginning.url,
         config.checkpoint,
