@@ -6,6 +6,7 @@ stores have no rename, and need none: there a whole object appears at once or no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -72,6 +73,11 @@ class Storage:
     def local(self) -> Path | None:
         """Its path where it is a local folder."""
         return Path(self._root) if self._fs is None else None
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link to a folder."""
+        return self._fs is None and os.path.islink(self._root)
 
     def parent(self) -> Storage:
         """The folder that it lies in."""
@@ -221,11 +227,15 @@ class Storage:
                 self._fs.rm_file(full)
 
     def remove_tree(self) -> None:
-        """Remove the folder and all below it; one that is not there is fine."""
+        """Remove the folder and all below it; one that is not there is fine, also where another
+        process removes it at the same time. Of a symbolic link only the link goes."""
         with told(self._root):
             if self._fs is None:
-                if os.path.isdir(self._root):
-                    shutil.rmtree(self._root)
+                if os.path.islink(self._root):
+                    os.unlink(self._root)
+                while os.path.isdir(self._root):
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.rmtree(self._root)
             else:
                 self._fs.invalidate_cache()
                 if self._fs.exists(self._root):
