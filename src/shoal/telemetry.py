@@ -129,8 +129,12 @@ class JsonLines:
         self._clock = clock
         kept = [] if go_on_after is None else _rows_until(path, go_on_after)
         self._opened = clock() - (kept[-1][0] if kept else 0.0)
-        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
-        self._file.writelines(line for _, line in kept)
+        if kept:  # the old lines are there until the new file is whole
+            new = path.with_name(f"{path.name}.new")
+            new.write_text("".join(line for _, line in kept), encoding="utf-8")
+            new.replace(path)
+        mode = "a" if kept else "w"
+        self._file: IO[str] = path.open(mode, encoding="utf-8", buffering=1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""

@@ -23,6 +23,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.data import flights
 from shoal.errors import CheckpointError, ConfigError
 from shoal.train.learner import Learner
+from shoal.train.saving import Saver
 from support.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -345,3 +346,21 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     for side in ("one", "two"):
         (left,) = (tmp_path / side).iterdir()
         assert [one.step for one in CheckpointStore(left / "checkpoints").list()] == [2]
+
+
+def test_a_run_goes_on_after_its_chain_lost_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Saver.at_rest
+
+    def at_rest(self: Saver) -> None:
+        if self._course.steps == 3:
+            shutil.rmtree(next(tmp_path.glob("*/checkpoints/step-000000000001-full")))
+        plain(self)
+
+    monkeypatch.setattr(Saver, "at_rest", at_rest)
+    (folder,) = run_all([(tmp_path, {"checkpoint": {"full_every": 99}}, None)])
+    assert "a full save in place of a delta" in caplog.text
+    kinds = {entry.step: entry.kind for entry in CheckpointStore(folder / "checkpoints").list()}
+    assert [kinds[step] for step in (2, 3, 4)] == ["delta", "full", "delta"]
+    assert verify(folder / "checkpoints" / "step-000000000004-delta").ok

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +168,32 @@ def test_damage_is_named_and_changes_nothing(tmp_path: Path, number: int, damage
     assert not other.state
     for key, value in before.items():
         assert torch.equal(value, again.state_dict()[key])
+
+
+class Calls:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_index_runs_no_code(tmp_path: Path) -> None:
+    net = Net(0)
+    manifest = saved(tmp_path, {"net": net}, {})
+    data = pickle.dumps(Calls(tmp_path / "made"))
+    (tmp_path / "dense" / ".metadata").write_bytes(data)
+    files = tuple(
+        dataclasses.replace(one, bytes=len(data), crc32=zlib.crc32(data))
+        if one.path.endswith(".metadata")
+        else one
+        for one in manifest.files
+    )
+    with pytest.raises(CheckpointError, match=r"dense/\.metadata: got posix\.mkdir"):
+        loaded(tmp_path, dataclasses.replace(manifest, files=files), {"net": net}, {})
+    assert not (tmp_path / "made").exists()
 
 
 def test_all_differences_are_listed_at_once(tmp_path: Path) -> None:

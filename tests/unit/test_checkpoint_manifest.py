@@ -163,3 +163,8 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path):
     with pytest.raises(CheckpointError, match="parent is"):
         commit(storage, manifest(kind="delta"))
     assert storage.files() == ()
+
+
+def test_brackets_without_end():
+    with pytest.raises(CheckpointError, match="no JSON"):
+        from_json(b"[" * 100_000)

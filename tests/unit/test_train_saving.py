@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from shoal import config
+from shoal.checkpoint import Contents, save
 from shoal.comm.launch import Attempt, attempt, detect
 from shoal.data import Batch
+from shoal.errors import ConfigError
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
 from shoal.train import recorder as recording
+from shoal.train.folder import RunFolder
 from shoal.train.recorder import Recorder
-from shoal.train.resuming import find_beginning
+from shoal.train.resuming import find_beginning, job_of
 from support.ranks import launcher_variables
 
 NAMES = ("a", "b")
@@ -107,6 +111,25 @@ def test_a_log_goes_on_where_it_was_at_a_step(tmp_path: Path) -> None:
     ]
 
 
+def test_a_log_that_cannot_be_rewritten_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the disk is full, or the process is killed just then."""
+    file = tmp_path / "log.jsonl"
+    log = JsonLines(file)
+    log.write(1, {"loss": 1})
+    log.close()
+    before = file.read_text()
+
+    def full(path: Path, *args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        JsonLines(file, go_on_after=1)
+    assert file.read_text() == before
+
+
 def test_torchrun_says_which_start_this_is() -> None:
     place = launcher_variables(1, 2, 29500)
     assert attempt({}) is None
@@ -133,3 +156,36 @@ def test_a_job_started_again_says_that_it_starts_over(
     other = find_beginning(settings, None, Attempt("another", 1))
     assert (other.checkpoint, other.folder == first.folder) == (None, False)
     assert "start 2 of this job finds no run folder of an earlier one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "position", "examples", "fine"),
+    [
+        ("always", 10, 100, True),
+        ("always", 10, 101, False),
+        ("replays", 10, 101, True),  # more behind what the first pass goes through in order
+        ("replays", 101, 101, False),
+        ("never", 10, 99, False),
+    ],
+)
+def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
+    tmp_path: Path, shuffle: str, position: int, examples: int, fine: bool
+) -> None:
+    settings = config.from_mapping(
+        {
+            "name": "tiny",
+            "data": {"source": "flights", "shuffle": shuffle, "epochs": 2},
+            "output": {"dir": str(tmp_path / "runs")},
+            "checkpoint": {"dir": str(tmp_path / "saved")},
+        }
+    )
+    job = job_of(settings, RunFolder(tmp_path / "runs" / "old"), 100)
+    state = {**job, "course": {"position": position}}
+    save(tmp_path / "saved", Contents(state=state), step=1, position=position)
+    if fine:
+        found = find_beginning(settings, None, None, examples)
+        assert found.checkpoint == "step-000000000001-full"
+        return
+    with pytest.raises(ConfigError, match=rf"got {examples}; allowed: the 100 that"):
+        find_beginning(settings, None, None, examples)
+    assert not (tmp_path / "runs").exists()

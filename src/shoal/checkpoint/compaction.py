@@ -48,14 +48,15 @@ def compact(store: CheckpointStore, name: str) -> Manifest:
                 remedy="Nothing is left to do: load the full one.",
             )
         )
-    folder = store.folder(target)
-    folder.remove_tree()  # of a compaction that was interrupted
+    folder, held = store.folder(target), store.claim(target)
     try:
         manifest = _written(folder, store.folder(name), ChainRows(store.storage, chain, name), last)
         commit(folder, manifest)
     except BaseException:
         folder.remove_tree()
+        held.release()
         raise
+    held.release(keep=False)
     return manifest
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemBase,
     FileSystemReader,
     FileSystemWriter,
+    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -27,6 +29,7 @@ from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import check_streaming
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.comm.collectives import Collectives
+from shoal.errors import CheckpointError, describe
 from shoal.table.snapshot import HASHES
 
 __all__ = ["FOLDER", "DenseReader", "check_files", "write_values"]
@@ -115,7 +118,7 @@ class DenseReader:
     def __init__(self, storage: Storage) -> None:
         self._reader = FileSystemReader(FOLDER)
         self._reader.fs, self._reader.path = cast(Any, _Files(storage)), FOLDER
-        self.metadata: Metadata = self._reader.read_metadata()
+        self.metadata = _index(storage)
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None for other objects.
@@ -146,6 +149,44 @@ class DenseReader:
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _index(storage: Storage) -> Metadata:
+    """What `.metadata` says, which torch pickles."""
+    path = f"{FOLDER}/.metadata"
+    with storage.open(path) as file:
+        try:
+            found = _PlainUnpickler(file).load()
+            if not isinstance(found, Metadata):
+                raise pickle.UnpicklingError(type(found).__name__)
+        except pickle.UnpicklingError as error:
+            where = f"{storage.url}/{path}"
+            remedy = "Load another checkpoint; this one was not written by `shoal`."
+            raise CheckpointError(
+                describe(
+                    f"index {where}", got=error, allowed="names and shapes alone", remedy=remedy
+                )
+            ) from error
+    return found
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes the values of an index, and calls nothing else that a file may name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _INDEX_MODULES or (module, name) == ("torch", "Size"):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ in (module, "torch"):
+                return found
+        elif (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        elif module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+# Classes that they define; those that they import are not meant.
+_INDEX_MODULES = ("torch.distributed.checkpoint.metadata", _StorageInfo.__module__)
 
 
 class _PlainPlanner(DefaultLoadPlanner):

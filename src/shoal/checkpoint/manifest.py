@@ -170,7 +170,7 @@ def from_json(data: bytes, where: str = MANIFEST) -> Manifest:
     whole = tail == _TAIL.format(zlib.crc32(head)).encode()
     try:
         raw = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(where, f"no JSON ({error})") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if type(schema) is int and schema != SCHEMA and (whole or "crc32" not in raw):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal.checkpoint.background import give_way
+from shoal.checkpoint.claiming import Claim
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
 from shoal.comm.collectives import Collectives
@@ -26,6 +27,7 @@ class Saving:
         cursors: by collection, for the next delta.
         shards: this rank's.
         collectives: the writer's until it is done.
+        claims: on the checkpoint's folder, held on one rank until it is done.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Saving:
         cursors: Mapping[str, Cursor],
         shards: tuple[Shard, ...],
         collectives: Collectives,
+        claims: Sequence[Claim] = (),
     ) -> None:
+        self._claims = tuple(claims)
         self.url, self.name, self.epoch, self.collectives = url, name, epoch, collectives
         self._writer, self._cursors, self._shards = writer, dict(cursors), shards
         self._manifest: Manifest | None = None
@@ -139,4 +143,6 @@ class Saving:
             failure.__cause__ = error
             self._failure = failure
         finally:
+            for one in self._claims:
+                one.release(keep=self._manifest is None)
             self._done.set()

@@ -6,6 +6,7 @@ stores have no rename, and need none: there a whole object appears at once or no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -81,6 +82,11 @@ class Storage:
     def local(self) -> Path | None:
         """Its path where it is a local folder."""
         return Path(self._root) if self._fs is None else None
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link to a folder."""
+        return self._fs is None and os.path.islink(self._root)
 
     def parent(self) -> Storage:
         """The folder that it lies in."""
@@ -228,11 +234,15 @@ class Storage:
                 remove_remote(self._fs, full)
 
     def remove_tree(self) -> None:
-        """Remove the folder and all below it; one that is not there is fine."""
+        """Remove the folder and all below it; one that is not there is fine, also where another
+        process removes it at the same time. Of a symbolic link only the link goes."""
         with self._told():
             if self._fs is None:
-                if os.path.isdir(self._root):
-                    shutil.rmtree(self._root)
+                if os.path.islink(self._root):
+                    os.unlink(self._root)
+                while os.path.isdir(self._root):
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.rmtree(self._root)
             else:
                 remove_remote(self._fs, self._root, tree=True)
 

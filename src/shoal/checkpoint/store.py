@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.checkpoint.claiming import Claim, claim
 from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, read_manifest
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, describe
@@ -83,8 +84,24 @@ class CheckpointStore:
         return entries[-1] if entries else None
 
     def manifest(self, name: str) -> Manifest:
-        """Of a checkpoint by its folder's name."""
-        return read_manifest(self.folder(name))
+        """Of a checkpoint by its folder's name.
+
+        Raises:
+            CheckpointError: as `read_manifest`; or the folder's name is that of another step or
+                kind, as of a copy: it would pass for the newest.
+        """
+        manifest = read_manifest(self.folder(name))
+        true = folder_name(manifest.step, manifest.kind)
+        if _NAME.fullmatch(name) and name != true:
+            raise CheckpointError(
+                describe(
+                    f"checkpoint folder {self.folder(name).url}",
+                    got=f"the {manifest.kind} checkpoint of step {manifest.step}",
+                    allowed=f"the name {true} for it in a store",
+                    remedy="Rename it back, or move the copy out of the store.",
+                )
+            )
+        return manifest
 
     def chain(self, name: str) -> tuple[Manifest, ...]:
         """What a checkpoint is made of: a full one, then the deltas up to it.
@@ -130,14 +147,55 @@ class CheckpointStore:
     def clean(self) -> tuple[str, ...]:
         """Remove what interrupted saves and removals left: our folders without a manifest.
 
-        No save into this store may be under way. Returns the names.
+        Folders that another process is writing stay, where the file system has locks, and so do
+        symbolic links. Returns the names.
         """
         left = []
         for name in self.storage.folders():
-            if _NAME.fullmatch(name) and not self.folder(name).exists(MANIFEST):
-                self.folder(name).remove_tree()
-                left.append(name)
+            folder = self.folder(name)
+            if _NAME.fullmatch(name) and not folder.is_link and not folder.exists(MANIFEST):
+                held = claim(folder, make=False)
+                if held is None:
+                    continue
+                try:
+                    if not folder.exists(MANIFEST):  # it may have been committed just now
+                        folder.remove_tree()
+                        left.append(name)
+                finally:
+                    held.release()
         return tuple(left)
+
+    def claim(self, name: str) -> Claim:
+        """An empty folder for a checkpoint, which nobody else writes until it is released.
+
+        Raises:
+            CheckpointError: it holds a checkpoint, another save is writing it, or the storage
+                refuses.
+        """
+        folder = self.folder(name)
+        if not folder.exists(MANIFEST):
+            self.clean()
+            held = claim(folder)
+            if held is None:
+                raise CheckpointError(
+                    describe(
+                        "checkpoint folder",
+                        got=f"{folder.url}, which another save is writing",
+                        allowed="one writer at a time",
+                        remedy="Give each job a folder of its own, or wait for the other one.",
+                    )
+                )
+            if not folder.exists(MANIFEST):
+                return held
+            held.release(keep=False)
+        raise CheckpointError(
+            describe(
+                "checkpoint folder",
+                got=f"{folder.url}, which holds a checkpoint",
+                allowed="a folder without one",
+                remedy="Save at another step; a checkpoint is never overwritten.",
+            )
+        )
 
     def retain(
         self, keep_full: int | None = None, *, in_use: Collection[str] = ()
@@ -189,7 +247,8 @@ class CheckpointStore:
 
     def _remove(self, name: str) -> None:
         folder = self.folder(name)
-        folder.remove(MANIFEST)  # from here on `clean` would finish it
+        if not folder.is_link:  # what a link leads to is not ours
+            folder.remove(MANIFEST)  # from here on `clean` would finish it
         folder.remove_tree()
 
 

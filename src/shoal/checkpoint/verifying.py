@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shoal.checkpoint.claiming import WRITER
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTable
 from shoal.checkpoint.row_files import ReadBuffer, check_streaming, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
@@ -79,7 +80,7 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
         storage = store.folder(folder)
         wrong = _look(storage, manifest, rows, buffer, looked)
         problems.extend(Problem(folder, *why) for why in wrong)
-        named = {file.path for file in manifest.files} | {MANIFEST}
+        named = {file.path for file in manifest.files} | {MANIFEST, WRITER}
         unlisted += [f"{folder}/{path}" for path in storage.files() if path not in named]
     return Report(
         url=store.folder(name).url,

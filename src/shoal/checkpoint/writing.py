@@ -8,11 +8,13 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.claiming import Claim
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.cutting import Cut, cut_job
 from shoal.checkpoint.job_writing import Facts, JobWriter
@@ -124,18 +126,19 @@ def _prepared(
     def prepare() -> tuple[object, tuple[str, int]]:
         _check_kind(kind, step, parent, since, contents)
         if ranks.rank == 0:
-            _prepare(CheckpointStore(root), name, parent)
+            claims.append(_claimed(CheckpointStore(root), name, parent))
         return wanted, (uuid.uuid4().hex, int(time.time()))
 
-    said = together(ranks, f"beginning checkpoint {name}", prepare)
-    if any(other != wanted for other, _ in said):
-        raise _differ([other for other, _ in said])
-    cut = cut_job(contents, since, ranks)
-    try:
+    claims: list[Claim] = []
+    with ExitStack() as undone:
+        undone.callback(_release, claims)
+        said = together(ranks, f"beginning checkpoint {name}", prepare)
+        if any(other != wanted for other, _ in said):
+            raise _differ([other for other, _ in said])
+        cut = cut_job(contents, since, ranks)
+        undone.callback(cut.close)
         steps = together(ranks, f"last steps of checkpoint {name}", lambda: cut.last_steps)
-    except BaseException:
-        cut.close()
-        raise
+        undone.pop_all()
     facts = Facts(
         id=said[0][1][0],
         kind=kind,
@@ -147,7 +150,7 @@ def _prepared(
         created_s=said[0][1][1],
         last_steps={key: max(one[key] for one in steps) for key in contents.tables},
     )
-    return _started(root, name, contents, cut, facts, ranks)
+    return _started(root, name, contents, cut, facts, ranks, claims)
 
 
 @atexit.register
@@ -165,7 +168,13 @@ def _finish() -> None:
 
 
 def _started(
-    root: Storage, name: str, contents: Contents, cut: Cut, facts: Facts, ranks: Collectives
+    root: Storage,
+    name: str,
+    contents: Contents,
+    cut: Cut,
+    facts: Facts,
+    ranks: Collectives,
+    claims: Sequence[Claim],
 ) -> Saving:
     writer = JobWriter(contents.tables, cut, root.child(name), facts, ranks)
     shards = {id(one.shard): one.shard for one in contents.tables.values()}
@@ -177,23 +186,19 @@ def _started(
         cursors=cut.cursors,
         shards=tuple(shards.values()),
         collectives=ranks,
+        claims=claims,
     )
     _begun.add(saving)
     return saving
 
 
-def _prepare(store: CheckpointStore, name: str, parent: Manifest | None) -> None:
+def _release(claims: Sequence[Claim]) -> None:
+    for one in claims:
+        one.release()
+
+
+def _claimed(store: CheckpointStore, name: str, parent: Manifest | None) -> Claim:
     """On one rank: an empty folder to write into."""
-    folder = store.folder(name)
-    if folder.exists(MANIFEST):
-        raise CheckpointError(
-            describe(
-                "checkpoint folder",
-                got=f"{folder.url}, which holds a checkpoint",
-                allowed="a folder without one",
-                remedy="Save at another step; a checkpoint is never overwritten.",
-            )
-        )
     if parent is not None:
         there = folder_name(parent.step, parent.kind)
         found = store.manifest(there).id if store.folder(there).exists(MANIFEST) else "none"
@@ -206,8 +211,8 @@ def _prepare(store: CheckpointStore, name: str, parent: Manifest | None) -> None
                     remedy="Save a delta into the store of its parent, or a full checkpoint.",
                 )
             )
-    store.clean()
-    folder.make()
+        store.chain(there)  # one of which a link is gone could never be loaded
+    return store.claim(name)
 
 
 def _check_kind(

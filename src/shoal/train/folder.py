@@ -73,7 +73,11 @@ class RunFolder:
     def write_metrics(self, figures: Mapping[str, Any]) -> None:
         """Write metrics.json; numbers that are not finite become null."""
         text = json.dumps(_strict(figures), indent=2, allow_nan=False)
-        self.metrics.write_text(text + "\n", encoding="utf-8")
+        _replace(self.metrics, text + "\n")
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.yaml."""
+        _replace(self.config, settings.to_yaml(config))
 
     def read_metrics(self) -> dict[str, Any]:
         """Read metrics.json.
@@ -111,7 +115,7 @@ def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:
         folder.logs.mkdir()
         if attempt is not None:
             folder.launch.write_text(json.dumps({"job": attempt.job}) + "\n", encoding="utf-8")
-        folder.config.write_text(settings.to_yaml(config), encoding="utf-8")
+        folder.write_config(config)
     except OSError as error:
         raise ConfigError(
             describe(
@@ -238,6 +242,13 @@ def _untrained(got: str) -> CheckpointError:
             remedy="Train first: shoal train CONFIG.",
         )
     )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole, or as it was, if the process dies meanwhile."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _strict(value: Any) -> Any:

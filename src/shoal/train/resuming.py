@@ -70,7 +70,9 @@ class Beginning:
     warm: str | None = None
 
 
-def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | None) -> Beginning:
+def find_beginning(
+    config: RunConfig, resume: str | None, attempt: Attempt | None, examples: int | None = None
+) -> Beginning:
     """Decide where a run begins; called on one rank. A new run gets its folder last.
 
     Args:
@@ -78,11 +80,13 @@ def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | Non
         resume: a run folder, or "latest": the newest unfinished run of this name; None: what
             `checkpoint` in the config says.
         attempt: which start of the launcher's job this is.
+        examples: to train on in one pass; None: not known.
 
     Raises:
         CheckpointError: nothing to go on from where there must be, or checkpoints of another run
             where this one would put its own.
-        ConfigError: settings that the run to go on with had otherwise, or that contradict.
+        ConfigError: settings that the run to go on with had otherwise, or that contradict; or
+            other data.
     """
     settings = config.checkpoint
     if resume is not None and settings.resume == "never":
@@ -116,16 +120,18 @@ def find_beginning(config: RunConfig, resume: str | None, attempt: Attempt | Non
         return _anew(config, mine, attempt, url)
     job = _job_in(url, newest)
     _check_same(config, job, f"{url}/{newest}")
+    _check_data(config, job, f"{url}/{newest}", examples)
     if mine is None:
         there = Path(job["folder"])
         mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
-    mine.config.write_text(to_yaml(config), encoding="utf-8")
+    mine.write_config(config)
     return Beginning(mine, url, newest)
 
 
-def job_of(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
-    """What checkpoints say of the run that they belong to."""
-    return {"config": to_yaml(config), "folder": str(folder.path.absolute())}
+def job_of(config: RunConfig, folder: RunFolder, examples: int | None = None) -> dict[str, Any]:
+    """What checkpoints say of the run that they belong to; `examples` as for `find_beginning`."""
+    where = str(folder.path.absolute())
+    return {"config": to_yaml(config), "folder": where, "examples": examples}
 
 
 def go_on(
@@ -223,6 +229,27 @@ def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
                 got=got,
                 allowed="the settings that it was begun with",
                 remedy="Set them back, or start a new run: checkpoint.resume=never.",
+            )
+        )
+
+
+def _check_data(config: RunConfig, job: Mapping[str, Any], what: str, examples: int | None) -> None:
+    """Refuse data of another length, on which the position means other examples.
+
+    What was added behind the data is fine while the first pass goes through it in order.
+    """
+    then: int | None = job.get("examples")
+    if then is None or examples is None or then == examples:
+        return
+    in_order = config.data.shuffle != "always" and job["course"]["position"] <= then
+    if not (in_order and examples > then):
+        raise ConfigError(
+            describe(
+                f"examples to train on, of the run that {what} is of",
+                got=examples,
+                allowed=f"the {then} that it was begun with",
+                remedy="Bring the files back as they were, or start a new run with "
+                "checkpoint.resume=never.",
             )
         )
 

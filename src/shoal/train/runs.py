@@ -75,8 +75,11 @@ def _run(
 ) -> RunResult:
     data, learners = _open(placed, ranks)
     events = ranks.leads and _writes_events(config, console)
+    examples = len(data.train.source)
     beginning = as_first_rank(
-        ranks.votes, lambda: find_beginning(config, resume, attempt()), what="beginning of the run"
+        ranks.votes,
+        lambda: find_beginning(config, resume, attempt(), examples),
+        what="beginning of the run",
     )
     course = Course(
         learners, Telemetry(), stride=_stride(config, data), ranks=ranks, seed=config.seed
@@ -93,7 +96,7 @@ def _run(
         config.checkpoint,
         tuple(learners),
         course,
-        job=job_of(config, beginning.folder),
+        job=job_of(config, beginning.folder, examples),
         ranks=ranks,
         chain=chain,
     )

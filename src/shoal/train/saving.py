@@ -14,6 +14,7 @@ from shoal.checkpoint import CheckpointStore, Manifest
 from shoal.checkpoint.manifest import Kind
 from shoal.checkpoint.saving import Saving
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import folder_name
 from shoal.checkpoint.writing import begin
 from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
@@ -139,7 +140,8 @@ class Saver:
                     )
                 return
             self._wait()
-        self._begin(self._chain.following(self._settings.full_every))
+        kind = self._chain.following(self._settings.full_every)
+        self._begin("full" if kind == "delta" and self._is_broken() else kind)
         if not self._settings.background:
             self._wait()
 
@@ -183,6 +185,18 @@ class Saver:
         busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64)
         return bool(self._ranks.total(busy, what="vote on a save under way"))
 
+    def _is_broken(self) -> bool:
+        """Whether the chain lost a link, so that no delta can go on top; a collective call."""
+        broken, newest = 0.0, self._chain.manifest
+        if self._ranks.leads and newest is not None:
+            try:
+                self._store.chain(folder_name(newest.step, newest.kind))
+            except CheckpointError as error:
+                _log.warning("a full save in place of a delta: %s", error)
+                broken = 1.0
+        vote = torch.tensor([broken], dtype=torch.float64)
+        return bool(self._ranks.total(vote, what="vote on a chain of checkpoints"))
+
     def _begin(self, kind: Kind) -> None:
         state, own = self._course.state()
         contents = contents_of(self._learners, {**self._job, "course": state}, own)
@@ -209,7 +223,7 @@ class Saver:
         saving.release()
         if self._ranks.leads:
             try:
-                self._store.retain()
+                self._store.retain(in_use=(folder_name(manifest.step, manifest.kind),))
             except CheckpointError as error:
                 # What training needs is safe; the next save tries again.
                 _log.warning("old checkpoints stay in %s: %s", self._store.url, error)
