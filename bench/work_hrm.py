@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "hrm")
 
 import build_sudoku
 from hrm.carry import Batch
-from hrm.dataset import SetBuilder, read_split, write_split
+from hrm.dataset import read_split, write_split
 from hrm.learner import Learner, LearnerConfig
 from hrm.model_config import ModelConfig
 from hrm.puzzle_table import PuzzleTable
@@ -24,6 +24,7 @@ from hrm.ranks import joined
 from hrm.rule_task import RuleTask, build_rule_task
 from hrm.running import Run, train
 from hrm.sampler import Share, TestBatches
+from hrm.set_builder import SetBuilder
 from hrm.settings import read_pretrain
 from shoal import SparseOptimizer, comm
 from shoal.checkpoint import Contents, save
@@ -69,12 +70,12 @@ def speed_data(folder: str, *, groups: int = 1000, images: int = 100) -> None:
     """Data of the Sudoku recipe's form with random tokens: steps take what real ones take."""
     rng = np.random.default_rng(0)
     for split, each in (("train", images), ("test", 1)):
-        built = SetBuilder()
+        built = SetBuilder(81)
         for _ in range(groups if split == "train" else 8):
             inputs, labels = rng.integers(1, 11, (2, each, 81), dtype=np.uint8)
             built.add_puzzles([0] * each, inputs, labels)
             built.end_group()
-        write_split(folder, split, {"all": built.build(81)}, vocab_size=11, seq_len=81)
+        write_split(folder, split, {"all": built.build()}, vocab_size=11, seq_len=81)
 
 
 def speed(
