@@ -10,16 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness import Case, Job, Measured, as_row, conclude, measured_json, run_job
+from harness import (
+    Case,
+    Job,
+    Measured,
+    as_row,
+    conclude,
+    measured_json,
+    run_job,
+    table_lines,
+    write_json,
+)
 from rank_main import on_ranks
 
 __all__ = ["Scale", "cases", "main"]
@@ -30,6 +41,7 @@ SEEDS = (0, 1, 2)
 PUBLIC = "public logs: 4,000 to 5,600 a GPU"
 
 Found = dict[str, Measured]
+Declared = tuple[tuple[Case, ...], Callable[[], Found]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +54,11 @@ class Scale:
         a_rank: samples of a rank and step.
         steps, warmup: timed, and not.
         rows, dim, chunk: of the large table; rows that a rank fills in one step.
+        compiled: the model of the large table is.
         arch: settings of the model whose speed is measured.
+        puzzles: lists for the real recipe; none leaves it out.
+        recipe_s: seconds of it, compiling included.
+        train, test, images, batch: of the real recipe.
     """
 
     rules_s: float = 60.0
@@ -50,15 +66,22 @@ class Scale:
     gpus: int = 0
     device: str = "cuda"
     a_rank: int = 768
-    steps: int = 60
+    steps: int = 200
     warmup: int = 60
     rows: int = 10_000_000
     dim: int = 512
     chunk: int = 131_072
+    compiled: bool = True
     arch: tuple[str, ...] = ("compile=true",)
+    puzzles: tuple[str, ...] = ()
+    recipe_s: float = 480.0
+    train: int = 1000
+    test: int = 2048
+    images: int = 1000
+    batch: int = 768
 
     @classmethod
-    def quick(cls, gpus: int, device: str) -> Scale:
+    def quick(cls, gpus: int, device: str, puzzles: tuple[str, ...]) -> Scale:
         """Tiny sizes."""
         small = ("arch=small", "arch.halt_max_steps=16")
         return cls(
@@ -72,7 +95,14 @@ class Scale:
             rows=2000,
             dim=32,
             chunk=256,
+            compiled=False,
             arch=small,
+            puzzles=puzzles,
+            recipe_s=6.0,
+            train=8,
+            test=4,
+            images=3,
+            batch=8,
         )
 
 
@@ -85,15 +115,20 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--dir", type=Path, help="where the large table's checkpoint is written")
     parser.add_argument("--ranks", type=int, help="with --quick: that many CPU processes for GPUs")
+    parser.add_argument(
+        "--puzzles", nargs="+", default=[], metavar="FILE", help="lists for the real recipe"
+    )
+    parser.add_argument("--recipe-s", type=float, default=480.0, help="seconds of the real recipe")
     parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         _work(*options.worker)
         return
-    gpus = _gpus()
-    scale = Scale(gpus=gpus)
+    gpus, puzzles = _gpus(), tuple(options.puzzles)
+    scale = Scale(gpus=gpus, puzzles=puzzles, recipe_s=options.recipe_s)
     if options.quick:
-        scale = Scale.quick(options.ranks or gpus, "cpu" if options.ranks else "cuda")
+        device = "cpu" if options.ranks else "cuda"
+        scale = Scale.quick(options.ranks or gpus, device, puzzles)
     jobs = [
         (found, run)
         for found, run in _jobs(scale, options.dir)
@@ -110,9 +145,11 @@ def main() -> None:
         try:
             found = run()
         except (RuntimeError, subprocess.SubprocessError, OSError) as error:
-            note = f"{type(error).__name__}: {error}"[:200]
-            found = {case.name: Measured(note=note) for case in declared}
+            found = _failed(declared, error)
         rows += [as_row(case, found.get(case.name)) for case in declared]
+        print("\n".join(table_lines(rows[-len(declared) :])), file=sys.stderr, flush=True)
+        if options.json:  # what is found stays, if the whole is cut off
+            write_json(options.json, rows, PACKAGES)
     conclude(rows, options.json, PACKAGES)
 
 
@@ -127,13 +164,13 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _jobs(scale: Scale, folder: Path | None) -> list[tuple[tuple[Case, ...], Callable[[], Found]]]:
+def _jobs(scale: Scale, folder: Path | None) -> list[Declared]:
     learning = [
         *(_learning("rules", seed, scale.rules_s) for seed in SEEDS),
         *(_learning("sudoku", seed, scale.sudoku_s) for seed in SEEDS),
     ]
-    jobs = [(job.cases, partial(run_job, job, SCRIPT)) for job in learning]
-    return [*jobs, _speed(scale), _table(scale, folder)]
+    jobs: list[Declared] = [(job.cases, partial(run_job, job, SCRIPT)) for job in learning]
+    return [*jobs, *_speed(scale), _table(scale, folder), _recipe(scale)]
 
 
 def _asked(name: str, unit: str, floor: float) -> Case:
@@ -152,102 +189,174 @@ def _learning(task: str, seed: int, cpu_s: float) -> Job:
     return Job(task=task, params=params, cases=found, timeout_s=60 + 8 * cpu_s)
 
 
-def _speed(scale: Scale) -> tuple[tuple[Case, ...], Callable[[], Found]]:
+def _speed(scale: Scale) -> list[Declared]:
+    """Rates on one GPU and on all; each is measured once, and alone, so that none loses others."""
     gpus = max(scale.gpus, 1)
     one, all_ = "Sudoku recipe, one GPU", f"Sudoku recipe, {gpus} GPUs"
-    forward, weak = f"{one}, with the bootstrap forward", f"Sudoku recipe, 1 to {gpus} GPUs"
-    strong = f"{all_}, 768 samples in all"
     unit = "sample-steps/s a GPU"
-    declared = (
-        Case(name=one, unit=unit, peer=PUBLIC, bar=6000 / 5600, peer_value=5600.0),
-        Case(name=forward, unit=unit, peer=PUBLIC, peer_value=5600.0),
-        Case(name=all_, unit=unit, peer=PUBLIC, bar=6000 / 5600, peer_value=5600.0),
-        Case(name=strong, unit=unit, peer=PUBLIC, peer_value=5600.0),
-        Case(name=weak, unit=unit, peer="one GPU", bar=0.9),
+    bar = {"unit": unit, "peer": PUBLIC, "bar": 6000 / 5600, "peer_value": 5600.0}
+    alone = Case(name=one, **bar)
+    forward = Case(
+        name=f"{one}, with the bootstrap forward", unit=unit, peer=PUBLIC, peer_value=5600.0
     )
+    each = Case(name=all_, **bar)
+    weak = Case(name=f"Sudoku recipe, 1 to {gpus} GPUs", unit=unit, peer="one GPU", bar=0.9)
+    strong = Case(name=f"{all_}, 768 samples in all", unit=unit, peer=PUBLIC, peer_value=5600.0)
 
-    def run() -> Found:
-        if not scale.gpus:
-            return _without(declared)
+    @cache
+    def measure(ranks: int, a_rank: int, bootstrap: bool = False) -> Measured:
         import work_hrm
 
         with tempfile.TemporaryDirectory(prefix="bench-hrm-") as data:
             work_hrm.speed_data(data)
+            params = {
+                "folder": data,
+                "a_rank": a_rank,
+                "steps": scale.steps,
+                "warmup": scale.warmup,
+                "device": scale.device,
+                "arch": [*scale.arch, f"arch.bootstrap={bootstrap}"],
+            }
+            found = on_ranks(ranks, "speed", params, timeout_s=300, module="work_hrm")
+        note = f"{found[0]['steps_per_s']:.2f} steps/s of {ranks} x {a_rank}"
+        return Measured(ours=found[0]["samples_per_s"] / ranks, note=note)
 
-            def measure(ranks: int, a_rank: int, bootstrap: bool) -> tuple[float, str]:
-                params = {
-                    "folder": data,
-                    "a_rank": a_rank,
-                    "steps": scale.steps,
-                    "warmup": scale.warmup,
-                    "device": scale.device,
-                    "arch": [*scale.arch, f"arch.bootstrap={bootstrap}"],
-                }
-                found = on_ranks(ranks, "speed", params, timeout_s=400, module="work_hrm")
-                note = f"{found[0]['steps_per_s']:.2f} steps/s of {ranks} x {a_rank}"
-                return found[0]["samples_per_s"] / ranks, note
-
-            alone, alone_note = measure(1, scale.a_rank, False)
-            booted, booted_note = measure(1, scale.a_rank, True)
-            each, note = (alone, alone_note) if gpus == 1 else measure(gpus, scale.a_rank, False)
-            cut, cut_note = measure(gpus, max(1, scale.a_rank // gpus), False)
+    def scaled() -> Found:
+        found = measure(gpus, scale.a_rank)
+        if gpus == 1:
+            return {each.name: found, weak.name: Measured(note="needs several GPUs")}
+        single = measure(1, scale.a_rank).ours
+        note = f"{found.note}; in all {(found.ours or 0) * gpus:,.0f} sample-steps/s"
         return {
-            one: Measured(ours=alone, note=alone_note),
-            forward: Measured(ours=booted, note=booted_note),
-            all_: Measured(ours=each, note=note),
-            strong: Measured(ours=cut, note=cut_note),
-            weak: Measured(ours=each, peer_value=alone),
+            each.name: Measured(ours=found.ours, note=note),
+            weak.name: Measured(ours=found.ours, peer_value=single),
+        }
+
+    cut = max(1, scale.a_rank // gpus)
+    jobs: list[Declared] = [
+        ((alone,), lambda: {alone.name: measure(1, scale.a_rank)}),
+        ((forward,), lambda: {forward.name: measure(1, scale.a_rank, True)}),
+        ((each, weak), scaled),
+        ((strong,), lambda: {strong.name: measure(gpus, cut)}),
+    ]
+    if scale.gpus:
+        return jobs
+    return [(declared, partial(_without, declared)) for declared, _ in jobs]
+
+
+def _recipe(scale: Scale) -> Declared:
+    gpus = max(scale.gpus, 1)
+    name = f"{scale.train:,} listed puzzles x {scale.images:,}, {gpus} GPUs, {scale.recipe_s:.0f} s"
+    solved = Case(name=f"{name}, solved", unit="of held out", peer="none")
+    blanks = Case(name=f"{name}, blanks right", unit="of held out", peer="none")
+    rate = Case(name=f"{name}, rate", unit="sample-steps/s a GPU", peer=PUBLIC, peer_value=5600.0)
+    declared = (solved, blanks, rate)
+
+    def run() -> Found:
+        if not scale.gpus or not scale.puzzles:
+            return _without(declared, "needs GPUs and --puzzles")
+        import work_hrm
+
+        with tempfile.TemporaryDirectory(prefix="bench-hrm-") as data:
+            sizes = {"train": scale.train, "test": scale.test, "images": scale.images}
+            work_hrm.recipe_data(data, scale.puzzles, **sizes)
+            params = {
+                "folder": data,
+                "batch": scale.batch // gpus * gpus,
+                "seconds": scale.recipe_s,
+                "device": scale.device,
+                "arch": [*scale.arch, "arch.bootstrap=False"],
+            }
+            timeout_s = scale.recipe_s + 200
+            found = on_ranks(gpus, "recipe", params, timeout_s=timeout_s, module="work_hrm")[0]
+        steps = f"{found['steps']:.0f} of {found['total_steps']:.0f} steps, seed 0"
+        cells = f"cells {found['accuracy']:.3f}, {found['count']:.0f} puzzles"
+        return {
+            solved.name: Measured(ours=found["exact_accuracy"], note=f"{steps}, {cells}"),
+            blanks.name: Measured(ours=found["blank_accuracy"]),
+            rate.name: Measured(
+                ours=found["samples_per_s"] / gpus, note=f"{found['steps_per_s']:.2f} steps/s"
+            ),
         }
 
     return declared, run
 
 
-def _table(scale: Scale, folder: Path | None) -> tuple[tuple[Case, ...], Callable[[], Found]]:
-    size = f"table of {scale.rows:,} x {scale.dim} over {max(scale.gpus, 1)} GPUs"
-    filled, rows = f"{size}, filling", f"{size}, rows trained"
-    step, saved = f"{size}, step", f"{size}, checkpoint"
-    declared = (
-        Case(name=filled, unit="k rows/s", peer="none"),
-        Case(name=rows, unit="k rows/s", peer="none"),
-        Case(name=step, unit="ms", peer="dense-only step", better="lower"),
-        Case(name=saved, unit="s", peer="none", better="lower"),
-    )
+def _table(scale: Scale, folder: Path | None) -> Declared:
+    gpus = max(scale.gpus, 1)
+    size = f"table of {scale.rows:,} x {scale.dim} over {gpus} GPUs"
+    filled = Case(name=f"{size}, filling", unit="k rows/s", peer="none")
+    rows = Case(name=f"{size}, rows trained", unit="k rows/s", peer="none")
+    step = Case(name=f"{size}, step", unit="ms", peer="dense-only step", better="lower")
+    saved = Case(name=f"{size}, checkpoint", unit="s", peer="none", better="lower")
+    declared = (filled, rows, step, saved)
 
     def run() -> Found:
         if not scale.gpus:
             return _without(declared)
-        with tempfile.TemporaryDirectory(prefix="bench-hrm-", dir=folder) as place:
+        bytes_ = scale.rows * scale.dim * 4
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-hrm-", dir=folder) as place,
+            tempfile.TemporaryDirectory(prefix="bench-hrm-") as notes,
+        ):
+            free = shutil.disk_usage(place).free
             params = {
                 "folder": place,
+                "notes": notes,
+                "saves": free > 1.1 * bytes_,
                 "rows": scale.rows,
                 "dim": scale.dim,
                 "a_rank": scale.a_rank,
                 "steps": scale.steps,
                 "chunk": scale.chunk,
+                "compiled": scale.compiled,
                 "device": scale.device,
             }
-            ranks = on_ranks(scale.gpus, "table_scale", params, timeout_s=400, module="work_hrm")
-        worst = {key: max(one[key] for one in ranks) for key in ranks[0]}
-        size_b = worst["saved_bytes"]
-        return {
-            filled: Measured(ours=ranks[0]["filled_rows_per_s"] / 1e3),
-            rows: Measured(ours=ranks[0]["rows_per_s"] / 1e3),
-            step: Measured(
-                ours=worst["step_s"] * 1e3,
-                peer_value=worst["dense_step_s"] * 1e3,
-                note=f"peak {worst.get('peak_bytes', 0) / 1e9:.1f} GB a GPU",
-            ),
-            saved: Measured(
-                ours=worst["save_s"],
-                note=f"{size_b / 1e9:.2f} GB, {size_b / worst['save_s'] / 1e9:.2f} GB/s",
-            ),
-        }
+            late = f"{1.1 * bytes_ / 1e9:.0f} GB free are needed (--dir), {free / 1e9:.0f} are"
+            try:
+                on_ranks(gpus, "table_scale", params, timeout_s=540, module="work_hrm_table")
+            except RuntimeError as error:
+                late = str(error)
+            ranks = [json.loads(file.read_text()) for file in sorted(Path(notes).glob("*.json"))]
+        worst = {key: max(one.get(key, 0.0) for one in ranks) for one in ranks for key in one}
+        return _table_rows(declared, worst, ranks[0] if ranks else {}, gpus, late)
 
     return declared, run
 
 
-def _without(declared: tuple[Case, ...]) -> Found:
-    return {case.name: Measured(note="needs GPUs") for case in declared}
+def _table_rows(
+    declared: tuple[Case, ...],
+    worst: dict[str, float],
+    first: dict[str, float],
+    gpus: int,
+    late: str,
+) -> Found:
+    """Rows of what was found, by the slowest rank and rank 0; `late`: why the others lack."""
+    filled, rows, step, saved = (case.name for case in declared)
+    found = {name: Measured(note=late) for name in (filled, rows, step, saved)}
+    for name, key in ((filled, "filled_rows_per_s"), (rows, "rows_per_s")):
+        if key in first:
+            note = f"{first[key] / gpus / 1e3:,.1f} k a GPU"
+            found[name] = Measured(ours=first[key] / 1e3, note=note)
+    if "step_s" in worst:
+        found[step] = Measured(
+            ours=worst["step_s"] * 1e3,
+            peer_value=worst["dense_step_s"] * 1e3,
+            note=f"peak {worst['peak_bytes'] / 1e9:.1f} GB a GPU",
+        )
+    if "save_s" in worst:
+        size, spent_s = worst["saved_bytes"] / 1e9, worst["save_s"]
+        note = f"{size:.2f} GB, {size / spent_s:.2f} GB/s, {size / spent_s / gpus:.2f} a GPU"
+        found[saved] = Measured(ours=spent_s, note=note)
+    return found
+
+
+def _without(declared: tuple[Case, ...], note: str = "needs GPUs") -> Found:
+    return {case.name: Measured(note=note) for case in declared}
+
+
+def _failed(declared: tuple[Case, ...], error: Exception) -> Found:
+    return _without(declared, f"{type(error).__name__}: {error}"[:200])
 
 
 def _work(source: Path, target: Path) -> None:

@@ -12,22 +12,30 @@ what it asks is the test. Every task and every augmentation is a puzzle with an 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 
 from hrm.arc import SIDE, VOCAB, Pair, Task, augmentations, read_tasks, to_pages
-from hrm.dataset import BLANK, SetBuilder, write_split
+from hrm.dataset import BLANK, write_split
+from hrm.ranks import program
+from hrm.set_builder import SetBuilder
 from shoal.errors import DataError, describe
 
 __all__ = ["main"]
 
 
 class _Builder:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, spool: Path) -> None:
         self.rng = np.random.default_rng(seed)
         self.names = [BLANK]
-        self.sets = {"train": SetBuilder(), "test": SetBuilder()}
+        self.sets = {
+            split: SetBuilder(SIDE * SIDE, spool=spool / split) for split in ("train", "test")
+        }
 
     def add(self, task: Task, count: int, *, held_out: bool) -> None:
         """A task with its augmentations: a group in each split that it has pairs for."""
@@ -43,6 +51,10 @@ class _Builder:
             for puzzle_id, pairs in enumerate(puzzles, first):
                 self._write(split, puzzle_id, pairs)
             self.sets[split].end_group()
+
+    def close(self) -> None:
+        for built in self.sets.values():
+            built.close()
 
     def _write(self, split: str, puzzle_id: int, pairs: tuple[Pair, ...]) -> None:
         # One training pair of each puzzle stays in the corner, where test pairs are.
@@ -72,7 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="tasks of each pair of files")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
-    builder = _Builder(asked.seed)
+    if not asked.train_tasks and not asked.test_tasks:
+        parser.error("no tasks: give --train-tasks, --test-tasks or both")
+    for files in (*asked.train_tasks, *asked.test_tasks):
+        if len(files) > 2:
+            parser.error(f"one file of challenges and one of solutions each, got {files}")
+    Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
+    # Beside the data: pages take gigabytes, and are moved from there.
+    with (
+        tempfile.TemporaryDirectory(prefix=".building-", dir=asked.output_dir) as spool,
+        closing(_Builder(asked.seed, Path(spool))) as builder,
+    ):
+        _build(asked, builder)
+
+
+def _build(asked: argparse.Namespace, builder: _Builder) -> None:
     known: dict[str, str] = {}
     for held_out, files in ((False, asked.train_tasks), (True, asked.test_tasks)):
         for pair in files:
@@ -80,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _only_once(known, task.name, pair[0])
                 builder.add(task, asked.num_aug, held_out=held_out)
     for split, found in builder.sets.items():
-        built = found.build(SIDE * SIDE)
+        built = found.build()
         write_split(
             asked.output_dir,
             split,
@@ -107,4 +133,4 @@ def _only_once(known: dict[str, str], name: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -6,13 +6,16 @@ Training and test mazes stay different when turned or mirrored.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
-from hrm.dataset import PuzzleSet, SetBuilder, write_split
+from hrm.dataset import PuzzleSet, write_split
 from hrm.dihedral import COUNT, dihedral
 from hrm.maze import CHARSET, Maze, canonical_maze, make_maze, to_tokens
+from hrm.ranks import program
+from hrm.set_builder import SetBuilder
 
 __all__ = ["main"]
 
@@ -50,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _set(mazes: Sequence[Maze], turns: int) -> PuzzleSet:
-    built = SetBuilder()
+    built = SetBuilder(mazes[0].question.size if mazes else 0)
     for maze in mazes:
         for turn in range(turns):
             tokens = [to_tokens(dihedral(side, turn)) for side in (maze.question, maze.answer)]
             built.add_puzzle(0, tokens[0][None], tokens[1][None])
         built.end_group()
-    return built.build(mazes[0].question.size if mazes else 0)
+    return built.build()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
+from hrm.ranks import program
 from hrm.rule_task import RuleTask, build_rule_task
 
 __all__ = ["main"]
@@ -23,4 +25,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from hrm.dataset import PuzzleSet, SetBuilder, write_split
+from hrm.dataset import PuzzleSet, write_split
+from hrm.ranks import program
+from hrm.set_builder import SetBuilder
 from hrm.sudoku_source import Rated, generated, listed, read_list
 from hrm.sudoku_symmetry import random_images
 from shoal.errors import DataError, describe
@@ -119,7 +122,7 @@ def _twin(rated: Rated) -> bytes:
 
 def _set(part: Sequence[Rated], images: int, rng: np.random.Generator, box: int) -> PuzzleSet:
     """A group for each puzzle with its images; digit d is token d + 1, blanks are 1."""
-    built = SetBuilder()
+    built = SetBuilder(box**4)
     for rated in part:
         questions, answers = random_images(rated.puzzle, rated.solution, rng, images, box)
         own = (np.array([grid], dtype=np.uint8) for grid in (rated.puzzle, rated.solution))
@@ -128,7 +131,7 @@ def _set(part: Sequence[Rated], images: int, rng: np.random.Generator, box: int)
         labels = np.concatenate([answer, answers]) + 1
         built.add_puzzles([0] * len(inputs), inputs, labels)
         built.end_group()
-    return built.build(box**4)
+    return built.build()
 
 
 def _figures(part: Sequence[Rated]) -> dict[str, float]:
@@ -144,4 +147,4 @@ def _figures(part: Sequence[Rated]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

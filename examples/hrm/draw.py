@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hrm.drawing import INK, MUTED, PALETTE, Cell, grid, svg, text
-from hrm.evaluating import opened
+from hrm.evaluating import make_places, opened
 from hrm.ranks import joined, program
 from hrm.settings import read_evaluate
 from shoal.errors import ConfigError, describe
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers = [one.partition("=")[2] for one in given if one.startswith("example=")]
         rest = [one for one in given if not one.startswith("example=")]
         config = read_evaluate(rest)
+        make_places(config)
         with joined(config.device, config.threads) as mesh:
             learner, windows = opened(config, mesh)
             found: list[Solving] = []

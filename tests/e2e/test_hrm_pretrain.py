@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import build_sudoku
 import evaluate
 import pretrain
 from hrm.evaluating import evaluate as evaluated
 from hrm.ranks import joined
 from hrm.rule_task import RuleTask, build_rule_task
+from hrm.running import Run
 from hrm.settings import read_evaluate, read_pretrain
+from shoal.checkpoint import CheckpointStore, Manifest, Saving, begin
 from support.hrm_runs import STEPS, TEST, TINY, build, check_equal, restored, trained
 from support.ranks import run_ranks
 
@@ -61,6 +64,66 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, data: str, whole: tuple[str, 
     assert steps == sorted(steps) and {5, 7, 10, 11, 20} <= set(steps)
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[tuple[int, int]] = []
+    with joined("cpu", 1) as mesh:
+        run = Run(read_pretrain([*TINY, data, f"checkpoint_path={tmp_path}"]), mesh)
+
+        def begun(*given: Any, **named: Any) -> Saving:
+            saving, at = begin(*given, **named), run.learner.step
+            wait = saving.wait
+
+            def told(timeout_s: float | None = None) -> Manifest:
+                waited.append((at, run.learner.step))
+                return wait(timeout_s)
+
+            monkeypatch.setattr(saving, "wait", told)
+            return saving
+
+        monkeypatch.setattr("hrm.saving.begin", begun)
+        run.run()
+    # The first is waited for when the second is due, the second in the end.
+    assert waited == [(10, 20), (20, 20)]
+    assert CheckpointStore(tmp_path).latest() is not None
+
+
+def test_the_same_command_goes_on_without_a_name(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert trained(data, "max_steps=7")[:2] == (7, False)
+    assert trained(data, "resume=must", "log_every=4")[:2] == (STEPS, True)
+    (place,) = tmp_path.glob("checkpoints/*/*")
+    assert re.fullmatch(r"hrm_v1 [0-9a-f]{8}", place.name)
+    assert pretrain.main([*TINY, data, "lr=2e-2", "resume=must"]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_cannot_have_to_go_on(
+    data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main([*TINY, data, "save_checkpoints=false", "resume=must"]) == 2
+    assert "resume: got must, with save_checkpoints=false" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_other_data(
+    tmp_path: Path, data: str, whole: tuple[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, source = f"checkpoint_path={whole[0]}", data.partition("=")[2]
+    sizes = ["--train", "41", "--test", "37", "--num-aug", "2"]
+    build_sudoku.main(["--output-dir", str(tmp_path / "b"), "--box", "2", "--clues", "8", *sizes])
+    shutil.copytree(source, tmp_path / "a")
+    (tmp_path / "a" / "identifiers.json").write_text('["nobody"]')
+    for folder, said in (("a", r"names of the puzzle ids"), ("b", r"total_groups of .*got 41.*40")):
+        assert pretrain.main([*TINY, f"data_path={tmp_path / folder}", place]) == 2
+        assert re.search(said, error := capsys.readouterr().err), error
+        assert "data that the run began with" in error
+    assert evaluate.main([f"checkpoint={whole[0]}", f"data_path={tmp_path / 'a'}", *ONE]) == 2
+    assert "ids mean other puzzles" in capsys.readouterr().err
+
+
 def test_a_changed_setting_counts_from_where_a_run_goes_on(
     tmp_path: Path, data: str, whole: tuple[str, Any]
 ) -> None:
@@ -76,12 +139,15 @@ def test_evaluation_says_what_pretraining_said(
     whole: tuple[str, dict[str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, figures = whole
-    assert evaluate.main([f"checkpoint={place}", *ONE, f"output={place}/said.json"]) == 0
+    assert evaluate.main([f"checkpoint={place}", *ONE, f"output={place}/made/said.json"]) == 0
     assert f"exact {figures['exact_accuracy']:.4f}, cells {figures['accuracy']:.4f}" in (
         capsys.readouterr().out
     )
-    said = json.loads(Path(place, "said.json").read_text())
+    said = json.loads(Path(place, "made", "said.json").read_text())
     assert (said["step"], said["figures"]["all"]) == (STEPS, figures)
+    # What fills up the last batch counts nowhere, so batches of another size say the same.
+    again = evaluated(read_evaluate([f"checkpoint={place}", "global_batch_size=5", *ONE]))
+    assert again["all"] == pytest.approx(figures)
     # An earlier checkpoint, in other batches, with rows placed otherwise, of fewer examples.
     other = ["global_batch_size=5", "puzzle_emb_sharding=row_wise", "eval_examples=9", *ONE]
     first = evaluated(read_evaluate([f"checkpoint={place}/step-{10:012d}-full", *other]))
@@ -155,6 +221,7 @@ def test_defaults_are_hrms() -> None:
         ("lrr=1", r"got 'lrr'; allowed: lr"),
         ("arch.H_layer=1", r"got 'arch.H_layer'; allowed: arch.H_layers"),
         ("arch=tmr", r"Could not find 'arch/tmr'"),
+        ("seed=4294967296", r"config key seed"),
         ("beta1=1.5", r"config key beta1: got 1.5"),
         ("arch.num_heads=3", r"hidden_size of the model: got 16 for 3 heads"),
         ("data_path=/nowhere", r"file /nowhere/train/dataset.json: got none.*build_sudoku"),

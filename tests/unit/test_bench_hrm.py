@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 FILE = Path(__file__).resolve().parents[2] / "bench" / "hrm.py"
 
@@ -38,13 +41,54 @@ def test_every_row_that_was_asked_for() -> None:
     assert cases["Sudoku recipe, 1 to 4 GPUs"].bar == 0.9
     table = [name for name in cases if name.startswith("table of 10,000,000 x 512 over 4 GPUs")]
     assert len(table) == 4
+    recipe = [name for name in cases if name.startswith("1,000 listed puzzles x 1,000, 4 GPUs")]
+    assert len(recipe) == 3
 
 
 def test_without_gpus_their_rows_have_a_note() -> None:
     module = bench()
-    for declared, run in module._jobs(module.Scale(gpus=0), None)[-2:]:
-        assert {found.note for found in run().values()} == {"needs GPUs"}
+    jobs = module._jobs(module.Scale(gpus=0), None)[6:]
+    assert len(jobs) == 6
+    for declared, run in jobs:
+        assert all(found.note.startswith("needs GPUs") for found in run().values())
         assert set(run()) == {case.name for case in declared}
+
+
+def test_what_a_large_table_found_before_it_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = bench()
+
+    def failing(ranks: int, task: str, params: dict[str, Any], **_: Any) -> None:
+        assert (ranks, task, params["saves"]) == (2, "table_scale", True)
+        for rank in range(2):
+            found = {"dense_step_s": 0.02 + rank / 1e3, "filled_rows_per_s": 4e6, "peak_bytes": 1e9}
+            found |= {"step_s": 0.03, "rows_per_s": 5e4} if rank else {}
+            Path(params["notes"], f"{rank}.json").write_text(json.dumps(found))
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(module, "on_ranks", failing)
+    scale = module.Scale.quick(2, "cpu", ())
+    declared, run = module._table(scale, tmp_path)
+    filled, rows, step, saved = (run()[case.name] for case in declared)
+    assert (filled.ours, filled.note) == (4000, "2,000.0 k a GPU")
+    assert rows.ours is None and rows.note == "too late"
+    assert step.ours == 30 and step.peer_value == 21
+    assert saved.ours is None and saved.note == "too late"
+
+
+def test_the_large_table_needs_no_settings_packages(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'hydra', 'omegaconf']))"
+    code = f"{blocked}; import work_hrm_table; print(work_hrm_table.Size)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=FILE.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_learning_job_runs_from_the_command_line(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,27 @@ def test_arc_data(tmp_path: Path) -> None:
         pair = task.asked[example % 2]
         assert np.array_equal(clothes.undone(from_page(found.inputs[example])), pair.question)
         assert np.array_equal(clothes.undone(from_page(found.labels[example])), pair.answer)
+
+
+def test_arc_without_tasks_or_with_too_many_files_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--output-dir", str(tmp_path / "out")]
+    for options, said in ((place, "no tasks"), ([*place, "--train-tasks", "a", "b", "c"], "'c'")):
+        with pytest.raises(SystemExit):
+            build_arc.main(options)
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_builder_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, build_arc.__file__, "--train-tasks", str(tmp_path / "none.json")]
+    command += ["--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "none.json" in line and "Traceback" not in line
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_arc_tasks_are_trained_on_or_tested(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hrm.carry import IGNORE, Batch
-from hrm.dataset import PuzzleData, SetBuilder, read_split, require_alike, write_split
+from hrm.dataset import PuzzleData, read_split, require_alike, write_split
 from hrm.prefetch import Prefetched
 from hrm.sampler import Share, TestBatches, TrainSampler
+from hrm.set_builder import SetBuilder
 from shoal.errors import CheckpointError, ConfigError, DataError
 
 KEYS = {
@@ -33,7 +34,7 @@ KEYS = {
 
 def made(root: Path, sizes: list[list[int]], split: str = "train") -> PuzzleData:
     """Groups of puzzles of so many examples; every example has a number of its own as its input."""
-    built, example, puzzle = SetBuilder(), 0, 0
+    built, example, puzzle = SetBuilder(2), 0, 0
     for group in sizes:
         for count in group:
             numbers = np.arange(example, example + count, dtype=np.uint8)
@@ -42,7 +43,7 @@ def made(root: Path, sizes: list[list[int]], split: str = "train") -> PuzzleData
             example += count
         built.end_group()
     names = ["<blank>", *map(str, range(puzzle))]
-    write_split(root, split, {"all": built.build(2)}, vocab_size=255, seq_len=2, names=names)
+    write_split(root, split, {"all": built.build()}, vocab_size=255, seq_len=2, names=names)
     return read_split(root, split)
 
 
@@ -131,6 +132,11 @@ def test_labels_all_count_where_none_is_ignored(tmp_path: Path) -> None:
         ({"meta": {"total_groups": 3}}, "total_groups"),
         ({"meta": {"vocab_size": 4}}, "vocab_size"),
         ({"meta": {"num_puzzle_identifiers": 5}}, "num_puzzle_identifiers"),
+        ({"meta": {"mean_puzzle_examples": 2.0}}, "mean_puzzle_examples.*1, as in the arrays"),
+        ({"meta": {"pad_id": 11}}, "pad_id.*vocab_size"),
+        ({"meta": {"blank_identifier_id": 6}}, "blank_identifier_id.*num_puzzle_identifiers"),
+        ({"meta": {"vocab_size": "11"}}, "vocab_size is '11'"),
+        ({"inputs": np.ones((2, 3)) / 2}, "inputs.*float64"),
         ({"labels": np.zeros((1, 3), dtype=np.uint8)}, "labels"),
         ({"puzzle_indices": np.array([0, 1, 3], dtype=np.int32)}, "puzzle_indices"),
         ({"puzzle_indices": np.array([0, 2], dtype=np.int32)}, "puzzle_indices"),
@@ -154,6 +160,38 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "train" / "dataset.json").write_text('{"pad_id": 0}')
     with pytest.raises(DataError, match="ignore_label_id"):
         read_split(tmp_path, "train")
+
+
+def test_a_spooled_set_has_the_bytes_of_one_in_memory(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    roots = [tmp_path / "memory", tmp_path / "spooled"]
+    builders = [SetBuilder(5), SetBuilder(5, spool=tmp_path / "spooled" / "spool")]
+    for puzzle in range(40):
+        pages = rng.integers(0, 9, (2, int(rng.integers(4)), 5))
+        for built in builders:
+            built.add_puzzle(puzzle, *pages)
+            built.end_group()
+    names = [str(name) for name in range(40)]
+    for root, built in zip(roots, builders, strict=True):
+        write_split(root, "train", {"all": built.build()}, vocab_size=9, seq_len=5, names=names)
+    files = sorted(path.relative_to(roots[0]) for path in roots[0].rglob("*") if path.is_file())
+    assert len(files) == 7
+    for path in files:
+        assert (roots[0] / path).read_bytes() == (roots[1] / path).read_bytes(), path
+    assert not list((tmp_path / "spooled" / "spool").iterdir())
+    bare = SetBuilder(5, spool=tmp_path / "bare")
+    assert bare.build().inputs.shape == (0, 5)
+
+
+def test_groups_and_puzzles_without_examples_are_passed_over(tmp_path: Path) -> None:
+    data = made(tmp_path, [[], [2, 3], [], [0], [1, 1, 1], []])
+    sampler = TrainSampler(data, Share(3), epochs_per_iteration=40)
+    drawn: list[int] = []
+    while (batch := sampler.draw()) is not None:
+        numbers = numbers_of(batch)
+        assert sorted(numbers) != sorted([numbers[0]] * 3)
+        drawn += numbers
+    assert set(drawn) == set(range(8))
 
 
 def test_an_epoch_visits_every_group_once(tmp_path: Path) -> None:

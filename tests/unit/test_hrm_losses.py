@@ -97,12 +97,12 @@ def test_figures_count_examples_that_halted_and_have_labels() -> None:
         "q_halt_accuracy": 1,
         "steps": 8,
         "lm_loss": right + (right + wrong) / 2 + right,
-        # An example without labels has nothing wrong: exact.
-        "q_halt_loss": bce(2, 1) + bce(1, 0) + bce(-1, 1) + bce(0, 1),
-        "q_continue_loss": 3 * bce(0, 0.5) + bce(1, 0.25),
+        "q_halt_loss": bce(2, 1) + bce(1, 0) + bce(-1, 1),
+        "q_continue_loss": 2 * bce(0, 0.5) + bce(1, 0.25),
     }
     assert got == pytest.approx(want)
-    halves = want["q_halt_loss"] + want["q_continue_loss"]
+    # The loss has one without labels, too, as the original's: nothing is wrong there, so exact.
+    halves = want["q_halt_loss"] + want["q_continue_loss"] + bce(0, 1) + bce(0, 0.5)
     assert float(total) == pytest.approx(want["lm_loss"] + halves / 2)
 
 
@@ -111,4 +111,5 @@ def test_without_a_bootstrap_nothing_is_asked_of_going_on() -> None:
     bare = Outputs(outputs.logits_BSV, outputs.q_halt_B, outputs.q_continue_B, None)
     total, figures = act_loss(carry, bare, "softmax_cross_entropy")
     assert "q_continue_loss" not in figures
-    assert float(total) == pytest.approx(float(figures["lm_loss"] + figures["q_halt_loss"] / 2))
+    halves = float(figures["q_halt_loss"]) + bce(0, 1)
+    assert float(total) == pytest.approx(float(figures["lm_loss"]) + halves / 2)

@@ -208,12 +208,15 @@ def test_target_is_the_value_of_the_next_step() -> None:
 def test_exploration_is_one_draw_for_all_ranks() -> None:
     config = tiny(halt_exploration_prob=0.25, halt_max_steps=6)
 
-    def drawn(step: int, first: int, count: int) -> Tensor:
-        return exploration(config, seed=5, step=step, global_batch=4000, first=first, count=count)
+    def drawn(step: int, first: int, count: int, seed: int = 5) -> Tensor:
+        of_rank = {"global_batch": 4000, "first": first, "count": count}
+        return exploration(config, seed=seed, step=step, **of_rank)
 
     whole = drawn(3, 0, 4000)
     assert torch.equal(whole, torch.cat([drawn(3, 0, 2000), drawn(3, 2000, 2000)]))
     assert not torch.equal(whole, drawn(4, 0, 4000))
+    assert not torch.equal(whole, drawn(3, 0, 4000, seed=6))
+    assert whole.dtype == torch.int32
     assert set(whole.tolist()) == {0, 2, 3, 4, 5, 6}
     assert 0.2 < float((whole > 0).float().mean()) < 0.3
 

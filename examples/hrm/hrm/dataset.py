@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,9 +33,9 @@ __all__ = [
     "Metadata",
     "PuzzleData",
     "PuzzleSet",
-    "SetBuilder",
     "read_split",
     "require_alike",
+    "require_same",
     "write_split",
 ]
 
@@ -40,6 +43,12 @@ BLANK = "<blank>"
 _ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _MAPPED = ("inputs", "labels")
 _SCANNED_BYTES = 1 << 28
+# Of values in dataset.json; the others are whole numbers.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "sets": list,
+    "mean_puzzle_examples": (int, float),
+    "ignore_label_id": (int, NoneType),
+}
 
 Array = NDArray[Any]
 
@@ -99,56 +108,21 @@ class PuzzleSet:
 
 @dataclass(frozen=True, eq=False)
 class PuzzleData:
-    """A split: what `dataset.json` says, and its sets by name."""
+    """A split: what `dataset.json` says, and its sets by name.
+
+    Args:
+        identifiers: digest of the names of puzzle ids; "" where they have no file.
+    """
 
     path: Path
     metadata: Metadata
     sets: Mapping[str, PuzzleSet]
+    identifiers: str = ""
 
     @property
     def examples(self) -> int:
         """Examples of all sets."""
         return sum(found.examples for found in self.sets.values())
-
-
-class SetBuilder:
-    """Collects examples, puzzles and groups, in that nesting."""
-
-    def __init__(self) -> None:
-        self._inputs: list[Array] = []
-        self._labels: list[Array] = []
-        self._ids: list[int] = []
-        self._puzzles, self._groups, self._examples = [0], [0], 0
-
-    def add_puzzle(self, puzzle_id: int, inputs_NS: Array, labels_NS: Array) -> None:
-        """One puzzle with its examples."""
-        self.add_puzzles([puzzle_id], inputs_NS, labels_NS, len(inputs_NS))
-
-    def add_puzzles(
-        self, puzzle_ids: Sequence[int], inputs_NS: Array, labels_NS: Array, each: int = 1
-    ) -> None:
-        """Puzzles of `each` examples."""
-        self._inputs.append(inputs_NS.astype(np.uint8))
-        self._labels.append(labels_NS.astype(np.uint8))
-        for puzzle_id in puzzle_ids:
-            self._examples += each
-            self._ids.append(puzzle_id)
-            self._puzzles.append(self._examples)
-
-    def end_group(self) -> None:
-        """The puzzles since the last call are a group."""
-        self._groups.append(len(self._ids))
-
-    def build(self, seq_len: int) -> PuzzleSet:
-        """The arrays."""
-        empty = np.zeros((0, seq_len), dtype=np.uint8)
-        return PuzzleSet(
-            np.concatenate([empty, *self._inputs]),
-            np.concatenate([empty, *self._labels]),
-            np.array(self._ids, dtype=np.int32),
-            np.array(self._puzzles, dtype=np.int32),
-            np.array(self._groups, dtype=np.int32),
-        )
 
 
 def write_split(
@@ -163,6 +137,8 @@ def write_split(
     ignore_label_id: int | None = 0,
 ) -> Metadata:
     """Write a split and the names of its ids; what is there is replaced.
+
+    Arrays that a `SetBuilder` spooled are moved there.
 
     Raises:
         DataError: arrays that do not fit each other, before anything is written.
@@ -185,12 +161,19 @@ def write_split(
     folder.mkdir(parents=True, exist_ok=True)
     for name, found in sets.items():
         for array in _ARRAYS:
-            np.save(folder / f"{name}__{array}.npy", getattr(found, array))
+            _place(getattr(found, array), folder / f"{name}__{array}.npy")
     # TRM asks for one key more, which HRM reads over.
     written = {**dataclasses.asdict(metadata), "total_puzzles": puzzles}
     (folder / "dataset.json").write_text(json.dumps(written))
     (Path(root) / "identifiers.json").write_text(json.dumps(list(names)))
     return metadata
+
+
+def _place(array: Array, path: Path) -> None:
+    if isinstance(array, np.memmap) and array.filename is not None:
+        shutil.move(array.filename, path)
+    else:
+        np.save(path, array)
 
 
 def read_split(root: str | Path, split: str) -> PuzzleData:
@@ -202,23 +185,47 @@ def read_split(root: str | Path, split: str) -> PuzzleData:
     folder = Path(root) / split
     metadata = _metadata(folder / "dataset.json")
     sets = {name: _open_set(folder, name) for name in metadata.sets}
-    data = PuzzleData(folder, metadata, sets)
+    data = PuzzleData(folder, metadata, sets, _digest(Path(root) / "identifiers.json"))
     _check(data)
     return data
 
 
-def require_alike(data: PuzzleData, other: PuzzleData) -> None:
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+
+def require_alike(
+    data: PuzzleData, other: PuzzleData, *, remedy: str = "Evaluate on data of the same build."
+) -> None:
     """Check that a model of one split can be judged on another.
 
     Raises:
         DataError: another vocabulary, length or other ids.
     """
     for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "blank_identifier_id"):
-        wanted, got = getattr(data.metadata, name), getattr(other.metadata, name)
-        if wanted != got:
-            allowed = f"{wanted}, as at {data.path}"
-            remedy = "Evaluate on data of the same build."
-            raise _wrong(f"{name} of {other.path}", got, allowed, remedy)
+        _require_same(data, other, name, remedy)
+    if data.identifiers and other.identifiers and data.identifiers != other.identifiers:
+        what = f"names of the puzzle ids of {other.path}"
+        allowed = f"those of {data.path} (identifiers.json): ids mean other puzzles"
+        raise _wrong(what, "others", allowed, remedy)
+
+
+def require_same(data: PuzzleData, other: PuzzleData) -> None:
+    """Check that a run on one split can go on with another.
+
+    Raises:
+        DataError: other than what the run began with.
+    """
+    remedy = "Go on with the data that the run began with, or name another run."
+    require_alike(data, other, remedy=remedy)
+    for field in dataclasses.fields(Metadata):
+        _require_same(data, other, field.name, remedy)
+
+
+def _require_same(data: PuzzleData, other: PuzzleData, name: str, remedy: str) -> None:
+    wanted, got = getattr(data.metadata, name), getattr(other.metadata, name)
+    if wanted != got:
+        raise _wrong(f"{name} of {other.path}", got, f"{wanted}, as at {data.path}", remedy)
 
 
 def _metadata(path: Path) -> Metadata:
@@ -228,8 +235,11 @@ def _metadata(path: Path) -> Metadata:
     try:
         raw = json.loads(path.read_text())
         fields = {field.name: raw[field.name] for field in dataclasses.fields(Metadata)}
+        for name, value in fields.items():
+            if not isinstance(value, _KINDS.get(name, int)) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}")
         return Metadata(**{**fields, "sets": tuple(fields["sets"])})
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         names = ", ".join(field.name for field in dataclasses.fields(Metadata))
         raise _wrong(
             f"file {path}", f"{error!r}", f"JSON with {names}", "Build it again."
@@ -253,14 +263,26 @@ def _check(data: PuzzleData) -> None:
     meta, where = data.metadata, data.path
     for name, found in data.sets.items():
         _check_set(f"set {name!r} of {where}", meta, found)
+    for key, end in (("pad_id", "vocab_size"), ("blank_identifier_id", "num_puzzle_identifiers")):
+        if not 0 <= getattr(meta, key) < getattr(meta, end):
+            got, top = getattr(meta, key), getattr(meta, end) - 1
+            raise _wrong(f"{key} of {where}", got, f"0..{top}", f"See {end} in dataset.json.")
     groups = sum(found.groups for found in data.sets.values())
-    if groups != meta.total_groups:
-        what = f"total_groups of {where}"
-        raise _wrong(what, meta.total_groups, f"{groups}, as in the arrays", "Build it again.")
+    puzzles = sum(len(found.puzzle_identifiers) for found in data.sets.values())
+    mean = data.examples / max(1, puzzles)
+    counted = (("total_groups", groups, 0.0), ("mean_puzzle_examples", mean, 1e-3))
+    for key, value, slack in counted:  # a run's steps are counted by both
+        if abs(getattr(meta, key) - value) > slack * value:
+            allowed = f"{value:g}, as in the arrays"
+            raise _wrong(f"{key} of {where}", getattr(meta, key), allowed, "Build it again.")
 
 
 def _check_set(what: str, meta: Metadata, found: PuzzleSet) -> None:
     wanted = (found.examples, meta.seq_len)
+    for array in _ARRAYS:
+        kind = getattr(found, array).dtype
+        if kind.kind not in "iu":
+            raise _wrong(f"{array} of {what}", f"{kind} numbers", "whole ones", "Build again.")
     for array in _MAPPED:
         shape = getattr(found, array).shape
         if shape != wanted:

@@ -18,8 +18,9 @@ from hrm.saving import load_learner, peek
 from hrm.settings import EvaluateConfig, PretrainConfig
 from shoal import comm
 from shoal.config import as_first_rank, validate
+from shoal.errors import ConfigError, describe
 
-__all__ = ["evaluate", "opened"]
+__all__ = ["evaluate", "make_places", "opened"]
 
 
 def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figures:
@@ -32,6 +33,7 @@ def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figure
     if mesh is None:
         with joined(config.device, config.threads) as found:
             return evaluate(config, mesh=found)
+    on_all_ranks(mesh.votes, lambda: make_places(config), what="places of figures")
     learner, windows = opened(config, mesh)
     kept = KeptOutputs(config.save_outputs, learner.share)
     figures = learner.evaluate(windows, kept)
@@ -46,6 +48,28 @@ def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figure
             said = {"checkpoint": config.checkpoint, "step": learner.step, "figures": figures}
             Path(config.output).write_text(json.dumps(said, indent=1))
     return figures
+
+
+def make_places(config: EvaluateConfig) -> None:
+    """Make the folders that are written to in the end, before anything is judged.
+
+    Raises:
+        ConfigError: they cannot be made.
+    """
+    parts = [] if config.output is None else [Path(config.output).parent]
+    parts += [Path(config.save_outputs_to)] if config.save_outputs else []
+    try:
+        for part in parts:
+            part.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            describe(
+                "folder to write to",
+                got=str(error),
+                allowed="one that is there or can be made",
+                remedy="Correct output or save_outputs_to.",
+            )
+        ) from error
 
 
 def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatches]:
@@ -69,11 +93,12 @@ def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatche
 
     def read() -> PuzzleData:
         test = read_split(run.data_path, "test")
-        require_alike(PuzzleData(Path(settings["data_path"]), trained_on, {}), test)
+        require_alike(trained_on, test)
         return test
 
     test = on_all_ranks(mesh.votes, read, what="test data")
-    learner = Learner(run.arch.model_for(trained_on), run.learner(1), share, mesh)
+    model = run.arch.model_for(trained_on.metadata)
+    learner = Learner(model, run.learner(1), share, mesh)
     ranks = mesh.collectives("checkpoints", path="torch", device=torch.device("cpu"))
     load_learner(config.checkpoint, learner, ranks, trains=False)
     asked = config.eval_examples

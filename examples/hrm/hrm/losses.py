@@ -51,11 +51,12 @@ def act_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step, summed over the batch, and sums of its figures.
 
-    loss = tokens' mean cross entropy + half of both values' binary cross entropies. Figures but
-    for the losses are sums over examples that have just halted and have labels; divide them by
-    "count": "accuracy" of cells, "exact_accuracy" of whole answers, "q_halt_accuracy" of the
-    halting value, "steps" taken, and "blank_accuracy" of the cells whose answer is not what the
-    input shows (in Sudoku, the blanks; an example without such cells is right).
+    loss = tokens' mean cross entropy + half of both values' binary cross entropies. Figures are
+    sums over examples that have labels; but for the losses, of those that have just halted.
+    Divide them by "count": "accuracy" of cells, "exact_accuracy" of whole answers,
+    "q_halt_accuracy" of the halting value, "steps" taken, and "blank_accuracy" of the cells whose
+    answer is not what the input shows (in Sudoku, the blanks; an example without such cells is
+    right).
     """
     labels, asked = carry.labels_BS, carry.labels_BS != IGNORE
     with torch.no_grad():
@@ -63,15 +64,17 @@ def act_loss(
         cells_B = asked.sum(-1)
         exact_B = right.sum(-1) == cells_B
     divisor_B = cells_B.clamp(min=1)
-    lm = (_LOSSES[kind](outputs.logits_BSV, labels) / divisor_B.unsqueeze(-1)).sum()
-    q_halt = _value_loss(outputs.q_halt_B, exact_B.to(outputs.q_halt_B.dtype))
-    losses = {"lm_loss": lm, "q_halt_loss": q_halt}
-    total = lm + q_halt / 2
+    lm_B = (_LOSSES[kind](outputs.logits_BSV, labels) / divisor_B.unsqueeze(-1)).sum(-1)
+    q_halt_B = _value_loss(outputs.q_halt_B, exact_B.to(outputs.q_halt_B.dtype))
+    losses_B = {"lm_loss": lm_B, "q_halt_loss": q_halt_B}
+    total = lm_B.sum() + q_halt_B.sum() / 2
     if outputs.target_continue_B is not None:
-        losses["q_continue_loss"] = _value_loss(outputs.q_continue_B, outputs.target_continue_B)
-        total = total + losses["q_continue_loss"] / 2
+        go_on_B = _value_loss(outputs.q_continue_B, outputs.target_continue_B)
+        losses_B["q_continue_loss"] = go_on_B
+        total = total + go_on_B.sum() / 2
     with torch.no_grad():
-        counted_B = carry.halted_B & (cells_B > 0)
+        asked_B = cells_B > 0  # the others only fill a batch
+        counted_B = carry.halted_B & asked_B
         blank = asked & (carry.inputs_BS != labels)
         blanks_B = blank.sum(-1)
         of_blanks_B = ((right & blank).sum(-1) / blanks_B.clamp(min=1)).masked_fill(
@@ -86,12 +89,12 @@ def act_loss(
             "steps": carry.steps_B,
         }
         sums = {name: _sum_where(counted_B, value_B) for name, value_B in figures_B.items()}
-        sums |= {name: loss.detach() for name, loss in losses.items()}
+        sums |= {name: loss_B.masked_fill(~asked_B, 0).sum() for name, loss_B in losses_B.items()}
     return total, sums
 
 
 def _value_loss(logits_B: Tensor, target_B: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits_B, target_B, reduction="sum")
+    return functional.binary_cross_entropy_with_logits(logits_B, target_B, reduction="none")
 
 
 def _sum_where(counted_B: Tensor, value_B: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,12 +33,12 @@ def exploration(
     so runs do not depend on the number of ranks, and resuming needs no saved generator. Mostly
     0; with `halt_exploration_prob` a whole number in 2..M.
     """
-    generator = torch.Generator().manual_seed((seed << 32) ^ step)
-    most = config.halt_max_steps
-    explores = torch.rand(global_batch, generator=generator) < config.halt_exploration_prob
-    shape = (global_batch,)
-    least = torch.randint(2, max(most, 2) + 1, shape, generator=generator, dtype=torch.int32)
-    return (least * explores)[first : first + count]
+    # Not torch's generator: on the CPU it takes in no more than 32 bits of a seed.
+    rng = np.random.default_rng([seed, step])
+    explores = rng.random(global_batch) < config.halt_exploration_prob
+    most = max(config.halt_max_steps, 2)
+    least = rng.integers(2, most + 1, size=global_batch, dtype=np.int32)
+    return torch.from_numpy(least * explores)[first : first + count]
 
 
 class ReasoningModel(nn.Module):

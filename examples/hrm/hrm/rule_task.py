@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hrm.dataset import BLANK, PuzzleSet, SetBuilder, write_split
+from hrm.dataset import BLANK, PuzzleSet, write_split
+from hrm.set_builder import SetBuilder
 
 __all__ = ["RuleTask", "build_rule_task"]
 
@@ -59,11 +60,11 @@ class RuleTask:
         So a batch has grids of many ids, and an epoch comes by every id once.
         """
         inputs, labels = self.examples(split, grids)
-        built = SetBuilder()
+        built = SetBuilder(self.seq_len)
         for k in range(self.ids):
             built.add_puzzles([k + 1] * grids, inputs[k], labels[k])
             built.end_group()
-        return built.build(self.seq_len)
+        return built.build()
 
 
 def build_rule_task(root: str, task: RuleTask) -> None:

@@ -26,6 +26,7 @@ from shoal.telemetry import human_count
 
 if TYPE_CHECKING:
     from hrm.saving import Checkpoints
+    from shoal.checkpoint import Manifest
 
 __all__ = ["Result", "Run", "train"]
 
@@ -130,7 +131,6 @@ class Run:
             self.learner,
             self.sampler,
             config=self.config,
-            data=self._train_data.metadata,
             keep=self.config.keep_checkpoints,
         )
         name = self.checkpoints.newest(self.config.resume)
@@ -164,6 +164,10 @@ class Run:
         """Train to the end, or to a limit."""
         try:
             finished = self._train()
+        except BaseException:
+            if self.checkpoints is not None:
+                self.checkpoints.abort()
+            raise
         finally:
             self.log.close()
         steps_per_s = self._pace.steps_per_s
@@ -192,12 +196,12 @@ class Run:
             ):
                 self._save(self.checkpoints)
             if not ended:
-                self._say_end("stopped")
+                self._end("stopped")
                 return False
         if not self._evaluations:
             self.log.say("nothing is left to train")
             self.evaluate()
-        self._say_end("finished")
+        self._end("finished")
         return True
 
     def _iterate(self) -> bool:
@@ -267,14 +271,22 @@ class Run:
         return found
 
     def _save(self, checkpoints: Checkpoints) -> None:
+        """Begin to save; it goes on beside the next steps where tables allow."""
+        if checkpoints.is_saved:
+            return
         began_s = time.perf_counter()
-        manifest = checkpoints.save()
+        self._say_saved(checkpoints.begin())
+        spent_s = time.perf_counter() - began_s
+        self.log.say(f"saving step {self.learner.step}: training was held for {spent_s:.2f} s")
+
+    def _say_saved(self, manifest: Manifest | None) -> None:
         if manifest is not None:
             size = sum(one.bytes for one in manifest.files)
-            spent_s = time.perf_counter() - began_s
-            self.log.say(f"saved step {manifest.step}: {size / 1e6:.1f} MB in {spent_s:.1f} s")
+            self.log.say(f"saved step {manifest.step}: {size / 1e6:.1f} MB")
 
-    def _say_end(self, how: str) -> None:
+    def _end(self, how: str) -> None:
+        if self.checkpoints is not None:
+            self._say_saved(self.checkpoints.settle())
         rate = self._pace.steps_per_s
         samples = rate * self.share.global_batch
         self.log.say(
@@ -290,7 +302,8 @@ def _named(config: PretrainConfig) -> PretrainConfig:
         check_wandb()
     data = Path(config.data_path).name
     project = config.project_name or f"{data[:1].upper()}{data[1:]} ACT-torch"
-    run = config.run_name or f"{config.arch.name} {time.strftime('%Y%m%d-%H%M%S')}"
+    # By the settings, so that the same command finds its checkpoints again.
+    run = config.run_name or f"{config.arch.name} {config.fingerprint}"
     place = config.checkpoint_path or f"checkpoints/{project}/{run}"
     log = config.log_path or (f"logs/{project}/{run}" if "://" in place else place)
     return config.model_copy(

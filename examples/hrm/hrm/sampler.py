@@ -133,29 +133,46 @@ class TrainSampler:
         return gather(self.data, self._set, examples, ids, self.share.count)
 
     def _draw_global(self) -> tuple[Index, Index] | None:
-        found, size = self._set, self.share.global_batch
+        size, count = self.share.global_batch, 0
         examples = np.empty(size, dtype=np.int64)
         ids = np.empty(size, dtype=np.int64)
-        count = 0
         while count < size:
             if self._next >= len(self._order):
                 return None
-            group = self._order[self._next]
-            self._next += 1
-            first, end = found.group_indices[group], found.group_indices[group + 1]
-            if first == end:
-                continue
-            puzzle = self._rng.integers(first, end)
-            start, stop = int(found.puzzle_indices[puzzle]), int(found.puzzle_indices[puzzle + 1])
-            take = min(stop - start, size - count)
-            if stop - start == 1:
-                examples[count] = start
-            else:
-                chosen = self._rng.choice(stop - start, take, replace=False)
-                examples[count : count + take] = start + chosen
-            ids[count : count + take] = found.puzzle_identifiers[puzzle]
-            count += take
+            found, found_ids = self._draw_some(size - count)
+            end = count + len(found)
+            examples[count:end], ids[count:end] = found, found_ids
+            count = end
         return examples, ids
+
+    def _draw_some(self, room: int) -> tuple[Index, Index]:
+        """Up to `room` examples of the next groups, and their ids; all groups in one go.
+
+        Ranks draw alike, so what is drawn grows with their number, and a thread shares the
+        interpreter with the step: no loop here but over puzzles of several examples.
+        """
+        found = self._set
+        groups = self._order[self._next : self._next + room]
+        firsts, ends = found.group_indices[groups], found.group_indices[groups + 1]
+        filled = np.flatnonzero(firsts < ends)
+        puzzles = self._rng.integers(firsts[filled], ends[filled])
+        starts = found.puzzle_indices[puzzles].astype(np.int64)
+        sizes = found.puzzle_indices[puzzles + 1] - starts
+        # The last one that is needed may not fit whole.
+        after = np.cumsum(sizes)
+        used = min(int(np.searchsorted(after, room)) + 1, len(puzzles))
+        enough = used > 0 and int(after[used - 1]) >= room
+        self._next += int(filled[used - 1]) + 1 if enough else len(groups)
+        taken = sizes[:used].copy()
+        if enough:
+            taken[-1] -= after[used - 1] - room
+        within = np.zeros(int(taken.sum()), dtype=np.int64)
+        begins = np.cumsum(taken) - taken
+        for k in np.flatnonzero(sizes[:used] > 1).tolist():
+            part = slice(int(begins[k]), int(begins[k] + taken[k]))
+            within[part] = self._rng.choice(int(sizes[k]), int(taken[k]), replace=False)
+        examples = np.repeat(starts[:used], taken) + within
+        return examples, np.repeat(found.puzzle_identifiers[puzzles[:used]], taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is; the same on all ranks, and for any number of them."""

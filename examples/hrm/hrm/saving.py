@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hrm.carry import Carry
-from hrm.dataset import Metadata
+from hrm.dataset import Metadata, PuzzleData, require_same
 from hrm.learner import Learner
+from hrm.ranks import on_all_ranks
 from hrm.sampler import Share, TrainSampler
 from hrm.settings import PretrainConfig, Resume
 from shoal import comm
-from shoal.checkpoint import CheckpointStore, Contents, Loaded, LoadOptions, Manifest, load, save
+from shoal.checkpoint import (
+    CheckpointStore,
+    Contents,
+    Loaded,
+    LoadOptions,
+    Manifest,
+    Saving,
+    begin,
+    load,
+)
 from shoal.config import as_first_rank
 from shoal.errors import CheckpointError, describe
 
@@ -29,8 +40,8 @@ class Checkpoints:
 
     Args:
         url: the folder that they lie in.
-        learner, sampler: what is saved.
-        config, data: what else a later process has to know.
+        learner, sampler: what is saved; the sampler's data is what a later process has to have.
+        config: what else it has to know.
         keep: newest ones that stay; None: all.
     """
 
@@ -41,24 +52,33 @@ class Checkpoints:
         sampler: TrainSampler,
         *,
         config: PretrainConfig,
-        data: Metadata,
         keep: int | None = None,
     ) -> None:
         self._store = CheckpointStore(url, keep)
         self._learner, self._sampler = learner, sampler
-        self._config, self._data = config, data
+        self._config = config
         self._mesh = learner.mesh
+        # Gloo, whose waits take no core from training; telemetry leaves a thread's waits out.
         self._ranks = self._mesh.collectives(
-            "checkpoints", path="torch", device=torch.device("cpu")
+            "checkpoints", path="torch", device=torch.device("cpu"), timed=False
         )
         self._saved_step: int | None = None
+        self._saving: Saving | None = None
 
-    def save(self) -> Manifest | None:
-        """Save, unless this step is saved; between two steps, with nothing drawn ahead."""
-        learner = self._learner
-        if self._saved_step == learner.step:
-            return None
-        manifest = save(
+    def begin(self) -> Manifest | None:
+        """Begin to save; between two steps, with nothing drawn ahead.
+
+        Training may go on at once: a thread writes what is now. A table on a GPU cannot keep its
+        rows while they change, so with one it is written before this returns.
+
+        Returns:
+            the save before this one, now committed; None: there was none under way.
+
+        Raises:
+            CheckpointError: this one cannot begin, or the one before failed, on any rank.
+        """
+        learner, before = self._learner, self.settle()
+        self._saving = begin(
             self._store.url,
             _contents(learner, self._state(), _rank_state(learner)),
             step=learner.step,
@@ -66,9 +86,31 @@ class Checkpoints:
             collectives=self._ranks,
         )
         self._saved_step = learner.step
+        return before
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a save of this step has begun, or the run goes on from one."""
+        return self._saved_step == self._learner.step
+
+    def settle(self) -> Manifest | None:
+        """Wait for the save under way, if any, and let go of those that are too many.
+
+        Raises:
+            CheckpointError: it failed, on any rank; on every rank.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        manifest = saving.wait()
         if self._mesh.rank == 0:
             self._store.retain()
         return manifest
+
+    def abort(self) -> None:
+        """Let the save under way fail soon: training has."""
+        if self._saving is not None:
+            self._saving.abort()
 
     def newest(self, resume: Resume) -> str | None:
         """The checkpoint to go on from, if any; a collective call.
@@ -104,12 +146,17 @@ class Checkpoints:
             CheckpointError: it is damaged, or of another model, data or settings.
         """
         url = f"{self._store.url}/{name}"
+        on_all_ranks(self._mesh.votes, lambda: self._check_data(url), what="data of a checkpoint")
         loaded = load_learner(url, self._learner, self._ranks)
         self._sampler.load_state_dict(loaded.state["sampler"])
         self._learner.carry = _carry_of(loaded, self._learner)
         if loaded.rank_state is not None:
             _set_generators(loaded.rank_state["generators"])
         self._saved_step = self._learner.step
+
+    def _check_data(self, url: str) -> None:
+        _, began_with = peek(url)
+        require_same(began_with, self._sampler.data)
 
     def _newest_name(self) -> str:
         entry = self._store.latest()
@@ -124,7 +171,11 @@ class Checkpoints:
             "average": {name: value.cpu() for name, value in average.items()},
             "sampler": self._sampler.state_dict(),
             "config": self._config.model_dump(mode="json"),
-            "data": dataclasses.asdict(self._data),
+            "data": {
+                **dataclasses.asdict(self._sampler.data.metadata),
+                "path": str(self._sampler.data.path),
+                "identifiers": self._sampler.data.identifiers,
+            },
         }
 
 
@@ -211,8 +262,8 @@ def load_learner(
     return loaded
 
 
-def peek(url: str) -> tuple[dict[str, Any], Metadata]:
-    """Settings of the run that a checkpoint is of, and what its data was; on one rank.
+def peek(url: str) -> tuple[dict[str, Any], PuzzleData]:
+    """Settings of the run that a checkpoint is of, and its data, without arrays; on one rank.
 
     Raises:
         CheckpointError: there is none, or it is of another program.
@@ -228,4 +279,6 @@ def peek(url: str) -> tuple[dict[str, Any], Metadata]:
                 remedy="Name the folder that pretrain.py said.",
             )
         )
-    return dict(state["config"]), Metadata(**state["data"])
+    said = dict(state["data"])
+    path, identifiers = Path(said.pop("path")), said.pop("identifiers")
+    return dict(state["config"]), PuzzleData(path, Metadata(**said), {}, identifiers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,15 @@ __all__ = [
 CONFIG_FOLDER = Path(__file__).parents[1] / "config"
 
 Resume = Literal["auto", "never", "must"]
+
+# Where a run is, what it says, how far it goes at once and on what: not what it learns.
+_OF_NO_EFFECT = {
+    *("project_name", "run_name", "checkpoint_path", "log_path"),
+    *("resume", "save_checkpoints", "keep_checkpoints", "checkpoint_every_eval"),
+    *("eval_examples", "eval_save_outputs", "max_steps", "max_seconds"),
+    *("log_every", "tensorboard", "wandb", "compile", "device", "threads"),
+    "puzzle_emb_sharding",
+}
 
 
 class LossConfig(Section):
@@ -123,7 +134,7 @@ class PretrainConfig(Section):
     puzzle_emb_weight_decay: NonNegativeFloat = 0.1
     puzzle_emb_sharding: Placing = "data_parallel"
     puzzle_emb_frozen: bool = False
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
     project_name: str | None = None
     run_name: str | None = None
     checkpoint_path: str | None = None
@@ -154,16 +165,22 @@ class PretrainConfig(Section):
                     remedy=f"Set epochs={near}, or another eval_interval.",
                 )
             )
-        if self.resume == "must" and self.checkpoint_path is None and self.run_name is None:
+        if self.resume == "must" and not self.save_checkpoints:
             raise ConfigError(
                 describe(
                     "resume",
-                    got="must, of a run without a name",
-                    allowed="the place of a run's checkpoints",
-                    remedy="Set checkpoint_path=..., or project_name and run_name.",
+                    got="must, with save_checkpoints=false",
+                    allowed="must with checkpoints: without them a run begins and leaves nothing",
+                    remedy="Leave out save_checkpoints=false, or resume=must.",
                 )
             )
         return self
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hex digits, the same for settings that train the same model."""
+        said = self.model_dump(mode="json", exclude=_OF_NO_EFFECT)
+        return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def interval(self) -> int:

@@ -216,8 +216,8 @@ def make_puzzle(
         describe(
             "clues of a Sudoku puzzle",
             got=clues,
-            allowed=f"what a random grid of {n} x {n} can be thinned to, in {tries} tries",
-            remedy="Ask for more clues, or for minimal puzzles.",
+            allowed=f"up to {n * n} that a random grid can be thinned to, in {tries} tries",
+            remedy="Ask for another number of clues, or for minimal puzzles.",
         )
     )
 
