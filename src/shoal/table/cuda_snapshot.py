@@ -197,7 +197,8 @@ class CudaSnapshot:
         self._order: tuple[Tensor, Tensor] | None = None
         self._tick = 0
         self._open = True
-        weakref.finalize(self, images.close)
+        # Not when the process ends: a save that reads it is waited for then.
+        weakref.finalize(self, images.close).atexit = False
 
     @property
     def epoch(self) -> int:
