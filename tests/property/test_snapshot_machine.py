@@ -210,12 +210,12 @@ marks = [pytest.mark.gpu] if ON_GPU else []
 class TestDevice(DeviceMachine.TestCase):  # type: ignore[name-defined, misc]
     pytestmark = marks
     settings = settings(
-        max_examples=60 if ON_GPU else 3, stateful_step_count=30 if ON_GPU else 15, deadline=None
+        max_examples=60 if ON_GPU else 5, stateful_step_count=30 if ON_GPU else 15, deadline=None
     )
 
 
 class TestTiered(TieredMachine.TestCase):  # type: ignore[name-defined, misc]
     pytestmark = marks
     settings = settings(
-        max_examples=60 if ON_GPU else 3, stateful_step_count=30 if ON_GPU else 15, deadline=None
+        max_examples=60 if ON_GPU else 5, stateful_step_count=30 if ON_GPU else 15, deadline=None
     )

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.checkpoint import verify
 from shoal.checkpoint.store import CheckpointStore
+from support.shards import CUDA
 
 pytestmark = pytest.mark.multiproc
 
@@ -25,14 +26,25 @@ from shoal.table.hosting import HostedTables
 from shoal.table.shard import StepContext
 from support.id_groups import groups_of
 
-ROWS = 200_000
+url, how, home = sys.argv[1:]
 spec = TableSpec(name="t", segments=(Segment(dim=32, optimizer=Adagrad()),))
+ROWS = 200_000
 shard = CpuShard([spec], threads=2)
-shard.assign(groups_of((0, list(range(ROWS)))), (torch.ones(ROWS, 32),), ctx=StepContext())
-contents = Contents(tables={"m": HostedTables((spec,), shard)})
-url, how = sys.argv[1:]
+bare = shard
+if home == "cuda":
+    from support.placed_shard import PlacedCuda
+    ROWS = 200_000 if torch.cuda.is_available() else 500
+    shard = PlacedCuda([spec])
+    bare = shard.inner
+
+def put(rows):
+    shard.assign(groups_of((0, list(range(rows)))), (torch.ones(rows, 32),), ctx=StepContext())
+
+put(ROWS)
+contents = Contents(tables={"m": HostedTables((spec,), bare)})
 saving = begin(url, contents, step=1, position=1)
 assert not saving.done
+put(9)
 if how == "aborted":
     saving.abort()
 elif how == "broken":
@@ -48,11 +60,11 @@ elif how == "forked":
 """
 
 
-def left(url: Path, how: str) -> tuple[list[str], str]:
+def left(url: Path, how: str, home: str = "cpu") -> tuple[list[str], str]:
     """Names of checkpoints that a program leaves which ends without waiting, and what it says."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(url), how],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(url), how, home],
         capture_output=True,
         text=True,
         env=environ,
@@ -66,6 +78,12 @@ def left(url: Path, how: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize("how", ["quiet", "forked"])
 def test_a_save_under_way_is_ended_first(tmp_path: Path, how: str) -> None:
     assert left(tmp_path, how) == (["step-000000000001-full"], "")
+    assert verify(str(tmp_path)).problems == ()
+
+
+@pytest.mark.parametrize("home", [CUDA])
+def test_one_of_a_device_is_ended_first(tmp_path: Path, home: str) -> None:
+    assert left(tmp_path, "quiet", home) == (["step-000000000001-full"], "")
     assert verify(str(tmp_path)).problems == ()
 
 

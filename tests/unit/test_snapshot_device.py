@@ -29,9 +29,11 @@ ON_GPU = torch.cuda.is_available()
 ROWS = 3000 if ON_GPU else 200
 TINY = 4096
 SOME = [name for name in CHANGES if name != "all"]
+# Interpreted, rows behind a cache are changed, and read beside a trainer, by some tests only.
+both = pytest.mark.parametrize("shard", [CUDA, TIERED], indirect=True)
 
 
-@pytest.fixture(params=[CUDA, TIERED])
+@pytest.fixture(params=[CUDA, TIERED] if ON_GPU else [CUDA])
 def shard(request: pytest.FixtureRequest) -> Shard:
     return shard_factory(request.param)(specs())
 
@@ -66,7 +68,8 @@ def test_rows_are_those_of_the_cut(shard: Shard, change: str) -> None:
         check(snapshot, want)
 
 
-@pytest.mark.parametrize("buffer_bytes", [BUFFER_BYTES, TINY, 0])
+@both
+@pytest.mark.parametrize("buffer_bytes", [BUFFER_BYTES, 0])
 def test_after_all_changes(shard: Any, buffer_bytes: int) -> None:
     filled(shard, ROWS)
     want = exported(shard)
@@ -77,6 +80,7 @@ def test_after_all_changes(shard: Any, buffer_bytes: int) -> None:
         assert (snapshot.stats.spilled_bytes > 0) == (buffer_bytes < BUFFER_BYTES)
 
 
+@both
 @pytest.mark.parametrize("change", ["apply", "swapped rows", "reused rows", "load of old versions"])
 def test_rows_read_before_and_after_they_change(shard: Shard, change: str) -> None:
     filled(shard, ROWS)
@@ -160,7 +164,7 @@ def test_tables_of_many_forms() -> None:
     want = [shard.export(k) for k in range(4)]
     with shard.snapshot() as snapshot:
         step(20, 60)
-        step(20, 600)
+        step(20, 600 if ON_GPU else 150)
         check(snapshot, want)
 
 
@@ -338,6 +342,7 @@ def test_bad_buffers(buffer_bytes: Any) -> None:
     assert shard.cut() == 1
 
 
+@both
 def test_a_reader_beside_a_trainer(shard: Any) -> None:
     rows, turns = (20_000, 40) if ON_GPU else (200, 3)
     filled(shard, rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.kernels import table_erase, table_index
 from shoal.kernels.dedup import dedup_first
 from shoal.kernels.row_scan import overdrafts, pin_marks
-from shoal.kernels.table_layout import CHUNK_ROWS, CallGroups
+from shoal.kernels.table_layout import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.kernels.transfer import retire, sent
 from shoal.table import refusals
 from shoal.table.cuda_core import CudaCore
@@ -205,7 +205,7 @@ class CudaBudget(CudaCore):
         """Marked rows of each table; waits for the device."""
         per_chunk = marks.view(-1, CHUNK_ROWS).sum(dim=1, dtype=torch.int64).cpu().numpy()
         counts = np.zeros(len(self._specs), dtype=np.int64)
-        np.add.at(counts, self._memory.tables_of_chunks, per_chunk[: self._memory.chunks])
+        np.add.at(counts, self._memory.columns_WC[CHUNK_TABLE], per_chunk[: self._memory.chunks])
         return counts
 
     def _drop(self, tables: Sequence[int], drops: Sequence[int], marks: Tensor | None) -> None:

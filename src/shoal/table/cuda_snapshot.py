@@ -28,7 +28,7 @@ from shoal.table.changes import Cursor
 from shoal.table.cuda_changes import CudaChanges
 from shoal.table.cuda_core import drawn_incarnation
 from shoal.table.device_export import gathered_rows
-from shoal.table.device_images import DeviceImages, Stamps
+from shoal.table.device_images import DeviceImages, Mark, Stamps
 from shoal.table.row_images import RowImages, chosen, joined_by_hash
 from shoal.table.row_spans import Span
 from shoal.table.row_values import RowChunk
@@ -117,15 +117,18 @@ class CudaSnapshots(CudaChanges):
         sizes = self._handed_out_K
         return [Span(k, 0, int(sizes[k])) for k in tables if sizes[k] > 0]
 
-    def _rows_still(self, table: int, handles_R: Tensor, stamps: Stamps) -> RowChunk:
-        """Those of these rows that are as they were at the cut, in this order, on the CPU.
+    def _rows_still(self, table: int, handles_R: Tensor, images: DeviceImages) -> RowChunk:
+        """Those of these rows that are as they were at the cut, in this order, on the CPU; the
+        others are among the images.
 
         Other verbs wait for the launches of one piece at a time.
         """
-        form = self._forms[self._form_of[table]]
+        form, stamps = self._forms[self._form_of[table]], images.stamps
+        marks: list[Mark] = []
 
         def gather(piece: slice) -> tuple[Tensor, Tensor, Tensor]:
             with self._aside():
+                marks.append(images.mark())
                 own_R = still_stamped(stamps.columns_WC, stamps.chunks, handles_R[piece])
                 values = read_values(self._layout, form, self._where(own_R))
                 metadata_4R = read_metadata(self._layout, own_R)
@@ -134,6 +137,8 @@ class CudaSnapshots(CudaChanges):
             return *values, metadata_4R
 
         chunk = gathered_rows(form, self._specs[table].name, len(handles_R), gather)
+        for mark in marks[-1:]:
+            mark.wait()
         # Version 0 says that a row has been kept, and changed maybe.
         still_R = chunk.versions != 0
         return chunk if bool(still_R.all()) else chosen(chunk, still_R)
@@ -143,7 +148,7 @@ class CudaSnapshots(CudaChanges):
         return handles_R
 
     def _end(self, snapshot: CudaSnapshot) -> None:
-        with self._turn():
+        with self._lock:
             if self._open_snapshot() is snapshot:
                 self._snapshot = None
 
@@ -197,7 +202,8 @@ class CudaSnapshot:
         self._order: tuple[Tensor, Tensor] | None = None
         self._tick = 0
         self._open = True
-        weakref.finalize(self, images.close)
+        # Not when the process ends: a save that reads it is waited for then.
+        weakref.finalize(self, images.close).atexit = False
 
     @property
     def epoch(self) -> int:
@@ -259,9 +265,7 @@ class CudaSnapshot:
             with self._beside():
                 keys_R, handles_R = self._sorted(table)
                 low, high = (_place(keys_R, bound) for bound in (start, stop))
-                still = shard._rows_still(table, handles_R[low:high], images.stamps)
-            # Whatever was not there any more had been kept before it was looked for.
-            images.mark().wait()
+                still = shard._rows_still(table, handles_R[low:high], images)
             images.check()
             kept = images.images.read(table, start, stop)
         return joined_by_hash(shard.specs[table].hash_name, still, kept)

@@ -240,7 +240,7 @@ class DeviceImages:
             self._waited_s += time.monotonic() - start
 
     def mark(self) -> Mark:
-        """A mark at this point of the shard's order of verbs; from any thread."""
+        """A mark at this point of the shard's order of verbs."""
         mark = Mark()
         self._queue.put(mark)
         return mark

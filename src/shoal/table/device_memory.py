@@ -22,7 +22,6 @@ from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import (
     CHUNK_BITS,
     CHUNK_ROWS,
-    CHUNK_TABLE,
     CHUNK_WORDS,
     COUNT_ERASED,
     COUNT_WORDS,
@@ -134,11 +133,6 @@ class DeviceMemory:
     def columns_WC(self) -> Counts:
         """The columns of all chunks, as in `layout.chunks_WC`."""
         return self._columns_WC[:, : self._chunks]
-
-    @property
-    def tables_of_chunks(self) -> Counts:
-        """The table of each chunk."""
-        return self._columns_WC[CHUNK_TABLE, : self._chunks]
 
     def overdraw(self, rows_K: Counts) -> None:
         """Let tables hold so many rows beyond their limits for a while, within one verb."""
