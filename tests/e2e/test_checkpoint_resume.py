@@ -18,6 +18,7 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore, read_manifest, verify
+from shoal.checkpoint.claiming import claim
 from shoal.checkpoint.job_writing import JobWriter
 from shoal.checkpoint.storage import Storage
 from shoal.data import flights
@@ -364,3 +365,18 @@ def test_a_run_goes_on_after_its_chain_lost_a_link(
     kinds = {entry.step: entry.kind for entry in CheckpointStore(folder / "checkpoints").list()}
     assert [kinds[step] for step in (2, 3, 4)] == ["delta", "full", "delta"]
     assert verify(folder / "checkpoints" / "step-000000000004-delta").ok
+
+
+def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
+    (whole,) = run_all([(tmp_path / "whole", {}, None)])
+    left = cut_short(whole, tmp_path / "left" / "run", 5)
+    log = (left / "logs" / "log.jsonl").read_text()
+    other = claim(Storage(left / "logs"))  # as another process has it
+    assert other is not None
+    with pytest.raises(CheckpointError, match="which another process is training"):
+        run_all([(tmp_path / "runs", {}, str(left))])
+    assert (left / "logs" / "log.jsonl").read_text() == log
+    other.release()
+    assert run_all([(tmp_path / "runs", {}, str(left))]) == [left]
+    assert_same_run(left, whole)
+    assert sorted(one.name for one in (left / "logs").iterdir()) == ["log.jsonl"]

@@ -66,12 +66,10 @@ def import_rows(request: Request, *, tell: Console) -> None:
     _check(request)
     source = _open(request)
     offered = {table.name: table for table in source.tables}
-    for name in request.tables:
-        if name not in offered:
-            raise unknown_name(f"table in {request.source}", name, offered)
     config = None if request.config is None else settings.load(request.config)
-    names = request.tables or tuple(offered)
+    names = _chosen(request, offered)
     forms = {name: _form(request, config, offered[name]) for name in names}
+    _check_apart(forms)
     seed = _seed(request, config, [offered[name] for name in names])
     now_s = int(time.time())
     manifest, where = receive(
@@ -87,6 +85,29 @@ def import_rows(request: Request, *, tell: Console) -> None:
         line = f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
         tell.print(line, markup=False, highlight=False, soft_wrap=True)
     tell.print(f"checkpoint: {where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
+    """Names of the tables to import; "collection/table" is good for any that says its own."""
+    keys = {one.saved.key: name for name, one in offered.items() if one.saved is not None}
+    names = {**keys, **{name: name for name in offered}}
+    for name in request.tables:
+        if name not in names:
+            raise unknown_name(f"table in {request.source}", name, names)
+    return tuple(dict.fromkeys(names[name] for name in request.tables)) or tuple(offered)
+
+
+def _check_apart(forms: Mapping[str, TableForm]) -> None:
+    """Refuse two tables that would become one."""
+    there: dict[str, str] = {}
+    for name, form in forms.items():
+        if (other := there.setdefault(form.table.key, name)) != name:
+            raise _refused(
+                "tables that come in",
+                f"{other} and {name} as {form.table.key}",
+                "a name for each",
+                "Leave --collection out, or pick one with --table.",
+            )
 
 
 def _check(request: Request) -> None:
@@ -161,12 +182,13 @@ _FORMATS: Mapping[str, Callable[[Request], Source]] = {
 
 def _form(request: Request, config: RunConfig | None, offered: Offered) -> TableForm:
     saved = offered.saved
+    table_name = saved.name if saved else offered.name
     collection = request.collection or (saved.collection if saved else None)
     if config is not None:
-        spec = table_spec(config, offered.name)
+        spec = table_spec(config, table_name)
         form = form_of(collection or config.model.kind, spec)
     elif request.optimizer is not None:
-        form = form_of(collection or _COLLECTION, _spec(request, offered))
+        form = form_of(collection or _COLLECTION, _spec(request, offered, table_name))
     elif saved is None:
         raise _refused(
             f"optimizer of table {offered.name!r}",
@@ -193,7 +215,7 @@ def _seed(request: Request, config: RunConfig | None, tables: Sequence[Offered])
     return seeds.pop() if seeds else 0
 
 
-def _spec(request: Request, offered: Offered) -> TableSpec:
+def _spec(request: Request, offered: Offered, name: str) -> TableSpec:
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     text = request.optimizer or ""
@@ -204,7 +226,7 @@ def _spec(request: Request, offered: Offered) -> TableSpec:
         raise _refused("--optimizer", repr(text), allowed, "Correct it.") from error
     dtype = request.dtype or (offered.saved.dtype if offered.saved else "float32")
     segment = Segment(dim=offered.dim, optimizer=rule)
-    return TableSpec(name=offered.name, segments=(segment,), dtype=dtype)  # type: ignore[arg-type]
+    return TableSpec(name=name, segments=(segment,), dtype=dtype)  # type: ignore[arg-type]
 
 
 def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
@@ -214,7 +236,7 @@ def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
             f"columns of table {offered.name!r}",
             f"{offered.dim} in {request.source}",
             f"{form.table.dim}, as the config has it",
-            "Correct dim in the config, or name the right table.",
+            "Correct dim in the config, or pick the tables that are in it with --table.",
         )
     if request.weights_only or not offered.has_state or offered.saved is None:
         return

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
+from shoal.checkpoint.claiming import claim
+from shoal.checkpoint.storage import Storage
 from shoal.comm.launch import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError, describe
@@ -24,6 +27,7 @@ __all__ = [
     "create",
     "existing",
     "find",
+    "hold",
     "made_by",
     "unfinished",
 ]
@@ -96,6 +100,25 @@ class RunFolder:
             )
         figures: dict[str, Any] = json.loads(self.metrics.read_text(encoding="utf-8"))
         return figures
+
+
+def hold(folder: RunFolder, held: ExitStack) -> None:
+    """Have a run folder for this process until `held` ends.
+
+    Raises:
+        CheckpointError: another process trains this run.
+    """
+    ours = claim(Storage(folder.logs))
+    if ours is None:
+        raise CheckpointError(
+            describe(
+                "run to go on with",
+                got=f"{folder.path}, which another process is training",
+                allowed="one that ended or was interrupted",
+                remedy="Wait for it, or name another run.",
+            )
+        )
+    held.callback(ours.release, keep=False)
 
 
 def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -101,7 +101,11 @@ def _run(
         chain=chain,
     )
     folder, after = beginning.folder, None if chain is None else course.steps
-    with closing(_sinks(config, folder, ranks, events=events, go_on_after=after)) as sink:
+    with ExitStack() as held:
+        as_first_rank(ranks.votes, lambda: folders.hold(folder, held), what="hold of a run folder")
+        sink = held.enter_context(
+            closing(_sinks(config, folder, ranks, events=events, go_on_after=after))
+        )
         _train(placed, data, learners, course, saver, (sink, console), ranks)
         result = _judged_run(placed, folder, data, learners, course, (sink, console), ranks)
     _print_path(console, "report", folder.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def open_npz(path: Path, table: str) -> Source:
 def open_text(path: Path, table: str) -> Source:
     """Open lines "id, v1, ..., vD", between them a comma, tab, semicolon or space.
 
-    A first line that does not begin with a number is a header and is skipped.
+    A first line that begins with no number is a header and is skipped, unless fractions follow:
+    that is a row with a wrong id.
 
     Raises:
         DataError: no such file, or a first line of another form.
@@ -59,7 +61,9 @@ def open_text(path: Path, table: str) -> Source:
             first, second = file.readline().strip(), file.readline().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise malformed(path, error, allowed, "Check the file.") from error
-    skipped = not _is_whole(_split(first)[0])
+    begins, *others = _split(first)
+    fractions = any(_is_number(field) and not _is_whole(field) for field in others)
+    skipped = not _is_number(begins) and not fractions
     line = second if skipped else first
     fields = _split(line)
     if len(fields) < 2 or not _is_whole(fields[0]):
@@ -136,6 +140,13 @@ class _Lines:
 def _split(line: str) -> list[str]:
     delimiter = next((one for one in _DELIMITERS if one in line), " ")
     return [field.strip() for field in line.split(delimiter)]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        return math.isfinite(float(field))
+    except ValueError:
+        return False
 
 
 def _is_whole(field: str) -> bool:

@@ -31,8 +31,10 @@ def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> Source:
         UnknownName: no weights of that key or table.
     """
     need_file(path, "a file of torch.save")
-    weights = {key: value for key, value in _flat(_load(path)) if value.ndim == 2}
-    weights = {key: value for key, value in weights.items() if value.dtype.is_floating_point}
+    every = dict(_flat(_load(path)))
+    weights = {key: value for key, value in every.items() if _is_matrix(value)}
+    for table, key in tables.items():
+        _check_form(path, f"{table}.weight" if key is None else key, every)
     return _Embeddings(
         {table: weights[_key_of(path, table, key, weights)] for table, key in tables.items()}
     )
@@ -74,6 +76,23 @@ def _flat(part: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(part, Mapping):
         for key, value in part.items():
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _is_matrix(value: Tensor) -> bool:
+    return value.ndim == 2 and value.dtype.is_floating_point and value.layout is torch.strided
+
+
+def _check_form(path: Path, ending: str, every: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are there, of another form than a table's."""
+    for name, value in every.items():
+        if (name == ending or name.endswith(f".{ending}")) and not _is_matrix(value):
+            layout = "" if value.layout is torch.strided else f", {value.layout}"
+            raise malformed(
+                f"weights {name} in {path}",
+                f"{value.dtype} of shape {list(value.shape)}{layout}",
+                "floats of shape [rows, columns]",
+                "Name other weights with --key, or save them in this form.",
+            )
 
 
 def _key_of(path: Path, table: str, key: str | None, weights: Mapping[str, Tensor]) -> str:

@@ -9,8 +9,9 @@ seed of its initial values ("shoal.seed") and its place among the tables ("shoal
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def open_parquet(
 
     Args:
         path: what `write_parquet` wrote, or any Parquet with a column of ids and one of vectors.
-        table: the name of the table, where the files do not say it.
+        table: the name of the table, where the files do not say it. Tables of one name in several
+            collections are offered as "collection/table".
         ids, vectors: the columns; "id" and "weights", or other usual names.
 
     Raises:
@@ -103,7 +105,17 @@ def open_parquet(
     parts = [_Part(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
     if not parts:
         raise malformed(path, "no .parquet files", "a Parquet file or a folder of them", "Check.")
-    return _Parquet(sorted(parts, key=lambda part: part.place))
+    return _Parquet(_told_apart(sorted(parts, key=lambda part: part.place)))
+
+
+def _told_apart(parts: list[_Part]) -> list[_Part]:
+    """Tables of one name in several collections go by "collection/table"."""
+    names = Counter(part.offered.name for part in parts)
+    for part in parts:
+        saved = part.offered.saved
+        if saved is not None and names[part.offered.name] > 1:
+            part.offered = replace(part.offered, name=saved.key)
+    return parts
 
 
 class _Parquet:
