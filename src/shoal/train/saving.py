@@ -19,7 +19,7 @@ from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError
 from shoal.table.changes import Cursor
-from shoal.train.contents import contents_of
+from shoal.train.contents import contents_of, skipped_in_slices
 from shoal.train.course import Course
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
@@ -96,6 +96,7 @@ class Saver:
         self._began_s = clock()
         self._saving: Saving | None = None
         self._skipped = 0
+        self._skips = 0  # rows that column slices had skipped when the last save began
 
     def __enter__(self) -> Saver:
         self._began_s = self._clock()
@@ -139,7 +140,16 @@ class Saver:
                     )
                 return
             self._wait()
-        self._begin(self._chain.following(self._settings.full_every))
+        kind = self._chain.following(self._settings.full_every)
+        if kind == "delta" and self._slices_differ():
+            kind = "full"
+            if self._ranks.leads:
+                _log.info(
+                    "a full checkpoint after step %d: column slices skipped gradients of other "
+                    "rows than their neighbours did, so that no delta can join them",
+                    self._course.steps,
+                )
+        self._begin(kind)
         if not self._settings.background:
             self._wait()
 
@@ -183,10 +193,30 @@ class Saver:
         busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64)
         return bool(self._ranks.total(busy, what="vote on a save under way"))
 
+    def _slices_differ(self) -> bool:
+        """Whether column slices of any rank skipped rows since the last save began; a collective
+        call over several ranks, where tables lie in slices."""
+        now = self._slice_skips()
+        if now is None:
+            return False
+        values = torch.tensor([float(now - self._skips)], dtype=torch.float64)
+        return bool(self._ranks.total(values, what="vote on rows that column slices skipped"))
+
+    def _slice_skips(self) -> int | None:
+        """Rows that column slices skipped so far; None: none can."""
+        counts = [
+            skipped_in_slices(one.tables.hosted)
+            for one in self._learners
+            if one.nan_policy == "skip"
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
     def _begin(self, kind: Kind) -> None:
         state, own = self._course.state()
         contents = contents_of(self._learners, {**self._job, "course": state}, own)
         delta = kind == "delta"
+        self._skips = self._slice_skips() or 0
         self._began_s = self._clock()
         self._saving = begin(
             self._store.url,
