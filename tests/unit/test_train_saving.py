@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal import config
-from shoal.comm.launch import Attempt, attempt, detect
+from shoal.comm.launchers import Attempt, attempt, detect
 from shoal.data import Batch
 from shoal.errors import CheckpointError
 from shoal.ragged import KeyedRagged

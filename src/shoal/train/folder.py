@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
-from shoal.comm.launch import Attempt
+from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError, describe
 

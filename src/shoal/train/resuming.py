@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.loading import load
-from shoal.comm.launch import Attempt
+from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig, to_yaml
 from shoal.errors import CheckpointError, ConfigError, describe
 from shoal.train import folder as folders
