@@ -10,14 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from shoal.checkpoint import file_writing, job_writing
+from shoal.checkpoint import file_writing, job_writing, sharded_rows
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.stages import Stages
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing import begin, save
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.table.cpu import CpuShard
 from shoal.table.cpu_snapshot import CpuSnapshot
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
@@ -59,6 +59,57 @@ def fail_everywhere(ranks: Collectives, root: str) -> dict[str, str]:
         assert not (Path(root) / FULL / "manifest.json").exists()
     save(root, trained("grid", ranks).contents(), step=3, position=0, collectives=ranks)
     return errors
+
+
+def test_no_memory_on_a_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
+    for told in run_ranks(3, on_ranks, lack_memory, str(tmp_path), timeout_s=120):
+        assert "on rank 1: MemoryError: no room" in told
+    assert [one.name for one in CheckpointStore(tmp_path).list()] == [FULL]
+    load(tmp_path, Job().contents())
+
+
+def lack_memory(ranks: Collectives, root: str) -> str:
+    """Before rows are sent: the others hear of it, and the next save is as ever."""
+    job = trained("row_wise", ranks)
+    plain, calls = sharded_rows._packed, []
+
+    def packed(parts: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no room")
+        return plain(parts)
+
+    with on_rank_1(ranks, mock.patch.object(sharded_rows, "_packed", packed)):
+        with pytest.raises(CheckpointError) as caught:
+            save(root, job.contents(), step=3, position=0, collectives=ranks)
+        assert len(calls) == (4 if ranks.rank == 1 else 0)
+    save(root, job.contents(), step=3, position=0, collectives=ranks)
+    return str(caught.value)
+
+
+def test_no_memory_for_what_others_send_ends_the_job(tmp_path: Path) -> None:
+    told = run_ranks(2, on_ranks, lack_memory_inside, str(tmp_path), timeout_s=120)
+    assert "on their way to rank 1: got MemoryError: no room" in told[1]
+    assert "rows of a checkpoint" in told[0]
+    assert CheckpointStore(tmp_path).list() == ()
+
+
+def lack_memory_inside(ranks: Collectives, root: str) -> str:
+    """Others wait inside the collective: this rank calls no other one of theirs."""
+    job = trained("row_wise", ranks)
+    plain = type(ranks).all_to_all
+
+    def no_room(self: Collectives, parts: Any, *, what: str) -> Any:
+        if what == "rows of a checkpoint":
+            raise MemoryError("no room")
+        return plain(self, parts, what=what)
+
+    with (
+        on_rank_1(ranks, mock.patch.object(type(ranks), "all_to_all", no_room)),
+        pytest.raises((CheckpointError, CollectiveFailed)) as caught,
+    ):
+        save(root, job.contents(), step=3, position=0, collectives=ranks)
+    return str(caught.value)
 
 
 def test_a_save_is_given_up_by_one_rank_at_any_stage(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "Outcome",
     "Sizes",
     "check_part",
+    "group_of",
     "placed_job",
     "row_bytes",
     "small_files",

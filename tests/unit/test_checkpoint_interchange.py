@@ -32,13 +32,14 @@ from shoal.checkpoint.interchange.entries import Source
 from shoal.checkpoint.interchange.tfrecord import frame, masked_crc32c, read_records
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.verifying import verify
-from shoal.errors import CheckpointError, DataError, UnknownName
+from shoal.errors import CheckpointError, DataError, InputError, UnknownName
 from shoal.placement import hash_ids, sort_key
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table import Segment, TableSpec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
+from shoal.table.scalars import LAST_VERSION
 from shoal.table.shard import RowChunk
 from shoal.table.snapshot import HASHES
 
@@ -540,6 +541,25 @@ def test_a_received_checkpoint_loads(tmp_path: Path, counter: str | None, dtype:
     assert loaded.rows == {"c/user": 300, "c/item": 1}
     assert same(shard.export(0), in_order(chunk))
     assert shard.export(1).weights.tolist() == [[1.0, 1.0]]
+
+
+def test_the_last_version_comes_back_and_none_after_it(tmp_path: Path):
+    spec = TableSpec(name="t", segments=(Segment(dim=2, optimizer=SGD()),))
+    form = form_of("m", spec)
+    chunk = chunk_of(3, 2, 0)
+    for name, version in (("last", LAST_VERSION), ("beyond", LAST_VERSION + 1)):
+        chunk.versions[:] = torch.tensor([1, 2, version])
+        write_parquet(tmp_path / name, form.table, [chunk])
+    out = str(tmp_path / "new")
+    with pytest.raises(DataError, match=rf"versions 1\.\.{LAST_VERSION + 1}.*of versions out"):
+        receive(out, open_parquet(tmp_path / "beyond"), {"t": form}, created_s=1)
+    manifest, where = receive(out, open_parquet(tmp_path / "last"), {"t": form}, created_s=1)
+    assert manifest.epoch == LAST_VERSION
+    shard = make_shard((spec,), seed=1)
+    load(where, Contents(tables={"m": HostedTables((spec,), shard)}))
+    assert shard.export(0).versions.sort()[0].tolist() == [1, 2, LAST_VERSION]
+    with pytest.raises(InputError, match=r"last epoch is open.*Set the versions of all rows to 1"):
+        shard.cut()
 
 
 def test_a_receive_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

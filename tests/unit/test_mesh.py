@@ -10,7 +10,7 @@ import torch
 
 from shoal import comm
 from shoal.comm.devices import pick_backend, pick_device, seed_all
-from shoal.comm.mesh import effective_settings
+from shoal.comm.starting import effective_settings
 from shoal.errors import ConfigError, DeviceUnavailable
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 
 from shoal import config
 from shoal.checkpoint import Contents, save
-from shoal.comm.launch import Attempt, attempt, detect
+from shoal.comm.launchers import Attempt, attempt, detect
 from shoal.data import Batch
-from shoal.errors import ConfigError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
 from shoal.train import recorder as recording
@@ -156,6 +157,7 @@ def test_a_job_started_again_says_that_it_starts_over(
     other = find_beginning(settings, None, Attempt("another", 1))
     assert (other.checkpoint, other.folder == first.folder) == (None, False)
     assert "start 2 of this job finds no run folder of an earlier one" in caplog.text
+    assert "put output.dir on storage that all hosts share" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -189,3 +191,28 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
     with pytest.raises(ConfigError, match=rf"got {examples}; allowed: the 100 that"):
         find_beginning(settings, None, None, examples)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_rank_0_on_another_host_says_what_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
+) -> None:
+    """Neither run folders nor checkpoint.dir of the host before are on this one."""
+    here = tmp_path / "disk of this host"
+    settings = config.from_mapping(
+        {
+            "name": "tiny",
+            "data": {"source": "flights"},
+            "output": {"dir": str(tmp_path / "runs")},
+            "checkpoint": {"dir": str(here), "resume": resume},
+        }
+    )
+    if resume != "must":
+        assert find_beginning(settings, None, Attempt("a job", 0)).checkpoint is None
+    assert caplog.text == "", "at the first start nothing is amiss"
+    refused = pytest.raises(CheckpointError, match="none in") if resume == "must" else nullcontext()
+    with refused:
+        assert find_beginning(settings, None, Attempt("moved", 1)).checkpoint is None
+    said = f"finds no checkpoint in {here}: it starts over" in caplog.text
+    said = said and "put checkpoint.dir on storage that all hosts share" in caplog.text
+    assert said == (resume != "never")

@@ -13,7 +13,7 @@ from shoal.checkpoint.slice_sources import Column, SliceSource
 from shoal.checkpoint.splitting import bits_for
 from shoal.checkpoint.writing_plan import Piece, PlacedRows, Span, WritingPlan, speakers
 from shoal.comm.collectives import Collectives, Part
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError, CollectiveFailed, describe
 from shoal.placement import Hosted
 from shoal.table.rejoin import joined_state
 from shoal.table.spec import TableSpec
@@ -176,12 +176,14 @@ class ShardedRows:
         """One round: hand in what others write, and get the parts of this rank's own piece."""
         pieces_W = self._rounds.pop()
         sent: list[list[Columns]] = []
+        packed: tuple[Tensor, tuple[int, ...]] | None = None
         error: Exception | None = None
         try:
             sent = [
                 [] if piece is None or writer == self._rank else self._handed(piece, writer)
                 for writer, piece in enumerate(pieces_W)
             ]
+            packed = self._packed(sent)  # what takes memory, while others can still be told
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
         try:
@@ -190,7 +192,15 @@ class ShardedRows:
             if error is not None:
                 self._rounds.clear()
                 raise error
-        return self._swap(pieces_W, sent, rows_WX)
+        del sent
+        assert packed is not None
+        return self._swap(pieces_W, packed, rows_WX)
+
+    def _packed(self, sent: Sequence[Sequence[Columns]]) -> tuple[Tensor, tuple[int, ...]]:
+        """What goes to all ranks as one tensor, and bytes for each."""
+        packed_W = [_packed(parts) for parts in sent]
+        data = torch.cat(packed_W).to(self._collectives.device)
+        return data, tuple(part.numel() for part in packed_W)
 
     def _handed(self, piece: Piece, writer: int) -> list[Columns]:
         return [
@@ -220,21 +230,19 @@ class ShardedRows:
         return received_WX[:, :width]
 
     def _swap(
-        self, pieces_W: Sequence[Piece | None], sent: list[list[Columns]], rows_WX: Tensor
+        self,
+        pieces_W: Sequence[Piece | None],
+        packed: tuple[Tensor, tuple[int, ...]],
+        rows_WX: Tensor,
     ) -> list[list[Columns]]:
-        collectives, piece = self._collectives, pieces_W[self._rank]
+        piece = pieces_W[self._rank]
         asked = [] if piece is None else list(self._asked(piece, self._rank))
-        packed_W = [_packed(parts) for parts in sent]
         layouts = [self.tables[span.table].columns[number] for span, number, _ in asked]
         receive = tuple(
             sum(_bytes(c, n) for c, n in zip(layouts, rows_X, strict=False))
             for rows_X in rows_WX.tolist()
         )
-        send = tuple(part.numel() for part in packed_W)
-        data = torch.cat(packed_W).to(collectives.device)
-        del packed_W
-        part = Part(data, send, receive)
-        (got,) = collectives.all_to_all([part], what="rows of a checkpoint").wait()
+        got = self._swapped(Part(*packed, receive))
         starts = list(accumulate(receive, initial=0))
         by_rank = [
             _unpacked(got[starts[rank] : starts[rank + 1]].cpu(), layouts, rows_X)
@@ -247,6 +255,30 @@ class ShardedRows:
             ]
             for slot, (span, number, speaking) in enumerate(asked)
         ]
+
+    def _swapped(self, part: Part) -> Tensor:
+        """What the other ranks sent.
+
+        Raises:
+            CollectiveFailed: whatever went wrong, such as no memory for it: the others wait inside
+                for this rank, which may call nothing else of theirs any more.
+        """
+        try:
+            (got,) = self._collectives.all_to_all([part], what="rows of a checkpoint").wait()
+        except CollectiveFailed:
+            raise
+        except Exception as error:
+            self._rounds.clear()
+            raise CollectiveFailed(
+                describe(
+                    f"rows of a checkpoint on their way to rank {self._rank}",
+                    got=f"{type(error).__name__}: {error}",
+                    allowed=f"{sum(part.receive)} bytes of memory for them",
+                    remedy="Leave more memory free on this rank, and start again from the last "
+                    "checkpoint.",
+                )
+            ) from error
+        return got
 
     def _asked(self, piece: Piece, writer: int) -> Iterator[tuple[Span, int, tuple[int, ...]]]:
         """Each span with each slice of its table, and the ranks that hand it in."""

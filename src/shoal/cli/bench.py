@@ -85,7 +85,7 @@ def comm(
         import logging
         import os
 
-        from shoal.comm import benchmarks, launch, mesh
+        from shoal.comm import benchmarks, launch, launchers, mesh
 
         environ = {"MONOLITH_BENCHMARK_BPS": "all", **os.environ}
         settings = benchmarks.benchmark_settings(
@@ -98,7 +98,7 @@ def comm(
         )
         logger = logging.getLogger("shoal.comm")
         logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO if launch.detect().rank == 0 else logging.WARNING)
+        logger.setLevel(logging.INFO if launchers.detect().rank == 0 else logging.WARNING)
         started = launch.init(device=device)
         out = console()
         try:

@@ -10,7 +10,8 @@ from shoal.comm.collectives import (
     ReduceOp,
     Sizes,
 )
-from shoal.comm.launch import Launch, current, detect, early_votes, init, shutdown
+from shoal.comm.launch import current, early_votes, init, shutdown
+from shoal.comm.launchers import Launch, detect
 from shoal.comm.mesh import Mesh
 from shoal.comm.run_hooks import get_sync_run_hooks
 from shoal.comm.session import SessionConfig, update_session_config_for_gpu

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.backends import read_flags
-from shoal.comm.launch import detect, open_mpi
+from shoal.comm.launchers import detect, open_mpi
 from shoal.errors import ConfigError, LaunchError, describe
 
 __all__ = ["GPUS_PER_NIC", "NodeEnvironment", "apply_environment", "interface_address"]

@@ -12,7 +12,8 @@ import torch
 
 from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
-from shoal.comm.launch import init, open_mpi
+from shoal.comm.launch import init
+from shoal.comm.launchers import open_mpi
 from shoal.comm.sync_training import SyncFlags, enable_sync_training
 
 __all__ = ["BroadcastInitialState", "RunHook", "TelemetryReport", "get_sync_run_hooks"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.comm.backends import read_flags
-from shoal.comm.launch import open_mpi
+from shoal.comm.launchers import open_mpi
 from shoal.comm.sync_training import SyncFlags, enable_sync_training
 
 __all__ = ["SessionConfig", "apply_session_config", "update_session_config_for_gpu"]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from shoal.comm import backends
 from shoal.comm.byteps_environment import NodeEnvironment, apply_environment, node_environment
-from shoal.comm.launch import open_mpi
+from shoal.comm.launchers import open_mpi
 from shoal.errors import DeviceUnavailable, ShoalError
 
 __all__ = [

@@ -16,7 +16,7 @@ from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.claiming import claim
 from shoal.checkpoint.storage import Storage
-from shoal.comm.launch import Attempt
+from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError, describe
 

@@ -71,6 +71,7 @@ class Learner:
     Attributes:
         model: Batch -> logits; a `DistributedModelParallel` over several ranks.
         joint: steps rows and dense weights.
+        nan_policy: of the run.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Learner:
         )
         self.module = parts.module.to(config.device)
         self.steps = 0
+        self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer

@@ -13,7 +13,8 @@ from torch import Tensor
 from shoal.comm.alarm import Alarm, Ending
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.devices import pick_device, pin_cores
-from shoal.comm.launch import current, detect, init
+from shoal.comm.launch import current, init
+from shoal.comm.launchers import detect
 from shoal.comm.mesh import Mesh
 from shoal.comm.timed import Waiting
 from shoal.config import RunConfig

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml  # type: ignore[import-untyped]
 
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.loading import load
-from shoal.comm.launch import Attempt
+from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig, to_yaml
 from shoal.errors import CheckpointError, ConfigError, describe
 from shoal.train import folder as folders
@@ -92,21 +92,14 @@ def find_beginning(
     if resume is not None and settings.resume == "never":
         allowed = "checkpoint.resume=auto or must beside --resume"
         raise _refused("checkpoint.resume", "never", allowed, "Leave one of them out.")
-    restarted = attempt is not None and attempt.restarts > 0
     mine = None
     if resume is not None:
         mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
         if mine is None:
             got = f"no unfinished run {config.name}-* in {config.output.dir}"
             raise _refused("--resume latest", got, "one that was interrupted", "Name its folder.")
-    elif attempt is not None and restarted and settings.resume != "never":
+    elif _again(attempt) and settings.resume != "never":
         mine = folders.made_by(config, attempt.job)
-        if mine is None and settings.dir is None:
-            _log.warning(
-                "start %d of this job finds no run folder of an earlier one in %s: it starts over",
-                attempt.restarts + 1,
-                config.output.dir,
-            )
     url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
     newest = None
     if url is not None:
@@ -116,6 +109,10 @@ def find_beginning(
         got = f"{url}, which holds {newest}"
         remedy = "Choose another folder, or set checkpoint.resume=auto."
         raise _refused("checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy)
+    if newest is None and mine is not None and settings.dir is None:
+        _log.warning("no checkpoint of %s: it starts over", mine.path)
+    elif newest is None and resume is None and settings.resume != "never" and _again(attempt):
+        _tell_lost(config, attempt, url)
     if url is None or newest is None:
         return _anew(config, mine, attempt, url)
     job = _job_in(url, newest)
@@ -180,6 +177,25 @@ def go_on(
     return Chain(loaded.manifest, loaded.cursors, len(store.chain(name)) - 1)
 
 
+def _again(attempt: Attempt | None) -> TypeGuard[Attempt]:
+    """Whether a launcher started the job before."""
+    return attempt is not None and attempt.restarts > 0
+
+
+def _tell_lost(config: RunConfig, attempt: Attempt, url: str | None) -> None:
+    """Say that a launcher's job starts over though it ran before, and what may be the cause."""
+    key, found = "checkpoint.dir", f"no checkpoint in {url}"
+    if url is None:
+        key, found = "output.dir", f"no run folder of an earlier one in {config.output.dir}"
+    _log.warning(
+        "start %d of this job finds %s: it starts over. If an earlier start saved a checkpoint, "
+        "rank 0 was on another host: put %s on storage that all hosts share",
+        attempt.restarts + 1,
+        found,
+        key,
+    )
+
+
 def _anew(
     config: RunConfig, mine: RunFolder | None, attempt: Attempt | None, url: str | None
 ) -> Beginning:
@@ -191,8 +207,6 @@ def _anew(
             "a committed one",
             "Set checkpoint.resume=auto to start a new run.",
         )
-    if mine is not None:
-        _log.warning("no checkpoint of %s: it starts over", mine.path)
     settings = config.checkpoint.warm_start
     warm = None if settings is None else find_warm(settings)
     folder = folders.create(config, attempt) if mine is None else mine

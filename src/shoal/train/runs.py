@@ -12,7 +12,8 @@ from rich.console import Console
 from shoal import report
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
-from shoal.comm.launch import attempt, early_votes
+from shoal.comm.launch import early_votes
+from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data

@@ -20,7 +20,7 @@ from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError
 from shoal.table.changes import Cursor
-from shoal.train.contents import contents_of
+from shoal.train.contents import contents_of, skipped_in_slices
 from shoal.train.course import Course
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
@@ -97,6 +97,7 @@ class Saver:
         self._began_s = clock()
         self._saving: Saving | None = None
         self._skipped = 0
+        self._skips = 0  # rows that column slices had skipped when the last save began
 
     def __enter__(self) -> Saver:
         self._began_s = self._clock()
@@ -141,7 +142,17 @@ class Saver:
                 return
             self._wait()
         kind = self._chain.following(self._settings.full_every)
-        self._begin("full" if kind == "delta" and self._is_broken() else kind)
+        if kind == "delta" and self._is_broken():
+            kind = "full"
+        if kind == "delta" and self._slices_differ():
+            kind = "full"
+            if self._ranks.leads:
+                _log.info(
+                    "a full checkpoint after step %d: column slices skipped gradients of other "
+                    "rows than their neighbours did, so that no delta can join them",
+                    self._course.steps,
+                )
+        self._begin(kind)
         if not self._settings.background:
             self._wait()
 
@@ -197,10 +208,30 @@ class Saver:
         vote = torch.tensor([broken], dtype=torch.float64)
         return bool(self._ranks.total(vote, what="vote on a chain of checkpoints"))
 
+    def _slices_differ(self) -> bool:
+        """Whether column slices of any rank skipped rows since the last save began; a collective
+        call over several ranks, where tables lie in slices."""
+        now = self._slice_skips()
+        if now is None:
+            return False
+        values = torch.tensor([float(now - self._skips)], dtype=torch.float64)
+        return bool(self._ranks.total(values, what="vote on rows that column slices skipped"))
+
+    def _slice_skips(self) -> int | None:
+        """Rows that column slices skipped so far; None: none can."""
+        counts = [
+            skipped_in_slices(one.tables.hosted)
+            for one in self._learners
+            if one.nan_policy == "skip"
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
     def _begin(self, kind: Kind) -> None:
         state, own = self._course.state()
         contents = contents_of(self._learners, {**self._job, "course": state}, own)
         delta = kind == "delta"
+        self._skips = self._slice_skips() or 0
         self._began_s = self._clock()
         self._saving = begin(
             self._store.url,

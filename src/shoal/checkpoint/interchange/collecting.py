@@ -25,6 +25,7 @@ from shoal.checkpoint.interchange.entries import (
 from shoal.checkpoint.manifest import SavedTable
 from shoal.errors import CheckpointError, describe
 from shoal.placement import hash_ids
+from shoal.table.scalars import LAST_VERSION
 from shoal.table.shard import RowChunk
 from shoal.table.snapshot import HASHES
 
@@ -74,7 +75,8 @@ class CollectedRows:
         """Take some rows of a table.
 
         Raises:
-            DataError: other columns or state than the table has, or state missing.
+            DataError: other columns or state than the table has, state missing, or versions that no
+            table has.
         """
         form, dtype = self._forms[table], self._dtypes[table]
         self._check(form, entries)
@@ -198,6 +200,12 @@ class CollectedRows:
         if entries.state is not None and entries.state.shape[1] != table.state_width:
             got = f"state of {entries.state.shape[1]} floats"
             raise malformed(what, got, table.state_width, "Leave the state out: --weights-only.")
+        if entries.versions is not None and entries.versions.numel():
+            low, high = (int(one) for one in entries.versions.aminmax())
+            if low < 0 or high > LAST_VERSION:
+                # Its tables could close no epoch that is later: no load would take the checkpoint.
+                remedy = "Leave the column of versions out: rows begin with version 1."
+                raise malformed(what, f"versions {low}..{high}", f"0..{LAST_VERSION}", remedy)
 
     def _check_distinct(self, table: int, form: TableForm) -> None:
         twice: list[int] = []

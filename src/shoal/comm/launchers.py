@@ -1,0 +1,367 @@
+"""Who this process is among how many: the only reader of the variables that launchers set.
+
+All of it are pure functions of an environment. `detect` knows:
+
+- torchrun (or anything that sets RANK and WORLD_SIZE): RANK, WORLD_SIZE, LOCAL_RANK,
+  LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+- Open MPI: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE. MASTER_ADDR and MASTER_PORT
+  are needed where the ranks span several hosts.
+- Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the tasks per node; the first host of the
+  step's nodes is the master.
+- nothing: one process.
+
+TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT say whether torchrun started the job anew.
+PROCESS_GROUP_TIMEOUT_SECONDS is the timeout of every group unless `launch.init` is told another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, overload
+
+from shoal.comm import slurm
+from shoal.errors import ConfigError, LaunchError, describe
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Attempt",
+    "Launch",
+    "OpenMpi",
+    "attempt",
+    "detect",
+    "open_mpi",
+    "process_group_timeout_s",
+]
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+Launcher = Literal["torchrun", "mpi", "slurm", "single"]
+
+# What holds rank, world size, local rank and local world size, for messages.
+_VARIABLES: Mapping[str, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+    "single": ("rank", "world_size", "local_rank", "local_world_size"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A rank's place among all ranks.
+
+    Args:
+        launcher: whose variables were read.
+        rank: 0 to world_size - 1.
+        world_size: all ranks.
+        local_rank: number among the ranks of this host; picks the device.
+        local_world_size: ranks of this host.
+        master_addr, master_port: where rank 0 (or torchrun's agent) listens.
+        restarts: how often torchrun started the ranks again.
+
+    Raises:
+        LaunchError: numbers that contradict each other.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        rank, world, local_rank, local_world = _VARIABLES[self.launcher]
+        _check(world, self.world_size, 1, None)
+        _check(rank, self.rank, 0, (world, self.world_size))
+        _check(local_world, self.local_world_size, 1, (world, self.world_size + 1))
+        _check(local_rank, self.local_rank, 0, (local_world, self.local_world_size))
+        _check("MASTER_PORT", self.master_port, 1, ("the ports", 65536))
+
+    @property
+    def one_host(self) -> bool:
+        """Whether every rank is on this host."""
+        return self.local_world_size == self.world_size
+
+
+def _check(name: str, value: int, least: int, below: tuple[str, int] | None) -> None:
+    if value >= least and (below is None or value < below[1]):
+        return
+    raise LaunchError(
+        describe(
+            f"launcher variable {name}",
+            got=value,
+            allowed=f"{least} or more"
+            if below is None
+            else f"{least} to {below[1] - 1}, given {below[0]}",
+            remedy="Launch with torchrun, mpirun or srun, and do not set these by hand.",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMpi:
+    """What Open MPI says of this process; None where it says nothing."""
+
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+
+
+def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
+    """The four OMPI_COMM_WORLD_* numbers.
+
+    Raises:
+        LaunchError: one of them is no number.
+    """
+    environ = os.environ if environ is None else environ
+    rank, size, local_rank, local_size = _VARIABLES["mpi"]
+    return OpenMpi(
+        _optional(environ, rank),
+        _optional(environ, size),
+        _optional(environ, local_rank),
+        _optional(environ, local_size),
+    )
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Launch:
+    """Find the launcher and this process's place. Reads `environ` only; starts nothing.
+
+    RANK and WORLD_SIZE go first. Where Open MPI's or Slurm's numbers stand beside them they must
+    agree, unless torchrun itself set them (one torchrun per node, started by mpirun or srun).
+
+    Raises:
+        LaunchError: variables contradict each other, are incomplete, or do not say where rank 0
+            listens.
+    """
+    environ = os.environ if environ is None else environ
+    of_torchrun = bool(environ.get("RANK") and environ.get("TORCHELASTIC_RUN_ID"))
+    other = None if of_torchrun else _mpi(environ) or _slurm(environ)
+    if environ.get("RANK"):
+        return _torchrun(environ, other)
+    if other is None:
+        for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+            if environ.get(name, alone) not in ("", alone):
+                raise _incomplete("RANK", f"{name} without RANK")
+        return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ, DEFAULT_PORT))
+    if environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != other.world_size:
+        raise _contradiction(f"WORLD_SIZE={environ['WORLD_SIZE']}", other)
+    return other
+
+
+def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank, local_world_size = 0, 1
+    if other is not None:
+        if (rank, world_size) != (other.rank, other.world_size):
+            raise _contradiction(f"RANK={rank} WORLD_SIZE={world_size}", other)
+        local_rank, local_world_size = other.local_rank, other.local_world_size
+    local_rank = _optional(environ, "LOCAL_RANK", local_rank)
+    local_world_size = _optional(environ, "LOCAL_WORLD_SIZE", max(local_world_size, local_rank + 1))
+    # Checked before the address, so that what contradicts is named first.
+    placed = Launch(
+        "torchrun", rank, world_size, local_rank, local_world_size, LOOPBACK, DEFAULT_PORT
+    )
+    address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
+    restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return replace(_at(placed, address, _port(environ, DEFAULT_PORT)), restarts=restarts)
+
+
+def _mpi(environ: Mapping[str, str]) -> Launch | None:
+    found = open_mpi(environ)
+    if found.rank is None and found.size is None:
+        return None
+    if found.rank is None or found.size is None:
+        missing = _VARIABLES["mpi"][0 if found.rank is None else 1]
+        raise _incomplete(missing, "some OMPI_COMM_WORLD_* variables, not all")
+    local_rank = 0 if found.local_rank is None else found.local_rank
+    local_size = local_rank + 1 if found.local_size is None else found.local_size
+    placed = Launch("mpi", found.rank, found.size, local_rank, local_size, LOOPBACK, DEFAULT_PORT)
+    if environ.get("RANK"):
+        return placed  # RANK's launcher says where the master is.
+    remedy = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+    address = (
+        environ.get("MASTER_ADDR")
+        or environ.get("DMLC_PS_ROOT_URI")
+        or _address_on_one_host(placed, remedy)
+    )
+    return _at(placed, address, _port(environ, DEFAULT_PORT))
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+    if not (environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS")):
+        return None
+    started = environ.get("SLURM_STEP_ID") or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not started and environ.get("SLURM_JOB_ID") and environ["SLURM_PROCID"] == "0":
+        return None  # A batch script itself, outside srun: it describes the job, not a rank.
+    rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    local_rank = _optional(environ, "SLURM_LOCALID", 0)
+    placed = Launch(
+        "slurm",
+        rank,
+        world_size,
+        local_rank,
+        _slurm_tasks_here(environ, world_size),
+        LOOPBACK,
+        DEFAULT_PORT,
+    )
+    if environ.get("RANK"):
+        return placed
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or environ.get("SLURM_NODELIST")
+    )
+    address = environ.get("MASTER_ADDR")
+    if not address and not placed.one_host:
+        # The node srun ran on need not hold rank 0; the list of nodes is the better witness.
+        address = slurm.first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    address = address or _address_on_one_host(placed, "export MASTER_ADDR=<host of rank 0>")
+    # Jobs that share a node need ports of their own.
+    job = _optional(environ, "SLURM_JOB_ID", 0) + _optional(environ, "SLURM_STEP_ID", 0)
+    return _at(placed, address, _port(environ, DEFAULT_PORT + job % 10_000))
+
+
+def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if counts:
+        return slurm.tasks_of_node(counts, _optional(environ, "SLURM_NODEID", 0))
+    nodes = _optional(environ, "SLURM_NNODES", 1)
+    return _optional(environ, "SLURM_NTASKS_PER_NODE", -(-world_size // nodes))
+
+
+def _address_on_one_host(placed: Launch, remedy: str) -> str:
+    if placed.one_host:
+        return LOOPBACK
+    raise LaunchError(
+        describe(
+            f"MASTER_ADDR of {placed.world_size} ranks, {placed.local_world_size} on this host",
+            got="nothing",
+            allowed="a host name or address that every rank reaches",
+            remedy=f"Say where rank 0 listens: {remedy}.",
+        )
+    )
+
+
+def _at(placed: Launch, address: str, port: int) -> Launch:
+    return Launch(
+        placed.launcher,
+        placed.rank,
+        placed.world_size,
+        placed.local_rank,
+        placed.local_world_size,
+        address,
+        port,
+    )
+
+
+def _port(environ: Mapping[str, str], default: int) -> int:
+    return _optional(environ, "MASTER_PORT", default)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text:
+        raise _incomplete(name, "nothing")
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            describe(
+                f"launcher variable {name}",
+                got=repr(text),
+                allowed="a whole number",
+                remedy="Unset it, or launch with torchrun, mpirun or srun.",
+            )
+        ) from None
+
+
+@overload
+def _optional(environ: Mapping[str, str], name: str, default: int) -> int: ...
+@overload
+def _optional(environ: Mapping[str, str], name: str, default: None = None) -> int | None: ...
+def _optional(environ: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    return _number(environ, name) if environ.get(name) else default
+
+
+def _incomplete(name: str, got: str) -> LaunchError:
+    return LaunchError(
+        describe(
+            f"launcher variable {name}",
+            got=got,
+            allowed="rank and world size together",
+            remedy="Launch with torchrun, mpirun or srun, or unset the others.",
+        )
+    )
+
+
+def _contradiction(said: str, other: Launch) -> LaunchError:
+    rank, world, *_ = _VARIABLES[other.launcher]
+    return LaunchError(
+        describe(
+            "launcher variables",
+            got=f"{said} beside {rank}={other.rank} {world}={other.world_size}",
+            allowed="launchers that agree",
+            remedy="Unset RANK and WORLD_SIZE, or start the ranks with torchrun.",
+        )
+    )
+
+
+def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float | None:
+    """PROCESS_GROUP_TIMEOUT_SECONDS; None where it is not set.
+
+    Raises:
+        ConfigError: not a whole number above zero.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("PROCESS_GROUP_TIMEOUT_SECONDS", "")
+    if not text:
+        return None
+    if not text.strip().isdigit() or int(text) == 0:
+        raise ConfigError(
+            describe(
+                "PROCESS_GROUP_TIMEOUT_SECONDS",
+                got=repr(text),
+                allowed="whole seconds above zero",
+                remedy="Unset it to get the default of the backend.",
+            )
+        )
+    return float(int(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Which start of a job this is, under a launcher that restarts jobs.
+
+    Args:
+        job: the same for all starts of a job on this host, and no other's.
+        restarts: how often it was started again; 0 the first time.
+    """
+
+    job: str
+    restarts: int
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> Attempt | None:
+    """The present start of torchrun's job; None under other launchers.
+
+    Raises:
+        LaunchError: a count that is no number.
+    """
+    environ = os.environ if environ is None else environ
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if not run_id:
+        return None
+    # Runs without an id are all called "none"; the agent, which starts ranks anew, outlives them.
+    job = f"{run_id} of agent {os.getppid()}"
+    return Attempt(job, _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0))
