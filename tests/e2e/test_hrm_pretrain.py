@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import build_sudoku
 import evaluate
@@ -106,6 +109,44 @@ def test_a_run_without_checkpoints_cannot_have_to_go_on(
 ) -> None:
     assert pretrain.main([*TINY, data, "save_checkpoints=false", "resume=must"]) == 2
     assert "resume: got must, with save_checkpoints=false" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_in_its_run_of_wandb(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, Any]] = []
+
+    class Logged:
+        id = "r1"
+
+        def log(self, scalars: dict[str, float], step: int) -> None:
+            begun[-1].setdefault("steps", []).append(step)
+
+        def finish(self) -> None:
+            begun[-1]["finished"] = True
+
+    def init(**given: Any) -> Logged:
+        begun.append(given)
+        return Logged()
+
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(wandb, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    place = [data, "wandb=true", "run_name=n", f"checkpoint_path={tmp_path}"]
+    trained(*place, "max_steps=7")
+    trained(*place)
+    first, second = begun
+    assert "resume" not in first and (first["name"], first["finished"]) == ("n", True)
+    assert (second["id"], second["resume"]) == ("r1", "allow")
+    assert max(first["steps"]) == 7 and {10, 20} <= set(second["steps"])
+
+
+def test_a_run_may_go_on_in_another_forward_dtype(tmp_path: Path, data: str) -> None:
+    place = f"checkpoint_path={tmp_path}"
+    trained(data, place, "max_steps=2")
+    carry = restored(data, place, "arch.forward_dtype=float32")["learner"]["carry"]
+    assert carry["z_H_BTD"].dtype == carry["z_L_BTD"].dtype == torch.float32
 
 
 def test_a_run_does_not_go_on_with_other_data(
@@ -236,6 +277,17 @@ def test_bad_settings_end_before_the_first_step(
     assert pretrain.main([*TINY, data, place, change]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_cannot_be_made_are_named(
+    tmp_path: Path, data: str, whole: tuple[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file" / "run"
+    assert pretrain.main([*TINY, data, "save_checkpoints=false", f"log_path={inside}"]) == 2
+    assert re.search(r"folder of logs .*file/run", capsys.readouterr().err)
+    assert evaluate.main([f"checkpoint={whole[0]}", f"output={inside}/x.json", *ONE]) == 2
+    assert re.search(r"folder to write to", capsys.readouterr().err)
 
 
 def test_a_place_in_use_is_not_taken_over(

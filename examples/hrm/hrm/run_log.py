@@ -101,12 +101,12 @@ class RunLog:
         self._leads = leads
         sinks: list[ScalarSink] = []
         if leads and folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             sinks.append(JsonLines(folder / "log.jsonl", go_on_after=resumed_step))
             if has_tensorboard() if config.tensorboard is None else config.tensorboard:
                 sinks.append(TensorBoard(folder / "tensorboard", go_on_after=resumed_step))
         if leads and config.wandb:
-            sinks.append(_WeightsAndBiases(config))
+            sinks.append(_WeightsAndBiases(config, folder, goes_on=resumed_step is not None))
         self._sink = FanOut(*sinks)
 
     def say(self, text: str) -> None:
@@ -124,17 +124,38 @@ class RunLog:
         self._sink.close()
 
 
-class _WeightsAndBiases:
-    """A run of wandb."""
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            describe(
+                f"folder of logs {folder}",
+                got=str(error),
+                allowed="one that is there or can be made",
+                remedy="Set checkpoint_path or log_path.",
+            )
+        ) from error
 
-    def __init__(self, config: PretrainConfig) -> None:
+
+class _WeightsAndBiases:
+    """A run of wandb; a run that goes on goes on there, by the id beside its logs."""
+
+    def __init__(self, config: PretrainConfig, folder: Path | None, *, goes_on: bool) -> None:
         check_wandb()
         wandb = importlib.import_module("wandb")
+        known = None if folder is None else folder / "wandb_id"
+        same: dict[str, str] = {}
+        if goes_on and known is not None and known.is_file():
+            same = {"id": known.read_text().strip(), "resume": "allow"}
         self._run: Any = wandb.init(
             project=config.project_name,
             name=config.run_name,
             config=config.model_dump(mode="json"),
+            **same,
         )
+        if known is not None:
+            known.write_text(self._run.id)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)

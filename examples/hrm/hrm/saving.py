@@ -217,9 +217,10 @@ def _carry_of(loaded: Loaded, learner: Learner) -> Carry | None:
     share: Share = learner.share
     cut = slice(share.first, share.first + share.count)
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Carry.from_state({name: all_[cut].clone() for name, all_ in whole.items()}).to(
-        learner.mesh.device
-    )
+    carry = Carry.from_state({name: all_[cut].clone() for name, all_ in whole.items()})
+    dtype = learner.model.config.dtype  # a resumed run may have another
+    states = {"z_H_BTD": carry.z_H_BTD.to(dtype), "z_L_BTD": carry.z_L_BTD.to(dtype)}
+    return dataclasses.replace(carry, **states).to(learner.mesh.device)
 
 
 def load_learner(
