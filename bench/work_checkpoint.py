@@ -312,14 +312,16 @@ def finding_changes(
     words = torch.zeros(rows, dtype=torch.int32)
     torch.set_num_threads(1)  # a page of changes is found by the thread that asks
 
-    def scan(since: int) -> float:
-        cursor = Cursor(shard.incarnation, since, closed, 0)
+    def scan(since: int, to: int) -> tuple[float, int]:
+        """Seconds, and how many changed rows came."""
+        cursor, found = Cursor(shard.incarnation, since, to, 0), 0
         start = time.perf_counter()
         while True:
             page = shard.changes(cursor, 1 << 20)
             cursor = page.cursor
+            found += sum(len(chunk.ids) for chunk in page.rows)
             if page.done:
-                return time.perf_counter() - start
+                return time.perf_counter() - start, found
 
     def touch(ids_N: Tensor) -> int:
         shard.assign(_group(ids_N), [torch.zeros(len(ids_N), DIM)], ctx=StepContext())
@@ -328,17 +330,25 @@ def finding_changes(
     # Row numbers follow the order of loading: one row in each block of 1,024.
     every = _ids(0, rows)[:: 1 << 10].contiguous()
     touch(every)
-    closed = shard.cut()
-    closed = touch(every)
+    quiet = shard.cut()
+    touch(every)
     # An epoch between: every block has a later stamp, no row is in the span asked for.
     scans, reads = [], []
     for _ in range(7 * passes):
         reads.append(_timed(lambda: words.max()))
-        scans.append(scan(closed - 1))
+        took, found = scan(quiet - 1, quiet)
+        if found:
+            raise SystemExit(f"{found} rows changed in an epoch without a change")
+        scans.append(took)
     few = every[::1000].contiguous()
     mark = shard.cut()
     closed = touch(few)
-    sparse = [scan(mark) for _ in range(7 * passes)]
+    sparse = []
+    for _ in range(7 * passes):
+        took, found = scan(mark, closed)
+        if found != len(few):
+            raise SystemExit(f"{found} of {len(few)} changed rows came")
+        sparse.append(took)
     size = 4 * rows / 1e9
     del before
     return {

@@ -11,6 +11,8 @@
 #include <optional>
 #include <tuple>
 
+#include "background.h"
+
 namespace nb = nanobind;
 
 namespace shoal {
@@ -51,6 +53,7 @@ std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional
 void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::exception<SnapshotRefused>(m, "SnapshotRefused");
+  m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
       .def_prop_ro("epoch", [](const PySnapshot& s) { return s.snapshot->epoch(); })
       .def_prop_ro("since", [](const PySnapshot& s) { return s.snapshot->since(); })

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "background.h"
+#include "buffers.h"
 #include "hash.h"
 #include "prefetch.h"
 
@@ -17,6 +19,8 @@ constexpr std::size_t kMarkBytes = std::size_t{64} << 10;  // of a run, from mar
 constexpr std::size_t kIoBytes = std::size_t{1} << 20;
 constexpr std::size_t kKeptFull = 2;  // full segments; a further one is filled, the last is spare
 constexpr std::uint32_t kBatch = 256;
+constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kStopBytes = std::size_t{1} << 20;  // of pages made between looks whether to stop
 
 std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
   return mix64(static_cast<std::uint64_t>(id) ^ salt);
@@ -34,17 +38,18 @@ PreImages::PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t
   for (Form& form : forms_) {
     form.record = (sizeof(PreImage) + form.weights + form.state + 7) & ~std::size_t{7};
     largest_ = std::max(largest_, form.record);
+    most_bytes_ += form.rows * (form.record + sizeof(Entry));
   }
   const std::size_t share = budget_bytes / segments_.size();
   segment_bytes_ = (std::max(share, largest_ + sizeof(Entry)) + 63) & ~std::size_t{63};
+  thread_ = std::thread([this] { work(); });
 }
 
 PreImages::~PreImages() {
-  if (!spiller_.joinable()) return;
   if (process_ != static_cast<long>(getpid())) {
     // A forked child has no such thread. What that one waits for is never ended: it would take it
     // to stop waiting.
-    spiller_.detach();
+    thread_.detach();
     static_cast<void>(filled_.release());
     return;
   }
@@ -53,7 +58,11 @@ PreImages::~PreImages() {
     stop_ = true;
   }
   filled_->notify_all();
-  spiller_.join();
+  thread_.join();
+  // The next snapshot finds them with their pages.
+  for (Segment& segment : segments_) {
+    if (segment.block.bytes() > 0) Buffers::instance().give_back(std::move(segment.block));
+  }
 }
 
 PreImages::Entry* PreImages::entries(const Segment& segment) const {
@@ -85,6 +94,17 @@ PreImageStats PreImages::stats() const {
   return PreImageStats{kept_.load(), static_cast<std::int64_t>(written_), waited_s_};
 }
 
+// One whose pages are there, if there is any.
+PreImages::Segment* PreImages::free_one() {
+  Segment* found = nullptr;
+  for (Segment& segment : segments_) {
+    if (segment.state != State::empty) continue;
+    if (segment.block.bytes() > 0) return &segment;
+    if (found == nullptr) found = &segment;
+  }
+  return found;
+}
+
 void PreImages::rotate(std::unique_lock<std::mutex>& guard) {
   if (active_ != nullptr) {
     active_->state = State::full;
@@ -94,15 +114,8 @@ void PreImages::rotate(std::unique_lock<std::mutex>& guard) {
   if (full_.size() >= kKeptFull) {
     // A forked child has no such thread, and nobody to wait for.
     if (process_ != static_cast<long>(getpid())) throw std::runtime_error("the process was forked");
-    if (!spiller_.joinable()) spiller_ = std::thread([this] { spill(); });
     filled_->notify_one();
   }
-  const auto free_one = [this]() -> Segment* {
-    for (Segment& segment : segments_) {
-      if (segment.state == State::empty) return &segment;
-    }
-    return nullptr;
-  };
   Segment* next = free_one();
   if (next == nullptr) {
     const auto start = std::chrono::steady_clock::now();
@@ -111,7 +124,7 @@ void PreImages::rotate(std::unique_lock<std::mutex>& guard) {
     waited_s_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (failed_ || active_ != nullptr) return;
   }
-  if (next->block.bytes() == 0) next->block = Block(segment_bytes_);
+  if (next->block.bytes() == 0) next->block = Buffers::instance().take(segment_bytes_);
   next->used = next->entries = 0;
   next->state = State::active;
   active_ = next;
@@ -204,6 +217,43 @@ void PreImages::keep(int table, const RowView& view, const std::int32_t* rows,
   }
 }
 
+void PreImages::work() {
+  try {
+    give_way();
+    prepare();
+  } catch (const std::exception& error) {
+    fail(error.what());
+    return;
+  }
+  spill();
+}
+
+// Has the pages made of as many segments as all rows of the cut may fill.
+void PreImages::prepare() {
+  std::size_t left = most_bytes_;
+  for (Segment& segment : segments_) {
+    if (left == 0) return;
+    {
+      const std::lock_guard guard(mutex_);
+      if (segment.block.bytes() > 0) continue;  // a verb was quicker
+    }
+    Block block = Buffers::instance().take(segment_bytes_);
+    const std::size_t bytes = std::min(left, segment_bytes_);
+    for (std::size_t at = 0; at < bytes; at += kPageBytes) {
+      if (at % kStopBytes == 0) {
+        const std::lock_guard guard(mutex_);
+        if (stop_) return;
+      }
+      *static_cast<volatile char*>(block.data() + at) = 0;
+    }
+    left -= bytes;
+    {
+      const std::lock_guard guard(mutex_);
+      if (segment.block.bytes() == 0) std::swap(segment.block, block);
+    }
+  }
+}
+
 void PreImages::spill() {
   std::unique_lock guard(mutex_);
   const auto due = [this] { return full_.size() >= kKeptFull && full_.front()->writers == 0; };
@@ -268,39 +318,45 @@ void PreImages::visit(FairLock& lock, int table, std::uint64_t first, std::uint6
                       const Visit& visit) {
   check();
   const Form& form = forms_[table];
-  std::vector<const char*> found;
-  std::vector<Segment*> held;
+  struct Held {
+    Segment* segment;
+    const Entry *from, *to;
+  };
+  std::vector<Held> held;
+  held.reserve(segments_.size());
   std::size_t runs = 0;
   {
-    const ReadGuard reading(lock);  // nobody writes records or entries
+    // Nobody writes records or entries at this moment, so that those there are, are whole; they stay
+    // as they are while the segment has a reader.
+    const ReadGuard reading(lock);
     const std::lock_guard guard(mutex_);
     runs = runs_.size();
     for (Segment& segment : segments_) {
       if (segment.state == State::empty || segment.state == State::written) continue;
       ++segment.readers;
-      held.push_back(&segment);
       const Entry* const from = entries(segment);
-      for (const Entry* entry = from; entry != from + segment.entries; ++entry) {
-        if (entry->table != static_cast<std::uint32_t>(table) || entry->hash < first ||
-            entry->hash > last) {
-          continue;
-        }
-        found.push_back(segment.block.data() + std::size_t{entry->place} * 8);
-      }
+      held.push_back(Held{&segment, from, from + segment.entries});
     }
   }
   const auto release = [&] {
     {
       const std::lock_guard guard(mutex_);
-      for (Segment* segment : held) --segment->readers;
+      for (const Held& one : held) --one.segment->readers;
     }
     filled_->notify_all();
   };
   try {
-    for (const char* at : found) {
-      PreImage image;
-      std::memcpy(&image, at, sizeof(image));
-      visit(image, at + sizeof(image), at + sizeof(image) + form.weights);
+    for (const Held& one : held) {
+      for (const Entry* entry = one.from; entry != one.to; ++entry) {
+        if (entry->table != static_cast<std::uint32_t>(table) || entry->hash < first ||
+            entry->hash > last) {
+          continue;
+        }
+        const char* at = one.segment->block.data() + std::size_t{entry->place} * 8;
+        PreImage image;
+        std::memcpy(&image, at, sizeof(image));
+        visit(image, at + sizeof(image), at + sizeof(image) + form.weights);
+      }
     }
   } catch (...) {  // rethrown once nothing is held
     release();

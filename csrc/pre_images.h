@@ -4,7 +4,8 @@
 // exactly one copy here.
 //
 // Memory is four segments. Records grow from the front of one, entries (hash, where) from its end.
-// While two are full, a thread of its own sorts the older and writes it as a run: records by
+// A thread of its own has their pages made before they are needed: a step that fills fresh ones pays
+// for their zeros. While two are full, it sorts the older and writes it as a run: records by
 // (table, hash), with a mark in memory every 64 KiB, so that a range of hashes is found again.
 //
 // keep() and overwrite() run under the shard's exclusive lock; keep() from several threads at once.
@@ -115,6 +116,9 @@ class PreImages {
   void copy(const Claim& claim, int table, const RowView& view, const std::int32_t* rows,
             const std::uint32_t* versions);
   void rotate(std::unique_lock<std::mutex>& guard);
+  Segment* free_one();
+  void work();
+  void prepare();
   void spill();
   Run write_run(const Segment& segment);
   void read_run(const Run& run, int table, std::uint64_t first, std::uint64_t last,
@@ -123,7 +127,7 @@ class PreImages {
 
   std::vector<Form> forms_;
   const std::uint32_t since_, span_;
-  std::size_t segment_bytes_, largest_ = 0;
+  std::size_t segment_bytes_, largest_ = 0, most_bytes_ = 0;  // of a segment; a copy; all copies
   std::vector<std::vector<std::uint64_t>> overwritten_;
   std::atomic<std::uint32_t> clock_{0};
   std::atomic<bool> failed_{false};
@@ -141,9 +145,9 @@ class PreImages {
   double waited_s_ = 0;
   bool stop_ = false;
   std::string why_;
-  std::vector<Entry> order_;   // scratch of the spilling thread
+  std::vector<Entry> order_;   // scratch of the thread
   std::vector<char> out_;
-  std::thread spiller_;
+  std::thread thread_;
   const long process_;
 };
 

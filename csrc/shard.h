@@ -129,6 +129,7 @@ class Shard {
   const Table& table(int t) const { return tables_[t]; }
   Table& table(int t) { return tables_[t]; }
   FairLock& lock() { return lock_; }
+  const DeletionLog& deletions() const { return deletions_; }  // under lock()
   std::uint32_t epoch() const { return epoch_; }
   std::uint32_t cut();
 
@@ -184,7 +185,7 @@ class Shard {
   std::int64_t read_deletions(ChangePage& page, std::int64_t limit) const;
   void read_rows(ChangePage& page, std::int64_t limit) const;
   void check_epochs() const;
-  void collect_deleted(std::uint32_t from, std::vector<std::vector<std::int64_t>>& deleted) const;
+  void restart_log(std::uint32_t floor);  // empties it, which an open snapshot may still need
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;

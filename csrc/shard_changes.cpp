@@ -38,11 +38,14 @@ std::int64_t Shard::incarnation() {
 
 void Shard::release(std::uint32_t epoch) {
   const WriteGuard guard(lock_);
-  deletions_.release(std::min(epoch, epoch_ - 1));
+  const std::uint32_t closed = std::min(epoch, epoch_ - 1);
+  if (snapshot_ && closed > snapshot_->since()) snapshot_->take_log();
+  deletions_.release(closed);
 }
 
 void Shard::stop_changes() {
   const WriteGuard guard(lock_);
+  if (snapshot_) snapshot_->take_log();
   deletions_.stop();
 }
 
@@ -56,7 +59,7 @@ ChangePage Shard::changes(const ChangeCursor& cursor, std::int64_t limit) {
     if (deletions_.open() && !deletions_.broken()) continue;
     // Deletions of before are not known, so that cursors of before are worth nothing.
     incarnation_ = new_incarnation();
-    deletions_.start(epoch_ - 1);
+    restart_log(epoch_ - 1);
   }
 }
 

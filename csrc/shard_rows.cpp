@@ -62,7 +62,7 @@ void Shard::load_rows(int t, const Table::Columns& rows, int threads) {
   const auto latest = *std::max_element(rows.versions, rows.versions + rows.n);
   epoch_ = std::max(epoch_, static_cast<std::uint32_t>(latest));
   deletions_.set_epoch(epoch_);
-  if (deletions_.open()) deletions_.start(epoch_ - 1);
+  if (deletions_.open()) restart_log(epoch_ - 1);
 }
 
 void Shard::clear(int t) {

@@ -5,11 +5,6 @@
 #include "shard.h"
 
 namespace shoal {
-namespace {
-
-constexpr std::int64_t kRead = 1 << 16;  // deletions read at a time
-
-}  // namespace
 
 std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::Options options) {
   const WriteGuard guard(lock_);
@@ -26,9 +21,9 @@ std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::O
     from = since->from;
   }
   check_epochs();
-  std::vector<std::vector<std::int64_t>> deleted(tables_.size());
-  if (since != nullptr) collect_deleted(from, deleted);
-  auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, std::move(deleted), options);
+  Snapshot::LogSpan log;
+  if (since != nullptr) log = Snapshot::LogSpan{deletions_.after(from), deletions_.after(epoch_)};
+  auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, log, options);
   if (!kept) {
     // Deletions of before are not known, so that cursors of before are worth nothing.
     incarnation_ = new_incarnation();
@@ -40,25 +35,6 @@ std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::O
   return snapshot;
 }
 
-void Shard::collect_deleted(std::uint32_t from,
-                            std::vector<std::vector<std::int64_t>>& deleted) const {
-  const std::int64_t stop = deletions_.after(epoch_);
-  for (std::int64_t at = deletions_.after(from); at < stop; at += kRead) {
-    std::vector<std::vector<std::int64_t>> ids(tables_.size());
-    for (const Deletion& deletion : deletions_.read(at, std::min(kRead, stop - at))) {
-      ids[deletion.table].push_back(deletion.id);
-    }
-    for (int t = 0; t < size(); ++t) {
-      std::vector<std::int32_t> rows(ids[t].size());
-      kernels().probe(tables_[t].index().view(), ids[t].data(),
-                      static_cast<std::int64_t>(rows.size()), rows.data());
-      for (std::size_t i = 0; i < rows.size(); ++i) {
-        if (rows[i] == kNoRow) deleted[t].push_back(ids[t][i]);
-      }
-    }
-  }
-}
-
 void Shard::close(const Snapshot& snapshot) {
   std::shared_ptr<Snapshot> closed;  // dies without the lock: its thread may be writing
   const WriteGuard guard(lock_);
@@ -68,6 +44,11 @@ void Shard::close(const Snapshot& snapshot) {
   snapshot_.reset();
 }
 
+void Shard::restart_log(std::uint32_t floor) {
+  if (snapshot_) snapshot_->take_log();
+  deletions_.start(floor);
+}
+
 ChangeCursor Shard::resume(std::uint32_t epoch) {
   const WriteGuard guard(lock_);
   for (const Table& table : tables_) {
@@ -75,7 +56,7 @@ ChangeCursor Shard::resume(std::uint32_t epoch) {
   }
   incarnation_ = new_incarnation();
   epoch_ = std::max(epoch_, epoch + 1);
-  deletions_.start(epoch);
+  restart_log(epoch);
   deletions_.set_epoch(epoch_);
   return ChangeCursor{incarnation_, epoch, epoch, 0};
 }

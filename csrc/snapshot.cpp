@@ -11,10 +11,11 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kStretch = std::size_t{1} << 15;  // rows scanned under the lock at a time
+constexpr std::size_t kStretch = std::size_t{1} << 13;  // rows scanned under the lock at a time
 constexpr std::size_t kPiece = 1024;                    // rows copied before they are checked
 constexpr int kMostBins = 12;                           // as bits
 constexpr std::size_t kBinRows = 1024;
+constexpr std::int64_t kLogged = 1 << 12;  // deletions read, or looked up, under the lock at a time
 
 std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
   return mix64(static_cast<std::uint64_t>(id) ^ salt);
@@ -44,13 +45,14 @@ std::size_t bin_of(std::uint64_t hash, int bits) { return bits == 0 ? 0 : hash >
 }  // namespace
 
 Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
-                   std::vector<std::vector<std::int64_t>> deleted, Options options)
+                   LogSpan log, Options options)
     : shard_(shard),
       since_(since),
       epoch_(epoch),
       window_rows_(std::max<std::size_t>(options.window_rows, 1)),
       images_(forms_of(shard), since, epoch, options.buffer_bytes),
-      deleted_(std::move(deleted)),
+      log_(log),
+      deleted_(static_cast<std::size_t>(shard.size())),
       deleted_ready_(deleted_.size(), false),
       bins_(deleted_.size()) {
   for (int t = 0; t < shard.size(); ++t) highs_.push_back(shard.table(t).arena().high_water());
@@ -349,7 +351,63 @@ void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>&
   if (filled != missed.size()) throw std::logic_error("a snapshot lost rows that changed");
 }
 
+// Under the shard's lock.
+void Snapshot::read_log(std::int64_t most) {
+  const std::int64_t many = std::min(most, log_.stop - log_.first);
+  const std::vector<Deletion> records = shard_.deletions().read(log_.first, many);
+  for (const Deletion& deletion : records) deleted_[deletion.table].push_back(deletion.id);
+  log_.first += many;
+}
+
+void Snapshot::take_log() noexcept {
+  try {
+    while (log_.first < log_.stop) read_log(kLogged);
+  } catch (const std::exception&) {  // told by deleted()
+    log_lost_ = true;
+    log_.first = log_.stop;
+  }
+}
+
+// A row of the cut lies where it did, unchanged, or was copied, be it because it was deleted since.
+void Snapshot::drop_present(int t, std::vector<std::int64_t>& ids) {
+  const Table& table = shard_.table(t);
+  const std::uint64_t salt = table.spec().salt;
+  std::vector<bool> present(ids.size(), false);
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(kLogged));
+  const auto n = static_cast<std::int64_t>(ids.size());
+  for (std::int64_t at = 0; at < n; at += kLogged) {
+    const std::int64_t many = std::min(kLogged, n - at);
+    const ReadGuard guard(shard_.lock());
+    const RowView view = table.view().rows;
+    kernels().probe(table.index().view(), ids.data() + at, many, rows.data());
+    for (std::int64_t i = 0; i < many; ++i) {
+      if (rows[i] == kNoRow) continue;
+      const auto row = static_cast<std::uint32_t>(rows[i]);
+      present[at + i] = images_.unchanged(t, row, row_version(view, row));
+    }
+  }
+  const auto below = [salt](std::int64_t id, std::uint64_t hash) { return hash_of(id, salt) < hash; };
+  images_.visit(shard_.lock(), t, 0, ~std::uint64_t{0},
+                [&](const PreImage& image, const char*, const char*) {
+                  const auto at =
+                      std::lower_bound(ids.begin(), ids.end(), hash_of(image.id, salt), below);
+                  if (at != ids.end() && *at == image.id) present[at - ids.begin()] = true;
+                });
+  images_.check();
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (!present[i]) ids[kept++] = ids[i];
+  }
+  ids.resize(kept);
+}
+
 const std::vector<std::int64_t>& Snapshot::deleted(int t) {
+  for (bool more = true; more;) {
+    const ReadGuard guard(shard_.lock());
+    if (log_lost_) throw std::runtime_error("the log of deletions could not be read");
+    if (log_.first < log_.stop) read_log(kLogged);
+    more = log_.first < log_.stop;
+  }
   std::vector<std::int64_t>& ids = deleted_[t];
   if (!deleted_ready_[t]) {
     const std::uint64_t salt = shard_.table(t).spec().salt;
@@ -357,6 +415,7 @@ const std::vector<std::int64_t>& Snapshot::deleted(int t) {
       return hash_of(a, salt) < hash_of(b, salt);
     });
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    if (!ids.empty()) drop_present(t, ids);
     deleted_ready_[t] = true;
   }
   return ids;

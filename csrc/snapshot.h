@@ -45,9 +45,12 @@ class Snapshot {
     std::size_t buffer_bytes = std::size_t{64} << 20;
     std::size_t window_rows = std::size_t{1} << 21;
   };
-  // Under the shard's exclusive lock; `deleted`: ids by table, maybe several times.
-  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
-           std::vector<std::vector<std::int64_t>> deleted, Options options);
+  // Records of the shard's log that tell what was deleted in the span.
+  struct LogSpan {
+    std::int64_t first = 0, stop = 0;
+  };
+  // Under the shard's exclusive lock.
+  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch, LogSpan log, Options options);
 
   std::uint32_t since() const { return since_; }
   std::uint32_t epoch() const { return epoch_; }
@@ -60,8 +63,12 @@ class Snapshot {
   // those found last, ordered by hash.
   std::int64_t find(int t, std::uint64_t first, std::uint64_t last, int threads);
   void read(const SnapshotColumns& to, int threads);
-  // Ordered by hash, once each.
+  // Ids of rows that were deleted in the span and have none at its end: ordered by hash, once each.
+  // Throws std::runtime_error when the log's or the copies' file failed.
   const std::vector<std::int64_t>& deleted(int t);
+  // Copies what is not read yet of the log, which is about to drop it; under the shard's exclusive
+  // lock.
+  void take_log() noexcept;
 
  private:
   struct Entry {
@@ -90,12 +97,16 @@ class Snapshot {
   void check_piece(const RowView& view, std::size_t start, std::size_t stop,
                    const SnapshotColumns& to, std::vector<std::uint64_t>& missed) const;
   void fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed);
+  void read_log(std::int64_t most);
+  void drop_present(int t, std::vector<std::int64_t>& ids);
 
   Shard& shard_;
   const std::uint32_t since_, epoch_;
   const std::size_t window_rows_;
   PreImages images_;
   std::vector<std::size_t> highs_;  // numbers that rows of the cut lie below
+  LogSpan log_;  // what is not read yet
+  bool log_lost_ = false;
   std::vector<std::vector<std::int64_t>> deleted_;
   std::vector<bool> deleted_ready_;
   std::vector<std::vector<std::uint32_t>> bins_;  // rows by top bits, once a table is read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from shoal.checkpoint.background import give_way
+from shoal import _core
 from shoal.checkpoint.claiming import Claim
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
@@ -125,7 +125,7 @@ class Saving:
             shard.release(self.epoch)
 
     def _run_beside(self) -> None:
-        give_way()
+        _core.give_way()  # and the threads that this one starts
         self._writer.give_way()
         self._run()
 

@@ -124,9 +124,11 @@ class CpuSnapshot:
 
         Raises:
             InputError: no such table, or the snapshot is closed.
+            CheckpointError: the log of deletions, or copies of changed rows, could not be kept.
         """
         self._check(table)
-        ids_U = torch.empty(self._core.deleted_count(table), dtype=torch.int64)
+        count = refusals.kept(lambda: self._core.deleted_count(table))
+        ids_U = torch.empty(count, dtype=torch.int64)
         self._core.copy_deleted(table, ids_U.data_ptr())
         return ids_U
 
