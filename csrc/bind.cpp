@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "bind_changes.h"
+#include "bind_checksums.h"
 #include "bind_ops.h"
 #include "bind_row_images.h"
 #include "bind_shard.h"
@@ -290,6 +291,8 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
                                threads);
            },
            Release())
+      .def("expect", [](PyShard& s, int t, std::int64_t rows) { s.shard.expect(t, rows); },
+           Release())
       .def("size",
            [](PyShard& s, int t) {
              const ReadGuard guard(s.shard.lock());
@@ -353,6 +356,7 @@ NB_MODULE(_core, m) {
   nb::exception<TicketStateError>(m, "TicketStateError");
   bind_values(m);
   bind_changes(m);
+  bind_checksums(m);
   nb::class_<PyShard> shard(m, "Shard");
   shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;

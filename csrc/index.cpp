@@ -220,7 +220,8 @@ void Index::reserve(std::size_t rows) {
   if (rows <= size()) return;
   const std::size_t share = std::min(kMaxStripeRows, std::max(kSplitRows, rows / 32));
   int bits = 0;
-  while (bits < kMaxBits && (rows >> bits) > share) ++bits;
+  // Uneven stripes stay below their share, or rebalance() would split them on the way there.
+  while (bits < kMaxBits && (rows >> bits) > share - share / 8) ++bits;
   bool again = true;
   while (again) {
     again = false;

@@ -150,6 +150,7 @@ class Shard {
 
   Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
   void load_rows(int t, const Table::Columns& rows, int threads);
+  void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
   // At most `limit` changed rows and deleted ids; throws std::invalid_argument when the cursor's
   // epochs are not closed or not in order. The first call opens the log of deletions.

@@ -65,6 +65,11 @@ void Shard::load_rows(int t, const Table::Columns& rows, int threads) {
   if (deletions_.open()) restart_log(epoch_ - 1);
 }
 
+void Shard::expect(int t, std::int64_t rows) {
+  const WriteGuard guard(lock_);
+  tables_[t].reserve(rows);
+}
+
 void Shard::clear(int t) {
   const WriteGuard guard(lock_);
   if (pinned_table(t)) throw TicketStateError();

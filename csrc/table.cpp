@@ -30,6 +30,7 @@ Table::Table(TableSpec spec)
 
 void Table::reserve(std::int64_t rows) {
   const auto live = static_cast<std::int64_t>(index_.size());
+  if (spec_.capacity_rows > 0) rows = std::min(rows, spec_.capacity_rows);
   if (rows <= live) return;
   arena_.reserve(static_cast<std::size_t>(rows - live));
   index_.reserve(static_cast<std::size_t>(rows));
@@ -126,7 +127,10 @@ void Table::commit(Insert& job) {
   }
   counters_.inserted += job.wanted;
   counters_.refused += static_cast<std::int64_t>(job.unique.size()) - job.wanted;
-  if (job.wanted > 0) place(job);
+  if (job.wanted > 0) {
+    loaded_.only = false;
+    place(job);
+  }
   for (std::size_t i = 0; i < job.positions.size(); ++i) {
     job.rows[job.positions[i]] = job.unique_rows[job.number[i]];
   }
@@ -277,6 +281,7 @@ void Table::clear() {
   }
   index_.clear();
   arena_.clear();
+  loaded_ = Loaded{};
   admission_.clear();
 }
 

@@ -123,12 +123,27 @@ class Table {
   void make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows);
   void enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
              const std::int32_t* rows, int threads);
+  struct Entered {
+    std::int64_t id;
+    std::int32_t row;
+  };
+  void enter_part(const Entered* first, const Entered* last);
   void copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
                std::int64_t stop) const;
   void check_room(const Insert& job) const;
   std::int64_t over_budget(std::int64_t wanted) const;
   std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);
   void place(Insert& job);
+
+  std::uint64_t hash(std::int64_t id) const {
+    return mix64(static_cast<std::uint64_t>(id) ^ spec_.salt);
+  }
+
+  // Whether all rows came by loads in order of hash, and the last one's.
+  struct Loaded {
+    bool only = true;
+    std::uint64_t last = 0;
+  };
 
   TableSpec spec_;
   Index index_;
@@ -139,6 +154,7 @@ class Table {
   DeletionLog* log_ = nullptr;
   int number_ = 0;
   PreImages* images_ = nullptr;
+  Loaded loaded_;
 };
 
 }  // namespace shoal

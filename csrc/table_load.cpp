@@ -14,6 +14,7 @@ namespace {
 constexpr std::int64_t kPiece = 4096;            // rows a thread takes at a time
 constexpr std::size_t kEntered = std::size_t{1} << 19;  // ids put in order and indexed at a time
 constexpr std::size_t kAhead = 32;
+constexpr int kIndexAlone = 4;                   // threads up to which one of them has the index
 
 template <class Body>
 void in_pieces(std::int64_t n, int threads, const Body& body) {
@@ -35,10 +36,19 @@ bool ordered_by_hash(const std::int64_t* ids, std::int64_t n, std::uint64_t salt
 }
 
 void Table::load(const Columns& from, int threads) {
+  if (from.n == 0) return;
   const Scratch<std::int32_t> rows(from.n);
-  in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
-    kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start);
-  });
+  // Files come in order of hash: what lies above all that was loaded is not there yet.
+  const bool ordered = ordered_by_hash(from.ids, from.n, spec_.salt);
+  const bool above =
+      ordered && (index_.size() == 0 || (loaded_.only && loaded_.last < hash(from.ids[0])));
+  if (above) {
+    std::fill_n(rows.data(), from.n, kNoRow);
+  } else {
+    in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
+      kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start);
+    });
+  }
   const auto n = static_cast<std::size_t>(from.n);
   std::vector<std::uint32_t> fresh;
   fresh.reserve(static_cast<std::size_t>(std::count(rows.data(), rows.data() + n, kNoRow)));
@@ -49,10 +59,9 @@ void Table::load(const Columns& from, int threads) {
   if (images_ != nullptr) images_->make_bits(number_);
   // In order of input: what comes together lies together.
   for (const std::uint32_t i : fresh) rows[i] = arena_.take();
+  loaded_.only = above;
+  if (above) loaded_.last = hash(from.ids[from.n - 1]);
   enter(from, fresh, rows.data(), threads);
-  in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
-    copy_in(from, rows.data(), start, stop);
-  });
   if (images_ != nullptr) {
     for (std::size_t i = 0; i < n; ++i) {
       images_->overwrite(number_, static_cast<std::uint32_t>(rows[i]));
@@ -79,19 +88,18 @@ void Table::make_rows(std::int64_t fresh, const Columns& from, const std::int32_
 
 void Table::enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
                   const std::int32_t* rows, int threads) {
-  struct Entered {
-    std::int64_t id;
-    std::int32_t row;
-  };
-  const Scratch<Entered> batch(std::min(fresh.size(), kEntered));
-  const int bits = index_.partition_bits();
+  // One thread fills the index while the others copy; many share it out by stripes.
+  const int bits = threads > kIndexAlone ? index_.partition_bits() : 0;
   const std::size_t parts = std::size_t{1} << bits;
   const auto part_of = [&](std::int64_t id) -> std::size_t {
-    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ spec_.salt);
-    return bits == 0 ? 0 : (hash >> (48 - bits)) & (parts - 1);
+    return bits == 0 ? 0 : (hash(id) >> (48 - bits)) & (parts - 1);
   };
-  for (std::size_t at = 0; at < fresh.size(); at += kEntered) {
-    const std::size_t end = std::min(fresh.size(), at + kEntered);
+  const Scratch<Entered> batch(std::min(fresh.size(), kEntered));
+  const auto n = static_cast<std::size_t>(from.n);
+  std::size_t at = 0;
+  for (std::size_t start = 0; start < n; start += kEntered) {
+    const std::size_t stop = std::min(n, start + kEntered);
+    const std::size_t end = std::lower_bound(fresh.begin() + at, fresh.end(), stop) - fresh.begin();
     // By the bits that choose a stripe, so that no two threads share one.
     std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
     for (std::size_t k = at; k < end; ++k) ++starts[part_of(from.ids[fresh[k]]) + 1];
@@ -101,19 +109,31 @@ void Table::enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
       const std::int64_t id = from.ids[fresh[k]];
       batch[to[part_of(id)]++] = Entered{id, rows[fresh[k]]};
     }
-    Pool::instance().run(static_cast<std::int64_t>(parts), threads, [&](std::int64_t p, int) {
-      const IndexView lines = index_.view();
-      for (std::size_t i = starts[p]; i < starts[p + 1]; ++i) {
-        if (i + kAhead < starts[p + 1]) {
-          const StripeView* stripe = nullptr;
-          const auto next = static_cast<std::uint64_t>(batch[i + kAhead].id);
-          __builtin_prefetch(home_line(lines, mix64(next ^ spec_.salt), stripe), 1, 2);
-        }
-        index_.insert(batch[i].id, batch[i].row);
+    at = end;
+    const std::size_t pieces = (stop - start + kPiece - 1) / kPiece;
+    Pool::instance().run(static_cast<std::int64_t>(parts + pieces), threads, [&](std::int64_t k, int) {
+      const auto item = static_cast<std::size_t>(k);
+      if (item < parts) {
+        enter_part(batch.data() + starts[item], batch.data() + starts[item + 1]);
+        return;
       }
+      const std::size_t first = start + (item - parts) * kPiece;
+      copy_in(from, rows, static_cast<std::int64_t>(first),
+              static_cast<std::int64_t>(std::min(first + kPiece, stop)));
     });
   }
   index_.rebalance();
+}
+
+void Table::enter_part(const Entered* first, const Entered* last) {
+  const IndexView lines = index_.view();
+  for (const Entered* one = first; one < last; ++one) {
+    if (one + kAhead < last) {
+      const StripeView* stripe = nullptr;
+      __builtin_prefetch(home_line(lines, hash(one[kAhead].id), stripe), 1, 2);
+    }
+    index_.insert(one->id, one->row);
+  }
 }
 
 void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,

@@ -165,6 +165,9 @@ class MetaShard:
         weights, state = torch.empty(0, spec.dim), torch.empty(0, spec.state_width)
         return RowChunk(spec.name, none, weights, state, none, none, none)
 
+    def expect(self, table: int, rows: int) -> None:
+        assert rows >= 0
+
     def load(self, table: int, chunk: RowChunk) -> None:
         assert chunk.ids.is_cpu
 

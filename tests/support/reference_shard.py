@@ -217,6 +217,9 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
             dropped += self._drop_worst(k, max(self._over(k, 0), 0), held)
         return dropped
 
+    def expect(self, table: int, rows: int) -> None:
+        pass
+
     def load(self, table: int, chunk: RowChunk) -> None:
         self._check_still()
         for i, id_ in enumerate(chunk.ids.tolist()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -10,6 +9,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.checkpoint.manifest import FileKind, SavedFile
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
 from shoal.errors import CheckpointError, describe
@@ -35,9 +35,14 @@ HASHES = 1 << 64
 
 
 class ReadBuffer:
-    """Memory that files are read into, one after the other; it grows to the largest."""
+    """Memory that files are read into, one after the other; it grows to the largest.
 
-    def __init__(self) -> None:
+    Args:
+        once: nobody else reads these files soon.
+    """
+
+    def __init__(self, *, once: bool = False) -> None:
+        self.once = once
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
@@ -56,12 +61,11 @@ def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None =
     size = storage.size(saved.path)
     if size != saved.bytes:
         raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
-    content = (buffer or ReadBuffer()).take(size)
-    view = _memory(content)
-    got = storage.read_into(saved.path, view)
+    memory = buffer or ReadBuffer()
+    content = memory.take(size)
+    got, crc32 = storage.read_into(saved.path, _memory(content), once=memory.once)
     if got != size:
         raise damaged(storage, saved.path, f"{got} bytes", f"{size} bytes")
-    crc32 = zlib.crc32(view)
     if crc32 != saved.crc32:
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
     return content
@@ -78,7 +82,7 @@ def check_streaming(storage: Storage, saved: SavedFile) -> None:
         raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
     crc32 = 0
     for piece in storage.pieces(saved.path):
-        crc32 = zlib.crc32(piece, crc32)
+        crc32 = _core.crc32(piece, crc32)
     if crc32 != saved.crc32:
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-import zlib
 
+from shoal import _core
 from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable, commit
 from shoal.checkpoint.row_files import RowFileWriter, damaged
 from shoal.checkpoint.row_layout import RowLayout
@@ -109,7 +109,7 @@ def _copied(source: Storage, folder: Storage, saved: SavedFile) -> SavedFile:
     crc32 = 0
     with folder.create(saved.path) as new:
         for piece in source.pieces(saved.path):
-            crc32 = zlib.crc32(piece, crc32)
+            crc32 = _core.crc32(piece, crc32)
             new.write(piece)
         if (new.bytes, crc32) != (saved.bytes, saved.crc32):
             got = f"{new.bytes} bytes, checksum {crc32:08x}"

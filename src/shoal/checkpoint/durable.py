@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
+from shoal import _core
 from shoal.errors import CheckpointError, ShoalError, describe
 
 __all__ = ["Buffer", "DurableFile", "LocalSink", "make_folder", "sync_folder", "told"]
@@ -95,7 +95,7 @@ class DurableFile:
         if view is not None:
             parts.append(view)
         for part in parts:
-            self.crc32 = zlib.crc32(part, self.crc32)
+            self.crc32 = _core.crc32(part, self.crc32)
         with told(self._where):
             self._sink.write(parts)
         self._small = bytearray()

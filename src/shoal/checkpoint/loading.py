@@ -141,7 +141,13 @@ class _Load:
             check_room(match, _fewest_rows(self._links, match), options.now_s)
         targets = targets_of(self.matches, contents.tables, ranks.rank)
         _check_empty(targets)
-        self.rows = RowLoader(self._links, targets, rank=ranks.rank, now_s=options.now_s)
+        self.rows = RowLoader(
+            self._links,
+            targets,
+            rank=ranks.rank,
+            alone=ranks.world_size == 1,
+            now_s=options.now_s,
+        )
         self._dense: DenseLoad | None = None
         if options.dense:
             self._dense = DenseLoad(

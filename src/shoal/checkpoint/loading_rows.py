@@ -68,6 +68,11 @@ class Target:
         first, last = rank_buckets(hosted.ranks.index(rank), len(hosted.ranks))
         return file.start < last << _BUCKET_SHIFT and first << _BUCKET_SHIFT < file.stop
 
+    def share(self, rows: int) -> int:
+        """About how many of so many rows of the whole table it gets."""
+        hosted = self.hosted
+        return rows if hosted is None or hosted.replicated else -(-rows // len(hosted.ranks))
+
     def rows(self, chunk: RowChunk, rank: int) -> RowChunk:
         """What it gets of rows of the whole table."""
         if self.hosted is None:
@@ -127,6 +132,7 @@ class RowLoader:
         links: the chain, the full checkpoint first.
         targets: empty tables.
         rank: this one.
+        alone: no other rank reads the files.
         now_s: rows expired at it are left out; None keeps all.
     """
 
@@ -136,9 +142,10 @@ class RowLoader:
         targets: Sequence[Target],
         *,
         rank: int,
+        alone: bool,
         now_s: int | None,
     ) -> None:
-        self._links, self._rank, self._now_s = links, rank, now_s
+        self._links, self._rank, self._alone, self._now_s = links, rank, alone, now_s
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
@@ -193,16 +200,31 @@ class RowLoader:
         """Once over all files, from the newest to the oldest of each run."""
         for counter in (self._rows, self._expired, self._unfit):
             counter.clear()
+        self._expect()
         runs = windows([link.manifest for link in self._links], self._wanted)
         newer: dict[str, Newer] = {}
         files = [one for run in runs for one in run]
-        with closing(_ahead(files, self._opened)) as ahead:
+        with closing(_ahead(files, self._opened, once=self._alone)) as ahead:
             for run in runs:
                 newer.clear()
                 oldest = min(one.link for one in run)
                 for one in run:
                     for key, chunk in next(ahead):
                         self._take(one.link, oldest, key, chunk, newer)
+
+    def _expect(self) -> None:
+        """Tell tables how many rows come: about as many as the largest link has.
+
+        Not where many may be left out as expired.
+        """
+        saved: Counter[str] = Counter()
+        for link in self._links:
+            for table in link.manifest.tables:
+                saved[table.key] = max(saved[table.key], table.rows)
+        for key, targets in self._targets.items():
+            for target in targets:
+                if self._now_s is None or target.match.spec.expiry is None:
+                    target.shard.expect(target.table, target.share(saved[key]))
 
     def _wanted(self, file: SavedFile) -> bool:
         return any(
@@ -303,12 +325,17 @@ class RowLoader:
                     target.shard.load_admission_state(target.table, whole)
 
 
-def _ahead(files: Sequence[T], begin: Callable[[T, ReadBuffer], U]) -> Generator[U, None, None]:
+def _ahead(
+    files: Sequence[T], begin: Callable[[T, ReadBuffer], U], *, once: bool
+) -> Generator[U, None, None]:
     """`begin` of each file, called in another thread while the last one's result is in use.
 
     Two buffers take turns: a result is good until the next but one is asked for.
+
+    Args:
+        once: nobody else reads these files soon.
     """
-    buffers = ReadBuffer(), ReadBuffer()
+    buffers = ReadBuffer(once=once), ReadBuffer(once=once)
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-load") as pool:
         pending = pool.submit(begin, files[0], buffers[0]) if files else None
         for number in range(1, len(files) + 1):

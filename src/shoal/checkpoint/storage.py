@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shoal import _core
+from shoal.checkpoint.caching import forget, in_order
 from shoal.checkpoint.durable import (
     Buffer,
     DurableFile,
@@ -37,6 +39,7 @@ from shoal.errors import CheckpointError, describe
 __all__ = ["Buffer", "DurableFile", "Storage"]
 
 _TEMPORARY = ".tmp"
+_PIECE_BYTES = 512 << 10  # what was read is in a near cache when its checksum is taken
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
@@ -178,22 +181,37 @@ class Storage:
                     return file.read()
             return bytes(self._fs.cat_file(full))
 
-    def read_into(self, path: str, buffer: memoryview) -> int:
-        """Read a file from its start until it ends or the buffer is full; returns the bytes."""
-        done = 0
+    def read_into(self, path: str, buffer: memoryview, *, once: bool = False) -> tuple[int, int]:
+        """Read a file from its start until it ends or the buffer is full.
+
+        Args:
+            once: nobody else reads it soon: the system's cache need not keep it.
+
+        Returns:
+            Bytes read, and their CRC-32.
+        """
+        done = crc32 = 0
+        # A remote file is asked for in one go.
+        most = _PIECE_BYTES if self._fs is None else max(1, len(buffer))
         with self.open(path) as file, self._told(path):
+            in_order(file)
             while done < len(buffer):
-                got = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+                got = file.readinto(buffer[done : done + most])  # type: ignore[attr-defined]
                 if not got:
                     break
+                crc32 = _core.crc32(buffer[done : done + got], crc32)
                 done += got
-        return done
+                if once:
+                    forget(file, done)
+        return done, crc32
 
     def pieces(self, path: str, piece_bytes: int = 1 << 20) -> Iterator[memoryview]:
         """The bytes of a file, in pieces that are good until the next one is asked for."""
         piece = memoryview(bytearray(piece_bytes))
         file = self.open(path)
         with file:
+            with self._told(path):
+                in_order(file)
             while True:
                 with self._told(path):
                     got = file.readinto(piece)  # type: ignore[attr-defined]

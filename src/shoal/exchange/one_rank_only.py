@@ -66,6 +66,10 @@ class OneRankOnly:
         """Refused: every rank goes on by itself."""
         raise _refused("resume", "Use the rank's own shard.")
 
+    def expect(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: every rank loads its own part."""
+        raise _refused("expect", "Load each rank's part into its own shard.")
+
     def load(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: every rank loads its own part."""
         raise _refused("load", "Load each rank's part into its own shard.")

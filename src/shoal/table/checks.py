@@ -31,6 +31,7 @@ __all__ = [
     "chunk",
     "counts",
     "distinct_names",
+    "expected_rows",
     "grads",
     "groups",
     "plan",
@@ -53,6 +54,18 @@ def distinct_names(specs: Sequence[TableSpec]) -> None:
                 remedy="Merge equal tables or rename one.",
             )
         )
+
+
+def expected_rows(rows: object) -> int:
+    """Check a number of rows that a table will have.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: negative.
+    """
+    scalars.whole("rows to expect", rows, 0, scalars.MAX_ID, remedy="Pass how many will come.")
+    assert isinstance(rows, int)
+    return min(rows, _MAX_COUNT - 1)
 
 
 def _ids(ids_N: Tensor, what: str) -> None:

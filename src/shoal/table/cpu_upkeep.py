@@ -112,6 +112,16 @@ class CpuUpkeep:
         checks.table_index(table, len(self._specs))
         return rows.chunk_of(self._specs[table], self._core.export(table))
 
+    def expect(self, table: int, rows: int) -> None:
+        """Reserve memory for so many rows in all; what is not filled later is not resident.
+
+        Raises:
+            InputError: rows is negative.
+            DTypeError: no int.
+        """
+        checks.table_index(table, len(self._specs))
+        self._core.expect(table, checks.expected_rows(rows))
+
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
         checks.table_index(table, len(self._specs))

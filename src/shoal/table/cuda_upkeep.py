@@ -91,6 +91,16 @@ class CudaUpkeep(CudaWrite):
         table_erase.list_handles(self._layout, table, slots, handles_R, size_1)
         return handles_R
 
+    def expect(self, table: int, rows: int) -> None:
+        """Nothing more than checks: growth on a GPU is quick beside the way there.
+
+        Raises:
+            InputError: rows is negative.
+            DTypeError: no int.
+        """
+        checks.table_index(table, len(self._specs))
+        checks.expected_rows(rows)
+
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata.
 

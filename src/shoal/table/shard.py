@@ -347,6 +347,15 @@ class Shard(ChangeFeed, Protocol):
         """All rows of a table, ordered by hash (placement.hash_ids)."""
         ...
 
+    def expect(self, table: int, rows: int) -> None:
+        """So many rows in all are about to be loaded: a hint, so that nothing grows on the way.
+
+        Raises:
+            InputError: rows is negative.
+            DTypeError: no int.
+        """
+        ...
+
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
         ...
