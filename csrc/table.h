@@ -130,6 +130,7 @@ class Table {
   void enter_part(const Entered* first, const Entered* last);
   void copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
                std::int64_t stop) const;
+  void copy_run(const Columns& from, std::int64_t at, std::uint32_t row, std::int64_t n) const;
   void check_room(const Insert& job) const;
   std::int64_t over_budget(std::int64_t wanted) const;
   std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);

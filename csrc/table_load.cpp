@@ -6,6 +6,7 @@
 #include "buffers.h"
 #include "pool.h"
 #include "prefetch.h"
+#include "stream.h"
 #include "table.h"
 
 namespace shoal {
@@ -14,6 +15,7 @@ namespace {
 constexpr std::int64_t kPiece = 4096;            // rows a thread takes at a time
 constexpr std::size_t kEntered = std::size_t{1} << 19;  // ids put in order and indexed at a time
 constexpr std::size_t kAhead = 32;
+constexpr std::size_t kStreamed = 64 << 10;      // bytes from which stores go past the caches
 constexpr int kIndexAlone = 4;                   // threads up to which one of them has the index
 
 template <class Body>
@@ -21,6 +23,21 @@ void in_pieces(std::int64_t n, int threads, const Body& body) {
   Pool::instance().run((n + kPiece - 1) / kPiece, threads, [&](std::int64_t k, int) {
     body(k * kPiece, std::min((k + 1) * kPiece, n));
   });
+}
+
+// Many rows do not stay in a cache until they are read, so they need not go through one.
+void copy_rows_in(char* to, std::size_t stride, const char* from, std::size_t width,
+                  std::int64_t n) {
+  const std::size_t bytes = width * static_cast<std::size_t>(n);
+  if (stride == width && bytes >= kStreamed && streamable(to, stride)) {
+    stream_bytes(to, from, bytes);
+  } else if (stride == width) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  } else {
+    for (std::int64_t i = 0; i < n && width > 0; ++i) {
+      std::memcpy(to + i * stride, from + i * width, width);
+    }
+  }
 }
 
 }  // namespace
@@ -138,26 +155,42 @@ void Table::enter_part(const Entered* first, const Entered* last) {
 
 void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
                     std::int64_t stop) const {
-  const RowView view = arena_.view();
   if (images_ != nullptr) {
-    images_->keep(number_, view, rows + start, nullptr, static_cast<std::uint32_t>(stop - start));
+    images_->keep(number_, arena_.view(), rows + start, nullptr,
+                  static_cast<std::uint32_t>(stop - start));
   }
+  for (std::int64_t i = start; i < stop;) {
+    const auto row = static_cast<std::size_t>(rows[i]);
+    const std::int64_t most =
+        std::min(stop - i, static_cast<std::int64_t>(arena_.block_stop(row) - row));
+    std::int64_t n = 1;
+    while (n < most && rows[i + n] == rows[i] + n) ++n;
+    copy_run(from, i, static_cast<std::uint32_t>(row), n);
+    i += n;
+  }
+  end_stream();
+}
+
+// Rows of consecutive numbers in one block.
+void Table::copy_run(const Columns& from, std::int64_t at, std::uint32_t row,
+                     std::int64_t n) const {
+  const RowView view = arena_.view();
+  const BlockView& block = block_view(view, row);
   const std::size_t weights = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
-  for (std::int64_t i = start; i < stop; ++i) {
-    const auto row = static_cast<std::uint32_t>(rows[i]);
-    const BlockView& block = block_view(view, row);
-    std::memcpy(block.weights + row * view.weight_stride, from.weights + i * weights, weights);
-    if (state > 0) {
-      std::memcpy(block.state + row * view.state_stride, from.state + i * state, state);
-    }
-    const auto version = std::max<std::uint32_t>(static_cast<std::uint32_t>(from.versions[i]), 1);
-    reinterpret_cast<std::int64_t*>(block.ids)[row] = from.ids[i];
-    reinterpret_cast<std::uint32_t*>(block.versions)[row] = version;
-    raise_maximum_together(row_maximum(view, row), version);
-    reinterpret_cast<LastSeen*>(block.seen)[row] =
-        LastSeen{static_cast<std::uint32_t>(from.seen_s[i]),
-                 static_cast<std::uint32_t>(from.counts[i])};
+  copy_rows_in(block.weights + row * view.weight_stride, view.weight_stride,
+               from.weights + at * weights, weights, n);
+  copy_rows_in(block.state + row * view.state_stride, view.state_stride, from.state + at * state,
+               state, n);
+  std::copy_n(from.ids + at, n, reinterpret_cast<std::int64_t*>(block.ids) + row);
+  auto* seen = reinterpret_cast<LastSeen*>(block.seen) + row;
+  auto* versions = reinterpret_cast<std::uint32_t*>(block.versions) + row;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto version = static_cast<std::uint32_t>(from.versions[at + i]);
+    versions[i] = std::max<std::uint32_t>(version, 1);
+    raise_maximum_together(row_maximum(view, row + static_cast<std::uint32_t>(i)), versions[i]);
+    seen[i] = LastSeen{static_cast<std::uint32_t>(from.seen_s[at + i]),
+                       static_cast<std::uint32_t>(from.counts[at + i])};
   }
 }
 
