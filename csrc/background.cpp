@@ -23,9 +23,10 @@ struct SchedAttr {  // of sched_setattr(2): the C library declares neither
   std::uint64_t flags = 0;
   std::int32_t nice = kNiceness;
   std::uint32_t priority = 0;
-  // The scheduler keeps a thread that runs until its slice ends, unless the one that wakes has a
-  // shorter one; without this a step that slept waits for up to a tick.
-  std::uint64_t runtime_ns = 100'000'000, deadline = 0, period = 0;
+  // A thread that wakes cuts short one that runs only if its own slice is the shorter one (the usual
+  // one has at most 3 ms): without this a step that slept waits for up to a tick. Not longer: threads
+  // of a save wait for each other's slices, and training may wait for what one of them holds.
+  std::uint64_t runtime_ns = 6'000'000, deadline = 0, period = 0;
 };
 
 }  // namespace
