@@ -160,6 +160,11 @@ class Run:
         if resumed is not None:
             self.log.say(f"goes on after step {resumed:,}")
 
+    @property
+    def steps_per_s(self) -> float:
+        """Over all training of this process after a warm-up of `log_every` steps."""
+        return self._pace.steps_per_s
+
     def run(self) -> Result:
         """Train to the end, or to a limit."""
         try:
@@ -170,7 +175,7 @@ class Run:
             raise
         finally:
             self.log.close()
-        steps_per_s = self._pace.steps_per_s
+        steps_per_s = self.steps_per_s
         return Result(
             steps=self.learner.step,
             total_steps=self.total_steps,
@@ -186,7 +191,7 @@ class Run:
     def _train(self) -> bool:
         """All iterations that are left; whether they came to their end."""
         while self.sampler.iteration < self.config.iterations:
-            ended = self._iterate()
+            ended = self.iterate()
             if ended:
                 self.sampler.next_iteration()
             self.evaluate()
@@ -204,8 +209,8 @@ class Run:
         self._end("finished")
         return True
 
-    def _iterate(self) -> bool:
-        """Steps up to the next evaluation; False where a limit came first."""
+    def iterate(self) -> bool:
+        """Steps up to where an evaluation is due; False where a limit came first."""
         self._pace.resume()
         with Prefetched(self.sampler, pin=self.mesh.device.type == "cuda") as batches:
             while self.learner.step < self.total_steps:
@@ -287,7 +292,7 @@ class Run:
     def _end(self, how: str) -> None:
         if self.checkpoints is not None:
             self._say_saved(self.checkpoints.settle())
-        rate = self._pace.steps_per_s
+        rate = self.steps_per_s
         samples = rate * self.share.global_batch
         self.log.say(
             f"{how} after step {self.learner.step} of {self.total_steps}: "
