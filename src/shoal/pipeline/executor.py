@@ -11,17 +11,9 @@ import torch
 
 from shoal.comm.collectives import Pending
 from shoal.pipeline import batches
+from shoal.pipeline.commands import Command, Done, Event, Loaded, Settings, Settled
 from shoal.pipeline.loading import Loader, Reading
-from shoal.pipeline.scheduler import (
-    Command,
-    Done,
-    Event,
-    Loaded,
-    Settings,
-    Settled,
-    advance,
-    start,
-)
+from shoal.pipeline.scheduler import advance, start
 from shoal.pipeline.stages import Stages, Step
 from shoal.pipeline.streams import Lanes
 from shoal.pipeline.voting import Ballot, Ballots, Rules, Tally

@@ -13,7 +13,7 @@ import torch
 
 from shoal.comm.collectives import Collectives, Pending
 from shoal.errors import ConfigError, DataError, describe
-from shoal.pipeline.scheduler import Facts
+from shoal.pipeline.commands import Facts
 
 __all__ = ["Ballot", "Ballots", "Rules", "Tally"]
 
