@@ -332,6 +332,9 @@ class CudaSnapshot:
             hashes_R = hash_ids(shard.specs[table].hash_name, ids_R[:rows])
             keys_R, order_R = sort_key(hashes_R).sort()
             self._order = keys_R, handles_R[:rows][order_R]
+            # Rows are gathered on the shard's stream, which does not wait for this one.
+            if self._side is not None:
+                self._side.synchronize()
             self._table, self._tick = table, mark.wait()
         return self._order
 
