@@ -102,9 +102,9 @@ SAVED = (
 
 
 def told(folder: Path) -> list[dict[str, object]]:
-    """The log's lines without what time makes of them."""
+    """The log's lines without what time and the device's own readings make of them."""
     rows = [json.loads(line) for line in (folder / "logs" / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time")} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "device/"))} for row in rows]
 
 
 def rows_of(folder: Path) -> list[object]:
