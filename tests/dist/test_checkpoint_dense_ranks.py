@@ -26,6 +26,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CheckpointError
+from support.rank_devices import DEVICES
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -33,19 +34,6 @@ pytestmark = pytest.mark.multiproc
 FORMS = ("one", "ddp", "fsdp2")
 BATCH = 8
 HOST = torch.device("cpu")
-GPUS = torch.cuda.device_count()
-DEVICES = (
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.timeout(600),
-            pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here"),
-        ],
-    ),
-)
-
 
 class Net(nn.Module):
     """Rows that two ranks cannot halve, a buffer, and a parameter that gets no gradient."""

@@ -17,26 +17,14 @@ from shoal.comm import launch
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
 from shoal.optim import JointOptimizer, SparseOptimizer
+from support.rank_devices import DEVICES
 from support.ranks import run_ranks
 from support.spread_model import Data, SpreadModel, batches, loss_of, part_of, specs
-
-GPUS = torch.cuda.device_count()
 
 pytestmark = pytest.mark.multiproc
 
 BEFORE, AFTER = 3, 4  # steps until a save, and from it to the end
 LIMIT_S = {"cpu": 60, "cuda": 240}
-DEVICES = (
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.timeout(600),
-            pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here"),
-        ],
-    ),
-)
 
 
 class Training:

@@ -14,28 +14,16 @@ from typing import Any
 
 import pyarrow.ipc as ipc
 import pytest
-import torch
 import yaml
 from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore, read_manifest, verify
+from support.rank_devices import DEVICES
 from support.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
-GPUS = torch.cuda.device_count()
-DEVICES = (
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.timeout(600),
-            pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here"),
-        ],
-    ),
-)
 # Of a job, twice that a rank needs to its fifth step: kernels are compiled first on a GPU.
 LIMIT_S = {"cpu": 150, "cuda": 360}
 ROOT = Path(__file__).parents[2]
