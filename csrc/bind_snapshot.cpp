@@ -21,13 +21,26 @@ namespace {
 // Closed with its Python object at the latest; it keeps the shard alive until then.
 struct PySnapshot {
   std::shared_ptr<PyShard> owner;
-  std::shared_ptr<Snapshot> snapshot;
+  std::shared_ptr<Snapshot> snapshot;  // none once closed
   std::mutex reading;
   PySnapshot(std::shared_ptr<PyShard> o, std::shared_ptr<Snapshot> s)
       : owner(std::move(o)), snapshot(std::move(s)) {}
   PySnapshot(const PySnapshot&) = delete;
   PySnapshot& operator=(const PySnapshot&) = delete;
-  ~PySnapshot() { owner->shard.close(*snapshot); }
+  ~PySnapshot() { close(); }
+
+  // Frees its memory and its file, which takes as long as both are large.
+  void close() {
+    const std::lock_guard guard(reading);
+    if (!snapshot) return;
+    owner->shard.close(*snapshot);
+    snapshot.reset();
+  }
+  // Call it with `reading` held.
+  Snapshot& open() {
+    if (!snapshot) throw std::logic_error("a closed snapshot was read");
+    return *snapshot;
+  }
 };
 
 using Where = std::tuple<std::int64_t, std::uint32_t, std::uint32_t, std::int64_t>;
@@ -55,47 +68,48 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   nb::exception<SnapshotRefused>(m, "SnapshotRefused");
   m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
-      .def_prop_ro("epoch", [](const PySnapshot& s) { return s.snapshot->epoch(); })
-      .def_prop_ro("since", [](const PySnapshot& s) { return s.snapshot->since(); })
+      .def_prop_ro("epoch", [](PySnapshot& s) { return s.open().epoch(); })
+      .def_prop_ro("since", [](PySnapshot& s) { return s.open().since(); })
       .def("stats",
-           [](const PySnapshot& s) {
-             const PreImageStats stats = s.snapshot->stats();
+           [](PySnapshot& s) {
+             const PreImageStats stats = s.open().stats();
              return std::make_tuple(stats.rows, stats.spilled_bytes, stats.waited_s);
            })
       .def("histogram",
            [](PySnapshot& s, int t, int bits, Address counts, int threads) {
              const std::lock_guard guard(s.reading);
-             s.snapshot->histogram(t, bits, at<std::int64_t>(counts), threads);
+             s.open().histogram(t, bits, at<std::int64_t>(counts), threads);
            },
            Release())
       .def("find",
            [](PySnapshot& s, int t, std::uint64_t first, std::uint64_t last, int threads) {
              const std::lock_guard guard(s.reading);
-             return s.snapshot->find(t, first, last, threads);
+             return s.open().find(t, first, last, threads);
            },
            Release())
       .def("read",
            [](PySnapshot& s, const std::vector<Address>& to, int threads) {
              const std::lock_guard guard(s.reading);
-             s.snapshot->read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
-                                              at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
-                                              at<char>(to[4]), at<char>(to[5])},
-                              threads);
+             s.open().read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
+                                           at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
+                                           at<char>(to[4]), at<char>(to[5])},
+                           threads);
            },
            Release())
       .def("deleted_count",
            [](PySnapshot& s, int t) {
              const std::lock_guard guard(s.reading);
-             return s.snapshot->deleted(t).size();
+             return s.open().deleted(t).size();
            },
            Release())
       .def("copy_deleted",
            [](PySnapshot& s, int t, Address to) {
              const std::lock_guard guard(s.reading);
-             const std::vector<std::int64_t>& ids = s.snapshot->deleted(t);
+             const std::vector<std::int64_t>& ids = s.open().deleted(t);
              if (!ids.empty()) std::memcpy(at<void>(to), ids.data(), ids.size() * 8);
-           })
-      .def("close", [](PySnapshot& s) { s.owner->shard.close(*s.snapshot); }, Release());
+           },
+           Release())
+      .def("close", &PySnapshot::close, Release());
   shard.def("snapshot", &open, nb::arg("since").none(), nb::arg("buffer_bytes"),
             nb::arg("window_rows"));
   shard.def("resume",

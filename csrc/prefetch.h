@@ -15,6 +15,14 @@ __attribute__((always_inline)) inline void prefetch_row(const void* row, std::si
   for (std::size_t at = 0; at < limit; at += kStep) __builtin_prefetch(p + at, 0, 2);
 }
 
+// The same for a row that is read once: it shall not push others out of the caches.
+template <std::size_t kMost = 512>
+__attribute__((always_inline)) inline void prefetch_once(const void* row, std::size_t bytes) {
+  const std::size_t limit = bytes < kMost ? bytes : kMost;
+  const char* p = static_cast<const char*>(row);
+  for (std::size_t at = 0; at < limit; at += 64) __builtin_prefetch(p + at, 0, 0);
+}
+
 // The same for a row that is about to be written.
 __attribute__((always_inline)) inline void prefetch_write(const char* p, std::size_t bytes) {
   const std::size_t limit = bytes < 512 ? bytes : 512;

@@ -7,6 +7,7 @@
 
 #include "prefetch.h"
 #include "shard.h"
+#include "stream.h"
 
 namespace shoal {
 namespace {
@@ -15,6 +16,8 @@ constexpr std::size_t kStretch = std::size_t{1} << 13;  // rows scanned under th
 constexpr std::size_t kPiece = 1024;                    // rows copied before they are checked
 constexpr int kMostBins = 12;                           // as bits
 constexpr std::size_t kBinRows = 1024;
+constexpr int kMostBits = 20;  // of a histogram
+constexpr std::size_t kCountRows = 16;
 constexpr std::int64_t kLogged = 1 << 12;  // deletions read, or looked up, under the lock at a time
 
 std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
@@ -31,6 +34,13 @@ std::vector<PreImages::Form> forms_of(const Shard& shard) {
                                     spec.salt, table.arena().high_water()});
   }
   return forms;
+}
+
+// As many as leave about so many rows to a bin.
+int bits_for(std::size_t rows, int most, std::size_t rows_a_bin) {
+  int bits = 0;
+  while (bits < most && (rows >> bits) > rows_a_bin) ++bits;
+  return bits;
 }
 
 int bits_of(std::size_t bins) { return __builtin_ctzll(bins); }
@@ -54,6 +64,7 @@ Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
       log_(log),
       deleted_(static_cast<std::size_t>(shard.size())),
       deleted_ready_(deleted_.size(), false),
+      counts_(deleted_.size()),
       bins_(deleted_.size()) {
   for (int t = 0; t < shard.size(); ++t) highs_.push_back(shard.table(t).arena().high_water());
 }
@@ -127,7 +138,7 @@ void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,
   });
 }
 
-void Snapshot::histogram(int t, int bits, std::int64_t* counts, int threads) {
+void Snapshot::count(int t, int bits, int threads, std::uint32_t* counts) {
   scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
       std::atomic_ref(counts[bin_of(rows[i].hash, bits)]).fetch_add(1, std::memory_order_relaxed);
@@ -135,17 +146,38 @@ void Snapshot::histogram(int t, int bits, std::int64_t* counts, int threads) {
   });
 }
 
+// Counted once, finely, for whatever is asked of it: each scan of the ids costs memory traffic, and
+// holds the lock every now and then.
+const std::vector<std::uint32_t>& Snapshot::counts(int t, int threads) {
+  if (counts_[t].empty()) {
+    const int bits = bits_for(highs_[t], kMostBits, kCountRows);
+    std::vector<std::uint32_t> fine(std::size_t{1} << bits, 0);
+    count(t, bits, threads, fine.data());
+    counts_[t] = std::move(fine);
+  }
+  return counts_[t];
+}
+
+void Snapshot::histogram(int t, int bits, std::int64_t* to, int threads) {
+  std::vector<std::uint32_t> finer;
+  const std::vector<std::uint32_t>* from = &counts(t, threads);
+  if (bits > bits_of(from->size())) {  // of a few rows
+    finer.assign(std::size_t{1} << bits, 0);
+    count(t, bits, threads, finer.data());
+    from = &finer;
+  }
+  const int shift = bits_of(from->size()) - bits;
+  for (std::size_t i = 0; i < from->size(); ++i) to[i >> shift] += (*from)[i];
+}
+
 const std::vector<std::uint32_t>& Snapshot::bins(int t, int threads) {
   if (!bins_[t].empty()) return bins_[t];
-  int bits = 0;
-  while (bits < kMostBins && (highs_[t] >> bits) > kBinRows) ++bits;
-  std::vector<std::uint32_t> counts(std::size_t{1} << bits, 0);
-  scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
-    for (std::size_t i = 0; i < n; ++i) {
-      std::atomic_ref(counts[bin_of(rows[i].hash, bits)]).fetch_add(1, std::memory_order_relaxed);
-    }
-  });
-  return bins_[t] = std::move(counts);
+  const std::vector<std::uint32_t>& fine = counts(t, threads);
+  const int bits = bits_for(highs_[t], kMostBins, kBinRows);
+  std::vector<std::uint32_t> coarse(std::size_t{1} << bits, 0);
+  const int shift = bits_of(fine.size()) - bits;
+  for (std::size_t i = 0; i < fine.size(); ++i) coarse[i >> shift] += fine[i];
+  return bins_[t] = std::move(coarse);
 }
 
 // A window of whole bins from the one `first` lies in; bins are counted, so that each row goes
@@ -245,14 +277,15 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
   constexpr std::size_t kAhead = 16;
   const std::size_t weights = view.dim * element_bytes(view.dtype);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  const bool streams = streamable(to.weights, weights) && streamable(to.state, state);
   const auto ask = [&](std::size_t i) {
     const std::uint32_t row = found_[i];
     const BlockView& block = block_view(view, row);
     __builtin_prefetch(block.versions + std::size_t{row} * 4);  // to be checked
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
-    prefetch_row(block.weights + row * view.weight_stride, weights);
-    prefetch_row(block.state + row * view.state_stride, state);
+    prefetch_once(block.weights + row * view.weight_stride, weights);
+    prefetch_once(block.state + row * view.state_stride, state);
   };
   for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
   for (std::size_t i = start; i < stop; ++i) {
@@ -262,9 +295,15 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
     to.ids[i] = row_id(view, row);
     to.seen_s[i] = seen.seconds;
     to.counts[i] = seen.count;
-    std::memcpy(to.weights + i * weights, weight_row(view, row), weights);
-    if (state > 0) std::memcpy(to.state + i * state, state_row(view, row), state);
+    if (streams) {
+      stream_bytes(to.weights + i * weights, weight_row(view, row), weights);
+      stream_bytes(to.state + i * state, state_row(view, row), state);
+    } else {
+      std::memcpy(to.weights + i * weights, weight_row(view, row), weights);
+      if (state > 0) std::memcpy(to.state + i * state, state_row(view, row), state);
+    }
   }
+  if (streams) end_stream();
 }
 
 // Versions are those seen under the lock: grouping gradients borrows them, and gives them back.

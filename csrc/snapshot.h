@@ -58,7 +58,7 @@ class Snapshot {
   PreImageStats stats() const { return images_.stats(); }
 
   // Adds the rows by the top bits of their hash.
-  void histogram(int t, int bits, std::int64_t* counts, int threads);
+  void histogram(int t, int bits, std::int64_t* to, int threads);
   // Finds the rows with first <= hash <= last and returns how many there are; read() then copies
   // those found last, ordered by hash.
   std::int64_t find(int t, std::uint64_t first, std::uint64_t last, int threads);
@@ -89,6 +89,8 @@ class Snapshot {
                  std::uint64_t last, const Found& found) const;
   void hash_rows(int t, const std::uint32_t* rows, std::size_t many, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
+  void count(int t, int bits, int threads, std::uint32_t* counts);
+  const std::vector<std::uint32_t>& counts(int t, int threads);
   const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
   void order(const std::vector<std::size_t>& edges, int bits, int threads);
@@ -109,7 +111,8 @@ class Snapshot {
   bool log_lost_ = false;
   std::vector<std::vector<std::int64_t>> deleted_;
   std::vector<bool> deleted_ready_;
-  std::vector<std::vector<std::uint32_t>> bins_;  // rows by top bits, once a table is read
+  std::vector<std::vector<std::uint32_t>> counts_;  // rows by top bits, once a table is counted
+  std::vector<std::vector<std::uint32_t>> bins_;    // by fewer, once it is read
   Window window_;
   int found_table_ = 0;
   std::uint64_t found_first_ = 0, found_last_ = 0;

@@ -149,6 +149,7 @@ def test_closing_waits_for_a_read() -> None:
         """Its rows are found, and then read."""
 
         close = staticmethod(core.close)
+        stats = staticmethod(core.stats)
         find = staticmethod(core.find)
 
         def read(self, *arguments: Any) -> None:

@@ -59,18 +59,19 @@ class CpuSnapshot:
             self._core = refusals.cut(lambda: core.snapshot(at, buffer_bytes, _WINDOW_ROWS))
         except _core.SnapshotRefused as error:
             raise _refused(str(error), since) from None
-        self._closed = False
-        self._reading = threading.Lock()
+        self._epoch, self._since = int(self._core.epoch), int(self._core.since)
+        self._cost: SnapshotStats | None = None  # once closed
+        self._reading, self._closing = threading.Lock(), threading.Lock()
 
     @property
     def epoch(self) -> int:
         """The closed epoch it shows."""
-        return int(self._core.epoch)
+        return self._epoch
 
     @property
     def since(self) -> int:
         """Rows stamped in `(since, epoch]` are in it."""
-        return int(self._core.since)
+        return self._since
 
     @property
     def concurrent(self) -> bool:
@@ -80,7 +81,8 @@ class CpuSnapshot:
     @property
     def stats(self) -> SnapshotStats:
         """What it has cost so far."""
-        return SnapshotStats(*self._core.stats())
+        with self._closing:
+            return self._cost or SnapshotStats(*self._core.stats())
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20].
@@ -126,10 +128,11 @@ class CpuSnapshot:
             InputError: no such table, or the snapshot is closed.
             CheckpointError: the log of deletions, or copies of changed rows, could not be kept.
         """
-        self._check(table)
-        count = refusals.kept(lambda: self._core.deleted_count(table))
-        ids_U = torch.empty(count, dtype=torch.int64)
-        self._core.copy_deleted(table, ids_U.data_ptr())
+        with self._reading:
+            self._check(table)
+            count = refusals.kept(lambda: self._core.deleted_count(table))
+            ids_U = torch.empty(count, dtype=torch.int64)
+            self._core.copy_deleted(table, ids_U.data_ptr())
         return ids_U
 
     def give_way(self) -> None:
@@ -137,9 +140,11 @@ class CpuSnapshot:
         self._lanes = _one_lane
 
     def close(self) -> None:
-        """Forget it; nothing is copied from now on. Waits for a read. May be called twice."""
+        """Forget it, and free what it kept; nothing is copied from now on. Waits for a read. May be
+        called twice."""
         with self._reading:
-            self._closed = True
+            with self._closing:
+                self._cost = self._cost or SnapshotStats(*self._core.stats())
             self._core.close()
 
     def __enter__(self) -> CpuSnapshot:
@@ -155,7 +160,7 @@ class CpuSnapshot:
 
     def _check(self, table: int) -> None:
         checks.table_index(table, len(self._specs))
-        if self._closed:
+        if self._cost is not None:
             raise refusals.closed_snapshot()
 
 
