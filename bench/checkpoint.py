@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from harness import Case, Job, as_row, conclude, measured_json, run_job
+from harness import Case, Job, add_json, as_row, conclude, measured_json, run_job
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ EXTRA_MIB = 256.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "checkpoint")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows, once")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write; the disk measured")

@@ -24,6 +24,7 @@ from harness import (
     Job,
     Measured,
     Runner,
+    add_json,
     as_row,
     conclude,
     interleave,
@@ -57,7 +58,7 @@ ENVIRONMENT = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "comm")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Case, Measured, as_row, conclude, median
+from harness import Case, Measured, add_json, as_row, conclude, median
 from rank_main import on_ranks
 
 __all__ = ["main"]
@@ -35,7 +35,7 @@ Job = tuple[tuple[Case, ...], Callable[[], Found]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("`")[0].strip())
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "dist")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that all runs")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")

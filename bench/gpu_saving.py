@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harness import Case, Measured, as_row, median, table_lines, write_json
+from harness import Case, Measured, add_json, as_row, median, table_lines, write_json
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
@@ -130,7 +130,7 @@ def measured(rows: int, batch: int, folder: Path) -> dict[str, Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "gpu-saving")
     parser.add_argument("--quick", action="store_true", help="few rows")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=262_144, help="ids of a step")

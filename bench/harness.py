@@ -7,6 +7,7 @@ row without a value, so a missed case never looks like one that was never asked 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ __all__ = [
     "Job",
     "Measured",
     "Runner",
+    "add_json",
     "as_row",
     "available_bytes",
     "conclude",
@@ -294,6 +296,18 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def red_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the rows that have a bar and miss it."""
     return [row["case"] for row in rows if row["ok"] is False]
+
+
+def add_json(parser: argparse.ArgumentParser, name: str) -> None:
+    """The option that names the file of rows."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path(f"out-{name}.json"),
+        metavar="FILE",
+        help=f"write the rows here; to out-{name}.json if no file is named",
+    )
 
 
 def write_json(path: Path, rows: Sequence[Mapping[str, Any]], packages: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from harness import (
     Case,
     Job,
     Measured,
+    add_json,
     as_row,
     conclude,
     measured_json,
@@ -109,7 +110,7 @@ class Scale:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("`")[0].strip())
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "hrm")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that all runs")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Measured, as_row, conclude, measured_json, run_job
+from harness import Measured, add_json, as_row, conclude, measured_json, run_job
 from ops_plan import FAMILIES, THREADS, DeviceName, Op, Scale, cases_of, jobs, operations, time_name
 
 __all__ = ["main"]
@@ -68,7 +68,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "ops")
     parser.add_argument("--quick", action="store_true", help="small inputs, few repetitions")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where; cuda when there is one, if not given"

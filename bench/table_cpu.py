@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from harness import Job, Measured, as_row, conclude, measured_json, run_job
+from harness import Job, Measured, add_json, as_row, conclude, measured_json, run_job
 from plan_cpu import DIMS, STEP_PEERS, Scale, jobs
 
 __all__ = ["main"]
@@ -44,7 +44,7 @@ PROBE_ROWS = 2_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "table-cpu")
     parser.add_argument("--quick", action="store_true", help="small tables, few repetitions")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--rows", type=int, metavar="N", help="rows preloaded (10 M; 200 k quick)")

@@ -22,6 +22,7 @@ import torch
 from harness import (
     Job,
     Measured,
+    add_json,
     as_row,
     measured_json,
     red_rows,
@@ -89,7 +90,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    add_json(parser, "table-gpu")
     parser.add_argument("--quick", action="store_true", help="small tables, few repetitions")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="cuda, or cpu for the interpreter"

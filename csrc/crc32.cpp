@@ -1,11 +1,14 @@
 #include "crc32.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
 #ifdef SHOAL_X86
 #include <immintrin.h>
 #endif
+
+#include "stream.h"
 
 namespace shoal {
 namespace {
@@ -106,6 +109,27 @@ std::uint32_t crc32(std::uint32_t before, const void* data, std::size_t bytes) {
   }
 #endif
   return crc32_by_tables(before, data, bytes);
+}
+
+std::uint32_t crc32_copy(std::uint32_t before, void* to, const void* data, std::size_t bytes) {
+  constexpr std::size_t kPiece = std::size_t{16} << 10;  // stays in the nearest cache
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(data);
+  std::size_t first = kPiece;  // so that what follows begins at a whole vector
+  if constexpr (kStreamVector > 0) {
+    first -= reinterpret_cast<std::uintptr_t>(target) % kStreamVector;
+  }
+  for (std::size_t at = 0, many = first; at < bytes; at += many, many = kPiece) {
+    many = std::min(many, bytes - at);
+    before = crc32(before, source + at, many);
+    if (streamable(target + at, 0)) {
+      stream_bytes(target + at, source + at, many);
+    } else {
+      std::memcpy(target + at, source + at, many);
+    }
+  }
+  end_stream();
+  return before;
 }
 
 }  // namespace shoal

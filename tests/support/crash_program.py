@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, compaction, durable, job_writing
+from shoal.checkpoint import CheckpointStore, compact, compaction, job_writing, local_files
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.writing import begin
 from support.crashing_job import CrashingJob
@@ -180,18 +180,20 @@ def _dies_at(point: str, nth: int, report: Callable[..., None]) -> None:
 
         setattr(owner, name, outer)
 
-    sink = durable.LocalSink
+    sink = local_files.LocalSink
     match point:
         case "created":
             around(sink, "__init__", after=True)
         case "half written":
             inner = sink.write
+            local_files._BLOCK = 4096  # half of a file lies on the disk then
+            local_files._spare.clear()
 
-            def half(self: durable.LocalSink, parts: list[memoryview]) -> None:
+            def half(self: local_files.LocalSink, parts: list[memoryview], crc32: int) -> int:
                 if left[0] == 1:
-                    inner(self, [memoryview(parts[0].cast("B")[: parts[0].nbytes // 2])])
+                    inner(self, [memoryview(parts[0].cast("B")[: parts[0].nbytes // 2])], crc32)
                 passed()
-                inner(self, parts)
+                return inner(self, parts, crc32)
 
             sink.write = half  # type: ignore[method-assign]
         case "closing":

@@ -42,3 +42,21 @@ class TestChecksum:
             crc32("text")
         with pytest.raises((BufferError, ValueError)):
             crc32(BYTES[::2])
+
+
+class TestCopy:
+    @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000, 16_384, 40_001])
+    @pytest.mark.parametrize(("start", "at"), [(0, 0), (1, 0), (0, 5), (3, 64), (7, 33)])
+    def test_copies_what_it_sums(self, size: int, start: int, at: int) -> None:
+        given = BYTES[start : start + size]
+        to = bytearray(b"\xaa" * (at + len(given) + 7))
+        view = memoryview(to)[at : at + len(given)]
+        assert _core.crc32_copy(view, given, 5) == zlib.crc32(given, 5)
+        assert bytes(view) == given.tobytes()
+        assert to[:at] == b"\xaa" * at and to[-7:] == b"\xaa" * 7
+
+    def test_refuses_other_sizes_and_what_cannot_be_written(self) -> None:
+        with pytest.raises(ValueError, match="other sizes"):
+            _core.crc32_copy(bytearray(3), b"four")
+        with pytest.raises(BufferError):
+            _core.crc32_copy(b"four", b"four")

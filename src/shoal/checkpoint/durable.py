@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from shoal import _core
 from shoal.errors import CheckpointError, ShoalError, describe
 
-__all__ = ["Buffer", "DurableFile", "LocalSink", "make_folder", "sync_folder", "told"]
+__all__ = ["Buffer", "DurableFile", "told"]
 
 Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
 
@@ -23,7 +21,7 @@ _ROOM = 1 << 20  # bytes gathered at most
 class _Sink(Protocol):
     """Where the bytes of one file go."""
 
-    def write(self, parts: list[memoryview]) -> None: ...
+    def write(self, parts: list[memoryview], crc32: int) -> int: ...
     def commit(self) -> None: ...
     def discard(self) -> None: ...
 
@@ -94,10 +92,8 @@ class DurableFile:
         parts = [memoryview(self._small)] if self._small else []
         if view is not None:
             parts.append(view)
-        for part in parts:
-            self.crc32 = _core.crc32(part, self.crc32)
         with told(self._where):
-            self._sink.write(parts)
+            self.crc32 = self._sink.write(parts, self.crc32)
         self._small = bytearray()
 
     def __enter__(self) -> DurableFile:
@@ -113,61 +109,6 @@ class DurableFile:
             self.close()
         else:
             self.abort()
-
-
-class LocalSink:
-    """A file by its descriptor: no buffer of Python's between the caller's and the kernel's."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
-        try:
-            self._fd = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            make_folder(os.path.dirname(path))
-            self._fd = os.open(path, flags, 0o666)
-
-    def write(self, parts: list[memoryview]) -> None:
-        while parts:
-            done = os.writev(self._fd, parts)
-            while parts and done >= len(parts[0]):
-                done -= len(parts.pop(0))
-            if done:
-                parts[0] = parts[0][done:]
-
-    def commit(self) -> None:
-        try:
-            os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-        sync_folder(os.path.dirname(self._path))
-
-    def discard(self) -> None:
-        os.close(self._fd)
-        os.unlink(self._path)
-
-
-def make_folder(path: str) -> None:
-    """Make a local folder and those above it, each entered durably in the one above."""
-    missing = []
-    while path and not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for folder in reversed(missing):
-        # Another rank of this machine may make it at the same moment.
-        os.makedirs(folder, exist_ok=True)
-        sync_folder(os.path.dirname(folder))
-
-
-def sync_folder(path: str) -> None:
-    """Make the entries of a local folder durable."""
-    if os.name == "nt":  # where a folder's entries cannot be synced
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _REASONS: dict[int, tuple[str, str, str]] = {

@@ -25,6 +25,7 @@ from shoal.checkpoint.manifest import (
     commit,
 )
 from shoal.checkpoint.matching import saved_table
+from shoal.checkpoint.pacing import Pace
 from shoal.checkpoint.row_files import sketch_path, write_whole
 from shoal.checkpoint.row_layout import IdLayout, RowLayout
 from shoal.checkpoint.sharded_rows import (
@@ -112,6 +113,7 @@ class JobWriter:
         self._done = self._total = 0
         self._stages = Stages(f"checkpoint {folder.url}", collectives)
         self._last: Progress | None = None
+        self._pace = Pace()
 
     @property
     def concurrent(self) -> bool:
@@ -119,9 +121,14 @@ class JobWriter:
         return self._cut.concurrent
 
     def give_way(self) -> None:
-        """Leave cores to training."""
+        """Leave cores to training; the thread that calls `run` calls it first."""
+        self._pace.begin()
         for snapshot in self._cut.snapshots.values():
             snapshot.give_way()
+
+    def hurry(self) -> None:
+        """Rest no more between rows; from any thread."""
+        self._pace.hurry()
 
     def run(self) -> Manifest:
         """Write everything; the manifest last, when all that it names is durable on all ranks.
@@ -167,6 +174,7 @@ class JobWriter:
     def abort(self) -> None:
         """Fail soon, on all ranks; from any thread."""
         self._stages.give_up()
+        self._pace.hurry()
 
     def _write_rows(self) -> _Written:
         tables, layouts = [], []
@@ -257,6 +265,7 @@ class JobWriter:
                 self._stages.check()
                 threads.put(file, table, columns)
                 self._done += len(columns[0]) * layouts[table].row_bytes
+                self._pace.rest()
             saved = threads.finish()
         except BaseException:
             threads.abort()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal import _core
 from shoal.errors import CheckpointError, describe
 
 __all__ = [
@@ -36,9 +37,12 @@ class RemoteSink:
             fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._file = fs.open(path, "wb", block_size=_PART_BYTES)
 
-    def write(self, parts: list[memoryview]) -> None:
+    def write(self, parts: list[memoryview], crc32: int) -> int:
+        """Append the bytes of buffers; `crc32` goes on over them."""
         for part in parts:
+            crc32 = _core.crc32(part, crc32)
             self._file.write(part)
+        return crc32
 
     def commit(self) -> None:
         self._file.close()
@@ -134,7 +138,7 @@ def replace_remote(fs: Any, path: str, data: bytes) -> None:
         fs.pipe_file(path, data)
         return
     sink = RemoteSink(fs, path + _TEMPORARY)
-    sink.write([memoryview(data)])
+    sink.write([memoryview(data)], 0)
     sink.commit()
     remove_remote(fs, path)  # hdfs:// does not rename onto a file
     fs.mv(path + _TEMPORARY, path)

@@ -73,11 +73,17 @@ class Saving:
         return self._aborted
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it is done, well or not."""
+        """Wait until it is done, well or not. It hurries from now on."""
+        self.hurry()
         self._done.wait(timeout_s)
 
+    def hurry(self) -> None:
+        """Let it take what it can get: beside training it rests between rows, on a machine with few
+        processors."""
+        self._writer.hurry()
+
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """Wait until it is committed.
+        """Wait until it is committed. It hurries from now on.
 
         Raises:
             CheckpointError: a rank failed, and which; on every rank. There is no checkpoint then,
@@ -85,6 +91,7 @@ class Saving:
                 the others had written everything there may be one: a whole one.
             TimeoutError: it is still under way.
         """
+        self.hurry()
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"checkpoint {self.url}/{self.name} is still under way")
         if self._failure is not None:

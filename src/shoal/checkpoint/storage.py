@@ -17,14 +17,8 @@ from typing import Any, BinaryIO
 
 from shoal import _core
 from shoal.checkpoint.caching import forget, in_order
-from shoal.checkpoint.durable import (
-    Buffer,
-    DurableFile,
-    LocalSink,
-    make_folder,
-    sync_folder,
-    told,
-)
+from shoal.checkpoint.durable import Buffer, DurableFile, told
+from shoal.checkpoint.local_files import LocalSink, make_folder, sync_folder
 from shoal.checkpoint.remote import (
     RemoteSink,
     find_info,

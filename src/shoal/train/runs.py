@@ -34,6 +34,7 @@ from shoal.train.contents import contents_of
 from shoal.train.course import Course
 from shoal.train.driving import Overlap
 from shoal.train.folder import RunFolder
+from shoal.train.garbage import old_objects_set_aside
 from shoal.train.learner import Learner
 from shoal.train.loop import Watch, judge, train
 from shoal.train.observing import RunObserver
@@ -219,7 +220,7 @@ def _train(
     staleness = config.distributed.staleness
     overlap = Overlap(ranks=ranks, staleness=staleness) if ranks.many or staleness else None
     batches = data.train.batches(course.position)
-    with saver:
+    with old_objects_set_aside(), saver:
         train(learners, batches, config.accumulation, watch, overlap, course)
         saver.finish(model=config.output.save_model)
 

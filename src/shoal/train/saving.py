@@ -139,6 +139,8 @@ class Saver:
                         self._saving.name if self._saving else "another rank",
                         self._skipped,
                     )
+                if self._saving is not None:
+                    self._saving.hurry()
                 return
             self._wait()
         kind = self._chain.following(self._settings.full_every)

@@ -1,0 +1,44 @@
+"""Collections while a run trains: what was there before is left out, what comes is collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from shoal.train.garbage import old_objects_set_aside
+
+
+class Ring:
+    """Refers to itself, so that only a collection ends it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_old_objects_are_set_aside_and_come_back():
+    assert gc.get_freeze_count() == 0
+    with old_objects_set_aside():
+        assert gc.get_freeze_count() > 1000
+        made = weakref.ref(Ring())
+        gc.collect()
+        assert made() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_they_come_back_after_a_failure():
+    with pytest.raises(ValueError, match="a step"), old_objects_set_aside():
+        raise ValueError("a step failed")
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_set_aside_stays_so():
+    gc.freeze()
+    try:
+        with old_objects_set_aside():
+            count = gc.get_freeze_count()
+            assert count > 0
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
