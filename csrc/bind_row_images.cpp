@@ -112,10 +112,6 @@ class RowImages {
     return result;
   }
 
-  static std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
-    return mix64(static_cast<std::uint64_t>(id) ^ salt);
-  }
-
   void visit(int table, std::uint64_t first, std::uint64_t last, const PreImages::Visit& each) {
     images_.visit(lock_, table, first, last, each);
   }

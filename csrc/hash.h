@@ -19,6 +19,11 @@ inline std::uint64_t mix64(std::uint64_t x) {
   return x;
 }
 
+// Where an id of a table with this salt lies in the space of hashes.
+inline std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
+  return mix64(static_cast<std::uint64_t>(id) ^ salt);
+}
+
 struct PhiloxBlock {
   std::uint32_t lane[4];
 };

@@ -22,10 +22,6 @@ constexpr std::uint32_t kBatch = 256;
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kStopBytes = std::size_t{1} << 20;  // of pages made between looks whether to stop
 
-std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
-  return mix64(static_cast<std::uint64_t>(id) ^ salt);
-}
-
 }  // namespace
 
 PreImages::PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t epoch,

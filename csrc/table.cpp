@@ -8,14 +8,6 @@
 #include "rows_impl.h"
 
 namespace shoal {
-namespace {
-
-std::uint64_t hash_of(std::int64_t id, std::uint64_t salt) {
-  return mix64(static_cast<std::uint64_t>(id) ^ salt);
-}
-
-}  // namespace
-
 Table::Table(TableSpec spec)
     : spec_(std::move(spec)),
       index_(spec_.salt),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,36 +13,25 @@ import torch
 from pyarrow import parquet as pq
 from torch import Tensor, nn
 
-from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.interchange import (
     Entries,
-    Offered,
     form_of,
     open_embeddings,
     open_monolith,
     open_npz,
     open_parquet,
     open_text,
-    receive,
     write_parquet,
 )
 from shoal.checkpoint.interchange.collecting import CollectedRows
 from shoal.checkpoint.interchange.entries import Source
 from shoal.checkpoint.interchange.tfrecord import frame, masked_crc32c, read_records
-from shoal.checkpoint.loading import load
-from shoal.checkpoint.verifying import verify
-from shoal.errors import CheckpointError, DataError, InputError, UnknownName
-from shoal.placement import hash_ids, sort_key
-from shoal.rules.admission import Admission
+from shoal.errors import DataError, UnknownName
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table import Segment, TableSpec
-from shoal.table.factory import make_shard
-from shoal.table.hosting import HostedTables
-from shoal.table.scalars import LAST_VERSION
-from shoal.table.shard import RowChunk
 from shoal.table.snapshot import HASHES
+from support.foreign_rows import NAMES, chunk_of, in_order, rows_of, same
 
-NAMES = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
 I64 = torch.iinfo(torch.int64)
 
 
@@ -80,50 +68,6 @@ def all_of(source: Source, name: str) -> Entries:
         return None if values[0] is None else torch.cat(values)
 
     return Entries(**{field: joined(field) for field in NAMES})
-
-
-def chunk_of(rows: int, dim: int, state: int, dtype: torch.dtype = torch.float32) -> RowChunk:
-    some = torch.Generator().manual_seed(rows + dim)
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    return RowChunk(
-        table="t",
-        ids=torch.randperm(rows, generator=some) * 7_919_000_000_007 - (1 << 62),
-        weights=torch.randn(rows, dim, generator=some).to(dtype),
-        state=torch.randn(rows, state, generator=some, dtype=real),
-        versions=torch.randint(1, 1 << 32, (rows,), generator=some),
-        last_seen_s=torch.randint(0, 1 << 32, (rows,), generator=some),
-        counts=torch.randint(0, 1 << 32, (rows,), generator=some),
-    )
-
-
-def entries_of(chunk: RowChunk) -> Entries:
-    return Entries(
-        ids=chunk.ids,
-        weights=chunk.weights,
-        state=chunk.state,
-        versions=chunk.versions,
-        last_seen_s=chunk.last_seen_s,
-        counts=chunk.counts,
-    )
-
-
-def in_order(chunk: RowChunk) -> RowChunk:
-    order = sort_key(hash_ids(chunk.table, chunk.ids)).argsort()
-    parts = (chunk.ids, chunk.weights, chunk.state, chunk.versions, chunk.last_seen_s, chunk.counts)
-    return RowChunk(chunk.table, *(part[order] for part in parts))
-
-
-def rows_of(chunk: RowChunk, piece: slice) -> RowChunk:
-    parts = (chunk.ids, chunk.weights, chunk.state, chunk.versions, chunk.last_seen_s, chunk.counts)
-    return RowChunk(chunk.table, *(part[piece] for part in parts))
-
-
-def same(left: RowChunk, right: RowChunk) -> bool:
-    return all(
-        getattr(left, name).dtype == getattr(right, name).dtype
-        and torch.equal(getattr(left, name), getattr(right, name))
-        for name in NAMES
-    )
 
 
 # --- TFRecord
@@ -415,172 +359,3 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 and so on")
     with pytest.raises(DataError, match=r"rows\.parquet"):
         open_parquet(tmp_path, "t")
-
-
-# --- collecting
-
-
-@pytest.mark.parametrize("run_bytes", [1 << 30, 50_000])
-def test_rows_are_put_in_order(run_bytes: int):
-    spec = TableSpec(name="t", segments=(Segment(dim=4),))
-    chunk = chunk_of(5000, 4, 4)
-    whole = entries_of(chunk)
-    with CollectedRows([form_of("c", spec)], run_bytes=run_bytes) as collected:
-        for start in range(0, 5000, 700):
-            piece = slice(start, start + 700)
-            collected.add(0, Entries(**{f: getattr(whole, f)[piece] for f in NAMES}))
-        collected.finish()
-        assert collected.rows(0) == 5000
-        assert collected.latest(0) == int(chunk.versions.max())
-        ordered = in_order(chunk)
-        assert same(collected.read(0, 0, HASHES), ordered)
-        for bits in (0, 1, 8, 20):
-            counts = collected.histogram(0, bits)
-            assert counts.shape == (1 << bits,)
-            assert int(counts.sum()) == 5000
-        counts = collected.histogram(0, 2)
-        at = 0
-        for quarter, count in enumerate(counts.tolist()):
-            part = collected.read(0, quarter << 62, (quarter + 1) << 62)
-            assert torch.equal(part.ids, ordered.ids[at : at + count])
-            at += count
-
-
-def test_rows_without_state_start_with_the_rules():
-    spec = TableSpec(
-        name="t",
-        segments=(
-            Segment(name="a", dim=1, optimizer=SGD()),
-            Segment(name="b", dim=2, optimizer=Adagrad(initial_accumulator=0.25)),
-        ),
-    )
-    with CollectedRows([form_of("c", spec)], last_seen_s=99) as collected:
-        collected.add(0, Entries(ids=torch.tensor([5, 6]), weights=torch.ones(2, 3)))
-        collected.finish()
-        chunk = collected.read(0, 0, HASHES)
-    assert chunk.state.tolist() == [[0.25, 0.25]] * 2
-    assert chunk.versions.tolist() == [1, 1]
-    assert chunk.last_seen_s.tolist() == [99, 99]
-    assert chunk.counts.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("run_bytes", [1 << 30, 1])
-def test_ids_that_come_twice_are_named(run_bytes: int):
-    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
-    with CollectedRows([form], run_bytes=run_bytes) as collected:
-        collected.add(0, Entries(ids=torch.arange(100), weights=torch.ones(100, 1)))
-        collected.add(0, Entries(ids=torch.tensor([200, 42]), weights=torch.ones(2, 1)))
-        with pytest.raises(DataError, match="ids 42 more than once"):
-            collected.finish()
-    with CollectedRows([form], run_bytes=run_bytes) as collected:
-        for _ in range(2):
-            collected.add(0, Entries(ids=torch.arange(30), weights=torch.ones(30, 1)))
-        with pytest.raises(DataError, match="and 25 more more than once"):
-            collected.finish()
-
-
-def test_columns_that_differ_are_refused():
-    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=2),)))
-    ids = torch.tensor([1])
-    with CollectedRows([form]) as collected:
-        with pytest.raises(DataError, match="vectors of 3 columns"):
-            collected.add(0, Entries(ids=ids, weights=torch.ones(1, 3)))
-        with pytest.raises(DataError, match="state of 1 floats"):
-            collected.add(0, Entries(ids=ids, weights=torch.ones(1, 2), state=torch.ones(1, 1)))
-
-
-def test_weights_that_the_dtype_cannot_hold_are_refused():
-    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=2),), dtype="float16"))
-    weights = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0], [3.0, -70_000.0]])
-    with CollectedRows([form]) as collected:
-        collected.add(0, Entries(ids=torch.tensor([1, 2]), weights=weights[:2]))
-        with pytest.raises(DataError, match="a weight of 7e\\+04 at id 3"):
-            collected.add(0, Entries(ids=torch.tensor([3]), weights=weights[2:]))
-
-
-# --- the checkpoint
-
-
-class Given:
-    """A source of rows made by hand."""
-
-    def __init__(self, **tables: Entries) -> None:
-        self._tables = tables
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return tuple(Offered(name=n, dim=t.weights.shape[1]) for n, t in self._tables.items())
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        yield from ((name, rows) for name, rows in self._tables.items() if name in wanted)
-
-
-@pytest.mark.parametrize("counter", [None, "exact", "sketch"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_received_checkpoint_loads(tmp_path: Path, counter: str | None, dtype: str):
-    admission = None
-    if counter is not None:
-        admission = Admission(threshold=2, counter=counter, sketch_width=16)
-    specs = tuple(
-        TableSpec(name=name, segments=(Segment(dim=2),), dtype=dtype, admission=admission)
-        for name in ("user", "item")
-    )
-    chunk = chunk_of(300, 2, 2, getattr(torch, dtype))
-    chunk = RowChunk("user", chunk.ids, *(getattr(chunk, name) for name in NAMES[1:]))
-    source = Given(
-        user=entries_of(chunk), item=Entries(ids=torch.tensor([5]), weights=torch.ones(1, 2))
-    )
-    forms = {spec.name: form_of("c", spec) for spec in specs}
-    manifest, where = receive(str(tmp_path / "new"), source, forms, seed=9, created_s=1)
-    assert where.endswith("step-000000000000-full")
-    assert verify(where).ok
-    shard = make_shard(specs, seed=9)
-    contents = Contents(tables={"c": HostedTables(specs, shard)})
-    loaded = load(tmp_path / "new", contents)
-    assert loaded.manifest.id == manifest.id
-    assert loaded.rows == {"c/user": 300, "c/item": 1}
-    assert same(shard.export(0), in_order(chunk))
-    assert shard.export(1).weights.tolist() == [[1.0, 1.0]]
-
-
-def test_the_last_version_comes_back_and_none_after_it(tmp_path: Path):
-    spec = TableSpec(name="t", segments=(Segment(dim=2, optimizer=SGD()),))
-    form = form_of("m", spec)
-    chunk = chunk_of(3, 2, 0)
-    for name, version in (("last", LAST_VERSION), ("beyond", LAST_VERSION + 1)):
-        chunk.versions[:] = torch.tensor([1, 2, version])
-        write_parquet(tmp_path / name, form.table, [chunk])
-    out = str(tmp_path / "new")
-    with pytest.raises(DataError, match=rf"versions 1\.\.{LAST_VERSION + 1}.*of versions out"):
-        receive(out, open_parquet(tmp_path / "beyond"), {"t": form}, created_s=1)
-    manifest, where = receive(out, open_parquet(tmp_path / "last"), {"t": form}, created_s=1)
-    assert manifest.epoch == LAST_VERSION
-    shard = make_shard((spec,), seed=1)
-    load(where, Contents(tables={"m": HostedTables((spec,), shard)}))
-    assert shard.export(0).versions.sort()[0].tolist() == [1, 2, LAST_VERSION]
-    with pytest.raises(InputError, match=r"last epoch is open.*Set the versions of all rows to 1"):
-        shard.cut()
-
-
-def test_a_receive_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
-    source = Given(t=Entries(ids=torch.arange(9), weights=torch.ones(9, 1)))
-
-    def broken(*_: object) -> None:
-        raise CheckpointError("no room")
-
-    monkeypatch.setattr("shoal.checkpoint.interchange.receiving.commit", broken)
-    with pytest.raises(CheckpointError, match="no room"):
-        receive(str(tmp_path / "new"), source, {"t": form}, created_s=1)
-    assert list((tmp_path / "new").iterdir()) == []
-    (tmp_path / "new" / "mine").write_text("")
-    with pytest.raises(CheckpointError, match="not empty"):
-        receive(str(tmp_path / "new"), source, {"t": form}, created_s=1)
-
-
-def test_received_into_memory_and_back():
-    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
-    source = Given(t=Entries(ids=torch.arange(9), weights=torch.ones(9, 1)))
-    _, where = receive("memory://received/new", source, {"t": form}, created_s=1)
-    assert where.startswith("memory://")
-    assert verify(where).ok
