@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 
 from shoal import _core
 
@@ -26,6 +27,8 @@ _spare: list[memoryview] = []
 
 def _block() -> memoryview:
     """Memory that begins at a page, which is this process's alone."""
+    with suppress(IndexError):  # another thread may take the last one
+        return _spare.pop()
     return memoryview(mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
@@ -47,7 +50,7 @@ class LocalSink:
         except FileNotFoundError:
             make_folder(os.path.dirname(path))
             self._fd = os.open(path, flags, 0o666)
-        self._block = _spare.pop() if _spare else _block()
+        self._block = _block()
         self._held = 0
         self._direct: bool | None = None  # None: not tried yet
 
