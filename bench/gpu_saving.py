@@ -9,6 +9,7 @@ with one fsync. Without a GPU, `--quick` runs it interpreted on a few rows, to s
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -101,6 +102,8 @@ def measured(rows: int, batch: int, folder: Path) -> dict[str, Measured]:
     begin(folder / "warm", contents, step=1, position=1).wait()
     size = rows * ROW_BYTES
     rate = plain(folder, size)
+    gc.collect()
+    gc.freeze()  # as runs do while they train
     for _ in range(10):
         job.timed()
     without = [job.timed() for _ in range(WITHOUT_STEPS if DEVICE.type == "cuda" else 5)]

@@ -19,12 +19,13 @@ namespace shoal {
 namespace {
 
 // Closed with its Python object at the latest; it keeps the shard alive until then.
-struct PySnapshot {
+class PySnapshot {
+ public:
   std::shared_ptr<PyShard> owner;
-  std::shared_ptr<Snapshot> snapshot;  // none once closed
   std::mutex reading;
+
   PySnapshot(std::shared_ptr<PyShard> o, std::shared_ptr<Snapshot> s)
-      : owner(std::move(o)), snapshot(std::move(s)) {}
+      : owner(std::move(o)), snapshot_(std::move(s)) {}
   PySnapshot(const PySnapshot&) = delete;
   PySnapshot& operator=(const PySnapshot&) = delete;
   ~PySnapshot() { close(); }
@@ -32,15 +33,24 @@ struct PySnapshot {
   // Frees its memory and its file, which takes as long as both are large.
   void close() {
     const std::lock_guard guard(reading);
-    if (!snapshot) return;
-    owner->shard.close(*snapshot);
-    snapshot.reset();
+    std::shared_ptr<Snapshot> closed;
+    {
+      const std::lock_guard held(holding_);
+      closed = std::move(snapshot_);
+      snapshot_.reset();
+    }
+    if (closed) owner->shard.close(*closed);
   }
-  // Call it with `reading` held.
-  Snapshot& open() {
-    if (!snapshot) throw std::logic_error("a closed snapshot was read");
-    return *snapshot;
+  // The snapshot, which stays while it is held.
+  std::shared_ptr<Snapshot> open() {
+    const std::lock_guard held(holding_);
+    if (!snapshot_) throw std::logic_error("a closed snapshot was read");
+    return snapshot_;
   }
+
+ private:
+  std::mutex holding_;
+  std::shared_ptr<Snapshot> snapshot_;  // none once closed
 };
 
 using Where = std::tuple<std::int64_t, std::uint32_t, std::uint32_t, std::int64_t>;
@@ -68,29 +78,29 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   nb::exception<SnapshotRefused>(m, "SnapshotRefused");
   m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
-      .def_prop_ro("epoch", [](PySnapshot& s) { return s.open().epoch(); })
-      .def_prop_ro("since", [](PySnapshot& s) { return s.open().since(); })
+      .def_prop_ro("epoch", [](PySnapshot& s) { return s.open()->epoch(); })
+      .def_prop_ro("since", [](PySnapshot& s) { return s.open()->since(); })
       .def("stats",
            [](PySnapshot& s) {
-             const PreImageStats stats = s.open().stats();
+             const PreImageStats stats = s.open()->stats();
              return std::make_tuple(stats.rows, stats.spilled_bytes, stats.waited_s);
            })
       .def("histogram",
            [](PySnapshot& s, int t, int bits, Address counts, int threads) {
              const std::lock_guard guard(s.reading);
-             s.open().histogram(t, bits, at<std::int64_t>(counts), threads);
+             s.open()->histogram(t, bits, at<std::int64_t>(counts), threads);
            },
            Release())
       .def("find",
            [](PySnapshot& s, int t, std::uint64_t first, std::uint64_t last, int threads) {
              const std::lock_guard guard(s.reading);
-             return s.open().find(t, first, last, threads);
+             return s.open()->find(t, first, last, threads);
            },
            Release())
       .def("read",
            [](PySnapshot& s, const std::vector<Address>& to, int threads) {
              const std::lock_guard guard(s.reading);
-             s.open().read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
+             s.open()->read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
                                            at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
                                            at<char>(to[4]), at<char>(to[5])},
                            threads);
@@ -99,13 +109,14 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
       .def("deleted_count",
            [](PySnapshot& s, int t) {
              const std::lock_guard guard(s.reading);
-             return s.open().deleted(t).size();
+             return s.open()->deleted(t).size();
            },
            Release())
       .def("copy_deleted",
            [](PySnapshot& s, int t, Address to) {
              const std::lock_guard guard(s.reading);
-             const std::vector<std::int64_t>& ids = s.open().deleted(t);
+             const std::shared_ptr<Snapshot> snapshot = s.open();
+             const std::vector<std::int64_t>& ids = snapshot->deleted(t);
              if (!ids.empty()) std::memcpy(at<void>(to), ids.data(), ids.size() * 8);
            },
            Release())

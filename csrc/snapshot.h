@@ -90,7 +90,7 @@ class Snapshot {
   void hash_rows(int t, const std::uint32_t* rows, std::size_t many, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
   void count(int t, int bits, int threads, std::uint32_t* counts);
-  const std::vector<std::uint32_t>& counts(int t, int threads);
+  const std::vector<std::uint32_t>& counts(int t, int bits, int threads);
   const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
   void order(const std::vector<std::size_t>& edges, int bits, int threads);

@@ -15,7 +15,7 @@ constexpr std::size_t kStretch = std::size_t{1} << 13;  // rows scanned under th
 constexpr int kMostBins = 12;                           // as bits
 constexpr std::size_t kBinRows = 1024;
 constexpr int kMostBits = 20;  // of a histogram
-constexpr std::size_t kCountRows = 16;
+constexpr std::size_t kCountRows = 256;  // to a bin: 4 bytes for each 128 rows at most
 
 // As many as leave about so many rows to a bin.
 int bits_for(std::size_t rows, int most, std::size_t rows_a_bin) {
@@ -112,11 +112,11 @@ void Snapshot::count(int t, int bits, int threads, std::uint32_t* counts) {
   });
 }
 
-// Counted once, finely, for whatever is asked of it: each scan of the ids costs memory traffic, and
-// holds the lock every now and then.
-const std::vector<std::uint32_t>& Snapshot::counts(int t, int threads) {
-  if (counts_[t].empty()) {
-    const int bits = bits_for(highs_[t], kMostBits, kCountRows);
+// Counted for whatever is asked of it later: each scan of the ids costs memory traffic, and holds the
+// lock every now and then. At least by so many bits.
+const std::vector<std::uint32_t>& Snapshot::counts(int t, int bits, int threads) {
+  if (counts_[t].size() < std::size_t{1} << bits) {
+    bits = std::max(bits, bits_for(highs_[t], kMostBits, kCountRows));
     std::vector<std::uint32_t> fine(std::size_t{1} << bits, 0);
     count(t, bits, threads, fine.data());
     counts_[t] = std::move(fine);
@@ -125,21 +125,15 @@ const std::vector<std::uint32_t>& Snapshot::counts(int t, int threads) {
 }
 
 void Snapshot::histogram(int t, int bits, std::int64_t* to, int threads) {
-  std::vector<std::uint32_t> finer;
-  const std::vector<std::uint32_t>* from = &counts(t, threads);
-  if (bits > bits_of(from->size())) {  // of a few rows
-    finer.assign(std::size_t{1} << bits, 0);
-    count(t, bits, threads, finer.data());
-    from = &finer;
-  }
-  const int shift = bits_of(from->size()) - bits;
-  for (std::size_t i = 0; i < from->size(); ++i) to[i >> shift] += (*from)[i];
+  const std::vector<std::uint32_t>& fine = counts(t, bits, threads);
+  const int shift = bits_of(fine.size()) - bits;
+  for (std::size_t i = 0; i < fine.size(); ++i) to[i >> shift] += fine[i];
 }
 
 const std::vector<std::uint32_t>& Snapshot::bins(int t, int threads) {
   if (!bins_[t].empty()) return bins_[t];
-  const std::vector<std::uint32_t>& fine = counts(t, threads);
   const int bits = bits_for(highs_[t], kMostBins, kBinRows);
+  const std::vector<std::uint32_t>& fine = counts(t, bits, threads);
   std::vector<std::uint32_t> coarse(std::size_t{1} << bits, 0);
   const int shift = bits_of(fine.size()) - bits;
   for (std::size_t i = 0; i < fine.size(); ++i) coarse[i >> shift] += fine[i];

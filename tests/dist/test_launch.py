@@ -142,8 +142,9 @@ def closing_what_was_made() -> tuple[list[int], list[int]]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 def test_closed_collectives_give_their_threads_and_sockets_back() -> None:
     for counted, files in run_ranks(2, closing_what_was_made):
-        assert counted[-1] == counted[0]
-        assert files[-1] == files[0]
+        # A thread of the start may still have been ending at the first count.
+        assert counted[-1] <= counted[0]
+        assert files[-1] <= files[0]
 
 
 def no_group() -> str:

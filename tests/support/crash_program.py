@@ -151,7 +151,8 @@ def _leftovers(store: CheckpointStore, own: str) -> list[str]:
 
 
 def _small_files() -> None:
-    """Several files of a table that has few rows."""
+    """Several files of a table that has few rows, which reach the disk in several writes."""
+    local_files._BLOCK = 4096
     for module in (job_writing, compaction):
         smaller = functools.partial(module.split, file_bytes=40_000, small_bytes=20_000)
         module.split = smaller  # type: ignore[attr-defined]
@@ -186,12 +187,12 @@ def _dies_at(point: str, nth: int, report: Callable[..., None]) -> None:
             around(sink, "__init__", after=True)
         case "half written":
             inner = sink.write
-            local_files._BLOCK = 4096  # half of a file lies on the disk then
-            local_files._spare.clear()
 
             def half(self: local_files.LocalSink, parts: list[memoryview], crc32: int) -> int:
                 if left[0] == 1:
                     inner(self, [memoryview(parts[0].cast("B")[: parts[0].nbytes // 2])], crc32)
+                    self._cached()
+                    self._put()
                 passed()
                 return inner(self, parts, crc32)
 

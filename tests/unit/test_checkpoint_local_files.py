@@ -60,6 +60,7 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(
     assert seen == [(BLOCK, True), (BLOCK, True), (5, False)]
 
 
+@pytest.mark.skipif(not DIRECT, reason="this system has no direct writes")
 @pytest.mark.parametrize("told", ["when asked", "when written"])
 def test_a_file_system_without_direct_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
@@ -108,3 +109,55 @@ def test_what_cannot_be_made_durable_is_removed(
     with pytest.raises(OSError, match=os.strerror(number)):
         sink.commit()
     assert not (tmp_path / "file").exists()
+
+
+def test_no_two_files_share_memory(tmp_path: Path):
+    for turn in range(3):
+        some = [LocalSink(str(tmp_path / f"{turn}.{k}")) for k in range(4)]
+        data = [os.urandom(3 * BLOCK + 100) for _ in some]
+        for at in range(0, len(data[0]), 1000):
+            for sink, bytes_ in zip(some, data, strict=True):
+                sink.write([memoryview(bytes_[at : at + 1000])], 0)
+        for k, sink in enumerate(some):
+            if k == turn:
+                sink.discard()
+            else:
+                sink.commit()
+                assert (tmp_path / f"{turn}.{k}").read_bytes() == data[k]
+        spare = [id(one.obj) for one in local_files._spare]
+        assert len(set(spare)) == len(spare) == local_files._SPARE
+    before = list(local_files._spare)
+    sink = LocalSink(str(tmp_path / "next"))
+    assert any(sink._block is one for one in before)
+    assert len(local_files._spare) == len(before) - 1
+    sink.discard()
+
+
+def test_a_file_that_lost_bytes_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sink = LocalSink(str(tmp_path / "file"))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            sink.write([memoryview(bytes(BLOCK + 1))], 0)
+    with pytest.raises(OSError, match="Input/output"):
+        sink.commit()
+    assert not (tmp_path / "file").exists()
+
+
+def test_what_stopped_it_is_told_though_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sink = LocalSink(str(tmp_path / "file"))
+
+    def stopped(fd: int) -> None:
+        (tmp_path / "file").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", stopped)
+    descriptor = sink._fd
+    with pytest.raises(KeyboardInterrupt):
+        sink.commit()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

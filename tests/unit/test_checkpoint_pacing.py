@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.checkpoint.pacing import Pace
+from shoal.checkpoint import pacing
+from shoal.checkpoint.pacing import Pace, processors
 
 
 class Rests:
@@ -18,7 +20,7 @@ class Rests:
     def __init__(self, patch: pytest.MonkeyPatch, processors: int) -> None:
         self.busy_s, self.slept_s = 0.0, []
         patch.setattr(time, "thread_time", lambda: self.busy_s)
-        patch.setattr(os, "sched_getaffinity", lambda _: range(processors))
+        patch.setattr(pacing, "processors", lambda: float(processors))
         self.pace = Pace()
         wait = self.pace._hurried.wait
 
@@ -60,7 +62,7 @@ def test_nobody_rests_before_training_goes_on_or_in_a_hurry(monkeypatch: pytest.
 
 
 def test_a_hurry_ends_a_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
+    monkeypatch.setattr(pacing, "processors", lambda: 1.0)
     pace, busy_s = Pace(), [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: busy_s[0])
     pace.begin()
@@ -70,3 +72,38 @@ def test_a_hurry_ends_a_rest(monkeypatch: pytest.MonkeyPatch):
     pace.hurry()
     resting.join(60)
     assert not resting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("bound", "environ", "quota", "want"),
+    [
+        (16, {}, None, 16),
+        (16, {"LOCAL_WORLD_SIZE": "8"}, None, 2),
+        (16, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, None, 4),
+        (2, {"LOCAL_WORLD_SIZE": "8"}, None, 2),  # bound to its share already
+        (16, {"LOCAL_WORLD_SIZE": ""}, "max 100000", 16),
+        (16, {}, "150000 100000", 1.5),
+        (16, {"LOCAL_WORLD_SIZE": "16"}, "200000 100000", 1),
+    ],
+)
+def test_processors_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    bound: int,
+    environ: dict[str, str],
+    quota: str | None,
+    want: float,
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(bound))
+    monkeypatch.setattr(pacing, "_QUOTA", str(tmp_path / "cpu.max"))
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    assert processors(environ) == pytest.approx(want)
+
+
+def test_processors_where_the_system_binds_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(pacing, "_QUOTA", "/nowhere")
+    assert processors({}) == 6

@@ -9,6 +9,8 @@ import pytest
 
 from shoal.train.garbage import old_objects_set_aside
 
+FEW = 10_000  # Python's own, where it sets some aside
+
 
 class Ring:
     """Refers to itself, so that only a collection ends it."""
@@ -18,19 +20,19 @@ class Ring:
 
 
 def test_old_objects_are_set_aside_and_come_back():
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FEW
     with old_objects_set_aside():
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > FEW
         made = weakref.ref(Ring())
         gc.collect()
         assert made() is None
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FEW
 
 
 def test_they_come_back_after_a_failure():
     with pytest.raises(ValueError, match="a step"), old_objects_set_aside():
         raise ValueError("a step failed")
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FEW
 
 
 def test_what_somebody_else_set_aside_stays_so():
@@ -38,7 +40,7 @@ def test_what_somebody_else_set_aside_stays_so():
     try:
         with old_objects_set_aside():
             count = gc.get_freeze_count()
-            assert count > 0
+            assert count > FEW
         assert gc.get_freeze_count() == count
     finally:
         gc.unfreeze()

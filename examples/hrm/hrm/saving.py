@@ -68,8 +68,7 @@ class Checkpoints:
     def begin(self) -> Manifest | None:
         """Begin to save; between two steps, with nothing drawn ahead.
 
-        Training may go on at once: a thread writes what is now. A table on a GPU cannot keep its
-        rows while they change, so with one it is written before this returns.
+        Training may go on at once: a thread writes what is now.
 
         Returns:
             the save before this one, now committed; None: there was none under way.

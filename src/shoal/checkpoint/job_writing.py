@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.cutting import Cut, slices_of
 from shoal.checkpoint.file_writing import FileThreads, OpenFile, PlannedIds, PlannedRows
@@ -120,25 +121,23 @@ class JobWriter:
         """Whether training may go on while it runs."""
         return self._cut.concurrent
 
-    def give_way(self) -> None:
-        """Leave cores to training; the thread that calls `run` calls it first."""
-        self._pace.begin()
-        for snapshot in self._cut.snapshots.values():
-            snapshot.give_way()
-
     def hurry(self) -> None:
         """Rest no more between rows; from any thread."""
         self._pace.hurry()
 
-    def run(self) -> Manifest:
+    def run(self, *, beside: bool = False) -> Manifest:
         """Write everything; the manifest last, when all that it names is durable on all ranks.
+
+        Args:
+            beside: leave cores to training, which goes on: this thread and those that it starts
+                give way to others, and it rests between rows.
 
         Raises:
             CheckpointError: a rank failed: which, and why. There is no manifest then.
             CollectiveFailed: a rank died or did not come in time.
         """
         try:
-            rows = self._stages.run("row files", self._write_rows)
+            rows = self._stages.run("row files", lambda: self._write_rows(beside))
             deleted = self._stages.run("deletions", self._write_deleted)
             self._last = self.progress()
         finally:
@@ -176,7 +175,12 @@ class JobWriter:
         self._stages.give_up()
         self._pace.hurry()
 
-    def _write_rows(self) -> _Written:
+    def _write_rows(self, beside: bool) -> _Written:
+        if beside:
+            _core.give_way()
+            self._pace.begin()
+            for snapshot in self._cut.snapshots.values():
+                snapshot.give_way()
         tables, layouts = [], []
         for name, hosted, spec in self._specs():
             snapshot = self._cut.snapshots[name]

@@ -44,15 +44,15 @@ class LocalSink:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._block, self._held = _block(), 0
+        self._direct: bool | None = None  # None: not tried yet
+        self._lost: OSError | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
         try:
             self._fd = os.open(path, flags, 0o666)
         except FileNotFoundError:
             make_folder(os.path.dirname(path))
             self._fd = os.open(path, flags, 0o666)
-        self._block = _block()
-        self._held = 0
-        self._direct: bool | None = None  # None: not tried yet
 
     def write(self, parts: list[memoryview], crc32: int) -> int:
         """Append the bytes of buffers, which are not kept; `crc32` goes on over them."""
@@ -71,27 +71,33 @@ class LocalSink:
     def commit(self) -> None:
         """Make it durable, and close it; removed where that fails."""
         try:
+            if self._lost is not None:
+                raise self._lost
             if self._held:
                 self._cached()
                 self._put()
             os.fsync(self._fd)
-        except OSError:
-            self.discard()
+        except BaseException:
+            # What stopped it is what is told.
+            with suppress(OSError):
+                self.discard()
             raise
-        os.close(self._fd)
-        self._give_back()
+        self._close()
         sync_folder(os.path.dirname(self._path))
 
     def discard(self) -> None:
         """Remove it."""
-        os.close(self._fd)
-        self._give_back()
-        os.unlink(self._path)
+        try:
+            self._close()
+        finally:
+            os.unlink(self._path)
 
-    def _give_back(self) -> None:
+    def _close(self) -> None:
+        """Nothing is written any more: the block is free."""
         if len(_spare) < _SPARE:
             _spare.append(self._block)
         del self._block
+        os.close(self._fd)
 
     def _put(self) -> None:
         """Write what is held."""
@@ -104,6 +110,7 @@ class LocalSink:
             except OSError as error:
                 # Larger blocks than these, or no direct writes at all though it was said so.
                 if not self._direct or error.errno != errno.EINVAL:
+                    self._lost = error
                     raise
                 self._cached()
                 continue

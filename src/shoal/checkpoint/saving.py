@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from shoal import _core
 from shoal.checkpoint.claiming import Claim
 from shoal.checkpoint.job_writing import JobWriter, Progress
 from shoal.checkpoint.manifest import Manifest
@@ -58,9 +57,9 @@ class Saving:
     def start(self, *, beside: bool) -> None:
         """Write, in a thread beside training or before it returns. `begin` and `save` call it."""
         if beside:
-            threading.Thread(target=self._run_beside, name="shoal-save", daemon=True).start()
+            threading.Thread(target=self._run, args=(True,), name="shoal-save", daemon=True).start()
         else:
-            self._run()
+            self._run(False)
 
     @property
     def done(self) -> bool:
@@ -131,14 +130,9 @@ class Saving:
         for shard in self._shards:
             shard.release(self.epoch)
 
-    def _run_beside(self) -> None:
-        _core.give_way()  # and the threads that this one starts
-        self._writer.give_way()
-        self._run()
-
-    def _run(self) -> None:
+    def _run(self, beside: bool) -> None:
         try:
-            self._manifest = self._writer.run()
+            self._manifest = self._writer.run(beside=beside)
         except CheckpointError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - raised where it is waited for

@@ -140,8 +140,8 @@ class CpuSnapshot:
         self._lanes = _one_lane
 
     def close(self) -> None:
-        """Forget it, and free what it kept; nothing is copied from now on. Waits for a read. May be
-        called twice."""
+        """Forget it, and let go of what it kept; nothing is copied from now on. Waits for a read.
+        May be called twice."""
         with self._reading:
             with self._closing:
                 self._cost = self._cost or SnapshotStats(*self._core.stats())

@@ -32,7 +32,7 @@ from shoal.table.snapshot import SnapshotStats
 
 __all__ = ["DeviceImages", "Mark", "Stamps"]
 
-_PIECE_BYTES = 64 << 20  # of device memory that one launch may fill
+_PIECE_BYTES = 128 << 20  # of device memory that one launch may fill
 _FLYING_BYTES = 512 << 20  # of device memory that waits to be brought to the host
 _LANDING_BYTES = 8 << 20
 _WORD = 0xFFFFFFFF
