@@ -294,9 +294,9 @@ def test_a_save_that_is_late_leaves_out_the_next(
     plain, go_on = JobWriter.run, threading.Event()
     apply = Learner.apply
 
-    def run(self: JobWriter) -> Any:
+    def run(self: JobWriter, **how: bool) -> Any:
         assert go_on.wait(60)
-        return plain(self)
+        return plain(self, **how)
 
     def step(self: Learner) -> None:
         if self.steps == 5:
