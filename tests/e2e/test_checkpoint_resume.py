@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -288,22 +289,30 @@ def test_a_named_folder_of_checkpoints_is_gone_on_from(
     assert judged["deepfm"]["auc"] == figures(whole)["models"]["deepfm"]["auc"]
 
 
-def test_a_save_that_is_late_leaves_out_the_next(
+def test_a_save_that_is_late_hurries_and_leaves_out_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, go_on = JobWriter.run, threading.Event()
-    apply = Learner.apply
+    plain, go_on, hurried = JobWriter.run, threading.Event(), threading.Event()
+    apply, hurry = Learner.apply, JobWriter.hurry
+    set_aside: list[int] = []
 
     def run(self: JobWriter, **how: bool) -> Any:
         assert go_on.wait(60)
         return plain(self, **how)
 
+    def told(self: JobWriter) -> None:
+        hurried.set()
+        hurry(self)
+
     def step(self: Learner) -> None:
+        set_aside.append(gc.get_freeze_count())
         if self.steps == 5:
+            assert hurried.is_set()
             go_on.set()
         apply(self)
 
     monkeypatch.setattr(JobWriter, "run", run)
+    monkeypatch.setattr(JobWriter, "hurry", told)
     monkeypatch.setattr(Learner, "apply", step)
     slow = {"checkpoint": {"every_steps": 1, "full_every": 99, "background": True}}
     (folder,) = run_all([(tmp_path, slow, None)])
@@ -313,6 +322,7 @@ def test_a_save_that_is_late_leaves_out_the_next(
     assert names[-1] == f"step-{STEPS:012d}-full"
     assert "no save after step 5: the one of step-000000000001-full" in caplog.text
     assert "(4 left out so far)" in caplog.text
+    assert min(set_aside) > 10_000 > gc.get_freeze_count()  # by the collector, while it trains
     assert verify(str(folder / "checkpoints")).problems == ()
 
 

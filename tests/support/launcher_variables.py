@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from shoal import comm
+from shoal.comm import sync_training
+from shoal.comm.backends import FLAGS
 from shoal.comm.byteps_environment import node_environment
+from shoal.comm.sync_training import SyncFlags
 
 
 def mpi(rank: int, size: int, local_size: int) -> dict[str, str]:
@@ -25,3 +33,14 @@ def no_network(interface: str) -> str:
 def environment_of(environ: dict[str, str], folder: Path = Path("/somewhere")) -> dict[str, str]:
     node = node_environment("job7", environ, address_of=no_network, folder=folder)
     return dict(node.variables)
+
+
+def unlaunched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A process that no launcher started, until this ends."""
+    monkeypatch.setattr(sync_training._Process, "flags", SyncFlags())
+    monkeypatch.setattr(sync_training._Process, "started", None)
+    for name in (*mpi(0, 1, 1), *(flag.variable for flag in FLAGS.values())):
+        monkeypatch.delenv(name, raising=False)
+    caplog.set_level(logging.INFO, logger="shoal.comm")
+    yield
+    comm.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from shoal.comm.run_hooks import BroadcastInitialState, TelemetryReport
 from shoal.comm.session import SessionConfig, apply_session_config
 from shoal.comm.sync_training import SyncFlags
 from shoal.errors import ConfigError, LaunchError
-from support.launcher_variables import environment_of, mpi
+from support.launcher_variables import environment_of, mpi, unlaunched
 
 SYNC = SyncFlags(enable_sync_training=True)
 LOCAL_RANK = {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -33,13 +32,7 @@ def product(*values: Iterable[object]) -> list[tuple[object, ...]]:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(sync_training._Process, "flags", SyncFlags())
-    monkeypatch.setattr(sync_training._Process, "started", None)
-    for name in (*mpi(0, 1, 1), *(flag.variable for flag in FLAGS.values())):
-        monkeypatch.delenv(name, raising=False)
-    caplog.set_level(logging.INFO, logger="shoal.comm")
-    yield
-    comm.shutdown()
+    yield from unlaunched(monkeypatch, caplog)
 
 
 MPI_NUMBERS = {

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal import comm
-from shoal.comm import sync_training
-from shoal.comm.backends import FLAGS
 from shoal.comm.byteps_environment import apply_environment, interface_address, node_environment
-from shoal.comm.sync_training import SyncFlags
 from shoal.errors import ConfigError, LaunchError
-from support.launcher_variables import environment_of, mpi, no_network
+from support.launcher_variables import environment_of, mpi, no_network, unlaunched
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(sync_training._Process, "flags", SyncFlags())
-    monkeypatch.setattr(sync_training._Process, "started", None)
-    for name in (*mpi(0, 1, 1), *(flag.variable for flag in FLAGS.values())):
-        monkeypatch.delenv(name, raising=False)
-    caplog.set_level(logging.INFO, logger="shoal.comm")
-    yield
-    comm.shutdown()
+    yield from unlaunched(monkeypatch, caplog)
 
 
 def test_node_defaults() -> None:
