@@ -79,8 +79,8 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
     __builtin_prefetch(block.versions + std::size_t{row} * 4);  // to be checked
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
-    prefetch_once(block.weights + row * view.weight_stride, weights);
-    prefetch_once(block.state + row * view.state_stride, state);
+    prefetch_row<512, 64, 0>(block.weights + row * view.weight_stride, weights);
+    prefetch_row<512, 64, 0>(block.state + row * view.state_stride, state);
   };
   for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
   for (std::size_t i = start; i < stop; ++i) {
