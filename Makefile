@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm test check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
+.PHONY: setup demo demo-hrm test test-all check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,10 @@ demo-hrm: setup
 
 test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
+
+# With the long tests, such as 10,000 random configs and 5,000 forged checkpoints.
+test-all: setup
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu" tests
 
 check: setup
 	$(BIN)/ruff check src tests bench scripts examples/hrm

@@ -6,6 +6,7 @@
 namespace shoal {
 namespace {
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
+constexpr std::uint64_t kLeastBlock = 16;
 constexpr std::int64_t kMostCells = 0xffffffffLL;
 constexpr std::int64_t kMostSights = 0x7fffffffLL;
 }  // namespace
@@ -18,7 +19,9 @@ Admission::Admission(AdmissionSpec spec, std::uint64_t salt)
 const std::uint32_t& Admission::cell(std::int64_t id, int row) const {
   const std::uint64_t h = mix64(static_cast<std::uint64_t>(id) ^ salt_);
   const std::uint64_t at = mix64(h ^ static_cast<std::uint64_t>(row + 1) * kGolden);
-  return cells_[static_cast<std::uint64_t>(row) * spec_.width + (at & (spec_.width - 1))];
+  const std::uint64_t block = std::min(spec_.width, std::max(spec_.width >> 16, kLeastBlock));
+  const std::uint64_t first = ((h >> 48) * spec_.width >> 16) & ~(block - 1);
+  return cells_[static_cast<std::uint64_t>(row) * spec_.width + first + (at & (block - 1))];
 }
 
 std::uint32_t& Admission::cell(std::int64_t id, int row) {

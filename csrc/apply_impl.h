@@ -45,10 +45,11 @@ inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T
   if (source.weights != nullptr) factor *= static_cast<T>(source.weights[position]);
   std::int64_t lane = 0;
   if (source.pool.pooling == Pooling::mean) {
-    factor /= static_cast<T>(source.offsets[bag + 1] - source.offsets[bag]);
+    factor /= static_cast<T>(
+        std::max<std::int64_t>(source.offsets[bag + 1] - source.offsets[bag], 1));
   } else if (source.pool.pooling == Pooling::first_n) {
     lane = position - source.offsets[bag];
-    if (lane >= source.pool.length) return;
+    if (lane < 0 || lane >= source.pool.length) return;
   }
   for (int k = 0; k < source.pool.n_slices; ++k) {
     const Slice& s = source.pool.slices[k];

@@ -157,8 +157,12 @@ void list_items(TableWork& work, ItemLists& lists) {
       for (std::size_t i = 0; i < many; ++i) bags[at + i] = static_cast<std::uint32_t>(i);
       continue;
     }
+    // Whatever the caller's offsets say by now, each item is in one bag.
+    std::int64_t i = s.first;
     for (std::int64_t bag = 0; bag < s.bags; ++bag) {
-      for (std::int64_t i = s.offsets[bag]; i < s.offsets[bag + 1]; ++i) {
+      const bool last = bag + 1 == s.bags;
+      const std::int64_t stop = last ? s.stop : std::min(read_once(s.offsets + bag + 1), s.stop);
+      for (; i < stop; ++i) {
         bags[at + static_cast<std::size_t>(i - s.first)] = static_cast<std::uint32_t>(bag);
       }
     }

@@ -50,32 +50,35 @@ struct PyTicket {
 struct PyGroups {
   std::int64_t n;
   int count;
-  Address ids, splits, tables;
+  Address ids;
+  std::vector<std::int64_t> splits;  // of our own: what was checked is what is used
+  std::vector<std::int32_t> tables;
 
   PyGroups(std::int64_t n_ids, int groups, Address ids_at, Address splits_at, Address tables_at,
            int n_tables)
-      : n(n_ids), count(groups), ids(ids_at), splits(splits_at), tables(tables_at) {
-    const auto* edge = at<const std::int64_t>(splits);
-    const auto* table = at<const std::int32_t>(tables);
-    bool good = edge[0] == 0 && edge[count] == n;
+      : n(n_ids),
+        count(groups),
+        ids(ids_at),
+        splits(at<const std::int64_t>(splits_at), at<const std::int64_t>(splits_at) + groups + 1),
+        tables(at<const std::int32_t>(tables_at), at<const std::int32_t>(tables_at) + groups) {
+    bool good = splits[0] == 0 && splits[count] == n;
     for (int g = 0; g < count; ++g) {
-      good = good && edge[g] <= edge[g + 1] && table[g] >= 0 && table[g] < n_tables;
+      good = good && splits[g] <= splits[g + 1] && tables[g] >= 0 && tables[g] < n_tables;
     }
     if (!good) throw std::invalid_argument("groups");
   }
 
   Groups get() const {
-    return Groups{at<const std::int64_t>(ids), n, at<const std::int64_t>(splits),
-                  at<const std::int32_t>(tables), count};
+    return Groups{at<const std::int64_t>(ids), n, splits.data(), tables.data(), count};
   }
 
   // True when offsets [count * bags + 1] rise and meet the groups' edges.
   bool bags_fit(Address offsets, std::int64_t bags) const {
     const auto* offset = at<const std::int64_t>(offsets);
-    const auto* edge = at<const std::int64_t>(splits);
+    if (bags == 0) return n == 0 && *offset == 0;
     std::int64_t bad = 0;
     for (std::int64_t i = 0; i < count * bags; ++i) bad += offset[i] > offset[i + 1];
-    for (int g = 0; g <= count; ++g) bad += offset[g * bags] != edge[g];
+    for (int g = 0; g <= count; ++g) bad += offset[g * bags] != splits[g];
     return bad == 0;
   }
 };
@@ -354,6 +357,13 @@ NB_MODULE(_core, m) {
   nb::exception<TableFullError>(m, "TableFullError");
   nb::exception<NonFiniteError>(m, "NonFiniteError");
   nb::exception<TicketStateError>(m, "TicketStateError");
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const ForkedError& error) {
+      PyErr_SetString(nb::module_::import_("shoal.errors").attr("ShoalError").ptr(), error.what());
+    }
+  });
   bind_values(m);
   bind_changes(m);
   bind_checksums(m);

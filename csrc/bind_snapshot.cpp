@@ -51,6 +51,11 @@ class PySnapshot {
  private:
   std::mutex holding_;
   std::shared_ptr<Snapshot> snapshot_;  // none once closed
+  ForkHook hook_{this, [](void* self) noexcept {
+                   auto& snapshot = *static_cast<PySnapshot*>(self);
+                   renew(snapshot.reading);
+                   renew(snapshot.holding_);
+                 }};
 };
 
 using Where = std::tuple<std::int64_t, std::uint32_t, std::uint32_t, std::int64_t>;

@@ -15,6 +15,7 @@ namespace shoal {
 class Buffers {
  public:
   static Buffers& instance();
+  std::mutex& mutex() { return mutex_; }
 
   Block take(std::size_t bytes);  // at least `bytes`; contents are undefined
   void give_back(Block block);

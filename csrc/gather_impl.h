@@ -1,6 +1,7 @@
 #pragma once
 // Probing and reading. Included by kernels_isa.cpp only. Each loop runs a rolling window: touch the
 // index line, later the row, later copy it, so that memory latency overlaps.
+#include <algorithm>
 #include <type_traits>
 
 #include "kernels.h"
@@ -36,18 +37,26 @@ inline std::int32_t row_of(const IndexView& v, const Line* line, std::int64_t id
 }
 
 void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
-               std::int32_t* rows) {
+               std::int32_t* rows, std::int64_t* absent) {
   const Line* lines[kWindow];
   const IndexView v = index;
   const std::int64_t first = n < kWindow ? n : kWindow;
   for (std::int64_t i = 0; i < first; ++i) lines[i] = touch_line(v, ids[i]);
+  const auto look = [&](std::int64_t i, const Line* line) {
+    rows[i] = row_of(v, line, ids[i]);
+    if (absent == nullptr || rows[i] != kNoRow) return;
+    const std::int64_t id = absent[i] = read_once(ids + i);
+    const StripeView* stripe = nullptr;
+    line = home_line(v, hash_in(v, id), stripe);
+    rows[i] = probe(stripe, line, id);
+  };
   std::int64_t i = 0;
   for (; i + kWindow < n; ++i) {
     const Line* const line = lines[i % kWindow];
     lines[i % kWindow] = touch_line(v, ids[i + kWindow]);
-    rows[i] = row_of(v, line, ids[i]);
+    look(i, line);
   }
-  for (; i < n; ++i) rows[i] = row_of(v, lines[i % kWindow], ids[i]);
+  for (; i < n; ++i) look(i, lines[i % kWindow]);
 }
 
 template <std::size_t kBytes>
@@ -252,8 +261,9 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
   const std::size_t stride = static_cast<std::size_t>(job.widths[slice.output]) * sizeof(T);
   char* to = reinterpret_cast<char*>(output_at<T>(job, slice, start));
   const std::int64_t* offsets = job.offsets == nullptr ? nullptr : job.offsets + start;
+  const std::int64_t most = std::min(stop - start, job.stop - position);
   std::int64_t n = 0;
-  while (n < stop - start && (offsets == nullptr || offsets[n + 1] - position == n + 1) &&
+  while (n < most && (offsets == nullptr || offsets[n + 1] - position == n + 1) &&
          rows[n] >= 0) {
     ++n;
   }
@@ -290,7 +300,8 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
 template <class T>
 void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_stop, T* temp) {
   const auto start_of = [&](std::int64_t bag) {
-    return job.offsets == nullptr ? job.first + bag : job.offsets[bag];
+    if (job.offsets == nullptr) return job.first + bag;
+    return std::clamp(read_once(job.offsets + bag), job.first, job.stop);
   };
   if (bag_start < bag_stop && single_copy<T>(job)) {
     bag_start += copy_single<T>(job, bag_start, bag_stop, start_of(bag_start));
@@ -301,7 +312,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
   std::int64_t fetched = start_of(bag_start);
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {
     const std::int64_t start = start_of(bag);
-    const std::int64_t stop = start_of(bag + 1);
+    const std::int64_t stop = std::max(start, start_of(bag + 1));
     const std::int64_t ahead = stop + kWindow < last ? stop + kWindow : last;
     for (; fetched < ahead; ++fetched) {
       const std::int32_t row = job.rows[fetched];

@@ -33,14 +33,20 @@ struct TableView {
   bool plain = true;  // weights are read as stored: fp32 or fp64, no retriever
 };
 
+// A caller's value, read once: another thread of his may be writing it.
+inline std::int64_t read_once(const std::int64_t* at) {
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
 // One group: positions of the ticket, how they form bags, where bags go.
-// offsets == nullptr means one bag per position, starting at `first`.
+// offsets == nullptr means one bag per position, starting at `first`. Offsets are the caller's:
+// whatever they say, only positions [first, stop) are read.
 struct GatherJob {
   TableView table;
   const std::int32_t* rows;   // by absolute position; kNoRow = absent
   const std::int64_t* ids;
   const std::int64_t* offsets;
-  std::int64_t first;
+  std::int64_t first, stop;
   const float* weights;
   PoolSpec pool;
   void* const* outputs;
@@ -82,7 +88,7 @@ struct StepParams {
   std::int64_t global_step = 0;
   std::uint32_t event_time_s = 0;
   std::uint32_t epoch = 1;
-  int nan_policy = 0;  // 0 checked before, 1 skip, 2 clip
+  int nan_policy = 0;  // 0 raise (sums are checked before), 1 skip, 2 clip
   double nan_clip = 1.0;
 };
 
@@ -117,7 +123,9 @@ struct ApplyJob {
 
 struct Kernels {
   const char* isa;
-  void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows);
+  // `absent`, unless null, gets the id at each position that has no row: the ids may change.
+  void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows,
+                std::int64_t* absent);
   // Probe and copy whole fp32/fp64 rows; missing rows are zeroed. Returns how many were missing.
   // `large`: the whole output does not fit the caches anyway.
   std::int64_t (*find_copy)(const IndexView&, const RowView&, const std::int64_t* ids,
@@ -133,8 +141,9 @@ struct Kernels {
   // Writes the places of the versions in (from, to], of n, in order; returns how many there are.
   std::size_t (*find_between)(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
                               std::uint32_t to, std::uint32_t* places);
-  bool (*finite32)(const float*, std::int64_t n);
-  bool (*finite64)(const double*, std::int64_t n);
+  // The largest absolute value; infinity where one is not a number.
+  double (*largest32)(const float*, std::int64_t n);
+  double (*largest64)(const double*, std::int64_t n);
 };
 
 const Kernels& kernels();

@@ -82,18 +82,26 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
   }
 }
 
-template <class T>
-bool all_finite(const T* x, std::int64_t n) {
-  // x * 0 is NaN exactly for NaN and infinities; lanes keep the sum vectorised and in cache order.
-  T lanes[16] = {};
+// Bits of absolute values compare as the values do, and those of NaN are above infinity's.
+template <class T, class Bits>
+double largest(const T* x, std::int64_t n) {
+  constexpr Bits kSize = std::numeric_limits<Bits>::max();
+  Bits lanes[16] = {};
   std::int64_t i = 0;
+  const auto take = [&](std::int64_t at, int lane) {
+    Bits bits;
+    std::memcpy(&bits, x + at, sizeof(bits));
+    bits &= kSize;
+    lanes[lane] = lanes[lane] > bits ? lanes[lane] : bits;
+  };
   for (; i + 16 <= n; i += 16) {
-    for (int k = 0; k < 16; ++k) lanes[k] += x[i + k] * T(0);
+    for (int k = 0; k < 16; ++k) take(i + k, k);
   }
-  for (; i < n; ++i) lanes[0] += x[i] * T(0);
-  T total = 0;
-  for (int k = 0; k < 16; ++k) total += lanes[k];
-  return total == 0;
+  for (; i < n; ++i) take(i, 0);
+  for (int k = 1; k < 16; ++k) lanes[0] = lanes[0] > lanes[k] ? lanes[0] : lanes[k];
+  T value;
+  std::memcpy(&value, lanes, sizeof(value));
+  return value <= std::numeric_limits<T>::max() ? static_cast<double>(value) : HUGE_VAL;
 }
 
 // Bit i: version i of 64 lies in (from, from + span]. One unsigned comparison each:
@@ -150,8 +158,8 @@ std::size_t find_between(const std::uint32_t* versions, std::size_t n, std::uint
   return found;
 }
 
-bool finite32(const float* x, std::int64_t n) { return all_finite(x, n); }
-bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
+double largest32(const float* x, std::int64_t n) { return largest<float, std::int32_t>(x, n); }
+double largest64(const double* x, std::int64_t n) { return largest<double, std::int64_t>(x, n); }
 
 }  // namespace
 
@@ -163,7 +171,7 @@ bool finite64(const double* x, std::int64_t n) { return all_finite(x, n); }
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
     SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows,
-    find_between, finite32, finite64,
+    find_between, largest32, largest64,
 };
 
 }  // namespace shoal

@@ -2,12 +2,20 @@
 
 #include <algorithm>
 #include <exception>
+#include <system_error>
+#include <unordered_set>
+
+#include "buffers.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
 
 namespace shoal {
+
+namespace {
+constexpr int kMostWorkers = 1023;
+}
 
 struct Pool::Job {
   const std::function<void(std::int64_t, int)>* body;
@@ -38,9 +46,48 @@ namespace {
 std::atomic<Pool*> current{nullptr};
 std::mutex create_mutex;
 
-// A forked child has none of the parent's threads: it forgets the pool and makes its own.
-void forget_in_child() { current.store(nullptr, std::memory_order_release); }
+struct Hooks {
+  std::mutex mutex;
+  std::unordered_set<const ForkHook*> all;
+};
+
+Hooks& hooks() {
+  static Hooks* const made = new Hooks();  // outlives every owner
+  return *made;
+}
+
+#if defined(__unix__) || defined(__APPLE__)
+void before_fork() {
+  create_mutex.lock();
+  hooks().mutex.lock();
+  Buffers::instance().mutex().lock();  // held for moments only, and nothing is locked inside it
+}
+
+void after_fork() {
+  Buffers::instance().mutex().unlock();
+  hooks().mutex.unlock();
+  create_mutex.unlock();
+}
+
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork, [] {
+  for (const ForkHook* hook : hooks().all) hook->run();
+  after_fork();
+  // A forked child has none of the parent's threads: it forgets the pool and makes its own.
+  current.store(nullptr, std::memory_order_release);
+});
+#endif
 }  // namespace
+
+ForkHook::ForkHook(void* owner, void (*in_child)(void*) noexcept)
+    : owner_(owner), in_child_(in_child) {
+  const std::lock_guard guard(hooks().mutex);
+  hooks().all.insert(this);
+}
+
+ForkHook::~ForkHook() {
+  const std::lock_guard guard(hooks().mutex);
+  hooks().all.erase(this);
+}
 
 Pool& Pool::instance() {
   Pool* pool = current.load(std::memory_order_acquire);
@@ -48,16 +95,6 @@ Pool& Pool::instance() {
   const std::lock_guard guard(create_mutex);
   pool = current.load(std::memory_order_acquire);
   if (pool == nullptr) {
-    static std::once_flag once;
-    std::call_once(once, [] {
-#if defined(__unix__) || defined(__APPLE__)
-      pthread_atfork([] { create_mutex.lock(); }, [] { create_mutex.unlock(); },
-                     [] {
-                       create_mutex.unlock();
-                       forget_in_child();
-                     });
-#endif
-    });
     pool = new Pool();  // never destroyed: threads must not be joined during process exit
     current.store(pool, std::memory_order_release);
   }
@@ -65,8 +102,12 @@ Pool& Pool::instance() {
 }
 
 void Pool::grow(int workers) {
-  while (static_cast<int>(workers_.size()) < workers) {
-    workers_.emplace_back([this](std::stop_token stop) { work(stop); });
+  while (static_cast<int>(workers_.size()) < std::min(workers, kMostWorkers)) {
+    try {
+      workers_.emplace_back([this](std::stop_token stop) { work(stop); });
+    } catch (const std::system_error&) {
+      return;  // the system starts no more: those at work take all items
+    }
   }
 }
 
@@ -145,7 +186,15 @@ void Pool::work(std::stop_token stop) {
   }
 }
 
+void FairLock::enter() {
+  inside_.fetch_add(1);
+  if (!broken()) return;
+  inside_.fetch_sub(1);
+  throw ForkedError();
+}
+
 void FairLock::lock() {
+  enter();
   std::unique_lock guard(mutex_);
   const std::uint64_t ticket = next_++;
   if (ticket != serving_ || readers_ > 0 || writer_) {
@@ -157,13 +206,17 @@ void FairLock::lock() {
 }
 
 void FairLock::unlock() {
-  const std::lock_guard guard(mutex_);
-  writer_ = false;
-  ++serving_;
-  if (waiting_ > 0) turn_.notify_all();
+  {
+    const std::lock_guard guard(mutex_);
+    writer_ = false;
+    ++serving_;
+    if (waiting_ > 0) turn_.notify_all();
+  }
+  inside_.fetch_sub(1);
 }
 
 void FairLock::lock_shared() {
+  enter();
   std::unique_lock guard(mutex_);
   const std::uint64_t ticket = next_++;
   if (ticket != serving_ || writer_) {
@@ -177,9 +230,12 @@ void FairLock::lock_shared() {
 }
 
 void FairLock::unlock_shared() {
-  const std::lock_guard guard(mutex_);
-  --readers_;
-  if (readers_ == 0 && waiting_ > 0) turn_.notify_all();
+  {
+    const std::lock_guard guard(mutex_);
+    --readers_;
+    if (readers_ == 0 && waiting_ > 0) turn_.notify_all();
+  }
+  inside_.fetch_sub(1);
 }
 
 }  // namespace shoal

@@ -81,6 +81,7 @@ void PreImages::fail(const char* why) noexcept {
 
 void PreImages::check() const {
   if (!failed_) return;
+  if (forked_) throw std::runtime_error("the process was forked");
   const std::lock_guard guard(mutex_);
   throw std::runtime_error(why_.empty() ? "out of memory" : why_);
 }
@@ -108,8 +109,6 @@ void PreImages::rotate(std::unique_lock<std::mutex>& guard) {
     active_ = nullptr;
   }
   if (full_.size() >= kKeptFull) {
-    // A forked child has no such thread, and nobody to wait for.
-    if (process_ != static_cast<long>(getpid())) throw std::runtime_error("the process was forked");
     filled_->notify_one();
   }
   Segment* next = free_one();

@@ -130,7 +130,7 @@ class PreImages {
   std::size_t segment_bytes_, largest_ = 0, most_bytes_ = 0;  // of a segment; a copy; all copies
   std::vector<std::vector<std::uint64_t>> overwritten_;
   std::atomic<std::uint32_t> clock_{0};
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> failed_{false}, forked_{false};
   std::atomic<std::int64_t> kept_{0};
 
   mutable std::mutex mutex_;  // all below; inside the shard's lock, never around it
@@ -149,6 +149,12 @@ class PreImages {
   std::vector<char> out_;
   std::thread thread_;
   const long process_;
+  // What other threads may be doing with it is not known in a forked child: nothing more is kept.
+  ForkHook hook_{this, [](void* self) noexcept {
+                   auto& images = *static_cast<PreImages*>(self);
+                   renew(images.mutex_);
+                   images.failed_ = images.forked_ = true;
+                 }};
 };
 
 }  // namespace shoal

@@ -64,11 +64,12 @@ std::uint32_t Shard::cut() {
   return epoch_++;
 }
 
-void Shard::probe(const Groups& groups, std::int32_t* rows, int threads) const {
+void Shard::probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent,
+                  int threads) const {
   run_pieces(pieces_of(groups), groups.n, threads, [&](const Piece& piece, int) {
     const Table& table = tables_[groups.tables[piece.group]];
     kernels().probe(table.index().view(), groups.ids + piece.start, piece.stop - piece.start,
-                    rows + piece.start);
+                    rows + piece.start, absent == nullptr ? nullptr : absent + piece.start);
   });
 }
 
@@ -88,12 +89,13 @@ void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found
     }
     std::vector<std::int32_t> rows(static_cast<std::size_t>(n));
     std::vector<char> scratch(2 * bytes + 64);
-    kernels().probe(table.index().view(), groups.ids + piece.start, n, rows.data());
+    kernels().probe(table.index().view(), groups.ids + piece.start, n, rows.data(),
+                    nullptr);
     for (std::int64_t i = 0; i < n; ++i) found[piece.start + i] = rows[i] != kNoRow;
     const Slice whole{0, view.rows.dim, 0, 0, false};
     void* target = out;
     const std::int64_t width = view.rows.dim;
-    const GatherJob job{view, rows.data(), groups.ids + piece.start, nullptr, 0, nullptr,
+    const GatherJob job{view, rows.data(), groups.ids + piece.start, nullptr, 0, n, nullptr,
                         PoolSpec{Pooling::sum, 1, &whole, 1}, &target, &width, true, last_step_};
     kernels().gather(job, 0, n, scratch.data());
   });
@@ -110,8 +112,9 @@ void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool abs
   const auto one = [&](int g, std::int64_t start, std::int64_t stop, int lane) {
     if (scratch[lane].empty()) scratch[lane].resize(widest);
     const TableView view = tables_[groups.tables[g]].view();
-    GatherJob job{view, rows, groups.ids, nullptr, groups.splits[g], args.weights,
-                  PoolSpec{}, args.outputs, nullptr, absent_is_zero, args.global_step};
+    GatherJob job{view, rows, groups.ids, nullptr, groups.splits[g], groups.splits[g + 1],
+                  args.weights, PoolSpec{}, args.outputs, nullptr, absent_is_zero,
+                  args.global_step};
     const Slice whole{0, view.rows.dim, 0, 0, false};
     const std::int64_t width = view.rows.dim;
     if (args.plan == nullptr) {
@@ -157,7 +160,7 @@ void Shard::find_pooled(const Groups& groups, GatherArgs args) {
   std::vector<std::int32_t> rows(static_cast<std::size_t>(groups.n));
   const ReadGuard guard(lock_);
   args.global_step = last_step_;
-  probe(groups, rows.data(), args.threads);
+  probe(groups, rows.data(), nullptr, args.threads);
   gather_rows(groups, rows.data(), true, args);
 }
 
@@ -171,7 +174,7 @@ std::unique_ptr<Ticket> Shard::open(const Groups& groups, const std::int64_t* co
                                     StepParams step) {
   auto ticket = std::make_unique<Ticket>();
   ticket->rows.assign(static_cast<std::size_t>(groups.n), kNoRow);
-  ticket->ids = groups.ids;
+  ticket->ids.reset(new std::int64_t[static_cast<std::size_t>(groups.n)]);  // written where absent
   ticket->splits.assign(groups.splits, groups.splits + groups.count + 1);
   ticket->tables.assign(groups.tables, groups.tables + groups.count);
   if (counts != nullptr) ticket->counts.assign(counts, counts + groups.n);
@@ -183,6 +186,7 @@ std::unique_ptr<Ticket> Shard::open(const Groups& groups, const std::int64_t* co
 }
 
 void Shard::end(Ticket& ticket) {
+  if (tickets_mutex_.broken()) return;
   const std::lock_guard guard(tickets_mutex_);
   if (!ticket.live) return;
   ticket.live = false;
@@ -218,7 +222,7 @@ std::unique_ptr<Ticket> Shard::find_or_init(const Groups& groups, const std::int
     {
       const ReadGuard guard(lock_);
       members = membership_;
-      probe(groups, ticket->rows.data(), threads);
+      probe(groups, ticket->rows.data(), ticket->ids.get(), threads);
     }
     const auto absent = std::find(ticket->rows.begin(), ticket->rows.end(), kNoRow);
     if (absent == ticket->rows.end()) return ticket;
@@ -248,7 +252,7 @@ void Shard::insert_missing(Ticket& ticket, bool probed, bool admit_all, StepPara
   std::vector<std::pair<int, Table::Insert>> jobs;
   for (int t = 0; t < size(); ++t) {
     if (missing[t].empty()) continue;
-    Table::Insert job{ticket.ids, ticket.counts.empty() ? nullptr : ticket.counts.data(),
+    Table::Insert job{ticket.ids.get(), ticket.counts.empty() ? nullptr : ticket.counts.data(),
                       ticket.rows.data(), std::move(missing[t]), admit_all, step, threads};
     if (tables_[t].spec().capacity_rows > 0) job.pinned = pinned(t);
     jobs.emplace_back(t, std::move(job));
@@ -295,7 +299,8 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
         table.keep(row);
         LastSeen& seen = row_seen(view.rows, static_cast<std::uint32_t>(row));
         const LastSeen before = seen;
-        kernels().init_rows(view, groups.ids + i, &row, 1, step);
+        const std::int64_t id = row_id(view.rows, static_cast<std::uint32_t>(row));
+        kernels().init_rows(view, &id, &row, 1, step);
         seen = LastSeen{std::max(before.seconds, step.event_time_s), before.count};
         continue;
       }

@@ -17,6 +17,9 @@
 
 namespace shoal {
 
+struct TableWork;
+struct Part;
+
 struct Groups {
   const std::int64_t* ids;
   std::int64_t n;
@@ -33,10 +36,10 @@ struct Plan {
   bool adds = false;            // some slice sums into what another group wrote
 };
 
-// Rows of one lookup. `ids` belong to the caller, who keeps them alive.
+// Rows of one lookup.
 struct Ticket {
   std::vector<std::int32_t> rows;
-  const std::int64_t* ids = nullptr;
+  std::unique_ptr<std::int64_t[]> ids;  // at the positions that had no row when looked up
   std::vector<std::int64_t> splits;
   std::vector<std::int32_t> tables;
   std::vector<std::int64_t> counts;  // empty: 1 each
@@ -45,7 +48,7 @@ struct Ticket {
   std::atomic<bool> live{false};
 
   Groups groups() const {
-    return Groups{ids, static_cast<std::int64_t>(rows.size()), splits.data(), tables.data(),
+    return Groups{ids.get(), static_cast<std::int64_t>(rows.size()), splits.data(), tables.data(),
                   static_cast<int>(tables.size())};
   }
 };
@@ -86,7 +89,7 @@ struct Sums {
 
 class NonFiniteError : public std::exception {
  public:
-  const char* what() const noexcept override { return "a gradient is not finite"; }
+  const char* what() const noexcept override { return "a row's gradient is not finite"; }
 };
 
 // A ticket was used after its end, or a table was to be cleared under one.
@@ -175,13 +178,16 @@ class Shard {
 
  private:
   std::vector<bool> pinned(int t) const;
-  void probe(const Groups& groups, std::int32_t* rows, int threads) const;
+  void probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent, int threads) const;
   void insert_missing(Ticket& ticket, bool probed, bool admit_all, StepParams step, int threads);
   std::unique_ptr<Ticket> open(const Groups& groups, const std::int64_t* counts,
                                StepParams step);
   void gather_rows(const Groups& groups, const std::int32_t* rows, bool absent_is_zero,
                    const GatherArgs& args) const;
-  void apply_locked(const ApplyArgs& args);
+  // unsure: sums may overflow, so they are formed once before a row changes.
+  void apply_locked(const ApplyArgs& args, bool unsure);
+  bool sums_finite(const std::vector<TableWork>& works, const std::vector<Part>& parts,
+                   int threads);
   ChangePage changes_locked(ChangeCursor cursor, std::int64_t limit) const;
   std::int64_t read_deletions(ChangePage& page, std::int64_t limit) const;
   void read_rows(ChangePage& page, std::int64_t limit) const;
@@ -196,7 +202,7 @@ class Shard {
   std::atomic<std::int64_t> last_step_{0};     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;
-  mutable std::mutex tickets_mutex_;
+  mutable FairLock tickets_mutex_;
   std::unordered_set<Ticket*> tickets_;
   ItemLists lists_;                // scratch of apply and sum, guarded by the write lock
   std::vector<PartScratch> scratch_;  // one a lane
@@ -217,8 +223,5 @@ class Pinned {
   Shard& shard_;
   std::unique_ptr<Ticket> ticket_;
 };
-
-// True when every gradient the records name is finite.
-bool gradients_finite(const Shard& shard, const std::vector<GradArgs>& records, int threads);
 
 }  // namespace shoal

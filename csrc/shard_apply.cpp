@@ -4,7 +4,10 @@
 // summed and stepped by one thread in input order: the result does not depend on the thread count.
 // One thread takes all of a table as one part, as it came.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <unordered_map>
 
 #include "apply_items.h"
 #include "shard.h"
@@ -16,20 +19,21 @@ struct GradRange {
   const void* data;
   std::int64_t n;
   bool wide;
+  std::size_t record;
 };
 
-}  // namespace
-
-bool gradients_finite(const Shard& shard, const std::vector<GradArgs>& records, int threads) {
+std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs>& records) {
   constexpr std::int64_t kRange = 1 << 18;
   std::vector<GradRange> ranges;
+  std::size_t number = 0;
   const auto add = [&](const void* data, std::int64_t n, bool wide) {
     for (std::int64_t at = 0; at < n; at += kRange) {
       ranges.push_back(GradRange{static_cast<const char*>(data) + at * (wide ? 8 : 4),
-                                 std::min(kRange, n - at), wide});
+                                 std::min(kRange, n - at), wide, number});
     }
   };
-  for (const GradArgs& record : records) {
+  for (; number < records.size(); ++number) {
+    const GradArgs& record = records[number];
     const Ticket& ticket = *record.ticket;
     const std::size_t outputs = record.plan == nullptr ? 0 : record.plan->widths.size();
     std::vector<bool> wide(outputs, false);
@@ -47,27 +51,75 @@ bool gradients_finite(const Shard& shard, const std::vector<GradArgs>& records, 
       add(record.grads[k], record.bags * record.plan->widths[k], wide[k]);
     }
   }
-  std::atomic<bool> good{true};
+  return ranges;
+}
+
+double largest(const void* data, std::int64_t n, bool wide) {
+  return wide ? kernels().largest64(static_cast<const double*>(data), n)
+              : kernels().largest32(static_cast<const float*>(data), n);
+}
+
+// True when no row's sum can be infinite or NaN, whichever rows the ids have: even all gradients
+// together, each as large as the largest, are far from the largest number. What is not sure has
+// to be summed to know. Throws for a gradient that is not finite, whether a row would take it or not.
+bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs>& records, int threads) {
+  const std::vector<GradRange> ranges = ranges_of(shard, records);
+  std::vector<double> found(ranges.size());
   Pool::instance().run(static_cast<std::int64_t>(ranges.size()), threads,
                        [&](std::int64_t i, int) {
-                         const GradRange& r = ranges[i];
-                         const bool fine =
-                             r.wide ? kernels().finite64(static_cast<const double*>(r.data), r.n)
-                                    : kernels().finite32(static_cast<const float*>(r.data), r.n);
-                         if (!fine) good.store(false, std::memory_order_relaxed);
+                         found[i] = largest(ranges[i].data, ranges[i].n, ranges[i].wide);
                        });
-  return good.load();
+  std::vector<double> most(records.size(), 1.0);  // a factor may overflow where gradients are 0
+  bool wide = true;
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    if (found[i] == HUGE_VAL) throw NonFiniteError{};
+    most[ranges[i].record] = std::max(most[ranges[i].record], found[i]);
+    wide = wide && ranges[i].wide;
+  }
+  double total = 0;
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    const GradArgs& record = records[r];
+    const auto n = static_cast<std::int64_t>(record.ticket->rows.size());
+    int slices = 1;  // that read one column
+    for (std::size_t g = 0; record.plan != nullptr && g < record.plan->pools.size(); ++g) {
+      slices = std::max(slices, record.plan->pools[g].n_slices);
+    }
+    double factor = std::fabs(record.scale);
+    if (record.weights != nullptr) factor *= std::max(1.0, largest(record.weights, n, false));
+    total += most[r] * factor * static_cast<double>(n) * slices;
+  }
+  // A quarter: rounding may add to a sum as it grows.
+  return total <= (wide ? std::numeric_limits<double>::max()
+                        : static_cast<double>(std::numeric_limits<float>::max())) / 4;
 }
+
+// Adds up the gradients of each id of a table in order of position, as a step would.
+template <class T>
+bool id_sums_finite(const Groups& groups, const void* const* grads, int table, int dim) {
+  std::unordered_map<std::int64_t, std::size_t> places;
+  std::vector<T> sums;
+  for (int g = 0; g < groups.count; ++g) {
+    if (groups.tables[g] != table) continue;
+    const T* grad = static_cast<const T*>(grads[g]);
+    for (std::int64_t i = groups.splits[g]; i < groups.splits[g + 1]; ++i, grad += dim) {
+      const std::size_t place = places.try_emplace(groups.ids[i], sums.size()).first->second;
+      if (place == sums.size()) sums.resize(place + static_cast<std::size_t>(dim), T(0));
+      for (int k = 0; k < dim; ++k) sums[place + static_cast<std::size_t>(k)] += grad[k];
+    }
+  }
+  return largest(sums.data(), static_cast<std::int64_t>(sums.size()), sizeof(T) == 8) != HUGE_VAL;
+}
+
+}  // namespace
 
 void Shard::apply(const ApplyArgs& args) {
-  if (args.step.nan_policy == 0 && !gradients_finite(*this, args.records, args.threads)) {
-    throw NonFiniteError{};
-  }
+  const bool unsure =
+      args.step.nan_policy == 0 && !sums_surely_finite(*this, args.records, args.threads);
   const WriteGuard guard(lock_);
-  apply_locked(args);
+  apply_locked(args, unsure);
 }
 
-void Shard::apply_locked(const ApplyArgs& args) {
+void Shard::apply_locked(const ApplyArgs& args, bool unsure) {
   for (const GradArgs& record : args.records) {
     if (!record.ticket->live) throw TicketStateError();
   }
@@ -86,20 +138,24 @@ void Shard::apply_locked(const ApplyArgs& args) {
   partition_items(works, lists_, args.threads);
   StepParams step = args.step;
   step.epoch = epoch_;
-  last_step_ = args.step.global_step;
   for (const GradArgs& record : args.records) {
     step.event_time_s = std::max(step.event_time_s, record.ticket->event_time_s);
   }
   const std::vector<Part> parts = parts_of(works);
-  if (parts.empty()) return;
+  if (parts.empty()) {
+    last_step_ = args.step.global_step;
+    return;
+  }
   scratch_.resize(std::max(scratch_.size(), static_cast<std::size_t>(std::max(args.threads, 1))));
   // All memory first: a refusal must come before the first row changes.
   for (PartScratch& scratch : scratch_) {
     for (const Part& part : parts) {
       const TableWork& work = works[part.work];
-      scratch.fit(part.n, tables_[work.table].view().rows, in_place(work));
+      scratch.fit(part.n, tables_[work.table].view().rows, in_place(work) && !unsure);
     }
   }
+  if (unsure && !sums_finite(works, parts, args.threads)) throw NonFiniteError{};
+  last_step_ = args.step.global_step;
   std::vector<std::atomic<std::int64_t>> skipped(works.size());
   Pool::instance().run(
       static_cast<std::int64_t>(parts.size()), args.threads, [&](std::int64_t i, int lane) {
@@ -114,6 +170,25 @@ void Shard::apply_locked(const ApplyArgs& args) {
   for (std::size_t w = 0; w < works.size(); ++w) {
     tables_[works[w].table].counters().nonfinite += skipped[w].load();
   }
+}
+
+bool Shard::sums_finite(const std::vector<TableWork>& works, const std::vector<Part>& parts,
+                        int threads) {
+  std::atomic<bool> good{true};
+  Pool::instance().run(
+      static_cast<std::int64_t>(parts.size()), threads, [&](std::int64_t i, int lane) {
+        const TableWork& work = works[parts[i].work];
+        const TableView view = tables_[work.table].view();
+        const ApplyJob job{view, work.sources.data(), nullptr, StepParams{}, work.counted, false,
+                           Keeper{}};
+        const ApplyScratch memory = scratch_[lane].fit(parts[i].n, view.rows, false);
+        const std::uint32_t unique = kernels().sum(job, items_of(work, parts[i]), memory);
+        const bool wide = view.rows.dtype == DType::f64;
+        for (std::uint32_t u = 0; u < unique; ++u) {
+          if (largest(memory.grads[u], view.rows.dim, wide) == HUGE_VAL) good = false;
+        }
+      });
+  return good;
 }
 
 std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
@@ -151,17 +226,25 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
 void Shard::apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args) {
   GradArgs& record = args.records[0];
   if (args.step.nan_policy == 0) {
-    Ticket shape;  // what the finite check needs to know of the ids
+    Ticket shape;  // what the check needs to know of the ids
     shape.rows.resize(static_cast<std::size_t>(groups.n));
     shape.splits.assign(groups.splits, groups.splits + groups.count + 1);
     shape.tables.assign(groups.tables, groups.tables + groups.count);
     record.ticket = &shape;
-    if (!gradients_finite(*this, args.records, args.threads)) throw NonFiniteError{};
+    const bool sure = sums_surely_finite(*this, args.records, args.threads);
+    for (int t = 0; !sure && t < size(); ++t) {
+      const TableSpec& spec = tables_[t].spec();
+      // Before ids are inserted, so by id: a refusal leaves no new rows.
+      const bool good = spec.dtype == DType::f64
+                            ? id_sums_finite<double>(groups, record.grads, t, spec.dim)
+                            : id_sums_finite<float>(groups, record.grads, t, spec.dim);
+      if (!good) throw NonFiniteError{};
+    }
   }
   const Pinned ticket(*this, find_or_init(groups, counts, false, args.step, args.threads));
   record.ticket = ticket.get();
   const WriteGuard guard(lock_);
-  apply_locked(args);
+  apply_locked(args, false);
 }
 
 }  // namespace shoal

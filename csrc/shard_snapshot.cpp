@@ -37,6 +37,7 @@ std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::O
 
 void Shard::close(const Snapshot& snapshot) {
   std::shared_ptr<Snapshot> closed;  // dies without the lock: its thread may be writing
+  if (lock_.broken()) return;
   const WriteGuard guard(lock_);
   if (snapshot_.get() != &snapshot) return;
   for (Table& table : tables_) table.keep_in(nullptr);

@@ -253,6 +253,7 @@ bool SharedGroup::pop(SharedCall& call, int from) {
     Failure failure;
     failure.fault = Fault::mismatch;
     failure.peer = from;
+    failure.blamed = static_cast<int>(info.tag);
     failure.detail = "it sent " + std::to_string(info.whole) + " bytes in its call " +
                      std::to_string(info.call) + "; here call " + std::to_string(call.number) +
                      " takes " + std::to_string(message.whole) + " bytes" +

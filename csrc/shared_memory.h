@@ -48,7 +48,7 @@ struct Failure {
   Fault fault = Fault::none;
   int peer = -1;             // who did it, or was waited for
   Fault theirs = Fault::none;  // with Fault::failed: why that rank stopped
-  int blamed = -1;             // and whom it waited for
+  int blamed = -1;             // and whom it waited for; with Fault::mismatch: the tag of its call
   std::string detail;
 };
 

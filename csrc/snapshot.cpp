@@ -213,7 +213,7 @@ void Snapshot::drop_present(int t, std::vector<std::int64_t>& ids) {
     const std::int64_t many = std::min(kLogged, n - at);
     const ReadGuard guard(shard_.lock());
     const RowView view = table.view().rows;
-    kernels().probe(table.index().view(), ids.data() + at, many, rows.data());
+    kernels().probe(table.index().view(), ids.data() + at, many, rows.data(), nullptr);
     for (std::int64_t i = 0; i < many; ++i) {
       if (rows[i] == kNoRow) continue;
       const auto row = static_cast<std::uint32_t>(rows[i]);

@@ -63,7 +63,8 @@ void Table::load(const Columns& from, int threads) {
     std::fill_n(rows.data(), from.n, kNoRow);
   } else {
     in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
-      kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start);
+      kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start,
+                      nullptr);
     });
   }
   const auto n = static_cast<std::size_t>(from.n);

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DeviceUnavailable, DTypeError, InputError, ShapeError, describe
 
 __all__ = [
@@ -43,6 +44,7 @@ def bad(
 
 
 def check_ids(name: str, tensor: Tensor) -> None:
+    check_dense(name, tensor)
     if tensor.dtype != torch.int64:
         raise bad(DTypeError, f"dtype of {name}", tensor.dtype, "int64", "Call .long().")
     if tensor.ndim != 1:
@@ -58,6 +60,7 @@ def check_offsets(values: Tensor, offsets: Tensor, *, keys: int) -> None:
 
 
 def check_weights(weights: Tensor, values: Tensor) -> None:
+    check_dense("weights_N", weights)
     if not weights.is_floating_point():
         got, allowed = weights.dtype, "a floating dtype"
         raise bad(DTypeError, "dtype of weights_N", got, allowed, "Call .float().")
@@ -109,9 +112,10 @@ def lists_of(values: Tensor, offsets: Tensor) -> list[list[int]]:
 
 
 def parts_of_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
-    if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
+    layout = getattr(nested, "layout", None)
+    if layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
         allowed = "torch.jagged without holes"
-        raise bad(ShapeError, "nested tensor", nested.layout, allowed, "Call .contiguous().")
+        raise bad(ShapeError, "nested tensor", layout, allowed, "Call .contiguous().")
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 

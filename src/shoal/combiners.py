@@ -11,7 +11,7 @@ from shoal.errors import ConfigError, describe
 from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
 
-__all__ = ["Combiner", "FirstN", "ReduceMean", "ReduceSum"]
+__all__ = ["COMBINERS", "Combiner", "FirstN", "ReduceMean", "ReduceSum"]
 
 Pooling = Literal["sum", "mean", "first_n"]
 
@@ -127,3 +127,7 @@ class FirstN:
             ShapeError: not one row per id.
         """
         return segment_first_n(embeddings_ND, ragged.offsets_B1, self.length)
+
+
+COMBINERS: tuple[type[Combiner], ...] = (ReduceSum, ReduceMean, FirstN)
+"""What shards can pool with."""

@@ -138,6 +138,8 @@ def collective_failed(
     elapsed_s: float,
     timeout_s: float,
     reason: str,
+    remedy: str = "Look at the other ranks' logs for the first that stopped, and start again from "
+    "the last checkpoint.",
 ) -> CollectiveFailed:
     """Build a `CollectiveFailed` that names the collective, the rank, the step and the times."""
     return CollectiveFailed(
@@ -145,8 +147,7 @@ def collective_failed(
             f"collective {what!r} at step {step} on rank {rank} of {world_size}",
             got=f"{reason} after {elapsed_s:.1f} s",
             allowed=f"all ranks to take part within {timeout_s:.1f} s",
-            remedy="Look at the other ranks' logs for the first that stopped, and start again from "
-            "the last checkpoint.",
+            remedy=remedy,
         )
     )
 

@@ -1,4 +1,4 @@
-"""Feature ids that carry their slot: the v1 and v2 bit layouts, slot names, hashed strings.
+"""Feature ids that carry their slot: the v1 and v2 bit layouts, slot names, ids of text.
 
 v1: slot 10 bits [63..54], signature 54 bits. v2: bit 63 is 0, slot 15 bits [62..48], signature
 48 bits. Ids are the 64 bits read as int64, so v1 ids of slot 512 and above are negative.
@@ -7,6 +7,7 @@ v1: slot 10 bits [63..54], signature 54 bits. v2: bit 63 is 0, slot 15 bits [62.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import ConfigError, DTypeError, InputError, describe, unknown_name
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ __all__ = [
     "SlotRegistry",
     "convert_v1_to_v2",
     "hash_strings",
+    "ids_of_text",
     "make_fid",
     "max_slot",
     "signature_of",
@@ -44,6 +47,11 @@ TEXT_TYPES = (
     "binary_view",
     "null",
 )
+
+# What vectorised parsing reads at once; the rest goes one by one: up to 20 digits, blanks around.
+_SHORT_INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")
+_BOOLEANS = {b"true": 1, b"True": 1, b"TRUE": 1, b"false": 0, b"False": 0, b"FALSE": 0}
 
 
 def max_slot(layout: FidLayout = "v2") -> int:
@@ -150,9 +158,38 @@ def hash_strings(
     if slot is not None:
         _check_slots(slot, layout)
     uniques, inverse_N = _uniques_of(strings)
-    hashes_U = torch.tensor([_hash(unique) for unique in uniques], dtype=torch.int64)
+    words = [_hash(unique) for unique in uniques.to_pylist()]
+    hashes_U = torch.tensor(words, dtype=torch.int64, device="cpu")
     ids_N = hashes_U[inverse_N]
     return ids_N if slot is None else make_fid(slot, ids_N, layout)
+
+
+def ids_of_text(
+    strings: Sequence[str] | Sequence[bytes] | np.ndarray[Any, Any] | pa.Array | pa.ChunkedArray,
+) -> Tensor:
+    """Ids of text, int64 [N]: the integer that a text spells, or else the text's hash.
+
+    Each text is read by itself: its id depends on no other one and on no file. These spell
+    integers, also with blanks around them: decimal digits without a plus sign or leading zeros,
+    from -2^63 to 2^64-1 (2^63 and more keep their 64 bits, as uint64 columns do), and true and
+    false (also True, TRUE, False, FALSE), which are 1 and 0. All other text ("05", "+5", "5.0",
+    "-0", "A7") is hashed as `hash_strings` does.
+
+    Raises:
+        DTypeError: not strings or bytes.
+        InputError: a missing value.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    uniques, inverse_N = _uniques_of(strings)
+    uniques = uniques.cast(pa.large_binary())
+    plain = pc.match_substring_regex(uniques, _SHORT_INTEGER)
+    plain_U = np.array(plain.to_numpy(zero_copy_only=False), dtype=bool)
+    ids_U = np.empty(len(uniques), dtype=np.int64)
+    ids_U[plain_U] = uniques.filter(plain).cast(pa.large_string()).cast(pa.int64()).to_numpy()
+    ids_U[~plain_U] = [_id_of(text) for text in uniques.filter(pc.invert(plain)).to_pylist()]
+    return torch.from_numpy(ids_U)[inverse_N]
 
 
 class SlotRegistry:
@@ -243,7 +280,7 @@ def _bits(layout: str) -> tuple[int, int]:
 
 def _check_slots(slot: int | Tensor, layout: FidLayout) -> None:
     top = max_slot(layout)
-    if isinstance(slot, Tensor):
+    if not isinstance(slot, int):
         _bits_of(slot)
         wrong = slot[(slot < 0) | (slot > top)]
         if wrong.numel() == 0:
@@ -266,7 +303,8 @@ def _bits_of(value: int | Tensor) -> int | Tensor: ...
 
 def _bits_of(value: int | Tensor) -> int | Tensor:
     """The 64 bits of an id: a tensor as it is, an int as unsigned."""
-    if isinstance(value, Tensor):
+    if not isinstance(value, int):
+        check_dense("ids", value)
         if value.dtype != torch.int64:
             raise DTypeError(
                 describe("dtype of ids", got=value.dtype, allowed="int64", remedy="Call .long().")
@@ -288,7 +326,16 @@ def _hash(text: str | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def _uniques_of(strings: Any) -> tuple[list[str] | list[bytes], Tensor]:
+def _id_of(text: bytes) -> int:
+    spelled = text.strip()
+    if spelled in _BOOLEANS:
+        return _BOOLEANS[spelled]
+    if _INTEGER.fullmatch(spelled) and -(1 << 63) <= (number := int(spelled)) < 1 << 64:
+        return _signed(number & ((1 << 64) - 1))
+    return _hash(text)
+
+
+def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
     """Distinct strings, and int64 [N] of each string's place among them."""
     import pyarrow as pa  # `import shoal` needs torch and numpy only
 
@@ -301,7 +348,7 @@ def _uniques_of(strings: Any) -> tuple[list[str] | list[bytes], Tensor]:
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
     if len(column) == 0:
-        return [], torch.empty(0, dtype=torch.int64)
+        return pa.array([], pa.string()), torch.empty(0, dtype=torch.int64, device="cpu")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if str(kind) not in TEXT_TYPES and not pa.types.is_fixed_size_binary(kind):
         allowed = "strings or bytes"
@@ -311,4 +358,4 @@ def _uniques_of(strings: Any) -> tuple[list[str] | list[bytes], Tensor]:
         fill = "Fill them first: pyarrow.compute.fill_null(column, '')."
         raise InputError(describe("strings", got="nulls", allowed="no nulls", remedy=fill))
     places = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return encoded.dictionary.to_pylist(), torch.from_numpy(places)
+    return encoded.dictionary, torch.from_numpy(places)

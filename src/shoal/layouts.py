@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.combiners import Combiner, ReduceSum
+from shoal.combiners import COMBINERS, Combiner, ReduceSum
 from shoal.errors import ConfigError, describe, unknown_name
 from shoal.table.shard import Output, Pool, PoolPlan, Slice
 from shoal.table.spec import TableSpec
@@ -52,6 +52,10 @@ class Feature:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        if type(self.combiner) not in COMBINERS:
+            allowed = "a ReduceSum(), ReduceMean() or FirstN(length)"
+            remedy = "For another pooling, take the rows with FirstN and pool them in the model."
+            raise _wrong(f"combiner of feature {self.name!r}", self.combiner, allowed, remedy)
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
                 describe(

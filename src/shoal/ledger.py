@@ -10,8 +10,10 @@ when they are first needed.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +23,18 @@ from shoal.errors import ConfigError, InputError, ShapeError, describe
 from shoal.exchange import PendingRecords, Route
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, Shard, StepContext, SummedGrads
-from shoal.table.unpool import sum_by_id
+from shoal.table.unpool import sum_by_id, sums_finite
 
 __all__ = ["GradientLedger"]
+
+_MANY = 1024  # backward passes that hardly anybody means to add up
+
+
+class Steps(Protocol):
+    """Who steps rows."""
+
+    def resume(self, step: int) -> None:
+        """Go on as after so many steps."""
 
 
 class GradientLedger:
@@ -49,11 +60,13 @@ class GradientLedger:
         "_event_time_s",
         "_pending",
         "_resolved",
+        "_resumed",
         "_routes",
         "_summed",
         "_summed_records",
         "_turns",
         "_versions",
+        "_warned",
         "_written",
         "collectives",
         "generation",
@@ -79,7 +92,9 @@ class GradientLedger:
         self.global_step = 0
         self.generation = 0
         self.revision = 0
-        self._claim: weakref.ref[object] | None = None
+        self._claim: weakref.ref[Steps] | None = None
+        self._resumed = 0
+        self._warned = False
         self._context = StepContext()
         # Weak: a route lives as long as a graph or a record holds it, so that dropping a graph
         # ends its ticket.
@@ -110,9 +125,19 @@ class GradientLedger:
         """Whether an optimizer that still exists steps these rows."""
         return self._claim is not None and self._claim() is not None
 
-    def claim(self, optimizer: object) -> None:
-        """Note who steps these rows."""
+    def claim(self, optimizer: Steps) -> int:
+        """Note who steps these rows; after how many steps it goes on: those of a load before it."""
         self._claim = weakref.ref(optimizer)
+        step, self._resumed = self._resumed, 0
+        return step
+
+    def resume(self, step: int) -> None:
+        """The rows were loaded as they were after so many steps: whoever steps them goes on."""
+        optimizer = None if self._claim is None else self._claim()
+        if optimizer is None:
+            self.global_step = self._resumed = step
+        else:
+            optimizer.resume(step)
 
     @property
     def world_size(self) -> int:
@@ -143,13 +168,42 @@ class GradientLedger:
         return self._routes.get((id(batch), id(plan)))
 
     def opened(self, route: Route) -> None:
-        """Remember a route until its gradient is applied or dropped, or its graph goes away."""
+        """Remember a route until its gradient is applied or dropped, or its graph goes away.
+
+        Gradients of earlier lookups that no optimizer is there to apply are dropped.
+        """
+        if self._pending and not self.is_claimed:
+            self._drop_unclaimed()
         self._routes[id(route.request.batch), id(route.request.plan)] = route
+
+    def _drop_unclaimed(self) -> None:
+        self._warn(
+            "a backward pass, and no SparseOptimizer over them: these rows do not train, and their "
+            "gradients are dropped when the next forward begins",
+            "one that steps them; torch's own optimizers do not see rows",
+            "Make a SparseOptimizer(model) and step it, alone or in a JointOptimizer; or look up "
+            "in eval() or under no_grad.",
+        )
+        self.clear()
+
+    def _warn(self, got: str, allowed: str, remedy: str) -> None:
+        if not self._warned:
+            self._warned = True
+            what = f"gradients of tables {', '.join(repr(spec.name) for spec in self.shard.specs)}"
+            text = describe(what, got=got, allowed=allowed, remedy=remedy)
+            warnings.warn(text, UserWarning, stacklevel=3)
 
     def write(self, route: Route, pending: PendingRecords) -> None:
         """Add what one backward pass sent back; it may still be on its way."""
         self._pending.append(pending)
         self._written.append(route)
+        if len(self._pending) == _MANY:
+            self._warn(
+                f"{_MANY} backward passes since the last step, all of which take memory",
+                "a step, or zero_grad of the SparseOptimizer, now and then",
+                "Call its step(), alone or in a JointOptimizer; a model's zero_grad() does not "
+                "reach rows.",
+            )
         self.revision += 1
         if self.collectives is None:
             self._resolve()
@@ -160,8 +214,8 @@ class GradientLedger:
         """Add another ledger's records and routes of the same shard, and empty it."""
         for route, pending in zip(other._written, other._pending, strict=True):
             self.write(route, pending)
-        for route in list(other._routes.values()):
-            self.opened(route)
+        self._routes.update(other._routes)
+        self._resumed = max(self._resumed, other._resumed)
         other.clear()
 
     def summed(self) -> SummedGrads:
@@ -223,22 +277,24 @@ class GradientLedger:
         )
 
     def finite(self) -> bool:
-        """Whether every gradient recorded on this rank is finite; sums are read where they exist.
+        """Whether this rank's gradients and their sums per row, as applied, are finite.
 
-        Waits for the device, once.
+        Waits for the device.
         """
-        return bool(self.all_finite())
+        self._resolve()
+        if self._summed is not None:
+            return bool(self.all_finite())
+        self._check_unchanged()
+        return all(self._turn_finite(turn) for turn in self._turns)
 
     def all_finite(self) -> Tensor:
-        """`finite` as a bool scalar on the shard's device, which is not waited for."""
-        self._resolve()
-        self._check_unchanged()
-        parts = [grad for record in self.records for grad in record.grads]
-        if self._summed is not None:
-            parts = list(self.summed().sums)
-        if not parts:
-            return torch.ones((), dtype=torch.bool, device=self.shard.device)
-        return torch.stack([part.isfinite().all() for part in parts]).all()
+        """Whether all sums are finite: a bool scalar on the shard's device, not waited for."""
+        sums = self.summed().sums
+        return _finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.shard.device)
+
+    def _turn_finite(self, records: list[GradRecord]) -> bool:
+        known = sums_finite(records)
+        return bool(_finite(self._sum(records).sums)) if known is None else known
 
     def apply(self, ctx: StepContext) -> None:
         """One optimizer step of every row that has a gradient, or one per sender; ends the tickets.
@@ -249,6 +305,7 @@ class GradientLedger:
             InputError: a gradient was changed in place since backward.
         """
         if not self._pending:
+            self.shard.last_step = ctx.global_step
             return
         self._resolve()
         if len(self._turns) > 1:
@@ -329,11 +386,11 @@ class GradientLedger:
         )
 
     def _apply_ids(self, summed: SummedGrads, ctx: StepContext) -> None:
-        sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)])
+        sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], device="cpu")
         groups = IdGroups(
             torch.cat(summed.ids) if summed.ids else _no_ids(self.shard),
             sizes.cumsum(0),
-            torch.tensor(summed.tables, dtype=torch.int32),
+            torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
         )
         counts = torch.cat(summed.counts) if summed.counts else None
         self.shard.apply_ids(groups, summed.sums, counts, ctx=ctx)
@@ -349,6 +406,10 @@ class GradientLedger:
                         remedy="Change a clone: autograd may share one gradient among tensors.",
                     )
                 )
+
+
+def _finite(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.isfinite().all() for part in parts]).all()
 
 
 def _no_ids(shard: Shard) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, describe
 
 __all__ = [
@@ -109,8 +110,8 @@ class BinaryMetrics:
         """Forget all examples."""
         self._examples = 0
         # rows: weight, weighted prediction, weighted label, weighted loss
-        self._sums = torch.zeros(4, self._bins, dtype=torch.float64)
-        self._histogram = torch.zeros(2, HISTOGRAM_BUCKETS, dtype=torch.float64)
+        self._sums = torch.zeros(4, self._bins, dtype=torch.float64, device="cpu")
+        self._histogram = torch.zeros(2, HISTOGRAM_BUCKETS, dtype=torch.float64, device="cpu")
         self._kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def update(
@@ -147,7 +148,7 @@ class BinaryMetrics:
 
     def totals(self) -> Tensor:
         """All sums as float64 numbers on the CPU, which may be added up over ranks."""
-        examples = torch.tensor([self._examples], dtype=torch.float64)
+        examples = torch.tensor([self._examples], dtype=torch.float64, device="cpu")
         return torch.cat([examples, self._sums.flatten(), self._histogram.flatten()])
 
     @classmethod
@@ -281,6 +282,8 @@ def _checked(
     predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores float32, labels bool and weights float32, on the CPU, out of the caller's hands."""
+    for tensor in (predictions_B, labels_B, predictions_B if weights_B is None else weights_B):
+        check_dense("predictions, labels or weights", tensor)
     if predictions_B.ndim != 1:
         got, remedy = tuple(predictions_B.shape), "Call .flatten()."
         message = describe("shape of predictions", got=got, allowed="[B]", remedy=remedy)
@@ -290,7 +293,9 @@ def _checked(
     if weights_B is not None and weights_B.shape != predictions_B.shape:
         raise _shape_error("weights", weights_B, predictions_B)
     scores_B = predictions_B.detach().to("cpu", torch.float32, copy=True)
-    _require("predictions", scores_B, (scores_B >= 0) & (scores_B <= 1), "0..1", "Use a sigmoid.")
+    is_nan = bool(scores_B.isnan().any())
+    remedy = "Look for NaN in inputs and weights of the model." if is_nan else "Use a sigmoid."
+    _require("predictions", scores_B, (scores_B >= 0) & (scores_B <= 1), "0..1", remedy)
     marks_B = labels_B.detach().cpu()
     _require("labels", marks_B, (marks_B == 0) | (marks_B == 1), "0 or 1", "Threshold them.")
     if weights_B is None:
@@ -316,7 +321,7 @@ def _shape_error(what: str, tensor: Tensor, predictions_B: Tensor) -> ShapeError
 
 
 def _auc_of(scores_B: Tensor, labels_B: Tensor, weights_B: Tensor | None) -> float:
-    group_B = torch.zeros(scores_B.numel(), dtype=torch.int64)
+    group_B = torch.zeros(scores_B.numel(), dtype=torch.int64, device="cpu")
     wins_G, pairs_G, _ = _pairs_by_group(scores_B, labels_B, weights_B, group_B)
     return _ratio(float(wins_G.sum()), float(pairs_G.sum()))
 
@@ -334,14 +339,16 @@ def _pairs_by_group(
     starts_B[1:] = (scores_B.diff() != 0) | (group_B.diff() != 0)
     tie_B = starts_B.cumsum(0) - 1
     ties = int(tie_B[-1]) + 1 if tie_B.numel() else 0
-    load_2T = torch.zeros(2, ties, dtype=torch.float64).index_add(1, tie_B, load_2B)
+    load_2T = torch.zeros(2, ties, dtype=torch.float64, device="cpu").index_add(1, tie_B, load_2B)
     group_T = group_B[starts_B]
     groups = int(group_B[-1]) + 1 if group_B.numel() else 0
-    load_2G = torch.zeros(2, groups, dtype=torch.float64).index_add(1, group_T, load_2T)
+    load_2G = torch.zeros(2, groups, dtype=torch.float64, device="cpu").index_add(
+        1, group_T, load_2T
+    )
     before_G = load_2G[0].cumsum(0) - load_2G[0]
     below_T = load_2T[0].cumsum(0) - load_2T[0] - before_G[group_T]
     wins_T = load_2T[1] * (below_T + load_2T[0] / 2)
-    wins_G = torch.zeros(groups, dtype=torch.float64).index_add(0, group_T, wins_T)
+    wins_G = torch.zeros(groups, dtype=torch.float64, device="cpu").index_add(0, group_T, wins_T)
     return wins_G, load_2G[0] * load_2G[1], load_2G.sum(0)
 
 
@@ -354,7 +361,7 @@ def _joined_weights(scores: Sequence[Tensor], weights: Sequence[Tensor | None]) 
 
 def _bin_sums(scores_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, bins: int) -> Tensor:
     """Per bin: weight, weighted prediction, weighted label, weighted loss; [4, bins]."""
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu")[1:-1]
     p_B, y_B = scores_B.double(), labels_B.double()
     w_B = torch.ones_like(p_B) if weights_B is None else weights_B.double()
     tiny = torch.finfo(torch.float32).eps
@@ -378,7 +385,7 @@ def _histogram_of(scores_B: Tensor, labels_B: Tensor, weights_B: Tensor | None) 
 
 def _bins_of(sums: Tensor) -> tuple[CalibrationBin, ...]:
     count = sums.shape[1]
-    edges = torch.linspace(0, 1, count + 1, dtype=torch.float64).tolist()
+    edges = torch.linspace(0, 1, count + 1, dtype=torch.float64, device="cpu").tolist()
     columns = zip(edges[:-1], edges[1:], *sums[:3].tolist(), strict=True)
     return tuple(
         CalibrationBin(lower, upper, weight, _ratio(prediction, weight), _ratio(label, weight))

@@ -26,6 +26,7 @@ from shoal._jagged import (
     read_offsets,
     torchrec_class,
 )
+from shoal.address import check_dense
 from shoal.errors import InputError, ShapeError, unknown_name
 
 __all__ = ["KeyedRagged", "Ragged"]
@@ -69,7 +70,7 @@ class Ragged:
             DTypeError: an id is not an integer.
             InputError: an id does not fit int64.
         """
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
         return cls.from_lengths(ids_of(rows), lengths)
 
     @classmethod
@@ -204,7 +205,7 @@ class KeyedRagged:
         Waits for the device if the batch was built on it.
         """
         if self.batch_size == 0:
-            return torch.zeros(len(self.keys), dtype=torch.int64)
+            return torch.zeros(len(self.keys), dtype=torch.int64, device="cpu")
         offsets = self.offsets_FB1 if self._moved_FB1 is None else self._moved_FB1
         return offsets.diff().view(len(self.keys), self.batch_size).amax(dim=1).cpu()
 
@@ -225,7 +226,7 @@ class KeyedRagged:
             if got != want:
                 raise bad(ShapeError, f"lengths of weights of {key!r}", got, want)
         flat = [w for key in features for row in weights[key] for w in row]
-        return cls.from_dict(features, torch.tensor(flat, dtype=torch.float32))
+        return cls.from_dict(features, torch.tensor(flat, dtype=torch.float32, device="cpu"))
 
     @classmethod
     def from_dict(
@@ -246,10 +247,12 @@ class KeyedRagged:
         sizes = {key: part.batch_size for key, part in parts.items()}
         if len(set(sizes.values())) > 1:
             raise bad(ShapeError, "batch sizes", sizes, "one batch size for all features")
-        none = [torch.empty(0, dtype=torch.int64)]
+        none = [torch.empty(0, dtype=torch.int64, device="cpu")]
         values_N = torch.cat([part.values for part in parts.values()] or none)
         lengths_FB = torch.cat([part.lengths for part in parts.values()] or none)
-        edges_F1 = torch.tensor([0, *(part.values.numel() for part in parts.values())]).cumsum(0)
+        edges_F1 = torch.tensor(
+            [0, *(part.values.numel() for part in parts.values())], device="cpu"
+        ).cumsum(0)
         return cls._built(tuple(parts), values_N, lengths_FB, weights_N, edges_F1)
 
     @classmethod
@@ -272,6 +275,7 @@ class KeyedRagged:
         weights_N: Tensor | None,
         edges_F1: Tensor | None,
     ) -> KeyedRagged:
+        check_dense("lengths", lengths_FB)
         offsets_FB1 = offsets_of(lengths_FB.reshape(-1))
         kept = None if offsets_FB1.is_cpu else edges_F1
         return cls(keys, values_N, offsets_FB1, weights_N, _edges_F1=kept)
@@ -359,8 +363,12 @@ class KeyedRagged:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         weights = None if self.weights_N is None else picked(self.weights_N)
-        edges_F1 = torch.tensor([0, *(cuts[i + 1] - cuts[i] for i in picks)]).cumsum(0)
-        picks_F = torch.tensor(picks, dtype=torch.int64).to(self.values_N.device, non_blocking=True)
+        edges_F1 = torch.tensor([0, *(cuts[i + 1] - cuts[i] for i in picks)], device="cpu").cumsum(
+            0
+        )
+        picks_F = torch.tensor(picks, dtype=torch.int64, device="cpu").to(
+            self.values_N.device, non_blocking=True
+        )
         lengths_FB = self.lengths.index_select(0, picks_F)
         return KeyedRagged._built(chosen, picked(self.values_N), lengths_FB, weights, edges_F1)
 

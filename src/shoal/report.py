@@ -10,11 +10,10 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.errors import ShapeError, describe
 
-__all__ = ["Chart", "RunReport", "Series", "render", "write"]
+__all__ = ["Chart", "RunReport", "Series", "render"]
 
 _WIDTH, _HEIGHT = 520, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 12, 40
@@ -117,11 +116,6 @@ class RunReport:
     facts: Mapping[str, str]
     charts: tuple[Chart, ...]
     config: str
-
-
-def write(path: Path, report: RunReport) -> None:
-    """Write the page to `path` (UTF-8)."""
-    path.write_text(render(report), encoding="utf-8")
 
 
 def render(report: RunReport) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +37,8 @@ __all__ = [
     "human_bytes",
     "human_count",
 ]
+
+_log = logging.getLogger("shoal.telemetry")
 
 Clock = Callable[[], float]
 
@@ -155,12 +159,16 @@ def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:
     if not path.is_file():
         return []
     kept: list[tuple[float, str]] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         if not line.endswith("\n"):
             break
-        row = json.loads(line)
-        if row["step"] <= step:
-            kept.append((row["time_s"], line))
+        try:
+            row = json.loads(line)
+            at, time_s = int(row["step"]), float(row["time_s"])
+        except (ValueError, TypeError, KeyError):  # damaged: the log goes on after it
+            continue
+        if at <= step:
+            kept.append((time_s, line))
     return kept
 
 
@@ -194,6 +202,10 @@ class TensorBoard:
 
         purge = None if go_on_after is None else go_on_after + 1
         self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge)
+        # What its thread fails with is raised by the next write; the thread need not print it.
+        events: Any = self._writer.file_writer
+        thread = events.event_writer._async_writer._worker
+        thread._invoke_excepthook = lambda thread: None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""
@@ -206,20 +218,58 @@ class TensorBoard:
 
 
 class FanOut:
-    """Several sinks as one."""
+    """Several sinks as one, which give way: a run outlives a disk that is full or gone.
+
+    What cannot be written is warned about once; sinks that fail are left alone from then on.
+    """
 
     def __init__(self, *sinks: ScalarSink) -> None:
-        self._sinks = sinks
+        self._sinks = list(sinks)
+        self._warned = False
+
+    def open(self, make: Callable[[], ScalarSink], what: str) -> None:
+        """Add the sink that `make` opens, if it can be opened; `what` is for the warning."""
+        with self.giving_way(what):
+            self._sinks.append(make())
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step in each sink."""
-        for sink in self._sinks:
-            sink.write(step, scalars)
+        for sink in tuple(self._sinks):
+            with self.giving_way("logs"):
+                written = False
+                try:
+                    sink.write(step, scalars)
+                    written = True
+                finally:
+                    if not written:
+                        self._sinks.remove(sink)
+                        with suppress(OSError):
+                            sink.close()
 
     def close(self) -> None:
         """Close each sink."""
         for sink in self._sinks:
-            sink.close()
+            with self.giving_way("logs"):
+                sink.close()
+
+    @contextmanager
+    def giving_way(self, what: str) -> Iterator[None]:
+        """What the file system refuses inside is a warning, the first time."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                _log.warning(
+                    "%s",
+                    describe(
+                        f"{what} of the run",
+                        got=" ".join(str(error).split()),
+                        allowed="a folder that can be written",
+                        remedy="The run goes on, and so do its checkpoints; its logs, metrics.json "
+                        "and report.html will lack what cannot be written.",
+                    ),
+                )
+            self._warned = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

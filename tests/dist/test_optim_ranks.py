@@ -110,6 +110,18 @@ def refused(mesh: Mesh) -> dict[str, Any]:
     return {"said": said, "before": before, "after": rows_of(tables)["t"]}
 
 
+def overflowing(mesh: Mesh) -> list[Any]:
+    """Every rank sends row 1 a gradient that only their sum over ranks makes infinite."""
+    tables = one_table(mesh, grad_reduce="sum")
+    sparse = SparseOptimizer(tables)
+    (1.5e308 * tables(ids([1], [2]))["a"] * torch.tensor([[1.0], [1e-308]])).sum().backward()
+    with pytest.raises(NonFiniteGradient):
+        sparse.step()
+    assert sparse.global_step == 0
+    sparse.zero_grad()
+    return list(rows_of(tables).get("t", {}).values())
+
+
 def sender_by_sender(mesh: Mesh) -> dict[str, Any]:
     tables = one_table(mesh, Adagrad(lr=0.5), grad_reduce="sum", per_sender_steps=True)
     sparse = SparseOptimizer(tables)
@@ -212,6 +224,7 @@ def on_rank(mesh: Mesh) -> dict[str, Any]:
     found["sharpened"] = sharpened(mesh)
     found["senders refused"] = senders_refused(mesh)
     found["refused"] = refused(mesh)
+    found["overflowing"] = overflowing(mesh)
     found["senders"] = sender_by_sender(mesh)
     return found
 
@@ -250,6 +263,10 @@ def test_all_ranks_refuse_a_gradient_or_none(found: dict[str, list[Any]]) -> Non
         assert "NaN or infinity" in rank["said"]
     assert joined([rank["before"] for rank in ranks]) == {k: [0.0, 0.0] for k in (1, 2, 3)}
     assert joined([rank["after"] for rank in ranks]) == {k: [-1.0, -1.0] for k in (1, 2, 3)}
+
+
+def test_all_ranks_refuse_a_sum_over_ranks_that_overflows(found: dict[str, list[Any]]) -> None:
+    assert sum(found["overflowing"], []) == [[0.0, 0.0]] * 2
 
 
 def test_one_step_per_sender(found: dict[str, list[Any]]) -> None:

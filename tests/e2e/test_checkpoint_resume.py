@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
-from shoal.checkpoint import CheckpointStore, read_manifest, verify
+from shoal.checkpoint import CheckpointStore, diff, read_manifest, verify
 from shoal.checkpoint.claiming import claim
 from shoal.checkpoint.job_writing import JobWriter
 from shoal.checkpoint.storage import Storage
@@ -326,29 +326,70 @@ def test_a_save_that_is_late_hurries_and_leaves_out_the_next(
     assert verify(str(folder / "checkpoints")).problems == ()
 
 
-def failing(folder: Path) -> None:
-    """A run in which no save but the first gets its rows to the disk of rank 0."""
+def failing(folder: Path, steps: Sequence[int], allowed: int, background: bool) -> list[Path]:
+    """A run in which saves after some steps do not get their rows to the disk of rank 0."""
     plain = Storage.create
 
     def create(self: Storage, path: str) -> Any:
-        late = "step-000000000002-" not in self.url
+        late = any(f"step-{step:012d}-" in self.url for step in steps)
         if late and path.startswith("rows/") and os.environ.get("RANK", "0") == "0":
             raise OSError("the disk is gone")
         return plain(self, path)
 
     Storage.create = create  # type: ignore[method-assign]
-    background = {"checkpoint": {"every_steps": 2, "background": True}}
+    saves = {"every_steps": 2, "background": background, "failures_allowed": allowed}
     try:
-        run_all([(folder, background, None)])
+        return run_all([(folder, {"checkpoint": {**saves, "full_every": 99}}, None)])
     finally:
         Storage.create = plain  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_continues_after_saves_that_fail(
+    tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next delta goes on top of the one before, and holds what the failed one would have."""
+
+    def saved(name: str, steps: Sequence[int]) -> CheckpointStore:
+        if ranks == 1:
+            (folder,) = failing(tmp_path / name, steps, 1, False)
+        else:
+            job = (tmp_path / name, steps, 1, False)
+            (folder,) = run_ranks(ranks, failing, *job, timeout_s=100)[0]
+        return CheckpointStore(folder / "checkpoints")
+
+    whole, short = saved("whole", ()), saved("short", (4,))
+    assert [entry.step for entry in short.list()] == [2, 6, 8, 8]
+    (newest,) = (entry.name for entry in short.list() if entry.step == 6)
+    assert short.manifest(newest).parent.folder == "step-000000000002-full"  # type: ignore[union-attr]
+    for name in (newest, "step-000000000008-full"):
+        found = diff(short.folder(name).url, whole.folder(name).url)
+        assert found.same, found
+    if ranks == 1:
+        assert "a save failed (1 in a row, more than 1 end the run)" in caplog.text
+        assert "the disk is gone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "allowed"), [((4, 6, 8), 0), ((4, 6), 1), ((8,), 3)], ids=["first", "second", "last"]
+)
+def test_too_many_saves_that_fail_end_the_run_and_so_does_the_last(
+    tmp_path: Path, steps: Sequence[int], allowed: int
+) -> None:
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        failing(tmp_path, steps, allowed, False)
+    (left,) = tmp_path.iterdir()
+    kept = [one.step for one in CheckpointStore(left / "checkpoints").list()]
+    assert kept == [step for step in (2, 4, 6) if step < steps[0]]
+
+
 def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        failing(tmp_path / "one")
+        failing(tmp_path / "one", (4, 6, 8), 0, True)
     began = time.monotonic()
-    outcomes = start_ranks(2, failing, tmp_path / "two", timeout_s=100).outcomes()
+    outcomes = start_ranks(
+        2, failing, tmp_path / "two", (4, 6, 8), 0, True, timeout_s=100
+    ).outcomes()
     assert time.monotonic() - began < 100
     for good, text in outcomes.values():
         assert not good

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.table.factory import shard_copied
 from shoal.table.shard import (
     Found,
     GradRecord,
@@ -48,6 +49,8 @@ class PlacedShard:
 
     def __init__(self, inner: Shard) -> None:
         self.inner = inner
+
+    __reduce__ = shard_copied
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

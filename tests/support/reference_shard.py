@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.errors import TableFull, TicketError, describe
 from shoal.rules.admission import Admission, make_counter
 from shoal.rules.admission import Counter as SightCounter
+from shoal.table.factory import shard_copied
 from shoal.table.shard import (
     Entry,
     Found,
@@ -74,6 +75,8 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
         self._global_step = 0
         self._live: weakref.WeakSet[ReferenceTicket] = weakref.WeakSet()
         self._start()
+
+    __reduce__ = shard_copied
 
     @property
     def last_step(self) -> int:
@@ -169,7 +172,11 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
         keys = list(keys_of(groups))
         flat = [row for part in grads for row in part]
         if ctx.nan_policy == "raise":
-            check_finite(self.specs, list(zip(keys, flat, strict=True)))
+            given = list(zip(keys, flat, strict=True))
+            sums_of_all: dict[Key, Tensor] = {}
+            for key, grad in given:
+                sums_of_all[key] = sums_of_all.get(key, 0) + grad.to(self.dtype)
+            check_finite(self.specs, [*given, *sums_of_all.items()])
         counts = [1] * len(keys) if counts_N is None else [int(c) for c in counts_N]
         self._admit(keys, counts, ctx)
         sums: dict[Key, Tensor] = {}

@@ -67,7 +67,7 @@ SPECS = (
     TableSpec(
         name="views",
         segments=(Segment(dim=4),),
-        admission=Admission(threshold=2, counter="sketch", sketch_width=1 << 12),
+        admission=Admission(threshold=2, counter="sketch", sketch_width=1 << 20, sketch_depth=1),
         dtype="float64",
     ),
 )

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.manifest import (
     SCHEMA,
     Manifest,
@@ -80,6 +81,19 @@ def between(table: str, ids: Tensor, start: int, stop: int) -> Tensor:
     """bool: which hashes are in the range."""
     hashes = [h % (1 << 64) for h in hash_ids(table, ids).tolist()]
     return torch.tensor([start <= h < stop for h in hashes], dtype=torch.bool)
+
+
+SKETCHED = SavedTable(
+    collection="m",
+    name="sketched",
+    hash_name="sketched",
+    dtype="float32",
+    segments=(SavedSegment(name="all", dim=1, state_width=0, optimizer="sgd"),),
+    rows=0,
+    deleted=0,
+    admission="sketch 8x2",
+)
+"""Nothing but what its admission has counted."""
 
 
 @dataclass
@@ -158,18 +172,17 @@ def save_by_hand(
                 ids_writer.add(k, ids, ids.abs() % 9 + 1 if what == "sights" else None)
             files.append(ids_writer.close())
     if extra:
-        key = tables[0].key
-        path = sketch_path("m", tables[0].name)
-        files.append(write_whole(folder, path, "sketch", b"cells" * 9, [key]))
-        files.append(write_whole(folder, "dense/weights.bin", "dense", bytes(range(50))))
-        files.append(write_whole(folder, "state.pt", "state", b"state of step %d" % step))
+        path = sketch_path("m", SKETCHED.name)
+        files.append(write_whole(folder, path, "sketch", b"cell" * 16, [SKETCHED.key]))
+        files += dense.write(dense.capture({"net": nn.BatchNorm1d(2)}, {}), folder)
+        files.append(job_state.write(folder, {"step": step}, [{}]))
     manifest = Manifest(
         schema=SCHEMA,
         id=f"{step:031x}{'d' if parent else 'f'}",
         kind=kind,  # type: ignore[arg-type]
         step=step,
         position=step * 10,
-        epoch=step + 1,
+        epoch=step + 10,
         parent=Parent(folder=folder_name(parent.step, parent.kind), id=parent.id)
         if parent
         else None,
@@ -178,7 +191,7 @@ def save_by_hand(
         world_size=1,
         created_s=1_700_000_000,
         versions={"shoal": "0"},
-        tables=tuple(table.saved() for table in tables),
+        tables=(*(table.saved() for table in tables), *([SKETCHED] if extra else [])),
         modules=(),
         optimizers=(),
         files=tuple(files),

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
+from shoal.placement import Placement, hash_ids, ranks_of, row_wise
 from shoal.rules.admission import Admission, Counter, make_counter
+from shoal.rules.optimizers import SGD
+from shoal.table.hosting import check_placement
+from shoal.table.spec import Segment, TableSpec
 
 COUNTERS = ["exact", "sketch"]
 
@@ -137,3 +141,31 @@ def test_sketch_is_exact_while_sparse_and_blind_to_order() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, object], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         Admission(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks"), [(64, 2), (64, 4), (1 << 12, 8), (1 << 20, 3), (1 << 20, 7), (1 << 21, 5)]
+)
+def test_a_sketch_decides_alike_on_any_number_of_ranks(width: int, ranks: int) -> None:
+    """Ids of one rank's buckets never count in the cells of another's."""
+    admission = Admission(threshold=4, counter="sketch", sketch_width=width, sketch_depth=2)
+    spec = TableSpec(name="t", segments=(Segment(dim=4, optimizer=SGD()),), admission=admission)
+    check_placement([spec], Placement(ranks, row_wise("t", 4, ranks)))
+    ids_U = torch.arange(30 * min(width, 4096) // 16)
+    counts_U = ids_U % 5 + 1
+    whole = make_counter(admission, "t").add(ids_U, counts_U)
+    owners_U = ranks_of(hash_ids("t", ids_U), ranks)
+    for rank in range(ranks):
+        mine = owners_U == rank
+        shares = make_counter(admission, "t").add(ids_U[mine], counts_U[mine])
+        assert torch.equal(shares, whole[mine])
+    if width < 1 << 20:
+        assert not torch.equal(whole, counts_U)  # some do meet in a cell
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(64, 3), (64, 8), (1 << 18, 3), (8, 2)])
+def test_a_sketch_too_narrow_for_its_ranks_is_refused(width: int, ranks: int) -> None:
+    admission = Admission(threshold=4, counter="sketch", sketch_width=width)
+    spec = TableSpec(name="t", segments=(Segment(dim=4, optimizer=SGD()),), admission=admission)
+    with pytest.raises(ConfigError, match=r"sketch_width of table 't'.*2\^20 or more"):
+        check_placement([spec], Placement(ranks, row_wise("t", 4, ranks)))

@@ -211,7 +211,7 @@ def test_admission_counters_of_one_kind_and_size_are_loaded() -> None:
     assert exact.sights
     sketch = counted(counter="sketch", sketch_width=64, sketch_depth=2)
     other = counted(counter="sketch", sketch_width=128, sketch_depth=2)
-    assert "sketch 64x2 in it, sketch 128x2" in refused(saved(sketch), (other,))
+    assert "sketch 64x2 by bucket in it, sketch 128x2" in refused(saved(sketch), (other,))
     waived = frozenset({"emb/users.admission"})
     assert not matched(saved(sketch), (other,), allow_missing=waived)[0].sights
     # Cells of a sketch are found by the name that salts its hashes.

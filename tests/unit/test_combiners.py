@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.errors import ConfigError, ShapeError
+from shoal.layouts import Feature
 from shoal.ragged import Ragged
+from shoal.table import Segment, Table, TableSpec
+from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
 
 ALL = [ReduceSum(), ReduceMean(), FirstN(2)]
 
@@ -58,6 +62,40 @@ def test_empty_batches(combiner: Combiner) -> None:
 def test_one_row_per_id(combiner: Combiner) -> None:
     with pytest.raises(ShapeError, match="one row per id"):
         combiner.combine(ragged_of(1, 2), torch.ones(2, 3))
+
+
+class Max(ReduceSum):
+    """Looks like a sum to a shard."""
+
+    def combine(self, ragged: Ragged, embeddings_ND: torch.Tensor) -> torch.Tensor:
+        return embeddings_ND.amax(0, keepdim=True)
+
+
+class Nameless:
+    """A combiner that shards know by no name."""
+
+    max_seq_length = 0
+
+    def combine(self, ragged: Ragged, embeddings_ND: torch.Tensor) -> torch.Tensor:
+        return embeddings_ND
+
+
+@pytest.mark.parametrize(
+    "combiner",
+    [Max(), Nameless(), ReduceSum, "mean", None],
+    ids=["max", "nameless", "class", "text", "none"],
+)
+def test_a_feature_refuses_what_no_shard_would_call(combiner: Any) -> None:
+    with pytest.raises(ConfigError, match=r"combiner of feature 'f'.*FirstN.*pool them"):
+        Feature("f", "t", combiner)
+
+
+def test_a_plan_refuses_an_unknown_pooling() -> None:
+    table = Table(TableSpec(name="t", segments=(Segment(dim=2),)))
+    plan = PoolPlan((Pool("max", (Slice(0, 2, 0, 0),)),), (Output(2),))  # type: ignore[arg-type]
+    groups = IdGroups(torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32))
+    with pytest.raises(ConfigError, match="pooling of a pool plan"):
+        table.shard.find_pooled(groups, plan, torch.tensor([0, 1]), None)
 
 
 @pytest.mark.parametrize("length", [0, -1])

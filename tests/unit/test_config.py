@@ -329,3 +329,128 @@ def test_trees_of_other_programs_are_composed_and_checked(tmp_path: Path):
         config.validate(Outer, config.compose_file(file, ["inner.dept=4"]))
     with pytest.raises(ConfigError, match=r"inner\.depth: got 'deep'"):
         config.validate(Outer, config.compose_file(file, ["inner.depth=deep"]))
+
+
+ALIASES = "a0: &a0 [1]\n" + "".join(
+    f"a{k}: &a{k} [{','.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
+)
+CHAIN = "c0: x\n" + "".join(f'c{k}: "${{c{k - 1}}}${{c{k - 1}}}"\n' for k in range(1, 60))
+SPREAD = "c0: [1, 1, 1, 1]\n" + "".join(
+    f'c{k}: ["${{c{k - 1}}}", "${{c{k - 1}}}"]\n' for k in range(1, 60)
+)
+DATA = "data: {source: synthetic}\n"
+HOSTILE_FILES = {
+    "aliases of aliases": (ALIASES, "10000 values"),
+    "a recursive anchor": ("a: &a {b: *a}\n", "alias \\*a"),
+    "an anchor in itself": ("&a [*a]\n", "alias \\*a"),
+    "40 levels": (f"a: {'[' * 40}{']' * 40}\n", "levels"),
+    "5,000 levels": (f"a: {'[' * 5000}{']' * 5000}\n", "level"),
+    "texts that double": (CHAIN, "interpolations of too many"),
+    "lists that double": (SPREAD, "interpolations of too many|chain"),
+    "a circle": ("a: ${b}\nb: ${a}\n", "circle"),
+    "a resolver that selects": ("a: ${oc.select:b}\nb: 1\n", "oc.env"),
+    "a computed key": ("a: ${b.${c}}\nb: {d: 1}\nc: d\n", "oc.env"),
+    "Latin-1": (b"name: \xe9\n", "utf-8"),
+    "UTF-16": ("name: x\n".encode("utf-16"), "utf-8"),
+    "a NUL byte": (b"name: a\0b\n", "#x0000"),
+    "an escaped NUL": (f'device: "a\\0b"\n{DATA}', "device"),
+    "a long file": (f"#{'x' * 300_000}\n", "262144 bytes"),
+    "a long text": (f"device: {'x' * 5000}\n{DATA}", "device"),
+    "many values": (f"a: [{'1,' * 20_000}]\n", "10000 values"),
+    "a number of 5,000 digits": (f"seed: {'9' * 5000}\n", "digits"),
+    "no number": ("seed: 0x_\n", "base 16"),
+    "no time": ("a: !!timestamp x\n", "YAML"),
+    "code": ("a: !!python/object/apply:os.system [ls]\n", "constructor"),
+    "a null key": (f"tables: {{null: {{}}}}\n{DATA}", "YAML"),
+    "a list as a key": ("? [a]\n: b\n", "unhashable"),
+    "two documents": ("a: 1\n---\nb: 2\n", "single document"),
+    "a number": ("5\n", "YAML"),
+    "itself in its defaults": (f"defaults: [run]\n{DATA}", "YAML"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_FILES)
+def test_files_that_are_no_config_are_one_error(tmp_path: Path, case: str):
+    text, words = HOSTILE_FILES[case]
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=words):
+        config.load(file, environment={})
+    # And so where another file names it.
+    if "defaults" not in case:
+        (tmp_path / "outer.yaml").write_text(f"defaults: [run, _self_]\n{DATA}")
+        with pytest.raises(ConfigError):
+            config.load(tmp_path / "outer.yaml", environment={})
+
+
+def test_what_files_may_have(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    lines = [
+        "x-rate: &rate {kind: adagrad, lr: 0.1}",
+        "name: ${oc.env:SHOAL_TEST_NOTHING,given}",
+        "data: {source: synthetic}",
+        "tables:",
+        "  default: {dim: 8, optimizer: *rate}",
+        '  user: {dim: "${tables.default.dim}", expected_rows: "${.dim}", optimizer: *rate}',
+    ]
+    file.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines[1:]).replace("*rate", "sgd").encode())
+    loaded = config.load(file, environment={})
+    assert (loaded.name, loaded.tables["user"].dim) == ("given", 8)
+    assert loaded.tables["user"].expected_rows == 8
+    file.write_text("\n".join(lines))
+    with pytest.raises(UnknownName, match="x-rate"):
+        config.load(file, environment={})
+    assert config.load(file, ["~x-rate"], environment={}).tables["user"].optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize("path", ["a\0b.yaml", "x" * 5000 + ".yaml", ".", "", "/dev/null"])
+def test_paths_that_are_no_config(path: str):
+    with pytest.raises(ConfigError, match="config file"):
+        config.load(path, environment={})
+
+
+HOSTILE_OVERRIDES = {
+    **dict.fromkeys(("dense_optimizer.lr=nan", "dense_optimizer.lr=-1"), "learning rate"),
+    **dict.fromkeys(("dense_optimizer.lr=inf", "dense_optimizer.lr=1e400"), "learning rate"),
+    **dict.fromkeys((f"seed={2**63}", f"seed={2**70}", "seed=-1"), "seed"),
+    **dict.fromkeys(("threads=1000000", "threads=0", "threads=1e9"), "threads"),
+    **dict.fromkeys(("data.batch_size=10000000000000", "data.batch_size=-1"), "batch_size"),
+    "model.hidden=[100000]": "hidden",
+    f"model.hidden=[{','.join(['2'] * 65)}]": "hidden",
+    "clip_norm=nan": "clip_norm",
+    "nan_clip=1e39": "nan_clip",
+    "data.prefetch=100000": "prefetch",
+    "distributed.timeout_s=1e300": "timeout_s",
+    "distributed.staleness=1000000000": "staleness",
+    "tables.default.dim=100000": "dim",
+    "tables.default.expected_rows=1000000000000": "expected_rows",
+    "checkpoint.every_steps=0": "every_steps",
+    "checkpoint.every_s=nan": "every_s",
+    f"x={'[' * 100}": "levels",
+    f"{'.'.join('a' * 100)}=1": "levels",
+    f"device={'x' * 9000}": "characters",
+    "tables={true: {dim: 2}}": "True",
+    "seed=${seed}": "circle",
+    "name=???": "name",
+}
+
+
+@pytest.mark.parametrize("override", HOSTILE_OVERRIDES)
+def test_overrides_out_of_range_say_where(override: str):
+    with pytest.raises(ConfigError, match=HOSTILE_OVERRIDES[override]):
+        load(override)
+
+
+def test_a_model_beyond_the_machine_is_refused_before_it_is_made():
+    wide = settings(model={"kind": "deepfm", "hidden": [1 << 16] * 8})
+    with pytest.raises(ConfigError, match=r"memory for model deepfm.*model\.hidden"):
+        build_parts(wide, wide.model, offered=OFFERED, num_dense=2, examples=100)
+    rows = settings(tables={"default": {"dim": 16_000, "expected_rows": 2**31 - 2}})
+    with pytest.raises(ConfigError, match="expected_rows"):
+        build_parts(rows, rows.model, offered=OFFERED, num_dense=2, examples=100)
+    small = settings()
+    assert build_parts(small, small.model, offered=OFFERED, num_dense=2, examples=100)
+
+
+def test_an_empty_variable_is_not_set():
+    assert load(environment={"SHOAL_SEED": "", "SHOAL_DEVICE": ""}) == load()

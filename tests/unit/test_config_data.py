@@ -140,3 +140,32 @@ def test_each_rank_has_its_share_of_every_batch(file: str):
     assert per_batch == [[[1], []], [[0], [0]]]
     assert [len(data.evaluation) for data in shares] == [1, 1]
     assert labels(shares[0].evaluation) + labels(shares[1].evaluation) == [1, 1, 0]
+
+
+NORMED = {"kind": "deepfm", "hidden": [4], "batch_norm": True}
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "model", "sizes"),
+    [
+        ("merge", NORMED, [5]),
+        ("drop", NORMED, [4]),
+        ("drop", {**NORMED, "batch_norm": False}, [4, 1]),
+    ],
+)
+def test_batch_normalisation_gets_no_batch_of_one(
+    file: str, last_batch: str, model: dict[str, object], sizes: list[int]
+):
+    source = {**SOURCE, "paths": [file], "eval_paths": [file]}
+    data = {"source": source, "batch_size": 4, "max_examples": 5, "last_batch": last_batch}
+    settings = {"name": "t", "data": data, "model": model, "eval": {"batch_size": 5}}
+    opened = open_data(config.from_mapping(settings))
+    assert [batch.labels.numel() for batch in opened.train] == sizes
+    assert [batch.labels.numel() for batch in opened.evaluation] == [5, 1]
+
+
+def test_batches_of_one_example_are_refused_with_batch_normalisation(file: str):
+    data = {"source": {**SOURCE, "paths": [file], "eval_paths": [file]}, "batch_size": 1}
+    settings = config.from_mapping({"name": "t", "data": data, "model": NORMED})
+    with pytest.raises(ConfigError, match=r"data\.batch_size with model\.batch_norm: got 1"):
+        open_data(settings)

@@ -25,6 +25,7 @@ RUNNABLE = [
     ROOT / "README.md",
     DOCS / "guide" / "tables.md",
     DOCS / "guide" / "checkpoints.md",
+    DOCS / "guide" / "missing-values-and-ids.md",
     DOCS / "reference" / "ops.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)

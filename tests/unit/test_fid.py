@@ -12,6 +12,7 @@ from shoal.fid import (
     SlotRegistry,
     convert_v1_to_v2,
     hash_strings,
+    ids_of_text,
     make_fid,
     max_slot,
     signature_of,
@@ -197,3 +198,66 @@ def test_registry_refuses_conflicts(name: str, slot: int) -> None:
     with pytest.raises(ConfigError):
         slots.register(name, slot)
     assert dict(slots.items()) == {"user": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("12", 12),
+        ("-7", -7),
+        (" 12\t", 12),
+        ("999999999999999999", 10**18 - 1),
+        ("1234567890123456789", 1234567890123456789),
+        ("9223372036854775807", 2**63 - 1),
+        ("-9223372036854775808", -(2**63)),
+        ("9223372036854775808", -(2**63)),
+        ("18446744073709551615", -1),
+        ("true", 1),
+        ("False", 0),
+        (b"12", 12),
+    ],
+)
+def test_text_that_spells_an_integer_is_that_integer(text: str | bytes, number: int) -> None:
+    assert ids_of_text([text]).tolist() == [number]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "A7",
+        "NA",
+        "05",
+        "+5",
+        "-0",
+        "5.0",
+        "5e3",
+        "1_0",
+        "0x1F",
+        "\u0665",
+        "1 2",
+        "12\n3",
+        "tRue",
+        "-9223372036854775809",
+        "18446744073709551616",
+        "1" * 25,
+        b"\xff12",
+    ],
+)
+def test_other_text_is_hashed_as_it_is(text: str | bytes) -> None:
+    assert torch.equal(ids_of_text([text]), hash_strings([text]))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(st.characters(codec="utf-8"))))
+def test_the_id_of_a_text_does_not_depend_on_others(mixed: list[int | str]) -> None:
+    texts = [str(value) for value in mixed]
+    ids = ids_of_text(texts).tolist()
+    assert ids == [ids_of_text([text]).item() for text in texts]
+    for value, own in zip(mixed, ids, strict=True):
+        assert isinstance(value, str) or own == value
+
+
+def test_missing_text_has_no_id() -> None:
+    with pytest.raises(InputError, match="nulls"):
+        ids_of_text(pa.array(["a", None]))

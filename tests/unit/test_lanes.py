@@ -57,6 +57,7 @@ def test_lanes_select_their_marker() -> None:
     assert "-m gpu tests/dist" in recipe("test-gpu-dist")
     assert "-m slow" in recipe("test-slow")
     assert "not gpu and not slow" in recipe("test")
+    assert '-m "not gpu" tests' in recipe("test-all")
 
 
 def test_skips_print_a_reason() -> None:

@@ -332,7 +332,12 @@ def test_every_flag_is_read_and_checked(field: str) -> None:
     flag = FLAGS[field]
     for value in flag.allowed:
         assert getattr(read_flags({flag.variable: str(value)}), field) == value
-    for wrong in ("7", "true", ""):
+    words = ("false", "no", "Off", "N", "f"), ("true", "Yes", "ON", "y", "T")
+    for value in (0, 1) if {0, 1} <= set(flag.allowed) else ():
+        for word in words[value]:
+            assert getattr(read_flags({flag.variable: f" {word} "}), field) == value
+    assert getattr(read_flags({flag.variable: ""}), field) == flag.default
+    for wrong in ("7", "maybe", "1.0", "٣"):
         with pytest.raises(ConfigError, match=flag.variable):
             read_flags({flag.variable: wrong})
 

@@ -168,7 +168,7 @@ def test_gdr(way: str, bound: bool) -> None:
 NODE_REFUSALS = {
     "no launcher": ({}, LaunchError, "OMPI_COMM_WORLD_RANK"),
     "binding mode": (
-        {**mpi(0, 2, 2), "BYTEPS_GPU_NIC_BINDING_MODE": "yes"},
+        {**mpi(0, 2, 2), "BYTEPS_GPU_NIC_BINDING_MODE": "maybe"},
         ConfigError,
         "BYTEPS_GPU_NIC_BINDING_MODE",
     ),

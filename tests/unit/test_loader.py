@@ -181,3 +181,58 @@ def test_page_locked_batches_hold_the_same():
     here = torch.cuda.is_available()
     assert {batch.ids.values_N.is_pinned() for batch in pinned} == {here}
     assert [batch.position for batch in pinned] == [5, 10, 15, 20, SIZE]
+
+
+def test_a_last_batch_that_is_too_short_joins_the_one_before():
+    loader = Loader(source(11), 5, order=Order(passes=2), least=2)
+    assert [len(batch) for batch in numbers(loader)] == [5, 6, 5, 6]
+    assert flat(loader) == 2 * list(range(11))
+    assert (len(loader), loader.examples, loader.dropped) == (4, 22, 0)
+    assert [batch.position for batch in loader] == [5, 11, 16, 22]
+
+
+def test_a_last_batch_that_is_too_short_is_dropped_and_counted():
+    loader = Loader(source(11), 5, order=Order(passes=2), least=2, short="drop")
+    assert numbers(loader) == 2 * [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert (len(loader), loader.examples, loader.dropped) == (4, 20, 2)
+    # What was dropped counts as consumed.
+    assert [batch.position for batch in loader] == [5, 11, 16, 22]
+
+
+@pytest.mark.parametrize("size", [10, 12, 4, 5])
+@pytest.mark.parametrize("short", ["merge", "drop"])
+def test_last_batches_that_are_long_enough_stay(size: int, short: Any):
+    loader = Loader(source(size), 5, least=2, short=short)
+    assert numbers(loader) == numbers(Loader(source(size), 5))
+    assert (loader.short_examples, loader.examples) == (0, size)
+
+
+@pytest.mark.parametrize("short", ["merge", "drop"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_going_on_with_short_batches_equals_never_having_stopped(order: Order, short: Any):
+    loader = Loader(source(), 11, order=order, least=2, short=short)
+    whole = list(loader)
+    for at, batch in enumerate(whole):
+        assert numbers(loader.batches(batch.position)) == numbers(whole[at + 1 :])
+    with pytest.raises(ConfigError, match="position"):
+        loader.batches(22)
+
+
+@pytest.mark.parametrize("short", ["merge", "drop"])
+def test_ranks_share_out_a_merged_batch(short: Any):
+    whole = list(Loader(source(), 11, least=2, short=short))
+    shares = [RankShare(rank, 4) for rank in range(4)]
+    ranks = [list(Loader(source(), 11, least=2, short=short, share=one)) for one in shares]
+    for at, batch in enumerate(whole):
+        parts = [batches[at] for batches in ranks]
+        assert [n for part in numbers(parts) for n in part] == batch.ids["id"].values.tolist()
+        assert {part.position for part in parts} == {batch.position}
+
+
+def test_too_few_examples_or_too_small_batches_are_refused():
+    with pytest.raises(DataError, match="examples of a source: got 1; allowed: at least 2"):
+        Loader(source(1), 5, least=2)
+    with pytest.raises(ConfigError, match="batch_size"):
+        Loader(source(), 1, least=2)
+    with pytest.raises(ConfigError, match="short"):
+        Loader(source(), 5, short="keep")  # type: ignore[arg-type]

@@ -88,6 +88,40 @@ def test_layout_offsets_that_overflow(impl: Implementation, splits: list[int], f
         impl.fused_embedding_to_layout([rows_UD], index, CONFIGS)
 
 
+@pytest.mark.parametrize("impl", BACKENDS)
+def test_gradients_of_features_that_share_cells_add_up(impl: Implementation) -> None:
+    """Feature b reads the cells of a, of which it takes two ids; c reads one of them for all."""
+    configs = FeatureConfigs(
+        {
+            "a": FeatureConfig("t", (2,)),
+            "b": FeatureConfig("t", (1, 1), "firstn", 2),
+            "c": FeatureConfig("t", (2,)),
+        },
+        {
+            "all": OutConfig((SliceConfig("a", 0, 2),)),
+            "seq": OutConfig((SliceConfig("b", 1, 2),)),
+            "one": OutConfig((SliceConfig("c", 0, 2),)),
+        },
+    )
+    index = LayoutIndex(
+        torch.tensor([0, 2, 4, 0, 2]),
+        torch.zeros(5, dtype=torch.int32),
+        torch.tensor([0, 3, 5]),
+        torch.tensor([[[0, 2, 0], [0, 2, 0], [1, 1, 1]]]),
+        (2,),
+    ).to(impl.device)
+    rows_UD = torch.zeros(3, 2, dtype=torch.float64, device=impl.device)
+    places = dict(zip(configs.outputs, range(3), strict=True))
+    grads: list[Tensor] = [torch.empty(0)] * 3
+    grads[places["all"]] = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    grads[places["seq"]] = torch.tensor([[[100.0], [200.0]], [[1000.0], [2000.0]]])
+    grads[places["one"]] = torch.tensor([[0.25, 0.5], [0.25, 0.5]])
+    given = [grad.to(impl.device, torch.float64) for grad in grads]
+    (found,) = impl.fused_embedding_to_layout_grad(given, [rows_UD], index, configs)
+    want = [[11.5, 1123.0], [11.5, 2223.0], [1.0, 2.0]]
+    assert found.view(3, 2).tolist() == want
+
+
 def test_negative_rows_of_row_ids() -> None:
     with pytest.raises(ShapeError, match="row_ids: number of rows: got -1"):
         row_ids(torch.tensor([0, 2]), -1)

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -66,10 +65,8 @@ def outline(page: str) -> Outline:
     return parser
 
 
-def test_page_is_whole_and_self_contained(tmp_path: Path):
-    path = tmp_path / "report.html"
-    report.write(path, sample())
-    page = path.read_text(encoding="utf-8")
+def test_page_is_whole_and_self_contained():
+    page = report.render(sample())
     parser = outline(page)
     assert "script" not in parser.tags
     assert parser.links == []

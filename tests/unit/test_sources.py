@@ -122,6 +122,208 @@ def test_csv_lists_of_text_are_hashed_words(tmp_path: Path):
     assert (len(first), none, last) == (2, [], [first[1]])
 
 
+ONE = Recipe(ids=(IdFeature(name="u"),), label="y")
+MANY = Recipe(ids=(IdFeature(name="u", is_list=True),), label="y")
+PARTS = Recipe(ids=(IdFeature(name="u", columns=("u", "u")),), label="y")
+
+
+def csv_of(folder: Path, cells: list[str], name: str = "rows.csv") -> Path:
+    path = folder / name
+    path.write_text("u,y\n" + "".join(f"{cell},0\n" for cell in cells))
+    return path
+
+
+def parquet_of(folder: Path, values: pa.Array, name: str = "rows.parquet") -> Path:
+    pq.write_table(pa.table({"u": values, "y": [0.0] * len(values)}), folder / name)
+    return folder / name
+
+
+def ids_in(path: Path, recipe: Recipe = ONE) -> list[list[int]]:
+    make = CsvSource if path.suffix == ".csv" else ParquetSource
+    source = make((path,), recipe)
+    return source.take(torch.arange(len(source))).ids.to_lists()["u"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["12", "13"], pa.array([12, 13], pa.int8())),
+        (["12", "13"], pa.array(["12", "13"])),
+        (["12", "A7"], pa.array(["12", "A7"]).dictionary_encode()),
+        (['"12"', "13"], pa.array([12, 13], pa.uint64())),
+        (["12", "18446744073709551615"], pa.array([12, (1 << 64) - 1], pa.uint64())),
+        (["12", "true"], pa.array(["12", "true"])),
+        (["True", "false"], pa.array([True, False])),
+        (["5.5", "2013-01-01"], pa.array(["5.5", "2013-01-01"])),
+        (["NA", "null"], pa.array(["NA", "null"], pa.large_string())),
+        (["nan", "N/A"], pa.array([b"nan", b"N/A"])),
+    ],
+    ids=str,
+)
+def test_an_id_depends_on_its_value_and_not_on_its_file(
+    cells: list[str], values: pa.Array, tmp_path: Path
+):
+    want = ids_in(parquet_of(tmp_path, values))
+    assert ids_in(csv_of(tmp_path, cells)) == want
+    # Each by itself, among other text, as a list and crossed.
+    for cell, own in zip(cells, want, strict=True):
+        assert ids_in(csv_of(tmp_path, [cell])) == [own]
+        assert ids_in(csv_of(tmp_path, ["x1", cell]))[1] == own
+        assert ids_in(csv_of(tmp_path, [cell]), MANY) == [own]
+        assert ids_in(csv_of(tmp_path, [f"{cell} x1"]), MANY)[0][:1] == own
+    lists = pa.ListArray.from_arrays(list(range(len(values) + 1)), values)
+    assert ids_in(parquet_of(tmp_path, lists), MANY) == want
+    assert ids_in(csv_of(tmp_path, cells), PARTS) == ids_in(parquet_of(tmp_path, values), PARTS)
+
+
+def test_files_of_one_source_may_differ_in_type(tmp_path: Path):
+    paths = [
+        parquet_of(tmp_path, pa.array([12, 13]), "a.parquet"),
+        parquet_of(tmp_path, pa.array(["13", "A7"]), "b.parquet"),
+    ]
+    lists = ParquetSource(paths, ONE).take(torch.arange(4)).ids.to_lists()["u"]
+    assert lists[:3] == [[12], [13], [13]]
+    texts = (csv_of(tmp_path, ["12", "13"], "a.csv"), csv_of(tmp_path, ["13", "A7"], "b.csv"))
+    assert CsvSource(texts, ONE).take(torch.arange(4)).ids.to_lists()["u"] == lists
+
+
+def test_empty_csv_cells_are_missing_and_others_are_not(tmp_path: Path):
+    lists = ids_in(csv_of(tmp_path, ["US NA", "NA", "null", "", '""', "  "]), MANY)
+    assert [len(own) for own in lists] == [2, 1, 1, 0, 0, 0]
+    assert lists[0][1:] == lists[1]
+    for cell in ("", '""'):
+        with pytest.raises(DataError, match=r"id column 'u' in row 1 of .*rows\.csv.*got null"):
+            ids_in(csv_of(tmp_path, ["NA", cell]))
+
+
+NUMBERS = Recipe(ids=(IdFeature(name="u"),), label="y", dense=("x",), weight="w", dense_fill=-1.0)
+HEADER = "u,y,x,w\n"
+
+
+def test_csv_numbers_do_not_depend_on_the_rest_of_the_column(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    # Integers fill the first block that a reader could guess types from.
+    path.write_text(
+        HEADER + "7,0,1,1\n" * 200_000 + "7,true, 0.5 ,2.5\n7,1,NA,1\n7,0,nan,1\n7,1,,1\n"
+    )
+    batch = CsvSource((path,), NUMBERS).take(torch.arange(199_999, 200_004))
+    assert batch.dense is not None
+    assert batch.weights is not None
+    assert batch.dense[:, 0].tolist() == [1, 0.5, -1, -1, -1]
+    assert batch.labels.tolist() == [0, 1, 1, 0, 1]
+    assert batch.weights.tolist() == [1, 2.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("7,0,abc,1\n7,0,zzz,1", "'x' in row 2.*got 'abc'.*a number"),
+        ("7,0,inf,1", "'x' in row 2.*got inf"),
+        ("7,0,1,", "'w' in row 2.*got null"),
+        ("7,0,1,-1", "'w' in row 2.*got -1"),
+        ("7,0,1,inf", "'w' in row 2.*got inf"),
+        ("7,,1,1", "'y' in row 2.*got null"),
+        ("7,nan,1,1", "'y' in row 2.*got n"),
+        ("7,2,1,1", "'y' in row 2.*got 2"),
+    ],
+)
+def test_csv_errors_name_file_column_and_row(line: str, words: str, tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER}7,0,1,1\n7,0,1,1\n{line}\n")
+    with pytest.raises(DataError, match=words) as raised:
+        CsvSource((path,), NUMBERS)
+    assert "rows.csv" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cells", "seconds"),
+    [
+        (["7", " 8 "], [7, 8]),
+        (["1970-01-02", "1970-01-01 00:00:09.5"], [86_400, 9]),
+        (["1970-01-01T00:00:09Z", "1970-01-01 01:00:00+01:00"], [9, 0]),
+    ],
+)
+def test_csv_times(cells: list[str], seconds: list[int], tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text("u,y,at\n" + "".join(f"1,0,{cell}\n" for cell in cells))
+    recipe = Recipe(ids=(IdFeature(name="u"),), label="y", time="at")
+    assert CsvSource((path,), recipe).times().tolist() == seconds
+
+
+@pytest.mark.parametrize(
+    ("cell", "got"),
+    [
+        ("", "null"),
+        ("NA", "null"),
+        ("soon", "'soon'"),
+        ("1970-01-01", "'1970-01-01'"),
+        ("-1", "-1"),
+    ],
+)
+def test_csv_times_that_are_none(cell: str, got: str, tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"u,y,at\n1,0,7\n1,0,{cell}\n")
+    recipe = Recipe(ids=(IdFeature(name="u"),), label="y", time="at")
+    with pytest.raises(DataError, match=rf"column 'at' in row 1 of .*rows\.csv: got {got}"):
+        CsvSource((path,), recipe)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_time_may_be_a_number_and_an_id(kind: str, tmp_path: Path):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("y,at\n0,7\n1,8\n")
+    else:
+        pq.write_table(pa.table({"y": [0.0, 1], "at": [7, 8]}), path)
+    ids = (IdFeature(name="u", columns=("at",)),)
+    recipe = Recipe(ids=ids, label="y", time="at", dense=("at",))
+    source = (CsvSource if kind == "csv" else ParquetSource)((path,), recipe)
+    batch = source.take(torch.arange(2))
+    assert batch.ids.to_lists()["u"] == [[7], [8]]
+    assert batch.dense is not None
+    assert batch.dense.tolist() == [[7], [8]]
+    assert source.times().tolist() == [7, 8]
+
+
+def test_other_columns_of_a_csv_do_not_matter(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text("note,u,y,note\n" + "1,7,0,1\n" * 300_000 + "text,8,1,text\n")
+    assert len(CsvSource((path,), ONE)) == 300_001
+
+
+def test_a_row_is_numbered_within_its_file(tmp_path: Path):
+    recipe = Recipe(ids=(IdFeature(name="u"),), label="y", dense=("x",))
+    values = [0.0] * 8 + [float("nan")]
+    paths = [tmp_path / name for name in ("a.parquet", "b.parquet")]
+    for path in paths:
+        columns = {"u": range(9), "y": [0.0] * 9, "x": values if path == paths[1] else range(9)}
+        pq.write_table(pa.table(columns), path, row_group_size=3)
+    source = ParquetSource(paths, recipe)
+    with pytest.raises(DataError, match=r"'x' in row 8 of .*b\.parquet"):
+        source.take(torch.tensor([1, 17]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_header_that_names_a_column_twice_is_refused(kind: str, tmp_path: Path):
+    good, bad = tmp_path / f"good.{kind}", tmp_path / f"bad.{kind}"
+    if kind == "csv":
+        good.write_text("y,u\n0,1\n")
+        bad.write_text("u,v,u,y\n1,2,3,0\n")
+    else:
+        pq.write_table(pa.table([[0.0], [1]], names=["y", "u"]), good)
+        pq.write_table(pa.table([[1], [2], [3], [0.0]], names=["u", "v", "u", "y"]), bad)
+    make = CsvSource if kind == "csv" else ParquetSource
+    with pytest.raises(DataError, match=rf"columns of .*bad\.{kind}.*'u' at places 0, 2"):
+        make((good, bad), ONE)
+
+
+def test_types_of_all_parquet_files_are_checked_at_opening(tmp_path: Path):
+    good = parquet_of(tmp_path, pa.array([1]), "good.parquet")
+    bad = parquet_of(tmp_path, pa.array([1.5]), "bad.parquet")
+    with pytest.raises(DataError, match=r"type of column 'u' of .*bad\.parquet.*double"):
+        ParquetSource([good, bad], ONE)
+
+
 def test_split_by_time_sorts_and_divides():
     times = torch.tensor([5, 1, 9, 3, 7, 3])
     ids = {"id": torch.arange(6)}
@@ -147,6 +349,9 @@ def test_a_subset_refuses_rows_that_are_not_there(rows: torch.Tensor, error: typ
         Subset(source, rows)
 
 
+INFINITE = torch.tensor([0.0, 1.0, float("inf"), 2.0])
+
+
 @pytest.mark.parametrize(
     ("ids", "more", "error", "words"),
     [
@@ -157,6 +362,9 @@ def test_a_subset_refuses_rows_that_are_not_there(rows: torch.Tensor, error: typ
         ({"a": torch.arange(4)}, {"dense": torch.zeros(4)}, ShapeError, "dense"),
         ({"a": torch.arange(4)}, {"weights": torch.zeros(3)}, ShapeError, "weights"),
         ({"a": torch.arange(4)}, {"times_s": torch.zeros(4)}, DTypeError, "times_s"),
+        ({"a": torch.arange(4)}, {"dense": INFINITE[:, None]}, InputError, r"dense\[2, 0\].*inf"),
+        ({"a": torch.arange(4)}, {"weights": INFINITE}, InputError, r"weights\[2\].*inf"),
+        ({"a": torch.arange(4)}, {"weights": -torch.ones(4)}, InputError, r"weights\[0\].*-1"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -167,6 +375,12 @@ def test_tensors_that_do_not_fit_are_refused(
 ):
     with pytest.raises(error, match=words):
         TensorSource(ids, torch.zeros(4), **more)
+
+
+def test_labels_that_are_no_chances_are_refused():
+    for label in (float("nan"), 2.0, -1.0):
+        with pytest.raises(InputError, match=r"labels\[1\]"):
+            TensorSource({"a": torch.arange(2)}, torch.tensor([0.0, label]))
 
 
 def test_bad_files_name_themselves(tmp_path: Path):

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -199,6 +200,12 @@ def test_mixed_precision_and_clipping_train(tmp_path: Path, amp: str):
     assert result.metrics["deepfm"]["auc"] > 0.6
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tables_of_every_dtype_train(tmp_path: Path, dtype: str):
+    result, _ = run(tmp_path, tables={"default": {**TABLE, "dtype": dtype}})
+    assert result.metrics["deepfm"]["auc"] > 0.6
+
+
 def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
     frozen = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0]}}
     moving = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0.1]}}
@@ -297,3 +304,67 @@ def test_what_a_gpu_found_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(NonFiniteGradient):
         run(tmp_path)
     assert asked == [10, 10, 20, 20, 30]
+
+
+NORMED = {"kind": "deepfm", "hidden": [4], "batch_norm": True}
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "examples", "words"),
+    [
+        ("merge", 2 * (TRAIN + 1), "the last 1 of 1,601 examples of an epoch joins"),
+        ("drop", 2 * TRAIN, "the last 1 of 1,601 examples of an epoch is left out, 2 in all"),
+    ],
+)
+def test_a_last_batch_of_one_does_not_end_batch_normalisation(
+    last_batch: str, examples: int, words: str, tmp_path: Path
+):
+    source = {**SOURCE, "examples": TRAIN + 1}
+    data = {"source": source, "batch_size": BATCH, "epochs": 2, "last_batch": last_batch}
+    result, out = run(tmp_path, data=data, model=NORMED)
+    assert (result.examples, result.steps) == (examples, 2 * TRAIN // BATCH)
+    assert out.index(words) < out.index("train ")
+
+
+def file_settings(folder: Path) -> dict[str, object]:
+    """A table whose ids alone tell the label, as integers and as text."""
+    numbers = [row % 40 for row in range(400)]
+    labels = [float(number % 2) for number in numbers]
+    good = [1.0] * 400
+    for name, ids in (("integers", numbers), ("text", [str(number) for number in numbers])):
+        table = pa.table({"u": ids, "y": labels, "x": good, "w": good})
+        pq.write_table(table, folder / f"{name}.parquet")
+    bad = {"x": [*good[:-1], math.nan], "w": [*good[:-1], math.inf]}
+    for column, values in bad.items():
+        table = pa.table({"u": numbers, "y": labels, "x": good, "w": good, column: values})
+        pq.write_table(table, folder / f"bad_{column}.parquet")
+    integers = str(folder / "integers.parquet")
+    source = {"kind": "parquet", "paths": [integers], "eval_paths": [integers], "ids": {"u": {}}}
+    source |= {"label": "y", "dense": ["x"], "weight": "w"}
+    return {"source": source, "batch_size": BATCH, "epochs": 3}
+
+
+def test_a_model_of_integers_knows_their_text(tmp_path: Path):
+    result, _ = run(tmp_path, data=file_settings(tmp_path))
+    changed = [f"data.source.eval_paths=[{tmp_path / 'text.parquet'}]"]
+    again = train.evaluate(str(result.folder), changed, console=Console(quiet=True))
+    assert again["deepfm"]["log_loss"] == result.metrics["deepfm"]["log_loss"] < 0.5
+
+
+@pytest.mark.parametrize(("column", "got"), [("x", "nan"), ("w", "inf")])
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+def test_numbers_that_are_not_finite_are_blamed_on_their_file(
+    column: str, got: str, verb: str, tmp_path: Path
+):
+    data = file_settings(tmp_path)
+    path = tmp_path / f"bad_{column}.parquet"
+    words = rf"column '{column}' in row 399 of .*{path.name}: got {got}"
+    if verb == "train":
+        source = {**data["source"], "paths": [str(path)]}  # type: ignore[dict-item]
+        with pytest.raises(DataError, match=words):
+            run(tmp_path, data={**data, "source": source})
+        return
+    result, _ = run(tmp_path, data={**data, "epochs": 1})
+    changed = [f"data.source.eval_paths=[{path}]"]
+    with pytest.raises(DataError, match=words):
+        getattr(train, verb)(str(result.folder), changed, console=Console(quiet=True))

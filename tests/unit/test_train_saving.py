@@ -193,6 +193,31 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("last_batch", ["merge", "drop"])
+def test_a_setting_that_is_newer_than_a_run_has_its_default(
+    tmp_path: Path, last_batch: str
+) -> None:
+    def settings(**data: str) -> config.RunConfig:
+        return config.from_mapping(
+            {
+                "name": "tiny",
+                "data": {"source": "flights", **data},
+                "output": {"dir": str(tmp_path / "runs")},
+                "checkpoint": {"dir": str(tmp_path / "saved")},
+            }
+        )
+
+    job = job_of(settings(), RunFolder(tmp_path / "runs" / "old"), 100)
+    old = job["config"].replace("  last_batch: merge\n", "")
+    assert old != job["config"]
+    state = {**job, "config": old, "course": {"position": 10}}
+    save(tmp_path / "saved", Contents(state=state), step=1, position=10)
+    differs = pytest.raises(ConfigError, match=r"data\.last_batch='drop', not 'merge'")
+    with nullcontext() if last_batch == "merge" else differs:
+        found = find_beginning(settings(last_batch=last_batch), None, None, 100)
+        assert found.checkpoint == "step-000000000001-full"
+
+
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
 def test_rank_0_on_another_host_says_what_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str

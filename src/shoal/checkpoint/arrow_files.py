@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.checkpoint.manifest import FileKind, SavedFile
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError, ShoalError, describe
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,8 +22,10 @@ __all__ = [
     "HASHES",
     "ArrowFile",
     "ReadBuffer",
+    "check_sizes",
     "check_streaming",
     "damaged",
+    "parsing",
     "read_batches",
     "read_checked",
     "sketch_path",
@@ -43,12 +46,12 @@ class ReadBuffer:
 
     def __init__(self, *, once: bool = False) -> None:
         self.once = once
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size: int) -> Tensor:
         """uint8 [size]; what was read into it before is gone."""
         if len(self._bytes) < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8)
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._bytes[:size]
 
 
@@ -69,6 +72,19 @@ def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None =
     if crc32 != saved.crc32:
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
     return content
+
+
+def check_sizes(storage: Storage, files: Iterable[SavedFile]) -> None:
+    """Compare sizes alone, by one listing: bytes that are there bound what a manifest may claim.
+
+    Raises:
+        CheckpointError: a file is missing or of another size.
+    """
+    sizes = storage.sizes()
+    for saved in files:
+        if (size := sizes.get(saved.path)) != saved.bytes:
+            got = "missing" if size is None else f"{size} bytes"
+            raise damaged(storage, saved.path, got, f"{saved.bytes} bytes")
 
 
 def check_streaming(storage: Storage, saved: SavedFile) -> None:
@@ -120,6 +136,18 @@ def damaged(storage: Storage, path: str, got: object, allowed: object) -> Checkp
             remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it anew.",
         )
     )
+
+
+@contextmanager
+def parsing(storage: Storage, path: str, wanted: str) -> Iterator[None]:
+    """Whatever a parser of another package raises inside is a `damaged` file."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise damaged(storage, path, got, wanted) from error
 
 
 class ArrowFile:
@@ -229,16 +257,14 @@ def read_batches(
     """The record batches of a file's checked bytes, which they lie in."""
     import pyarrow as pa
 
-    try:
-        reader = pa.ipc.open_file(pa.py_buffer(_memory(content)))
-    except pa.ArrowException as error:
-        raise damaged(storage, saved.path, f"not Arrow: {error}", "an Arrow IPC file") from error
+    reader = pa.ipc.open_file(pa.py_buffer(_memory(content)))
     if not reader.schema.equals(schema):
         got = " ".join(str(reader.schema).split())
         raise damaged(storage, saved.path, got, " ".join(str(schema).split()))
     rows = 0
     for k in range(reader.num_record_batches):
         batch = reader.get_batch(k)
+        batch.validate()
         rows += batch.num_rows
         if batch.num_rows:
             yield batch

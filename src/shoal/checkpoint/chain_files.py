@@ -58,7 +58,7 @@ class Newer:
     """Ids of one table that newer checkpoints of a run had, alive or deleted."""
 
     def __init__(self) -> None:
-        self._known_U = torch.empty(0, dtype=torch.int64)  # sorted
+        self._known_U = torch.empty(0, dtype=torch.int64, device="cpu")  # sorted
         self._link: int | None = None
         self._parts: list[Tensor] = []
 

@@ -148,7 +148,7 @@ def _common(hash_name: str, ids_a: Tensor, ids_b: Tensor) -> tuple[Tensor, Tenso
     """Where the ids that are in both lie in each."""
     keys_a, keys_b = (sort_key(hash_ids(hash_name, ids)) for ids in (ids_a, ids_b))
     if not len(keys_a) or not len(keys_b):
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return none, none
     at = torch.searchsorted(keys_b, keys_a).clamp_(max=len(keys_b) - 1)
     in_a = (keys_b[at] == keys_a).nonzero().squeeze(1)
@@ -158,7 +158,7 @@ def _common(hash_name: str, ids_a: Tensor, ids_b: Tensor) -> tuple[Tensor, Tenso
 def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:
     """float64 [R]: the largest |a - b| of each row; infinite where one is not a number."""
     if not a_RD.shape[1]:
-        return torch.zeros(len(a_RD), dtype=torch.float64)
+        return torch.zeros(len(a_RD), dtype=torch.float64, device="cpu")
     a_RD, b_RD = a_RD.double(), b_RD.double()
     difference = (a_RD - b_RD).abs().nan_to_num_(nan=float("inf"))
     difference[(a_RD == b_RD) | (a_RD.isnan() & b_RD.isnan())] = 0.0

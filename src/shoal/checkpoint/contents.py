@@ -22,7 +22,8 @@ class Contents:
     Args:
         tables: collections of tables.
         modules: dense modules; replicated, or split over ranks by FSDP2 (as DTensors).
-        optimizers: name of a module -> the optimizer of its parameters.
+        optimizers: name of a module -> the optimizer of its parameters. A `SparseOptimizer` or a
+            `JointOptimizer` may have any name.
         state: what else the job needs to go on: nested dicts, lists, tuples, numbers, strings and
             tensors; the same on every rank.
         rank_state: the same, of this rank only (its random generators, say).

@@ -8,7 +8,7 @@ the names of its parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from shoal.checkpoint.dense_files import DenseReader, check_files, write_values
 from shoal.checkpoint.job_state import check_state
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.matching import LoadOptions
-from shoal.checkpoint.optimizer_state import OptimizerLoad, optimizer_values
+from shoal.checkpoint.optimizer_state import OfRows, OptimizerLoad, optimizer_values
 from shoal.checkpoint.storage import Storage
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CheckpointError, describe
@@ -59,12 +59,11 @@ def capture(
     for name, module in modules.items():
         for key, value in named_state(module).items():
             _take(values, f"module/{name}/{key}", value, rank)
-    for name, optimizer in optimizers.items():
-        if name not in modules:
-            raise _refused(f"optimizer {name!r}", "no module of its name", "a module's name")
-        for key, value in optimizer_values(name, optimizer, named_state(modules[name])).items():
+    single = _single(optimizers, modules)
+    for name, optimizer in single.items():
+        for key, value in optimizer_values(name, optimizer, _known(name, modules)).items():
             _take(values, f"optimizer/{name}/{key}", value, rank)
-    return DenseCapture(values, tuple(modules), tuple(optimizers))
+    return DenseCapture(values, tuple(modules), tuple(single))
 
 
 def write(
@@ -75,7 +74,7 @@ def write(
     Raises:
         CheckpointError: storage refused, on any rank.
     """
-    if not captured.modules:
+    if not (captured.modules or captured.optimizers):
         return ()
     return write_values(captured.values, storage, collectives or LocalCollectives())
 
@@ -109,15 +108,12 @@ class DenseLoad:
         options: LoadOptions,
     ) -> None:
         self._storage, self._manifest, self._options = storage, manifest, options
-        optimizers = optimizers if options.state else {}
+        optimizers = _single(optimizers, modules) if options.state else {}
         problems = [*_names("module", manifest.modules, modules, options)]
         if options.state:
             problems += _names("optimizer", manifest.optimizers, optimizers, options)
         if problems:
             raise _differs(storage, problems)
-        for name in optimizers:
-            if name not in modules:
-                raise _refused(f"optimizer {name!r}", "no module of its name", "a module's name")
         self._every = modules
         self._modules = {name: modules[name] for name in modules if name in manifest.modules}
         self._optimizers = {n: optimizers[n] for n in optimizers if n in manifest.optimizers}
@@ -155,7 +151,7 @@ class DenseLoad:
             self._values[name] = {key: into[f"module/{name}/{key}"] for key in values}
         problems: list[str] = []
         for name, optimizer in self._optimizers.items():
-            load = OptimizerLoad(name, optimizer, named_state(self._every[name]), self._reader)
+            load = OptimizerLoad(name, optimizer, _known(name, self._every), self._reader)
             problems += load.read(self._options)
             self._loads.append(load)
         if problems:
@@ -197,6 +193,28 @@ class DenseLoad:
                 )
             values[key] = None if here is None else torch.empty_like(state[key].detach())
         return values
+
+
+def _single(optimizers: Mapping[str, Optimizer], modules: Collection[str]) -> dict[str, Optimizer]:
+    """The optimizers, with the members of a `JointOptimizer` in its place: "name/0" and so on."""
+    single: dict[str, Optimizer] = {}
+    for name, optimizer in optimizers.items():
+        members = getattr(optimizer, "optimizers", None)
+        if members is not None:
+            parts = {f"{name}/{i}": member for i, member in enumerate(members)}
+            single |= _single(parts, parts)
+        elif name in modules or isinstance(optimizer, OfRows):
+            single[name] = optimizer
+        else:
+            raise _refused(f"optimizer {name!r}", "no module of its name", "a module's name")
+    return single
+
+
+def _known(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Tensors by name among which an optimizer's parameters are: its module's, or all modules'."""
+    if name in modules:
+        return named_state(modules[name])
+    return {f"{m}.{k}": v for m in modules for k, v in named_state(modules[m]).items()}
 
 
 def _bare(module: nn.Module) -> nn.Module:

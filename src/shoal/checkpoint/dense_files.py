@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.arrow_files import damaged, parsing
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import check_streaming
 from shoal.checkpoint.storage import DurableFile, Storage
@@ -35,6 +36,7 @@ from shoal.table.snapshot import HASHES
 __all__ = ["FOLDER", "DenseReader", "check_files", "write_values"]
 
 FOLDER = "dense"
+_INDEX = f"{FOLDER}/.metadata"
 
 _TEMPORARY = ".tmp"
 
@@ -118,7 +120,20 @@ class DenseReader:
     def __init__(self, storage: Storage) -> None:
         self._reader = FileSystemReader(FOLDER)
         self._reader.fs, self._reader.path = cast(Any, _Files(storage)), FOLDER
-        self.metadata = _index(storage)
+        self._storage = storage
+        with self._parsing():
+            self.metadata = _index(storage)
+            sizes = (
+                one.properties.dtype.itemsize * one.size.numel()
+                for one in self.metadata.state_dict_metadata.values()
+                if isinstance(one, TensorStorageMetadata)
+            )
+            wanted, paths = sum(sizes), storage.files()
+            held = sum(storage.size(path) for path in paths if path.startswith(f"{FOLDER}/"))
+            if wanted > held:
+                raise damaged(
+                    storage, _INDEX, f"tensors of {wanted} bytes", f"{held} bytes of files"
+                )
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None for other objects.
@@ -144,23 +159,35 @@ class DenseReader:
         Of a DTensor the local part is filled.
         """
         planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(values, self.metadata, True)
-        self._reader.set_up_storage_reader(self.metadata, True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        with self._parsing():
+            planner.set_up_planner(values, self.metadata, True)
+            self._reader.set_up_storage_reader(self.metadata, True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def value(self, key: str) -> Any:
+        """A value by its name, in new memory."""
+        shape = self.shape(key)
+        values = {
+            key: None if shape is None else torch.empty(shape, dtype=self.dtype(key), device="cpu")
+        }
+        self.fill(values)
+        return values[key]
+
+    def _parsing(self) -> AbstractContextManager[None]:
+        return parsing(self._storage, _INDEX, "names, shapes and places of values")
 
 
 def _index(storage: Storage) -> Metadata:
     """What `.metadata` says, which torch pickles."""
-    path = f"{FOLDER}/.metadata"
-    with storage.open(path) as file:
+    with storage.open(_INDEX) as file:
         try:
             found = _PlainUnpickler(file).load()
             if not isinstance(found, Metadata):
                 raise pickle.UnpicklingError(type(found).__name__)
         except pickle.UnpicklingError as error:
-            where = f"{storage.url}/{path}"
+            where = f"{storage.url}/{_INDEX}"
             remedy = "Load another checkpoint; this one was not written by `shoal`."
             raise CheckpointError(
                 describe(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.arrow_files import parsing
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import read_checked, write_whole
 from shoal.checkpoint.storage import Storage
@@ -64,8 +65,9 @@ def read(storage: Storage, manifest: Manifest) -> JobState:
     if not found:
         return JobState({}, ())
     data = read_checked(storage, found[0]).numpy().tobytes()
-    value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    return JobState(value["state"], tuple(value["ranks"]))
+    with parsing(storage, found[0].path, "the state of a job"):
+        value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        return JobState(dict(value["state"]), tuple(dict(one) for one in value["ranks"]))
 
 
 def _encoded(value: Any, what: str) -> bytes:

@@ -372,7 +372,7 @@ def _cells(spec: TableSpec, here: AdmissionState | None) -> Tensor:
     assert spec.admission is not None
     if here is None:
         cells = spec.admission.sketch_width * spec.admission.sketch_depth
-        return torch.zeros(cells, dtype=torch.int64)
+        return torch.zeros(cells, dtype=torch.int64, device="cpu")
     return torch.frombuffer(bytearray(here.cells), dtype=torch.uint32).to(torch.int64)
 
 

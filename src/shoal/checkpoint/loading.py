@@ -131,7 +131,7 @@ class _Load:
         options: LoadOptions,
         ranks: Collectives,
     ) -> None:
-        self._contents, self._ranks = contents, ranks
+        self._contents, self._ranks, self._resumes = contents, ranks, options.state
         self._links = _links(store, name)
         self.manifest = self._links[-1].manifest
         specs = {key: hosting.specs for key, hosting in contents.tables.items()}
@@ -214,9 +214,21 @@ class _Load:
             if steps:
                 # Collections that share a shard count its steps together.
                 hosting.shard.last_step = max(hosting.shard.last_step, *steps)
+        if self._resumes:
+            self._resume()
         if self._dense is not None:
             self._dense.apply()
         return {key: cursors[id(one.shard)] for key, one in self._contents.tables.items()}
+
+    def _resume(self) -> None:
+        """Tell whoever steps the tables how many steps they have behind them."""
+        loaded = {match.collection: match.saved.collection for match in self.matches}
+        last = max((self.manifest.last_steps.get(one, 0) for one in loaded.values()), default=0)
+        # The first step's number is that of no step, too.
+        step = last + 1 if last else min(1, self.manifest.step)
+        for collection, hosting in self._contents.tables.items():
+            if hosting.resume is not None and collection in loaded:
+                hosting.resume(step)
 
     def _shards(self) -> Iterable[Shard]:
         return {id(one.shard): one.shard for one in self._contents.tables.values()}.values()

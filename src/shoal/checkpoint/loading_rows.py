@@ -17,7 +17,7 @@ from shoal.checkpoint.adapting import Adapted, adapt
 from shoal.checkpoint.chain_files import ChainFile, Newer, windows
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.matching import TableMatch
-from shoal.checkpoint.row_files import ReadBuffer, read_checked, read_ids, read_rows
+from shoal.checkpoint.row_files import ReadBuffer, check_sizes, read_checked, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.trimming import Trim
@@ -166,6 +166,8 @@ class RowLoader:
                 dtypes. Rows may be loaded already.
             TableFull: a table has no room. As above.
         """
+        for link in self._links:
+            check_sizes(link.storage, filter(self._wanted, link.manifest.files))
         try:
             self._pass()
         except TableFull:
@@ -191,7 +193,7 @@ class RowLoader:
             target.shard.clear(target.table)
             if target.match.sights:
                 cells = bytes(len(target.shard.admission_state(target.table).cells))
-                none = torch.empty(0, dtype=torch.int64)
+                none = torch.empty(0, dtype=torch.int64, device="cpu")
                 target.shard.load_admission_state(
                     target.table, AdmissionState(none, none.clone(), cells)
                 )
@@ -237,14 +239,14 @@ class RowLoader:
         self, one: ChainFile, buffer: ReadBuffer
     ) -> Iterator[tuple[str, RowChunk | Tensor]]:
         """Rows or deleted ids of a file by key; it is read and checked when this returns."""
-        storage, file = self._links[one.link].storage, one.file
+        link, file = self._links[one.link], one.file
         parts: Iterator[tuple[str, RowChunk | Tensor]]
         if file.kind == "rows":
             layout = self._layouts[one.link][file.tables[0]]
-            rows = read_rows(storage, file, layout, buffer)
+            rows = read_rows(link.storage, file, layout, buffer, epoch=link.manifest.epoch)
             parts = ((file.tables[index], chunk) for index, chunk in rows)
         else:
-            ids = read_ids(storage, file, buffer)
+            ids = read_ids(link.storage, file, buffer)
             parts = ((file.tables[index], ids_U) for index, ids_U, _ in ids)
         first = next(parts, None)
         return parts if first is None else joined([first], parts)
@@ -302,7 +304,7 @@ class RowLoader:
             for file in manifest.files
             if file.kind in ("sights", "sketch") and self._wanted(file)
         ]
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         parts: dict[str, list[AdmissionState]] = {}
         for file in files:
             if file.kind == "sketch":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,6 +74,13 @@ class SavedTable:
     def key(self) -> str:
         """What options and files call it."""
         return f"{self.collection}/{self.name}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes in a file, the number of its table left out."""
+        state_bytes = 8 if self.dtype == "float64" else 4
+        row = self.dim * _WEIGHT_BYTES[self.dtype] + self.state_width * state_bytes
+        return _ID_BYTES + 3 * _WORD_BYTES + row
 
     @property
     def dim(self) -> int:
@@ -148,6 +157,11 @@ class Manifest:
     optimizers: tuple[str, ...]
     files: tuple[SavedFile, ...]
 
+
+_WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+_ID_BYTES, _WORD_BYTES = 8, 4
+_SKETCH = re.compile(r"sketch (\d{1,12})x(\d{1,3})( by bucket)?")
+_MOST = (1 << 63) - 1
 
 _TAIL = ',\n  "crc32": "{:08x}"\n}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
@@ -265,9 +279,21 @@ def _check(manifest: Manifest) -> None:
         raise NotThat("id", manifest.id, "32 hexadecimal digits")
     if (manifest.kind == "delta") != (manifest.parent is not None):
         raise NotThat("parent", manifest.parent, "one of a delta, none of a full checkpoint")
-    keys = {table.key for table in manifest.tables}
-    if len(keys) != len(manifest.tables):
+    if manifest.parent is not None and set("/\\") & set(manifest.parent.folder):
+        raise NotThat("folder of the parent", manifest.parent.folder, "one beside this one")
+    _within("step", manifest.step, 0, _MOST)
+    _within("position", manifest.position, 0, _MOST)
+    _within("created_s", manifest.created_s, 0, _MOST)
+    _within("epoch", manifest.epoch, 0, (1 << 32) - 2)
+    _within("seed", manifest.seed, -(1 << 63), (1 << 64) - 1)
+    _within("world_size", manifest.world_size, 1, (1 << 31) - 1)
+    for name, step in manifest.last_steps.items():
+        _within(f"last step of {name!r}", step, 0, _MOST)
+    tables = {table.key: table for table in manifest.tables}
+    if len(tables) != len(manifest.tables):
         raise NotThat("tables", "two of one name", "one of each name")
+    for table in manifest.tables:
+        _check_table(table)
     paths = set()
     for file in manifest.files:
         parts = file.path.split("/")
@@ -278,10 +304,12 @@ def _check(manifest: Manifest) -> None:
         paths.add(file.path)
         if not 0 <= file.start < file.stop <= 1 << 64:
             raise NotThat(f"hashes of {file.path}", (file.start, file.stop), "a range of 64 bits")
-        if min(file.rows, file.bytes) < 0 or not 0 <= file.crc32 < 1 << 32:
-            raise NotThat(f"sizes of {file.path}", file, "0 or more")
-        if unknown := set(file.tables) - keys:
+        _within(f"rows of {file.path}", file.rows, 0, _MOST)
+        _within(f"bytes of {file.path}", file.bytes, 0, _MOST)
+        _within(f"checksum of {file.path}", file.crc32, 0, (1 << 32) - 1)
+        if unknown := set(file.tables) - tables.keys():
             raise NotThat(f"tables of {file.path}", sorted(unknown), "tables of the manifest")
+        _check_content(file, [tables[key] for key in file.tables])
         if manifest.kind == "full" and file.kind == "deleted":
             raise NotThat("files", file.path, "no deletions in a full checkpoint")
     for table in manifest.tables:
@@ -291,3 +319,44 @@ def _check(manifest: Manifest) -> None:
             held = sum(f.rows for f in files)
             if rows < 0 or (held != rows if alone else held < rows):
                 raise NotThat(f"{kind} of table {table.key!r}", rows, f"{held}, as in its files")
+
+
+def _check_table(table: SavedTable) -> None:
+    names = [segment.name for segment in table.segments]
+    if table.dtype not in _WEIGHT_BYTES or not names or len(set(names)) != len(names):
+        got = f"{table.dtype} of segments {names}"
+        allowed = f"{', '.join(_WEIGHT_BYTES)}, and a segment or more, each of its own name"
+        raise NotThat(f"form of table {table.key!r}", got, allowed)
+    for segment in table.segments:
+        _within(f"dim of {table.key}.{segment.name}", segment.dim, 0, 1 << 20)
+        _within(f"state_width of {table.key}.{segment.name}", segment.state_width, 0, 1 << 22)
+    _within(f"columns of {table.key}", table.dim + table.state_width, 0, 1 << 24)
+    if table.admission not in (None, "exact") and not _SKETCH.fullmatch(table.admission):
+        raise NotThat(f"admission of {table.key}", table.admission, "exact, or sketch WIDTHxDEPTH by bucket")
+
+
+def _check_content(file: SavedFile, tables: Sequence[SavedTable]) -> None:
+    """What a file of this kind can hold: a row has a size, so that bytes bound rows."""
+    rows = {"rows": 0, "deleted": _ID_BYTES + _WORD_BYTES, "sights": _ID_BYTES + 2 * _WORD_BYTES}
+    lists, number = file.kind in rows, len(set(file.tables))
+    wanted = number > 0 if lists else number == (file.kind == "sketch")
+    layouts = {(table.dtype, table.dim, table.state_width) for table in tables}
+    alike = file.kind != "rows" or len(layouts) == 1
+    if not wanted or not alike or number != len(file.tables):
+        raise NotThat(
+            f"tables of {file.path}", list(file.tables), f"those of a {file.kind} file, alike"
+        )
+    if lists:
+        size = tables[0].row_bytes if file.kind == "rows" else rows[file.kind]
+        _within(f"rows of {file.path}", file.rows, 0, file.bytes // size)
+    if file.kind == "sketch":
+        sketch = _SKETCH.fullmatch(tables[0].admission or "")
+        cells = int(sketch[1]) * int(sketch[2]) if sketch else 0
+        _within(f"bytes of {file.path}", file.bytes, cells * _WORD_BYTES, cells * _WORD_BYTES)
+    if file.kind == "sights" and any(table.admission != "exact" for table in tables):
+        raise NotThat(f"tables of {file.path}", list(file.tables), "tables that count exactly")
+
+
+def _within(where: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise NotThat(where, value, f"{low}..{high}")

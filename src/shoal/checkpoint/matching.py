@@ -133,10 +133,10 @@ def optimizer_kind(rule: Optimizer) -> str:
 
 
 def admission_kind(admission: Admission | None) -> str | None:
-    """Kind and size of a table's counters: None, "exact" or "sketch <width>x<depth>"."""
+    """Kind and size of a table's counters: None, "exact" or "sketch <width>x<depth> by bucket"."""
     if admission is None or admission.counter == "exact":
         return None if admission is None else "exact"
-    return f"sketch {admission.sketch_width}x{admission.sketch_depth}"
+    return f"sketch {admission.sketch_width}x{admission.sketch_depth} by bucket"
 
 
 def match_tables(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,10 +14,18 @@ from shoal.checkpoint.dense_files import DenseReader
 from shoal.checkpoint.matching import LoadOptions
 from shoal.errors import CheckpointError, describe
 
-__all__ = ["OptimizerLoad", "optimizer_values"]
+__all__ = ["OfRows", "OptimizerLoad", "optimizer_values"]
 
 _MEMBERS = ("params", "param_names")
 _REST = "rest"  # groups, what tensors there are, and values that are none
+
+
+@runtime_checkable
+class OfRows(Protocol):
+    """A `SparseOptimizer`: its state is plain values, and rows bring their own."""
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a state that it cannot load."""
 
 
 def optimizer_values(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +39,8 @@ def optimizer_values(name: str, optimizer: Optimizer, state: Mapping[str, Any]) 
     Raises:
         CheckpointError: a parameter that the module lacks.
     """
+    if isinstance(optimizer, OfRows):
+        return {_REST: optimizer.state_dict()}
     names = _names_of(name, optimizer, state)
     saved = optimizer.state_dict()
     values: dict[str, Any] = {}
@@ -70,11 +80,17 @@ class OptimizerLoad:
 
     def read(self, options: LoadOptions) -> list[str]:
         """Read what fits; says what does not."""
-        names = _names_of(self._name, self._optimizer, self._state)
         prefix = f"optimizer/{self._name}/"
         found: dict[str, Any] = {prefix + _REST: None}
         self._reader.fill(found)
         rest = found[prefix + _REST]
+        if isinstance(self._optimizer, OfRows):
+            self._optimizer.check_state_dict(rest)
+            self._loaded = rest
+            return []
+        if "groups" not in rest:
+            return [f"optimizer {self._name!r} of it steps rows"]
+        names = _names_of(self._name, self._optimizer, self._state)
         saved = {name: group for group in rest["groups"] for name in group["params"]}
         problems = self._compare(names, saved, options)
         known = [name for name in names if name in saved]
@@ -124,7 +140,7 @@ class OptimizerLoad:
         parameter = self._state[name]
         if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
             return torch.empty_like(parameter.detach(), dtype=dtype)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _groups(
         self, names: list[str], saved: Mapping[str, Any], problems: list[str]

@@ -30,7 +30,7 @@ def processors(environ: Mapping[str, str] | None = None) -> float:
     share = float(bound)
     if bound == every:
         said = os.environ if environ is None else environ
-        ranks = next((said[name] for name in _RANKS_HERE if said.get(name, "").isdigit()), "1")
+        ranks = next((said[name] for name in _RANKS_HERE if said.get(name, "").isdecimal()), "1")
         share = every / max(int(ranks), 1)
     try:
         with open(_QUOTA, encoding="ascii") as file:

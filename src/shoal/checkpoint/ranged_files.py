@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.arrow_files import parsing, table_of
 from shoal.checkpoint.manifest import SavedFile
 from shoal.checkpoint.row_files import HASHES, check_streaming, damaged
 from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
@@ -91,9 +93,12 @@ class RangedFile:
 
     def ids(self, table: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Ids and ascending sort keys of the hashes [start, stop) of a table of the file."""
-        parts = [self._ids_of(batch) for batch in self._read(table, start, stop, ids_only=True)]
-        ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        with self._parsing():
+            parts = [self._ids_of(batch) for batch in self._read(table, start, stop, ids_only=True)]
+        ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
         keys = sort_key(hash_ids(self._hash_names[table], ids))
+        if not bool((keys[1:] > keys[:-1]).all()):
+            raise damaged(self._storage, self.saved.path, "rows out of order", "rows by hash")
         first, last = bounds(keys, start, stop)
         return ids[first:last], keys[first:last]
 
@@ -102,7 +107,8 @@ class RangedFile:
         layout, key = self._layout, self.saved.tables[table]
         assert layout is not None, "a file of ids has no rows"
         for batch in self._read(table, start, stop, ids_only=False):
-            chunk = layout.to_chunk(batch, key, _copied)
+            with self._parsing():
+                chunk = layout.to_chunk(batch, key, _copied)
             keys = sort_key(hash_ids(self._hash_names[table], chunk.ids))
             first, last = bounds(keys, start, stop)
             if (first, last) != (0, len(keys)):
@@ -113,11 +119,10 @@ class RangedFile:
     def _read(
         self, table: int, start: int, stop: int, *, ids_only: bool
     ) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         if self._index is None:
             check_streaming(self._storage, self.saved)
-            self._index = list(self._indexed())
+            with self._parsing():
+                self._index = list(self._indexed())
         low, high = start - (1 << 63), stop - 1 - (1 << 63)
         wanted = [
             one.number
@@ -125,32 +130,24 @@ class RangedFile:
             if one.table == table and one.first <= high and one.last >= low
         ]
         for number in wanted:
-            try:
+            with self._parsing():
                 batch = self._reader(ids_only=ids_only).get_batch(number)
-            except (pa.ArrowException, OSError) as error:
-                raise self._no_arrow(error) from error
+                batch.validate()
             yield batch
 
     def _indexed(self) -> Iterator[_Batch]:
-        import pyarrow as pa
-
         rows = 0
-        try:
-            self._check_schema()
-            reader = self._reader(ids_only=True)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                rows += batch.num_rows
-                if batch.num_rows:
-                    table = int(batch.column("table")[0].as_py()) if self._named else 0
-                    ends = self._ids_of(batch)[[0, -1]]
-                    keys = sort_key(hash_ids(self._hash_names[table], ends)).tolist()
-                    yield _Batch(number, table, keys[0], keys[1])
-        except (pa.ArrowException, OSError) as error:
-            raise self._no_arrow(error) from error
-        except IndexError as error:
-            tables = f"{len(self.saved.tables)} tables"
-            raise damaged(self._storage, self.saved.path, "more tables", tables) from error
+        self._check_schema()
+        reader = self._reader(ids_only=True)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            batch.validate()
+            rows += batch.num_rows
+            if batch.num_rows:
+                table = table_of(self._storage, self.saved, batch) if self._named else 0
+                ends = self._ids_of(batch)[[0, -1]]
+                keys = sort_key(hash_ids(self._hash_names[table], ends)).tolist()
+                yield _Batch(number, table, keys[0], keys[1])
         if rows != self.saved.rows:
             got = f"{rows} rows"
             raise damaged(self._storage, self.saved.path, got, f"{self.saved.rows} rows")
@@ -178,9 +175,8 @@ class RangedFile:
     def _ids_of(self, batch: pa.RecordBatch) -> Tensor:
         return torch.from_numpy(batch.column("id").to_numpy().copy())
 
-    def _no_arrow(self, error: Exception) -> Exception:
-        got = f"not readable: {' '.join(str(error).split())}"
-        return damaged(self._storage, self.saved.path, got, "an Arrow IPC file")
+    def _parsing(self) -> AbstractContextManager[None]:
+        return parsing(self._storage, self.saved.path, "an Arrow IPC file")
 
 
 def concatenated(layout: RowLayout, table: str, chunks: Sequence[RowChunk]) -> RowChunk:

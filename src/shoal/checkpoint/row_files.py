@@ -16,8 +16,10 @@ from shoal.checkpoint.arrow_files import (
     HASHES,
     ArrowFile,
     ReadBuffer,
+    check_sizes,
     check_streaming,
     damaged,
+    parsing,
     read_batches,
     read_checked,
     sketch_path,
@@ -36,6 +38,7 @@ __all__ = [
     "IdFileWriter",
     "ReadBuffer",
     "RowFileWriter",
+    "check_sizes",
     "check_streaming",
     "damaged",
     "read_checked",
@@ -208,12 +211,18 @@ class IdFileWriter:
 
 
 def read_rows(
-    storage: Storage, saved: SavedFile, layout: RowLayout, buffer: ReadBuffer | None = None
+    storage: Storage,
+    saved: SavedFile,
+    layout: RowLayout,
+    buffer: ReadBuffer | None = None,
+    *,
+    epoch: int | None = None,
 ) -> Iterator[tuple[int, RowChunk]]:
     """Rows of a file, batch after batch: (index into `saved.tables`, rows of that table).
 
     The file is read whole and checked first. Ids, weights and state of the rows lie in the
-    buffer: with a `buffer` they are good until its next use. A chunk's table is the key.
+    buffer: with a `buffer` they are good until its next use. A chunk's table is the key. With an
+    `epoch`, no row may be of a later one.
 
     Raises:
         CheckpointError: missing, damaged, or not what the manifest says of it.
@@ -221,9 +230,13 @@ def read_rows(
     content = read_checked(storage, saved, buffer)
     grouped = len(saved.tables) > 1
     view = viewer(content)
-    for batch in read_batches(storage, saved, content, layout.schema(grouped)):
-        table = table_of(storage, saved, batch) if grouped else 0
-        yield table, layout.to_chunk(batch, saved.tables[table], view)
+    with parsing(storage, saved.path, "an Arrow IPC file of rows"):
+        for batch in read_batches(storage, saved, content, layout.schema(grouped)):
+            table = table_of(storage, saved, batch) if grouped else 0
+            chunk = layout.to_chunk(batch, saved.tables[table], view)
+            if epoch is not None and (newest := int(chunk.versions.max())) > epoch:
+                raise damaged(storage, saved.path, f"a row of epoch {newest}", f"{epoch} at most")
+            yield table, chunk
 
 
 def read_ids(
@@ -236,13 +249,14 @@ def read_ids(
     layout = IdLayout(counted=saved.kind == "sights")
     content = read_checked(storage, saved, buffer)
     view = viewer(content)
-    for batch in read_batches(storage, saved, content, layout.schema()):
-        ids = batch.column("id")
-        counts = None
-        if layout.counted:
-            counts = torch.from_numpy(batch.column("count").to_numpy().astype("int64"))
-        ids_U = view(ids.buffers()[-1], torch.int64, ids.offset, len(ids))
-        yield table_of(storage, saved, batch), ids_U, counts
+    with parsing(storage, saved.path, "an Arrow IPC file of ids"):
+        for batch in read_batches(storage, saved, content, layout.schema()):
+            ids = batch.column("id")
+            counts = None
+            if layout.counted:
+                counts = torch.from_numpy(batch.column("count").to_numpy().astype("int64"))
+            ids_U = view(ids.buffers()[-1], torch.int64, ids.offset, len(ids))
+            yield table_of(storage, saved, batch), ids_U, counts
 
 
 def _bits(part: Tensor) -> Any:

@@ -144,13 +144,13 @@ class RowLayout:
 
     def empty(self, rows: int, table: str = "") -> RowChunk:
         """A chunk of that many rows with anything in them."""
-        words = (torch.empty(rows, dtype=torch.int64) for _ in range(4))
+        words = (torch.empty(rows, dtype=torch.int64, device="cpu") for _ in range(4))
         ids, versions, last_seen_s, counts = words
         return RowChunk(
             table=table,
             ids=ids,
-            weights=torch.empty(rows, self.dim, dtype=self.weights_dtype),
-            state=torch.empty(rows, self.state_width, dtype=self.state_dtype),
+            weights=torch.empty(rows, self.dim, dtype=self.weights_dtype, device="cpu"),
+            state=torch.empty(rows, self.state_width, dtype=self.state_dtype, device="cpu"),
             versions=versions,
             last_seen_s=last_seen_s,
             counts=counts,
@@ -275,6 +275,6 @@ def _longs(array: pa.Array) -> Tensor:
 def _matrix(array: pa.Array, dtype: torch.dtype, width: int, view: Viewer) -> Tensor:
     rows = len(array)
     if rows * width == 0:
-        return torch.empty(rows, width, dtype=dtype)
+        return torch.empty(rows, width, dtype=dtype, device="cpu")
     first = array.offset * width + array.values.offset
     return view(_values(array), dtype, first, rows * width).view(rows, width)

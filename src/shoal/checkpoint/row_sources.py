@@ -87,7 +87,7 @@ class ChainRows:
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash, int64 [2^bits]; reads ids only."""
-        counts = torch.zeros(1 << bits, dtype=torch.int64)
+        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
         for start, stop in self.ranges(table, _IDS_AT_ONCE):
             keys, _, _ = self._merged(table, start, stop)
             cells = (keys >> (64 - bits)) + (1 << (bits - 1)) if bits else keys * 0
@@ -128,7 +128,7 @@ class ChainRows:
 
     def deleted(self, table: int) -> Tensor:
         """Ids that the chain deletes from what it starts on, ordered by h; none of a full one."""
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         if not self._starts_whole:
             for start, stop in self.ranges(table, _IDS_AT_ONCE):
                 parts.append(self._gone(table, start, stop))
@@ -148,23 +148,23 @@ class ChainRows:
     def _merged(self, table: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sort keys of the rows of a range; of each, its link and its number in that range."""
         key = self.tables[table].key
-        keys = links = rows = torch.empty(0, dtype=torch.int64)
+        keys = links = rows = torch.empty(0, dtype=torch.int64, device="cpu")
         for k, link in enumerate(self._links):
             at, found = _places(keys, link.ids("deleted", key, start, stop)[1])
             if len(found := at[found]):
-                stays = torch.ones(len(keys), dtype=torch.bool)
+                stays = torch.ones(len(keys), dtype=torch.bool, device="cpu")
                 stays[found] = False
                 keys, links, rows = keys[stays], links[stays], rows[stays]
             new = link.ids("rows", key, start, stop)[1]
-            numbers = torch.arange(len(new))
+            numbers = torch.arange(len(new), device="cpu")
             at, known = _places(keys, new)
             links[at[known]] = k
             rows[at[known]] = numbers[known]
             if not bool(known.all()):
                 new, numbers, at = new[~known], numbers[~known], at[~known]
                 # Each goes before the key at its place, after the new ones before it.
-                new_at = at + torch.arange(len(new))
-                old_at = torch.ones(len(keys) + len(new), dtype=torch.bool)
+                new_at = at + torch.arange(len(new), device="cpu")
+                old_at = torch.ones(len(keys) + len(new), dtype=torch.bool, device="cpu")
                 old_at[new_at] = False
                 keys = _woven(old_at, keys, new_at, new)
                 links = _woven(old_at, links, new_at, torch.full_like(new, k))
@@ -174,7 +174,7 @@ class ChainRows:
     def _gone(self, table: int, start: int, stop: int) -> Tensor:
         """Ids of a range that a link deletes and no later one puts in again."""
         key = self.tables[table].key
-        ids = keys = torch.empty(0, dtype=torch.int64)
+        ids = keys = torch.empty(0, dtype=torch.int64, device="cpu")
         for link in self._links:
             more, its = link.ids("deleted", key, start, stop)
             new = ~_within(its, keys)
@@ -222,7 +222,7 @@ class _Link:
         return table.rows + table.deleted if table else 0
 
     def ids(self, kind: FileKind, key: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         parts = [file.ids(k, start, stop) for k, file in self._meeting(kind, key, start, stop)]
         if len(parts) == 1:
             return parts[0]
@@ -254,7 +254,7 @@ def _places(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Where each of the others lies or would lie among the keys, and whether it is there."""
     at = torch.searchsorted(keys, others)
     if not len(keys):
-        return at, torch.zeros(len(others), dtype=torch.bool)
+        return at, torch.zeros(len(others), dtype=torch.bool, device="cpu")
     return at, keys[at.clamp(max=len(keys) - 1)] == others
 
 
@@ -265,7 +265,7 @@ def _within(keys: Tensor, others: Tensor) -> Tensor:
 
 def _woven(old_at: Tensor, old: Tensor, new_at: Tensor, new: Tensor) -> Tensor:
     """Old and new numbers at their places: a mask of the old ones', the new ones' indices."""
-    result = torch.empty(len(old) + len(new), dtype=torch.int64)
+    result = torch.empty(len(old) + len(new), dtype=torch.int64, device="cpu")
     result[old_at] = old
     result[new_at] = new
     return result

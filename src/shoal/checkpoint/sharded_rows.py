@@ -142,7 +142,7 @@ class ShardedRows:
     def _summed(self, make: Callable[[], list[Tensor]], size: int) -> Tensor:
         """Sum of what all ranks make, int64 [size]."""
         error: Exception | None = None
-        values = torch.zeros(size + 1, dtype=torch.int64)
+        values = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
         try:
             if made := make():
                 torch.cat(made, out=values[:-1])
@@ -162,7 +162,7 @@ class ShardedRows:
         """Rows that this rank answers for: those of its first slice, of replicas on one rank."""
         first, source = table.slices[0], table.sources[0]
         if source is None or (first.replicated and first.ranks[0] != self._rank):
-            return torch.zeros(1 << bits, dtype=torch.int64)
+            return torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
         return source.histogram(bits)
 
     def _own(self, piece: Piece) -> list[list[Columns]]:
@@ -217,7 +217,7 @@ class ShardedRows:
             for piece in pieces_W
             if piece is not None
         )
-        sizes_WX = torch.zeros(len(pieces_W), width + 1, dtype=torch.int64)
+        sizes_WX = torch.zeros(len(pieces_W), width + 1, dtype=torch.int64, device="cpu")
         sizes_WX[:, width] = failed
         for writer, parts in enumerate(sent):
             for number, columns in enumerate(parts):
@@ -332,13 +332,13 @@ def joined_rows(spec: TableSpec) -> Join:
 
 def _packed(parts: Sequence[Columns]) -> Tensor:
     """uint8: of each part its columns, one behind the other, filled up to whole words."""
-    flat = [torch.empty(0, dtype=torch.uint8)]
+    flat = [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for columns in parts:
         size = 0
         for column in columns:
             flat.append(column.contiguous().view(-1).view(torch.uint8))
             size += flat[-1].numel()
-        flat.append(torch.zeros(-size % _ALIGNED, dtype=torch.uint8))
+        flat.append(torch.zeros(-size % _ALIGNED, dtype=torch.uint8, device="cpu"))
     return torch.cat(flat)
 
 

@@ -93,7 +93,7 @@ class IdSlice:
         """See `SliceSource`."""
         keys_U, _ = self._sorted
         if bits == 0:
-            return torch.tensor([keys_U.numel()])
+            return torch.tensor([keys_U.numel()], device="cpu")
         bins_U = (keys_U >> (64 - bits)) + (1 << (bits - 1))
         return torch.bincount(bins_U, minlength=1 << bits)
 

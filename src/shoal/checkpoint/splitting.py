@@ -127,7 +127,9 @@ def pieces(
     shift = _HASH_BITS - (len(counts).bit_length() - 1)
     first, last = start >> shift, stop >> shift
     fitting = max(1, piece_bytes // table.layout.row_bytes)
-    sums = torch.cat([torch.zeros(1, dtype=torch.int64), counts[first:last].cumsum(0)])
+    sums = torch.cat(
+        [torch.zeros(1, dtype=torch.int64, device="cpu"), counts[first:last].cumsum(0)]
+    )
     at = 0
     while at < last - first:
         upto = int(torch.searchsorted(sums, int(sums[at]) + fitting, right=True)) - 1

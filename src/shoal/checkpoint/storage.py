@@ -119,17 +119,24 @@ class Storage:
 
     def files(self) -> tuple[str, ...]:
         """Paths of all files below it, sorted; none where it does not exist."""
+        return tuple(sorted(self.sizes()))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all files below it, by path."""
         with self._told():
             if self._fs is None:
-                found = [
-                    os.path.relpath(os.path.join(folder, name), self._root).replace(os.sep, "/")
+                paths = (
+                    os.path.join(folder, name)
                     for folder, _, names in os.walk(self._root)
                     for name in names
-                ]
-                return tuple(sorted(found))
+                )
+                return {
+                    os.path.relpath(path, self._root).replace(os.sep, "/"): os.lstat(path).st_size
+                    for path in paths
+                }
             cut = len(self._fs._strip_protocol(self._root).rstrip("/")) + 1
             below = list_folder(self._fs, self._root, deep=True)
-            return tuple(sorted(one["name"][cut:] for one in below))
+            return {one["name"][cut:]: int(one["size"] or 0) for one in below}
 
     def make(self) -> None:
         """Make the folder where it is missing, durably.

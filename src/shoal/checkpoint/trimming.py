@@ -24,8 +24,8 @@ class Trim:
 
     def __init__(self, capacity_rows: int, on_full: OnFull) -> None:
         self._capacity, self._recent = capacity_rows, on_full == "lru"
-        self._values_V = torch.empty(0, dtype=torch.int64)  # ascending
-        self._rows_V = torch.empty(0, dtype=torch.int64)
+        self._values_V = torch.empty(0, dtype=torch.int64, device="cpu")  # ascending
+        self._rows_V = torch.empty(0, dtype=torch.int64, device="cpu")
         self._threshold: int | None = None
         self._room = 0  # for rows at the threshold; those above are all kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -9,6 +10,8 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 __all__ = ["NotThat", "decoded"]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotThat(ValueError):
@@ -51,6 +54,10 @@ def decoded(kind: Any, raw: Any, where: str) -> Any:
         return float(raw)
     if type(raw) is not kind:
         raise NotThat(where, raw, f"a value of type {kind.__name__}")
+    if kind is int and not -(1 << 63) <= raw <= 1 << 65:
+        raise NotThat(where, "a huge number", "one of 64 bits")
+    if kind is str and ("\0" in raw or (not raw.isascii() and _SURROGATE.search(raw))):
+        raise NotThat(where, ascii(raw), "text that a file name may have")
     return raw
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from shoal.checkpoint import job_state
 from shoal.checkpoint.claiming import WRITER
-from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTable
+from shoal.checkpoint.dense_files import DenseReader
+from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile
 from shoal.checkpoint.row_files import ReadBuffer, check_streaming, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_sources import ChainRows
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.errors import CheckpointError
@@ -118,7 +121,7 @@ def _links(
             break  # a circle, which the chain below tells of
     if chain and not problems:
         try:
-            store.chain(name)
+            ChainRows(store.storage, store.chain(name), name)
         except CheckpointError as error:
             problems.append(Problem(name, MANIFEST, str(error)))
     return links
@@ -128,7 +131,6 @@ def _look(
     storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer, looked: _Looked
 ) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) of one checkpoint."""
-    tables = {table.key: table for table in manifest.tables}
     found: dict[str, Counter[str]] = {"rows": Counter(), "deleted": Counter()}
     sound = True
     for file in manifest.files:
@@ -136,7 +138,7 @@ def _look(
         try:
             if ordered:
                 own = found.get(file.kind, Counter())
-                for why in _look_inside(storage, file, tables, buffer, own):
+                for why in _look_inside(storage, file, manifest, buffer, own):
                     sound = False
                     yield file.path, why
                 looked.rows += file.rows
@@ -148,24 +150,49 @@ def _look(
         looked.files += 1
         looked.bytes += file.bytes
     yield from _overlaps(manifest)
+    if rows and sound:
+        yield from _look_at_values(storage, manifest)
     for table in manifest.tables if rows and sound else ():
         for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
             if (got := found[kind][table.key]) != wanted:
                 yield MANIFEST, f"{wanted} {kind} of table {table.key!r}, but {got} in its files"
 
 
+def _look_at_values(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What is dense, and the state of the job, read as a load would."""
+
+    def dense() -> None:
+        reader = DenseReader(storage)
+        for name in reader.names():
+            reader.value(name)
+
+    paths = {file.kind: file.path for file in manifest.files}
+    if "dense" in paths:
+        yield from _told(paths["dense"], dense)
+    if "state" in paths:
+        yield from _told(paths["state"], lambda: job_state.read(storage, manifest))
+
+
+def _told(path: str, read: Callable[[], object]) -> Iterator[tuple[str, str]]:
+    try:
+        read()
+    except CheckpointError as error:
+        yield path, str(error)
+
+
 def _look_inside(
     storage: Storage,
     file: SavedFile,
-    tables: dict[str, SavedTable],
+    manifest: Manifest,
     buffer: ReadBuffer,
     found: Counter[str],
 ) -> Iterator[str]:
+    names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
     low, high = file.start - (1 << 63), file.stop - 1 - (1 << 63)
-    for table, ids_U in _ids(storage, file, tables, buffer):
+    for table, ids_U in _ids(storage, file, manifest, buffer):
         key = file.tables[table]
-        keys = sort_key(hash_ids(tables[key].hash_name, ids_U))
+        keys = sort_key(hash_ids(names[key], ids_U))
         first, last = int(keys[0]), int(keys[-1])
         follows = last_key < first if table == last_table else table > last_table
         if not follows or not bool((keys[1:] > keys[:-1]).all()):
@@ -179,14 +206,11 @@ def _look_inside(
 
 
 def _ids(
-    storage: Storage, file: SavedFile, tables: dict[str, SavedTable], buffer: ReadBuffer
+    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
 ) -> Iterator[tuple[int, Tensor]]:
     if file.kind == "rows":
-        layouts = {RowLayout.of(tables[key]) for key in file.tables}
-        if len(layouts) != 1:
-            allowed = "tables of one layout"
-            raise CheckpointError(f"file {file.path} holds {len(layouts)} layouts, not {allowed}")
-        for table, chunk in read_rows(storage, file, layouts.pop(), buffer):
+        layout = next(RowLayout.of(table) for table in manifest.tables if table.key in file.tables)
+        for table, chunk in read_rows(storage, file, layout, buffer, epoch=manifest.epoch):
             yield table, chunk.ids
     else:
         for table, ids_U, _ in read_ids(storage, file, buffer):

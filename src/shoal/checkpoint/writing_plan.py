@@ -152,7 +152,7 @@ class _Counted:
         self.number, self.table, self.row_bytes = number, table, table.row_bytes
         bins = table.counts.numel()
         self._shift = _HASH_BITS - (bins.bit_length() - 1)
-        self._before = torch.zeros(bins + 1, dtype=torch.int64)
+        self._before = torch.zeros(bins + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(table.counts, 0, out=self._before[1:])
 
     def bytes(self, start: int, stop: int) -> int:

@@ -84,7 +84,7 @@ def _dense(a: Place, b: Place, manifests: Sequence[Manifest]) -> Iterator[str]:
             if key not in keys[0] & keys[1] and key in own:
                 yield f"dense {key}: only in {letter}"
         if key in keys[0] & keys[1]:
-            one, other = (_value(reader, key) for reader in readers if reader)
+            one, other = (reader.value(key) for reader in readers if reader)
             if why := _difference(one, other):
                 yield f"dense {key}: {why}"
 
@@ -94,14 +94,6 @@ def _reader(place: Place, manifest: Manifest) -> DenseReader | None:
         return None
     check_files(place.folder, manifest)
     return DenseReader(place.folder)
-
-
-def _value(reader: DenseReader, key: str) -> Any:
-    shape = reader.shape(key)
-    into = None if shape is None else torch.empty(shape, dtype=reader.dtype(key))
-    values: dict[str, Any] = {key: into}
-    reader.fill(values)
-    return values[key]
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -31,8 +32,38 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; plain and wide enough for tables when not a terminal."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _PLAIN_WIDTH)
+    stream: Any = sys.stderr if stderr else sys.stdout
+    return Console(
+        file=cast(IO[str], _GivesWay(stream)), width=None if stream.isatty() else _PLAIN_WIDTH
+    )
+
+
+class _GivesWay:
+    """A stream whose reader may leave, or whose disk may be full: what is left is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's own."""
+        return self._tried(lambda: self._stream.write(text)) or 0
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._tried(self._stream.flush)
+
+    def _tried(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except OSError as error:
+            with suppress(OSError):  # what the stream still holds goes nowhere, now and at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if not isinstance(error, BrokenPipeError) and self._stream is not sys.stderr:
+                console(stderr=True).print(f"output ends here, the command goes on: {error}")
+            return None
 
 
 @contextmanager

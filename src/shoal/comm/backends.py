@@ -2,7 +2,8 @@
 
 BytePS cannot be built any more and Horovod seldom, so every flag selects the same collectives over
 torch.distributed, or Horovod where it is asked for and imports. The log says which was chosen and
-why. A value that Monolith does not know is an error.
+why. Switches are also read as words (true, yes, on, ...). A value that Monolith does not know is an
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.comm import launch
-from shoal.errors import ConfigError, DeviceUnavailable, describe
+from shoal.comm.variables import SWITCH, choice
+from shoal.errors import DeviceUnavailable, describe
 
 __all__ = ["FLAGS", "BackendFlags", "Choice", "Flag", "Started", "choose", "read_flags", "start"]
 
@@ -40,41 +42,40 @@ class Flag:
     here: str
 
 
-_SWITCH = (0, 1)
 _WAY = "accepted; tensors travel between the devices where they are, whatever it says"
 
 FLAGS: Mapping[str, Flag] = {
-    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, _SWITCH, "Horovod where it imports"),
+    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports"),
     "optimized_horovod": Flag(
         "MONOLITH_WITH_OPTIMIZED_HOROVOD",
         0,
-        _SWITCH,
+        SWITCH,
         "as MONOLITH_WITH_HOROVOD: sizes are exchanged with the data here",
     ),
-    "horovod_fid_g2g": Flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, _SWITCH, _WAY),
-    "horovod_fwd_g2g": Flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, _SWITCH, _WAY),
-    "horovod_bwd_g2g": Flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, _SWITCH, _WAY),
-    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, _SWITCH, "torch.distributed in BytePS's place"),
-    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, _SWITCH, "accepted; one way for ids"),
-    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, _SWITCH, "accepted; one way for rows"),
-    "byteps_bwd": Flag("MONOLITH_WITH_BYTEPS_BWD", 1, _SWITCH, "accepted; one way for gradients"),
+    "horovod_fid_g2g": Flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY),
+    "horovod_fwd_g2g": Flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY),
+    "horovod_bwd_g2g": Flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY),
+    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place"),
+    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids"),
+    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows"),
+    "byteps_bwd": Flag("MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"),
     "byteps_bwd_cast": Flag(
         "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
     ),
     "byteps_bwd_fake_cast": Flag(
-        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, _SWITCH, "accepted; nothing is cast twice"
+        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, SWITCH, "accepted; nothing is cast twice"
     ),
     "byteps_fwd_gdr": Flag(
         "MONOLITH_WITH_BYTEPS_FWD_GDR",
         0,
-        _SWITCH,
+        SWITCH,
         "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
     ),
-    "byteps_fwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, _SWITCH, _WAY),
+    "byteps_fwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY),
     "byteps_bwd_gdr": Flag(
-        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, _SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
+        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
     ),
-    "byteps_bwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, _SWITCH, _WAY),
+    "byteps_bwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, SWITCH, _WAY),
     "byteps_bcast": Flag(
         "MONOLITH_WITH_BYTEPS_BCAST",
         1,
@@ -82,10 +83,10 @@ FLAGS: Mapping[str, Flag] = {
         "-1: no run hooks at all; 1: telemetry too when all is synchronous",
     ),
     "byteps_allreduce": Flag(
-        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, _SWITCH, "0: Horovod, where it imports, beside BytePS"
+        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, beside BytePS"
     ),
     "force_gpu_compatible": Flag(
-        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, _SWITCH, "1: host buffers are page-locked"
+        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are page-locked"
     ),
 }
 """Field of `BackendFlags` -> its variable."""
@@ -146,24 +147,11 @@ def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:
             near = difflib.get_close_matches(name, known, n=1)
             _log.warning("%s is no known variable%s", name, f"; {near[0]} is" if near else "")
     return BackendFlags(
-        **{field: _value(flag, environ.get(flag.variable)) for field, flag in FLAGS.items()}
+        **{
+            field: choice(environ, flag.variable, flag.default, flag.allowed)
+            for field, flag in FLAGS.items()
+        }
     )
-
-
-def _value(flag: Flag, text: str | None) -> int:
-    if text is None:
-        return flag.default
-    by_text = {str(value): value for value in flag.allowed}
-    if text.strip() not in by_text:
-        raise ConfigError(
-            describe(
-                flag.variable,
-                got=repr(text),
-                allowed=", ".join(by_text),
-                remedy=f"Unset it to get {flag.default}.",
-            )
-        )
-    return by_text[text.strip()]
 
 
 @dataclass(frozen=True, slots=True)

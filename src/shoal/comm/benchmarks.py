@@ -17,6 +17,7 @@ import torch
 from shoal.comm.collectives import Collectives, Part
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.comm.variables import whole
 from shoal.errors import ConfigError, DeviceUnavailable, describe
 
 __all__ = [
@@ -84,27 +85,17 @@ def benchmark_settings(
         ConfigError: a value that cannot be.
     """
     environ = os.environ if environ is None else environ
+
+    def number(name: str, given: int | None, default: int) -> int:
+        return whole(environ, f"MONOLITH_BENCHMARK_{name}", default) if given is None else given
+
     return BenchmarkSettings(
-        which=which or environ.get("MONOLITH_BENCHMARK_BPS", "none"),
-        iterations=_whole(environ, "MONOLITH_BENCHMARK_ITERS", iterations, 200),
-        all_reduce_length=_whole(
-            environ, "MONOLITH_BENCHMARK_BPS_AR_LEN", all_reduce_length, 65_536_000
-        ),
-        all_to_all_length=_whole(
-            environ, "MONOLITH_BENCHMARK_BPS_A2A_LEN", all_to_all_length, 65_536_000
-        ),
+        which=which or environ.get("MONOLITH_BENCHMARK_BPS") or "none",
+        iterations=number("ITERS", iterations, 200),
+        all_reduce_length=number("BPS_AR_LEN", all_reduce_length, 65_536_000),
+        all_to_all_length=number("BPS_A2A_LEN", all_to_all_length, 65_536_000),
         path=path,
     )
-
-
-def _whole(environ: Mapping[str, str], name: str, given: int | None, default: int) -> int:
-    if given is not None:
-        return given
-    text = environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise _refused(name, repr(text), "a whole number") from None
 
 
 def byteps_benchmark_ar(

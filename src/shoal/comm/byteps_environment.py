@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shoal.comm.backends import read_flags
 from shoal.comm.launchers import detect, open_mpi
+from shoal.comm.variables import choice, whole
 from shoal.errors import ConfigError, LaunchError, describe
 
 __all__ = ["GPUS_PER_NIC", "NodeEnvironment", "apply_environment", "interface_address"]
@@ -193,9 +194,8 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
                 )
             )
         rank, size, local_size = launched.rank, launched.world_size, launched.local_world_size
-    if environ.get("BYTEPS_LOCAL_SIZE"):
-        local_size = _whole(environ, "BYTEPS_LOCAL_SIZE")
-    if local_size is None or local_size < 1:
+    local_size = whole(environ, "BYTEPS_LOCAL_SIZE", local_size or 0)
+    if local_size < 1:
         raise LaunchError(
             describe(
                 "ranks of this node",
@@ -209,11 +209,10 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 def _nic(environ: Mapping[str, str], local_rank: int) -> tuple[str, dict[str, str]]:
     """The interface of a local rank, and what binding it to one sets."""
-    mode = environ.get("BYTEPS_GPU_NIC_BINDING_MODE", "0")
-    if not _switch("BYTEPS_GPU_NIC_BINDING_MODE", mode):
-        return environ.get("DMLC_INTERFACE", "eth0"), {}
+    if not choice(environ, "BYTEPS_GPU_NIC_BINDING_MODE", 0):
+        return environ.get("DMLC_INTERFACE") or "eth0", {}
     number = local_rank // GPUS_PER_NIC
-    bound = {"BYTEPS_USE_GDR_ALLREDUCE": environ.get("BYTEPS_USE_GDR_ALLREDUCE", "1")}
+    bound = {"BYTEPS_USE_GDR_ALLREDUCE": str(choice(environ, "BYTEPS_USE_GDR_ALLREDUCE", 1))}
     if read_flags(environ).gdr:
         if not environ.get("BYTEPS_NUMA_ID"):
             raise ConfigError(
@@ -227,12 +226,12 @@ def _nic(environ: Mapping[str, str], local_rank: int) -> tuple[str, dict[str, st
         bound |= {
             "CUDA_VISIBLE_DEVICES": str(local_rank),
             "BYTEPS_PIN_MEMORY": "1",
-            "BYTEPS_PIN_MEMORY_CPU": environ.get("BYTEPS_PIN_MEMORY_CPU", "1"),
+            "BYTEPS_PIN_MEMORY_CPU": str(choice(environ, "BYTEPS_PIN_MEMORY_CPU", 1)),
             "DMLC_NUM_CPU_DEV": "0",
             "DMLC_NUM_GPU_DEV": "1",
         }
-    every = _switch("BYTEPS_WITH_ALL_NICS", environ.get("BYTEPS_WITH_ALL_NICS", "0"))
-    bound["UCX_NET_DEVICES"] = _ALL_NICS if every else f"mlx5_{number}:1"
+    every_nic = choice(environ, "BYTEPS_WITH_ALL_NICS", 0)
+    bound["UCX_NET_DEVICES"] = _ALL_NICS if every_nic else f"mlx5_{number}:1"
     return f"eth{number}", bound
 
 
@@ -271,22 +270,3 @@ def _mapped(
         mapped["NCCL_NET_GDR_LEVEL"] = "PHB"  # within a NUMA node
         mapped["NCCL_NET_GDR_READ"] = "1"
     return {name: environ.get(name, value) for name, value in mapped.items()}
-
-
-def _switch(name: str, text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ConfigError(
-            describe(name, got=repr(text), allowed="0, 1", remedy="Unset it to get 0.")
-        )
-    return text == "1"
-
-
-def _whole(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(
-            describe(
-                name, got=repr(environ[name]), allowed="a whole number", remedy="Unset or set it."
-            )
-        ) from None

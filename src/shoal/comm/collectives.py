@@ -330,7 +330,7 @@ def gathered_objects(collectives: Collectives, value: Any, what: str) -> list[An
     """`gather_objects` by means of the other collectives: sizes first, then the bytes."""
     ranks = collectives.world_size
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes_W1 = torch.full((ranks, 1), data.numel(), dtype=torch.int64)
+    sizes_W1 = torch.full((ranks, 1), data.numel(), dtype=torch.int64, device="cpu")
     found = collectives.exchange_sizes(sizes_W1, what=what).wait()
     receive = tuple(int(size) for size in found.received_WX[:, 0].tolist())
     part = Part(data.repeat(ranks).to(collectives.device), (data.numel(),) * ranks, receive)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 from shoal.comm import slurm
-from shoal.errors import ConfigError, LaunchError, describe
+from shoal.comm.variables import whole
+from shoal.errors import LaunchError, describe
 
 __all__ = [
     "DEFAULT_PORT",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 29500
+MAX_TIMEOUT_S = 10**8  # three years; larger ones overflow the clocks of Gloo and NCCL
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["torchrun", "mpi", "slurm", "single"]
 
@@ -324,19 +326,8 @@ def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float |
         ConfigError: not a whole number above zero.
     """
     environ = os.environ if environ is None else environ
-    text = environ.get("PROCESS_GROUP_TIMEOUT_SECONDS", "")
-    if not text:
-        return None
-    if not text.strip().isdigit() or int(text) == 0:
-        raise ConfigError(
-            describe(
-                "PROCESS_GROUP_TIMEOUT_SECONDS",
-                got=repr(text),
-                allowed="whole seconds above zero",
-                remedy="Unset it to get the default of the backend.",
-            )
-        )
-    return float(int(text))
+    seconds = whole(environ, "PROCESS_GROUP_TIMEOUT_SECONDS", 0, least=1, most=MAX_TIMEOUT_S)
+    return float(seconds) if seconds else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from shoal.comm.launchers import Launch
 from shoal.comm.shared_memory import SharedMemoryCollectives
 from shoal.comm.timed import TimedCollectives, Waiting
 from shoal.comm.torch_collectives import TorchCollectives
+from shoal.comm.watch import Group, Watch
 from shoal.errors import (
     CollectiveFailed,
     ConfigError,
@@ -63,6 +64,7 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._open: list[Collectives] = []
         self._waiting: Waiting | None = None
+        self._watch = Watch(self.rank, self.world_size) if self.world_size > 1 else None
         self.votes: Collectives = self._host_votes()
 
     def new_group(
@@ -125,6 +127,11 @@ class Mesh:
             _log.info("collectives %r: %s on %s", name, carrier, device.type)
         return made
 
+    def watched(self, name: str) -> Group:
+        """Where calls of a group are noted, so that ranks in different calls do not wait for a
+        time-out. Every rank calls this alike."""
+        return Group(name) if self._watch is None else self._watch.group(name)
+
     def time_waits(self) -> Waiting:
         """Count the time of all collectives made from now on; the same clock at each call."""
         if self._waiting is None:
@@ -172,10 +179,12 @@ class Mesh:
         self, carrier: str, name: str, device: torch.device, timeout_s: float, *, given: bool
     ) -> Collectives:
         if carrier == "mpi":
-            return self._over_mpi(timeout_s)
+            return self._over_mpi(name, timeout_s)
         if carrier == "shared_memory":
             try:
-                return SharedMemoryCollectives(self.votes, timeout_s=timeout_s, device=device)
+                return SharedMemoryCollectives(
+                    self.votes, timeout_s=timeout_s, device=device, watched=self.watched(name)
+                )
             except ConfigError as error:  # on every rank alike
                 if given:
                     raise
@@ -183,9 +192,19 @@ class Mesh:
         group = self._make_group(name, timeout_s, device)
         # The end of an NCCL group may wait for the other ranks; the mesh ends those.
         release = self._end_group if device.type == "cpu" else None
-        return TorchCollectives(group, device, timeout_s, release=release)
+        sizes = None
+        if device.type == "cpu":
+            sizes = self._make_group(f"{name}: sizes", timeout_s, device)
+        return TorchCollectives(
+            group,
+            device,
+            timeout_s,
+            release=release,
+            watched=self.watched(name),
+            sizes_group=sizes,
+        )
 
-    def _over_mpi(self, timeout_s: float) -> Collectives:
+    def _over_mpi(self, name: str, timeout_s: float) -> Collectives:
         try:
             # Optional, and importing it starts MPI.
             from mpi4py import MPI
@@ -207,7 +226,7 @@ class Mesh:
                 f"rank {found[0]} of {found[1]} in MPI, rank {self.rank} of {self.world_size} here",
                 "ranks that mpirun started",
             )
-        return MpiCollectives(MPI.COMM_WORLD, timeout_s)
+        return MpiCollectives(MPI.COMM_WORLD, timeout_s, watched=self.watched(name))
 
     def _make_group(
         self, name: str, timeout_s: float, device: torch.device, backend: str | None = None
@@ -234,7 +253,7 @@ class Mesh:
         if self.world_size == 1:
             return LocalCollectives(host)
         group = self._make_group("votes", self.timeout_s, host, backend="gloo")
-        return TorchCollectives(group, host, self.timeout_s)
+        return TorchCollectives(group, host, self.timeout_s, watched=self.watched("votes"))
 
     def _agree(self, what: str, wanted: object) -> None:
         every = self.votes.gather_objects(wanted, what=f"agreement on {what}")

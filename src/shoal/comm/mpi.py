@@ -29,6 +29,7 @@ from shoal.comm.collectives import (
     check_values,
     gathered_objects,
 )
+from shoal.comm.watch import Group
 from shoal.errors import CollectiveFailed
 
 __all__ = ["MpiCollectives"]
@@ -50,15 +51,19 @@ class MpiCollectives:
         comm: all ranks of it take part.
         timeout_s: how long a rank waits for a collective. Messages move while it waits, and hardly
             before, so what came before the wait does not count.
+        watched: notes the calls; see `Watch`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, timeout_s: float = 1800.0, *, watched: Group | None = None
+    ) -> None:
         self._comm = comm.Dup()
         self.rank = int(self._comm.Get_rank())
         self.world_size = int(self._comm.Get_size())
         self.device = torch.device("cpu")
         self.step = 0
         self.timeout_s = timeout_s
+        self.watched = watched or Group()
         self._closed = False
         self._failure: CollectiveFailed | None = None
         self._rows: dict[int, MPI.Datatype] = {}
@@ -73,7 +78,7 @@ class MpiCollectives:
         for part in parts:
             shape = (sum(part.receive), *part.data.shape[1:])
             source = part.data.detach().contiguous()
-            result = torch.empty(shape, dtype=source.dtype)
+            result = torch.empty(shape, dtype=source.dtype, device="cpu")
             results.append(result)
             row_bytes = source.element_size() * source.shape[1:].numel()
             if row_bytes:
@@ -185,6 +190,7 @@ class _Call(Call):
                 if now < spun:
                     os.sched_yield()
                 else:
+                    self.look()
                     time.sleep(_POLL_S)
         except MPI.Exception as error:
             raise self.failed(str(error)) from error

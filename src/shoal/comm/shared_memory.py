@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.comm.collectives import (
     Collectives,
     Done,
@@ -31,6 +32,7 @@ from shoal.comm.collectives import (
     gathered_objects,
 )
 from shoal.comm.shared_region import join, refusal
+from shoal.comm.watch import ALIKE, Group
 from shoal.errors import CollectiveFailed, ShapeError, collective_failed, describe
 
 __all__ = ["SharedMemoryCollectives"]
@@ -38,6 +40,7 @@ __all__ = ["SharedMemoryCollectives"]
 _POOLED_BYTES = 1 << 20  # results from here on take memory whose pages are warm
 _REDUCED_WHOLE_BYTES = 64 << 10  # every rank combines such values whole
 _CLOSED = "the collectives were closed or belong to another process"
+_calls: dict[int, str] = {}  # by tag, those of this process
 _LOOK_S = 0.1  # between looks at signals while waiting
 
 # Where a part's rows are and go, the bytes of a row, rows to and from each rank.
@@ -52,6 +55,7 @@ class _UnderWay:
     what: str
     step: int
     start_s: float
+    number: int
     tensors: tuple[Tensor, ...]
 
 
@@ -69,6 +73,7 @@ class SharedMemoryCollectives:
         bootstrap: any collectives of the same ranks, used here only.
         timeout_s: how long a collective may take once its turn has come.
         device: the CPU.
+        watched: notes the calls; see `Watch`.
 
     Raises:
         ConfigError: not the CPU, ranks on several hosts or in several containers, or no room for
@@ -82,12 +87,14 @@ class SharedMemoryCollectives:
         *,
         timeout_s: float,
         device: torch.device | str = "cpu",
+        watched: Group | None = None,
     ) -> None:
         self.rank = bootstrap.rank
         self.world_size = bootstrap.world_size
         self.device = torch.device(device)
         self.step = 0
         self.timeout_s = timeout_s
+        self.watched = watched or Group()
         if self.device.type != "cpu":
             raise refusal("device of shared-memory collectives", device, "cpu")
         self._process = os.getpid()
@@ -118,7 +125,7 @@ class SharedMemoryCollectives:
             result = _empty((sum(part.receive), *shape), source.dtype)
             sources.append(source)
             results.append(result)
-            runs.append((source.data_ptr(), result.data_ptr(), row_bytes, part.send, part.receive))
+            runs.append((address(source), address(result), row_bytes, part.send, part.receive))
         under_way = self._start(runs, what, (*sources, *results))
         return _Arriving(self, under_way, tuple(results))
 
@@ -129,7 +136,7 @@ class SharedMemoryCollectives:
         received_WX = torch.empty_like(sent_WX)
         ones = (1,) * self.world_size
         row_bytes = sent_WX.shape[1] * 8
-        runs: list[_Runs] = [(sent_WX.data_ptr(), received_WX.data_ptr(), row_bytes, ones, ones)]
+        runs: list[_Runs] = [(address(sent_WX), address(received_WX), row_bytes, ones, ones)]
         return _ArrivingSizes(self, self._start(runs, what, (sent_WX, received_WX)))
 
     def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
@@ -148,7 +155,7 @@ class SharedMemoryCollectives:
         flat = source.view(-1)
         (parts,) = self.all_to_all([Part(flat, shares, (mine,) * ranks)], what=what).wait()
         combined = _combine(parts.view(ranks, mine), op)
-        result = torch.empty(count, dtype=source.dtype)
+        result = torch.empty(count, dtype=source.dtype, device="cpu")
         runs = [*_same_to_all(combined, ranks), _from_all(result, shares)]
         _Arriving(self, self._start(runs, what, (combined, result)), ()).wait()
         return Done((result.view(source.shape),))
@@ -174,7 +181,7 @@ class SharedMemoryCollectives:
 
     def barrier(self, *, what: str) -> None:
         """See `Collectives`."""
-        byte = torch.zeros(1, dtype=torch.uint8)
+        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         under_way, gathered_WN = self._all_gather(byte, what)
         _Arriving(self, under_way, (gathered_WN,)).wait()
 
@@ -192,7 +199,7 @@ class SharedMemoryCollectives:
     def _all_gather(self, flat_N: Tensor, what: str) -> tuple[_UnderWay, Tensor]:
         """Begin to give `flat_N` to all ranks; the second is what comes, [W, N]."""
         ranks, count = self.world_size, flat_N.numel()
-        gathered_WN = torch.empty((ranks, count), dtype=flat_N.dtype)
+        gathered_WN = torch.empty((ranks, count), dtype=flat_N.dtype, device="cpu")
         sent_N = flat_N.clone()  # the caller's may change before all have read it
         runs = [*_same_to_all(sent_N, ranks), _from_all(gathered_WN, (count,) * ranks)]
         return self._start(runs, what, (sent_N, gathered_WN)), gathered_WN
@@ -205,7 +212,7 @@ class SharedMemoryCollectives:
         if self._closed or os.getpid() != self._process:
             raise self._failed(what, self.step, start_s, _CLOSED)
         call = self._group.start(runs, self.world_size, _tag(what))
-        under_way = _UnderWay(call, what, self.step, start_s, tensors)
+        under_way = _UnderWay(call, what, self.step, start_s, self.watched.begin(what), tensors)
         self._under_way.append(under_way)
         return under_way
 
@@ -220,15 +227,23 @@ class SharedMemoryCollectives:
                 first = next(
                     (u for u in self._under_way if not self._group.wait(u.call, 0)), under_way
                 )
-                reason = _reason(fault, peer, theirs, blamed, detail)
-                raise self._failed(first.what, first.step, first.start_s, reason)
+                reason = _reason(fault, peer, theirs, blamed, detail, self.watched.name)
+                remedy = {"remedy": ALIKE} if "mismatch" in (fault, theirs) else {}
+                raise self._failed(first.what, first.step, first.start_s, reason, **remedy)
+            told = self.watched.look(under_way.number)
+            if told is not None:
+                raise self._failed(
+                    under_way.what, under_way.step, under_way.start_s, told, remedy=ALIKE
+                )
         self._forget_done()
 
     def _forget_done(self) -> None:
         while self._under_way and self._group.wait(self._under_way[0].call, 0):
             self._under_way.popleft()
 
-    def _failed(self, what: str, step: int, start_s: float, reason: str) -> CollectiveFailed:
+    def _failed(
+        self, what: str, step: int, start_s: float, reason: str, **remedy: str
+    ) -> CollectiveFailed:
         self._failure = collective_failed(
             what,
             rank=self.rank,
@@ -237,6 +252,7 @@ class SharedMemoryCollectives:
             elapsed_s=time.monotonic() - start_s,
             timeout_s=self.timeout_s,
             reason=reason,
+            **remedy,
         )
         return self._failure
 
@@ -312,34 +328,38 @@ def _same_to_all(values: Tensor, ranks: int) -> list[_Runs]:
     none = (0,) * ranks
     row_bytes = values.numel() * values.element_size()
     return [
-        (values.data_ptr(), 0, row_bytes, tuple(int(to == rank) for to in range(ranks)), none)
+        (address(values), 0, row_bytes, tuple(int(to == rank) for to in range(ranks)), none)
         for rank in range(ranks)
     ]
 
 
 def _from_all(values: Tensor, counts: Sequence[int]) -> _Runs:
     """A run that receives `counts[w]` elements from rank w."""
-    return (0, values.data_ptr(), values.element_size(), (0,) * len(counts), counts)
+    return (0, address(values), values.element_size(), (0,) * len(counts), counts)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = prod(shape) * dtype.itemsize
     if size < _POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return _core.pooled_bytes(size).view(dtype).view(shape)
 
 
-def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str) -> str:
+def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str, name: str) -> str:
     if fault == "failed":
-        return f"rank {peer} gave up ({_reason(theirs, blamed, '', -1, 'its messages differ')})"
+        told = _reason(theirs, blamed, "", 0, "its messages differ", name)
+        return f"rank {peer} gave up ({told})"
+    call = _calls.get(blamed & 0xFFFFFFFF, "another call")
     return {
         "timeout": f"rank {peer} did not come",
         "dead": f"the process of rank {peer} is gone",
         "closed": f"rank {peer} left",
-        "mismatch": f"rank {peer} is not in the same call: {detail}",
+        "mismatch": f"rank {peer} is not in the same call of {name} but in {call!r}: {detail}",
     }.get(fault, detail or f"rank {peer} gave up")
 
 
 @lru_cache(maxsize=1024)
 def _tag(what: str) -> int:
-    return zlib.crc32(what.encode())
+    tag = zlib.crc32(what.encode())
+    _calls[tag] = what
+    return tag

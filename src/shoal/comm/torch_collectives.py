@@ -30,6 +30,7 @@ from shoal.comm.collectives import (
     check_values,
     gathered_objects,
 )
+from shoal.comm.watch import Group
 from shoal.errors import CollectiveFailed
 
 __all__ = ["TorchCollectives"]
@@ -37,6 +38,8 @@ __all__ = ["TorchCollectives"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SPIN_S = 2e-3
 _POLL_S = 50e-6
+_COLUMNS = 16  # sizes on the CPU are sent in so many, so that messages of most calls are alike
+_LOOK_S = 0.1  # between looks at what other ranks wait for
 
 
 class TorchCollectives:
@@ -50,6 +53,9 @@ class TorchCollectives:
         timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
             where the host waits (sizes, barriers).
         release: called once by `close`, with the group.
+        watched: notes the calls; see `Watch`.
+        sizes_group: sizes go over it; released like `group`. Gloo ends the process where messages
+            of two sizes meet, so that those of ranks in different calls should not.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class TorchCollectives:
         timeout_s: float,
         *,
         release: Callable[[dist.ProcessGroup], None] | None = None,
+        watched: Group | None = None,
+        sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index
         self.rank = dist.get_rank(group)
@@ -67,7 +75,9 @@ class TorchCollectives:
         self.step = 0
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = group
+        self._sizes_group: dist.ProcessGroup | None = sizes_group or group
         self._release = release
+        self.watched = watched or Group()
         self._failure: CollectiveFailed | None = None
         # Sizes are copied to the host beside the caller's stream, which need not wait for them.
         self._sizes_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -96,12 +106,15 @@ class TorchCollectives:
     def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
         """See `Collectives`."""
         check_sizes(sizes_WX, self, what)
-        both = torch.empty((2, *sizes_WX.shape), dtype=torch.int64, device=self.device)
-        both[0].copy_(sizes_WX.detach(), non_blocking=True)
+        ranks, columns = sizes_WX.shape
+        room = columns if self.device.type == "cuda" else -(-columns // _COLUMNS) * _COLUMNS
+        both = torch.empty((2, ranks, room), dtype=torch.int64, device=self.device)
+        both[0, :, :columns].copy_(sizes_WX.detach(), non_blocking=True)
         call = _Call(self, what)
-        call.begin(partial(dist.all_to_all_single, both[1], both[0], async_op=True))
+        exchange = partial(dist.all_to_all_single, both[1], both[0], async_op=True)
+        call.begin(exchange, self._sizes_group)
         if self._sizes_stream is None:
-            return _ArrivingSizes(call, both)
+            return _ArrivingSizes(call, both[:, :, :columns])
         return _sizes_on_host(call, both, self._sizes_stream)
 
     def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
@@ -128,14 +141,16 @@ class TorchCollectives:
 
     def barrier(self, *, what: str) -> None:
         """See `Collectives`; on CUDA, the device has reached it too."""
-        sizes_W1 = torch.zeros((self.world_size, 1), dtype=torch.int64)
+        sizes_W1 = torch.zeros((self.world_size, 1), dtype=torch.int64, device="cpu")
         self.exchange_sizes(sizes_W1, what=what).wait()
 
     def close(self) -> None:
         """See `Collectives`; the group itself belongs to whoever made it."""
-        group, self._group = self._group, None
-        if group is not None and self._release is not None:
-            self._release(group)
+        groups = {group for group in (self._group, self._sizes_group) if group is not None}
+        self._group = self._sizes_group = None
+        for group in groups:
+            if self._release is not None:
+                self._release(group)
 
 
 class _Call(Call):
@@ -146,12 +161,12 @@ class _Call(Call):
         self._owner = owner
         self._works: list[dist.Work] = []
 
-    def begin(self, operation: Callable[..., Any]) -> None:
+    def begin(self, operation: Callable[..., Any], group: dist.ProcessGroup | None = None) -> None:
         """Start one operation of torch.distributed, given its group."""
         if self._owner._group is None:
             raise self.failed("the collectives were closed before it")
         try:
-            self._works.append(operation(group=self._owner._group))
+            self._works.append(operation(group=group or self._owner._group))
         except (RuntimeError, ValueError) as error:  # ValueError: of a group that is gone
             raise self.failed(_reason(error)) from error
 
@@ -162,9 +177,23 @@ class _Call(Call):
                 if self._owner.device.type == "cuda":
                     work.wait()  # a timeout here would make the host wait
                 else:
-                    work.wait(datetime.timedelta(seconds=max(self.left_s(), 1e-3)))
+                    self._arrived(work)
         except RuntimeError as error:
             raise self.failed(_reason(error)) from error
+
+    def _arrived(self, work: dist.Work) -> None:
+        while True:
+            most_s = max(min(self.left_s(), _LOOK_S), 1e-3)
+            try:
+                work.wait(datetime.timedelta(seconds=most_s))
+                return
+            except RuntimeError:
+                if self.left_s() <= 0:
+                    raise
+            if work.is_completed():  # it failed, or ended just after that wait
+                work.wait()
+                return
+            self.look()
 
 
 class _Arriving:
@@ -211,6 +240,8 @@ class _SizesOnHost:
             while not self._copied.query():  # type: ignore[no-untyped-call]
                 if self._call.left_s() < 0:
                     raise self._call.failed("sizes did not arrive")
+                if time.monotonic() > spun:
+                    self._call.look()
                 time.sleep(0 if time.monotonic() < spun else _POLL_S)
         except CollectiveFailed:
             raise
@@ -220,7 +251,7 @@ class _SizesOnHost:
 
 
 def _sizes_on_host(call: _Call, both: Tensor, stream: torch.cuda.Stream) -> PendingSizes:
-    host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
+    host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True, device="cpu")
     with torch.cuda.stream(stream):
         call.wait()
         host.copy_(both, non_blocking=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -17,7 +19,7 @@ from shoal.config.tree import (
     RunConfig,
     TableSettings,
 )
-from shoal.errors import unknown_name
+from shoal.errors import ConfigError, describe, unknown_name
 from shoal.layouts import Feature, Layout, LayoutSlice
 from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
 from shoal.table.spec import Segment, TableSpec
@@ -55,7 +57,12 @@ class ModelParts:
 
 
 def build_parts(
-    config: RunConfig, model: AnyModel, *, offered: Sequence[str], num_dense: int
+    config: RunConfig,
+    model: AnyModel,
+    *,
+    offered: Sequence[str],
+    num_dense: int,
+    examples: int | None = None,
 ) -> ModelParts:
     """Assemble a model's parts.
 
@@ -64,10 +71,11 @@ def build_parts(
         model: the model's own settings; `config.model`, or a baseline's.
         offered: names of the id features that the data has.
         num_dense: dense columns of the data.
+        examples: of the data, to check that a training step fits this machine's memory.
 
     Raises:
         UnknownName: a feature that the data does not have, or a table that no feature uses.
-        ConfigError: widths that do not fit together.
+        ConfigError: widths that do not fit together, or not into memory.
     """
     settings = feature_settings(config, offered)
     features = tuple(
@@ -81,6 +89,8 @@ def build_parts(
     segments = _segments_of(model)
     tables = tuple(_table(name, _settings_of(config, name), segments) for name in used)
     dim = 1 if segments == (_BIAS,) else tables[0].segments[-1].dim
+    if examples is not None:
+        _check_memory(config, model, tables, (num_dense, len(features), dim), examples)
     return ModelParts(
         name=model.kind,
         tables=tables,
@@ -170,6 +180,62 @@ def _layouts(features: Sequence[Feature], segments: tuple[str, ...]) -> tuple[La
     if len(segments) == 1:
         return (stacked,)
     return (Layout(FIRST_ORDER, "concat", slices(_BIAS)), stacked)
+
+
+def _check_memory(
+    config: RunConfig,
+    model: AnyModel,
+    tables: Sequence[TableSpec],
+    inputs: tuple[int, int, int],
+    examples: int,
+) -> None:
+    """Refuse settings that cannot work here, by what they take at least, before they take it.
+
+    Raises:
+        ConfigError: more than the machine has; names the largest part.
+    """
+    weights = _dense_weights(model, inputs)
+    num_dense, features, dim = inputs
+    widths = num_dense + features * dim + sum(getattr(model, "hidden", ()))
+    order = config.data.shuffle_window or examples if config.data.shuffle != "never" else 0
+    parts = {
+        "model.hidden": 16 * weights,  # with gradients and the optimizer's two numbers
+        "data.batch_size": 8 * min(config.data.batch_size, examples) * widths,
+        "data.shuffle_window": 8 * min(order, examples),
+        "expected_rows of tables": sum(
+            4 * one.expected_rows * (one.dim + one.state_width) for one in tables
+        ),
+        "admission.sketch_width of tables": sum(
+            4 * one.admission.sketch_width * one.admission.sketch_depth
+            for one in tables
+            if one.admission is not None and one.admission.counter == "sketch"
+        ),
+    }
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(parts.values()) > here:
+        name = max(parts, key=parts.__getitem__)
+        raise ConfigError(
+            describe(
+                f"memory for model {model.kind}",
+                got=f"{sum(parts.values()):,} bytes and more, most for {name}",
+                allowed=f"{here:,} bytes, as this machine has",
+                remedy=f"Lower {name}.",
+            )
+        )
+
+
+def _dense_weights(model: AnyModel, inputs: tuple[int, int, int]) -> int:
+    """Dense weights of a model, biases left out, without making it."""
+    num_dense, features, dim = inputs
+    flat, hidden = num_dense + features * dim, getattr(model, "hidden", ())
+    chains: list[tuple[int, ...]] = [(flat, *hidden, 1)]
+    if isinstance(model, DlrmSettings):
+        pairs = features * (features + 1) // 2
+        chains = [(num_dense, *model.bottom, dim), (dim + pairs, *hidden, 1)]
+    elif isinstance(model, DcnSettings):
+        middle = () if model.low_rank is None else (model.low_rank[0] * model.low_rank[1],)
+        chains += [(flat, *middle, flat)] * model.cross_layers
+    return sum(a * b for chain in chains for a, b in pairwise(chain))
 
 
 def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:

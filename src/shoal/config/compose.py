@@ -8,20 +8,21 @@ and `validate` do the same for trees of programs that are built on Shoal.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from yaml import YAMLError  # type: ignore[import-untyped]
 
+from shoal.config.limits import check_growth, check_override, check_values, read_checked
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError, UnknownName, describe, unknown_name
 
@@ -71,32 +72,55 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
     Raises:
         ConfigError: no such file, bad YAML, a bad override.
     """
-    file = Path(path).resolve()
-    if not file.is_file() or file.suffix != ".yaml":
+    try:
+        file = Path(path).resolve()
+        found = file.is_file() and file.suffix == ".yaml"
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or links in a ring
+        found = False
+    if not found:
         raise ConfigError(
             describe(
                 "config file",
-                got=str(path),
+                got=str(path)[:200],
                 allowed="the path of an existing .yaml file",
                 remedy="Start from one in examples/, say examples/flights.yaml.",
             )
         )
-    parsed = [_parsed(text) for text in overrides]
+    for text in overrides:
+        check_override(text)
     try:
-        with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
-            alone = compose(file.stem)
-            tree = compose(file.stem, overrides=_forced(parsed, alone, file.parent))
-        settings = OmegaConf.to_container(tree, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        return _named(_composed(file, overrides))
+    except ShoalError:
+        raise
+    except Exception as error:  # of parsers of other packages, which raise whatever they meet
         raise ConfigError(
             describe(
                 f"config {path}",
-                got=" ".join(str(error).split()),
-                allowed="YAML, and overrides of keys that exist",
+                got=" ".join((str(error) or repr(error.__cause__)).split())[:1000],
+                allowed="YAML in UTF-8, and overrides of keys that exist",
                 remedy="Correct the file or the override named above.",
             )
         ) from error
-    return _named(settings)
+
+
+def _load_checked(source: Any, load_config: Callable[[str], Any], config_path: str) -> Any:
+    """What Hydra loads of a folder: it may be any file that a `defaults` list names."""
+    read_checked(Path(source.path) / source._normalize_file_name(config_path))
+    return load_config(config_path)
+
+
+def _composed(file: Path, overrides: Sequence[str]) -> Any:
+    parsed = [_parsed(text) for text in overrides]
+    with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
+        loader: Any = GlobalHydra.instance().config_loader()
+        for source in loader.repository.sources:
+            if source.scheme() == "file":
+                source.load_config = partial(_load_checked, source, source.load_config)
+        # Composing takes a while: without overrides that replace parts, once is enough.
+        alone = compose(file.stem) if any(_replaces(one) for one in parsed) else DictConfig({})
+        tree = compose(file.stem, overrides=_forced(parsed, alone, file.parent))
+    check_growth(OmegaConf.to_container(tree, resolve=False))
+    return OmegaConf.to_container(tree, resolve=True)
 
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
@@ -124,6 +148,7 @@ def validate(tree: type[Tree], settings: Mapping[str, Any]) -> Tree:
         UnknownName: a key that a section does not have; lists the nearest.
         ConfigError: a value that is missing or of the wrong type.
     """
+    check_values(settings)
     try:
         return tree.model_validate(settings)
     except ValidationError as error:
@@ -136,7 +161,7 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[str]:
-    found = sorted(name for name in environment if name.startswith("SHOAL_"))
+    found = sorted(name for name in environment if name.startswith("SHOAL_") and environment[name])
     for name in found:
         if name not in ENVIRONMENT:
             raise unknown_name(
@@ -159,6 +184,12 @@ def _parsed(text: str) -> Override:
         ) from error
 
 
+def _replaces(override: Override) -> bool:
+    """Whether it gives a mapping with a kind."""
+    value = None if override.is_delete() else override.value()
+    return isinstance(value, dict) and any(str(part) == "kind" for part in value)
+
+
 def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> list[str]:
     """Let overrides name keys that the file leaves to their defaults; the tree judges them.
 
@@ -171,9 +202,7 @@ def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> l
         if override.is_add() or override.is_delete() or (folder / key).is_dir():
             forced.append(text)
             continue
-        value = override.value()
-        replaces = isinstance(value, dict) and any(str(part) == "kind" for part in value)
-        if replaces and OmegaConf.select(alone, key) is not None:
+        if _replaces(override) and OmegaConf.select(alone, key) is not None:
             forced.append(f"~{key}")
         forced.append(f"++{text.lstrip('+')}")
     return forced
@@ -214,7 +243,7 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
     return ConfigError(
         describe(
             f"config key {path}",
-            got="nothing" if first["type"] == "missing" else repr(first["input"]),
+            got="nothing" if first["type"] == "missing" else repr(first["input"])[:200],
             allowed=allowed[:1].lower() + allowed[1:],
             remedy="Correct it in the file or on the command line.",
         )

@@ -53,12 +53,24 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
         share: this rank's part of each batch; None: all of it.
 
     Raises:
-        ConfigError: nothing says what to evaluate on, or two settings do.
+        ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
+            with batch normalisation.
         DataError: a file that is missing, empty or malformed, or no examples on one side.
     """
     settings = config.data
     training, evaluation = _sides(config)
     pins = resolve_device(config.device).startswith("cuda")
+    # Of one value there is no variance.
+    normalises = getattr(config.model, "batch_norm", False)
+    if normalises and settings.batch_size == 1:
+        raise ConfigError(
+            describe(
+                "data.batch_size with model.batch_norm",
+                got=1,
+                allowed="2 or more examples, over all ranks",
+                remedy="Use larger batches, or no batch normalisation.",
+            )
+        )
     order = Order(
         passes=settings.epochs,
         shuffle=settings.shuffle,
@@ -75,6 +87,8 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             share=share,
             prefetch=settings.prefetch,
             pin_memory=pins,
+            least=2 if normalises else 1,
+            short=settings.last_batch,
         ),
         evaluation=Loader(
             _first(evaluation, config.eval.max_examples),
@@ -146,4 +160,4 @@ def _synthetic(settings: SyntheticSource, seed: int) -> tuple[Source, Source]:
 def _first(source: Source, max_examples: int | None) -> Source:
     if max_examples is None or max_examples >= len(source):
         return source
-    return Subset(source, torch.arange(max_examples))
+    return Subset(source, torch.arange(max_examples, device="cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validato
 from pydantic_core import core_schema
 
 from shoal.config import named
-from shoal.errors import UnknownName
+from shoal.errors import ConfigError, UnknownName, describe
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor
 from shoal.rules.expiry import Expiry
@@ -36,7 +37,9 @@ class Section(BaseModel):
     that `compose` can say where in the tree it was.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -67,6 +70,15 @@ class _Built:
 def _rate(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return named.build(value, named.SCHEDULES)
+    if not 0 <= value < math.inf:
+        raise ConfigError(
+            describe(
+                "learning rate",
+                got=value,
+                allowed="a finite number, 0 or more, or a schedule",
+                remedy="Set it to one.",
+            )
+        )
     return float(value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat
 
 from shoal.config.section import (
     AdmissionRule,
@@ -23,7 +23,7 @@ from shoal.config.section import (
 from shoal.rules.compressors import Float32
 from shoal.rules.initializers import Uniform, Zeros
 from shoal.rules.optimizers import Adagrad
-from shoal.table.spec import OnFull, RowDType
+from shoal.table.spec import MAX_DIM, MAX_THREADS, OnFull, RowDType
 
 __all__ = [
     "BiasSettings",
@@ -56,6 +56,15 @@ __all__ = [
 ]
 
 
+# Larger numbers are mistakes, and sums of them would not fit 64 bits.
+Count = Annotated[int, Field(gt=0, le=(1 << 31) - 1)]
+Examples = Annotated[int, Field(gt=0, le=1 << 47)]
+Few = Annotated[int, Field(ge=0, le=1024)]
+Width = Annotated[int, Field(gt=0, le=1 << 16)]
+Layers = Annotated[tuple[Width, ...], Field(max_length=64)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+
+
 def _by_kind(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
@@ -71,7 +80,7 @@ class IdSettings(Section):
 
     columns: tuple[str, ...] = ()
     is_list: bool = False
-    max_length: PositiveInt | None = None
+    max_length: Count | None = None
 
 
 class FileSource(Section):
@@ -85,7 +94,7 @@ class FileSource(Section):
     ids: dict[str, IdSettings]
     label: str
     dense: tuple[str, ...] = ()
-    dense_fill: float | None = None
+    dense_fill: Annotated[float, Field(allow_inf_nan=False)] | None = None
     time: str | None = None
     weight: str | None = None
 
@@ -106,14 +115,14 @@ class SyntheticSource(Section):
     """Clicks made up on the fly: Zipf ids, new ids arriving, a planted signal."""
 
     kind: Literal["synthetic"] = "synthetic"
-    examples: PositiveInt = 1_000_000
-    eval_examples: PositiveInt = 100_000
-    num_features: PositiveInt = 8
-    vocabulary: PositiveInt = 1_000_000
+    examples: Examples = 1_000_000
+    eval_examples: Examples = 100_000
+    num_features: Annotated[int, Field(gt=0, le=1024)] = 8
+    vocabulary: Examples = 1_000_000
     exponent: PositiveFloat = 1.05
     fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     fresh_per_example: Annotated[float, Field(ge=0)] = 0.05
-    num_dense: NonNegativeInt = 4
+    num_dense: Annotated[int, Field(ge=0, le=1 << 16)] = 4
     signal: float = 1.0
     bias: float = -1.5
 
@@ -128,16 +137,19 @@ class DataSettings(Section):
 
     `split` is an event time (UTC unless it says otherwise): examples before it train, those from
     it on evaluate. `shuffle` "replays" keeps the order of the first epoch and shuffles later ones.
+    `last_batch` is what becomes of a last batch of an epoch that is one example, which batch
+    normalisation cannot take.
     """
 
     source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
     split: datetime | None = None
-    batch_size: PositiveInt = 512
-    epochs: PositiveInt = 1
+    batch_size: Count = 512
+    epochs: Count = 1
     shuffle: Literal["never", "replays", "always"] = "never"
-    shuffle_window: PositiveInt | None = None
-    prefetch: NonNegativeInt = 2
-    max_examples: PositiveInt | None = None
+    shuffle_window: Examples | None = None
+    prefetch: Few = 2
+    last_batch: Literal["merge", "drop"] = "merge"
+    max_examples: Examples | None = None
 
 
 class BiasSettings(Section):
@@ -150,15 +162,15 @@ class BiasSettings(Section):
 class TableSettings(Section):
     """A table; what `tables.default` says holds where the table itself says nothing."""
 
-    dim: PositiveInt = 16
+    dim: Annotated[int, Field(gt=0, le=MAX_DIM)] = 16
     dtype: RowDType = "float32"
     optimizer: OptimizerRule = Field(default_factory=lambda: Adagrad(lr=0.05))
     initializer: InitializerRule = Field(default_factory=lambda: Uniform(minval=-0.01, maxval=0.01))
     compressor: CompressorRule = Field(default_factory=Float32)
     bias: BiasSettings = Field(default_factory=BiasSettings)
-    capacity_rows: PositiveInt | None = None
+    capacity_rows: Examples | None = None
     on_full: OnFull = "raise"
-    expected_rows: NonNegativeInt = 0
+    expected_rows: Annotated[int, Field(ge=0, le=(1 << 31) - 2)] = 0
     admission: AdmissionRule = None
     expiry: ExpiryRule = None
 
@@ -168,7 +180,7 @@ class FeatureSettings(Section):
 
     table: str | None = None
     combiner: Literal["sum", "mean"] = "sum"
-    max_length: PositiveInt | None = None
+    max_length: Count | None = None
 
 
 class LogisticSettings(Section):
@@ -180,7 +192,7 @@ class LogisticSettings(Section):
 class DeepSettings(Section):
     """What models with dense layers share: hidden widths, dropout, batch normalisation."""
 
-    hidden: tuple[PositiveInt, ...] = (128, 64)
+    hidden: Layers = (128, 64)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     batch_norm: bool = False
 
@@ -195,15 +207,15 @@ class DlrmSettings(DeepSettings):
     """Dots of embeddings and of a dense vector, which `bottom` makes; `hidden` are on top."""
 
     kind: Literal["dlrm"] = "dlrm"
-    bottom: tuple[PositiveInt, ...] = (64,)
+    bottom: Layers = (64,)
 
 
 class DcnSettings(DeepSettings):
     """Cross network (DCN-v2) beside a deep part; `low_rank` is (rank, experts) of a mixture."""
 
     kind: Literal["dcn"] = "dcn"
-    cross_layers: PositiveInt = 3
-    low_rank: tuple[PositiveInt, PositiveInt] | None = None
+    cross_layers: Annotated[int, Field(gt=0, le=64)] = 3
+    low_rank: tuple[Width, Annotated[int, Field(gt=0, le=1024)]] | None = None
 
 
 ModelSettings = Annotated[
@@ -222,15 +234,15 @@ class DenseOptimizerSettings(Section):
 class EvalSettings(Section):
     """How the evaluation runs."""
 
-    batch_size: PositiveInt = 4096
-    max_examples: PositiveInt | None = None
+    batch_size: Count = 4096
+    max_examples: Examples | None = None
 
 
 class LoggingSettings(Section):
     """What a run writes while it goes on. `points` is about how many points curves get."""
 
-    points: PositiveInt = 200
-    plain_interval_s: PositiveFloat = 5.0
+    points: Count = 200
+    plain_interval_s: Seconds = 5.0
     jsonl: bool = True
     tensorboard: bool | Literal["auto"] = "auto"
 
@@ -260,14 +272,16 @@ class CheckpointSettings(Section):
 
     `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
     hold what changed since. `keep_full` full ones stay, with what builds on them. `warm_start`
-    counts only where there is nothing to go on from.
+    counts only where there is nothing to go on from. More than `failures_allowed` saves in a row
+    that fail, and the last one of a run, end it.
     """
 
     dir: str | None = None
-    every_steps: PositiveInt | None = None
-    every_s: PositiveFloat | None = None
-    full_every: PositiveInt = 10
-    keep_full: PositiveInt = 2
+    every_steps: Count | None = None
+    every_s: Seconds | None = None
+    full_every: Count = 10
+    keep_full: Count = 2
+    failures_allowed: Few = 3
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
     warm_start: Annotated[WarmStartSettings | None, BeforeValidator(_by_path)] = None
@@ -315,11 +329,11 @@ class DistributedSettings(Section):
     )
     grad_reduce: Literal["mean", "sum"] = "mean"
     per_sender_steps: bool = False
-    staleness: NonNegativeInt = 0
+    staleness: Few = 0
     wire: WireSettings = Field(default_factory=WireSettings)
     path: Literal["auto", "torch", "shared_memory", "mpi"] = "auto"
     dense: Literal["ddp", "fsdp2"] = "ddp"
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     pin_cores: bool = True
     enable_alltoall_metrics: bool = False
     enable_alltoall_metrics_for_slot: bool = False
@@ -331,9 +345,9 @@ class RunConfig(Section):
     DEFAULT_TABLE: ClassVar[str] = "default"
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     device: str = "cpu"
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     data: DataSettings
     tables: dict[str, TableSettings] = Field(default_factory=dict)
     features: dict[str, FeatureSettings] = Field(default_factory=dict)
@@ -343,11 +357,11 @@ class RunConfig(Section):
     dense_optimizer: DenseOptimizerSettings = Field(default_factory=DenseOptimizerSettings)
     loss: Literal["log_loss"] = "log_loss"
     clip_norm: PositiveFloat | None = None
-    accumulation: PositiveInt = 1
+    accumulation: Count = 1
     amp: Literal["none", "bfloat16", "float16"] = "none"
     nan_policy: Literal["raise", "skip", "clip"] = "raise"
-    nan_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    evict_every_s: PositiveInt = 86_400
+    nan_clip: Annotated[float, Field(gt=0, le=3e38)] = 1.0
+    evict_every_s: Count = 86_400
     profile: str | None = None
     distributed: DistributedSettings = Field(default_factory=DistributedSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)

@@ -1,23 +1,25 @@
 """From Arrow columns to ids, dense features and labels.
 
-An id is the column's integer itself, or the 64-bit hash of its text (`shoal.fid.hash_strings`);
-several columns crossed are one id that mixes theirs in order. A list column is a jagged feature.
+An id is the column's integer itself, or what its text stands for (`shoal.fid.ids_of_text`): an
+integer if it spells one, else its 64-bit hash. Several columns crossed are one id that mixes theirs
+in order. A list column is a jagged feature.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data import columns
+from shoal.data.columns import Rows
 from shoal.data.tensors import TensorSource
 from shoal.errors import ConfigError, DataError, describe
-from shoal.fid import hash_strings
 from shoal.hashing import mix64
 from shoal.ragged import Ragged
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IdFeature", "Recipe", "cross", "encode", "encode_times"]
 
-_LAST_SECOND = (1 << 32) - 1
+_FILL = "Set dense_fill to what stands for a missing value, drop these rows, or correct the file."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +72,15 @@ class Recipe:
 
     Args:
         ids: the id features, in batch order; at least one.
-        label: a column of 0..1 or booleans.
-        dense: columns of numbers, in batch order.
-        dense_fill: what a null dense value becomes; None refuses nulls.
+        label: a column of 0..1 or booleans; it is nothing else besides.
+        dense: columns of finite numbers, in batch order.
+        dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.
-        weight: a column of numbers of at least 0.
+        weight: a column of finite numbers of at least 0.
 
     Raises:
-        ConfigError: no id features, or a name twice.
+        ConfigError: no id features, a name twice, a column in roles that exclude each other, or
+            a `dense_fill` that is not finite.
     """
 
     ids: tuple[IdFeature, ...]
@@ -94,6 +97,33 @@ class Recipe:
             raise ConfigError(
                 describe("id features", got=names, allowed="1 or more names", remedy=remedy)
             )
+        if self.dense_fill is not None and not math.isfinite(self.dense_fill):
+            raise ConfigError(
+                describe(
+                    "dense_fill", got=self.dense_fill, allowed="a finite number", remedy="Set one."
+                )
+            )
+        self._check_roles()
+
+    def _check_roles(self) -> None:
+        lists = {name for feature in self.ids if feature.is_list for name in feature.columns}
+        single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
+        others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight]
+        numbers = [*self.dense, self.label, self.time, self.weight]
+        for name, got, is_wrong in [
+            (self.label, "the label and something else", self.label in others),
+            *((name, "dense twice", self.dense.count(name) > 1) for name in self.dense),
+            *((name, "lists and single values", name in [*single, *numbers]) for name in lists),
+        ]:
+            if is_wrong:
+                raise ConfigError(
+                    describe(
+                        f"roles of column {name!r}",
+                        got=got,
+                        allowed="label alone; dense once; lists or single values",
+                        remedy="Name the column in one of them.",
+                    )
+                )
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -109,13 +139,23 @@ class Recipe:
         return list(dict.fromkeys(named))
 
     def check_columns(self, present: Iterable[str], where: str) -> None:
-        """Check that all columns are there.
+        """Check that all columns are there, each once.
 
         Raises:
-            DataError: one is missing; names the nearest that are there.
+            DataError: one is missing, and the nearest that are there; or there twice, and where.
         """
         have = list(present)
         for name in self.columns:
+            if have.count(name) > 1:
+                places = [str(place) for place, other in enumerate(have) if other == name]
+                raise DataError(
+                    describe(
+                        f"columns of {where}",
+                        got=f"{name!r} at places {', '.join(places)} (from 0)",
+                        allowed="each name once",
+                        remedy="Rename one of them, or leave it out.",
+                    )
+                )
             if name not in have:
                 near = difflib.get_close_matches(name, have, n=5, cutoff=0.4) or have[:10]
                 remedy = "Change the name in the recipe, or add the column to the file."
@@ -141,37 +181,50 @@ def cross(parts: Sequence[Tensor]) -> Tensor:
     return crossed
 
 
-def encode(table: pa.Table, recipe: Recipe, where: str) -> TensorSource:
+def encode(
+    table: pa.Table, recipe: Recipe, where: str, *, first_row: int = 0, spelled: bool = False
+) -> TensorSource:
     """Examples of an Arrow table (or record batch) in memory.
 
     Args:
         table: one row per example.
         recipe: which columns are what.
         where: names the table in messages.
+        first_row: number of the table's first row there.
+        spelled: numbers and lists may be text, and empty text is missing, as in CSV.
 
     Raises:
-        DataError: a column is missing or of a type that does not fit; an id, label or time is
-            null; a list is longer than declared; a label is outside 0..1.
+        DataError: a column is missing, there twice, or of a type that does not fit; an id, label,
+            weight or time is missing, or a dense value without `dense_fill`; a list holds a null
+            or is longer than declared; a label is outside 0..1, a weight negative, or a number
+            not finite.
     """
     recipe.check_columns(table.schema.names, where)
+    rows = Rows(where, first_row, spelled)
+    there = {name: columns.decoded(table.column(name)) for name in recipe.columns}
     ids: dict[str, Tensor | Ragged] = {}
     for feature in recipe.ids:
         if feature.is_list:
-            ids[feature.name] = _lists(_column(table, feature.columns[0]), feature, where)
+            (name,) = feature.columns
+            limit = feature.max_length
+            ids[feature.name] = columns.lists(there[name], name, rows, max_length=limit)
         else:
-            parts = [_ids(_column(table, name), name, where) for name in feature.columns]
+            parts = [columns.ids(there[name], name, rows) for name in feature.columns]
             ids[feature.name] = cross(parts)
-    dense = [_numbers(table, name, where, fill=recipe.dense_fill) for name in recipe.dense]
-    weights = None if recipe.weight is None else _numbers(table, recipe.weight, where)
-    if weights is not None:
-        _check_range(weights, recipe.weight, where, low=0.0, high=float("inf"))
-    labels = _numbers(table, recipe.label, where)
-    _check_range(labels, recipe.label, where, low=0.0, high=1.0)
+    dense = [
+        columns.numbers(there[name], name, rows, fill=recipe.dense_fill, remedy=_FILL)
+        for name in recipe.dense
+    ]
+    weights = None
+    if recipe.weight is not None:
+        weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
     return TensorSource(
         ids,
-        labels,
+        columns.numbers(there[recipe.label], recipe.label, rows, low=0.0, high=1.0),
         dense=torch.stack(dense, dim=1) if dense else None,
-        times_s=None if recipe.time is None else encode_times(table, recipe, where),
+        times_s=None
+        if recipe.time is None
+        else columns.times(there[recipe.time], recipe.time, rows),
         weights=weights,
     )
 
@@ -180,134 +233,9 @@ def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
     """Event times, int64 [N], whole seconds; 0 for a recipe without a time column.
 
     Raises:
-        DataError: not a time, null, or outside 0..2^32-1 seconds.
+        DataError: not a time, missing, or outside 0..2^32-1 seconds.
     """
-    import pyarrow as pa
-
     if recipe.time is None:
-        return torch.zeros(table.num_rows, dtype=torch.int64)
-    column = _column(table, recipe.time)
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-        zone = column.type.tz if pa.types.is_timestamp(column.type) else None
-        column = column.cast(pa.timestamp("s", tz=zone), safe=False).cast(pa.int64())
-    if not pa.types.is_integer(column.type):
-        raise _wrong_type(recipe.time, where, column, "a timestamp or whole seconds")
-    _refuse_nulls(column, f"time {recipe.time!r}", where)
-    times = torch.from_numpy(_numpy(column.cast(pa.int64())))
-    _check_range(times, recipe.time, where, low=0, high=_LAST_SECOND)
-    return times
-
-
-def _column(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name)
-    if hasattr(column, "combine_chunks"):
-        column = column.combine_chunks()
-    return column
-
-
-def _numpy(array: pa.Array) -> np.ndarray[Any, Any]:
-    # Arrow's buffers are read-only; torch wants memory it may write.
-    return np.array(array.to_numpy(zero_copy_only=False))
-
-
-def _ids(column: pa.Array, name: str, where: str) -> Tensor:
-    """One id per value, int64."""
-    import pyarrow as pa
-
-    _refuse_nulls(column, f"id column {name!r}", where)
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-        return hash_strings(column)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_uint64(kind):
-        return torch.from_numpy(_numpy(column).view(np.int64))
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return torch.from_numpy(_numpy(column.cast(pa.int64())))
-    raise _wrong_type(name, where, column, "integers, text or booleans")
-
-
-def _lists(column: pa.Array, feature: IdFeature, where: str) -> Ragged:
-    import pyarrow as pa
-
-    name = feature.columns[0]
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        raise _wrong_type(name, where, column, "lists of ids")
-    _refuse_nulls(column, f"list column {name!r}", where)
-    lengths = torch.from_numpy(_numpy(column.value_lengths().cast(pa.int64())))
-    limit = feature.max_length
-    if limit is not None and lengths.numel() and int(lengths.max()) > limit:
-        row = int((lengths > limit).nonzero()[0])
-        raise DataError(
-            describe(
-                f"ids of {feature.name!r} in row {row} of {where}",
-                got=int(lengths[row]),
-                allowed=f"at most {limit}",
-                remedy="Cut the lists, or raise max_length.",
-            )
-        )
-    return Ragged.from_lengths(_ids(column.flatten(), name, where), lengths)
-
-
-def _numbers(table: pa.Table, name: str, where: str, *, fill: float | None = None) -> Tensor:
-    """float32 [N]."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column = _column(table, name)
-    kind = column.type
-    if not (
-        pa.types.is_floating(kind)
-        or pa.types.is_integer(kind)
-        or pa.types.is_boolean(kind)
-        or pa.types.is_decimal(kind)
-    ):
-        raise _wrong_type(name, where, column, "numbers")
-    if pa.types.is_boolean(kind):
-        column = column.cast(pa.uint8())
-    column = column.cast(pa.float32(), safe=False)
-    if fill is not None:
-        column = pc.fill_null(column, fill)
-    _refuse_nulls(column, f"column {name!r}", where)
-    return torch.from_numpy(_numpy(column))
-
-
-def _refuse_nulls(column: pa.Array, what: str, where: str) -> None:
-    if not column.null_count:
-        return
-    row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-    raise DataError(
-        describe(
-            f"{what} of {where}",
-            got=f"{column.null_count} nulls, the first in row {row}",
-            allowed="no nulls",
-            remedy="Drop these rows, or write a value that stands for 'unknown'.",
-        )
-    )
-
-
-def _check_range(values: Tensor, name: str | None, where: str, *, low: float, high: float) -> None:
-    bad = ~((values >= low) & (values <= high))
-    if not bool(bad.any()):
-        return
-    row = int(bad.nonzero()[0])
-    raise DataError(
-        describe(
-            f"column {name!r} in row {row} of {where}",
-            got=values[row].item(),
-            allowed=f"{low:g}..{high:.10g}",
-            remedy="Correct the file, or name another column.",
-        )
-    )
-
-
-def _wrong_type(name: str, where: str, column: pa.Array, allowed: str) -> DataError:
-    remedy = "Convert the column, or name another."
-    return DataError(
-        describe(
-            f"type of column {name!r} of {where}", got=column.type, allowed=allowed, remedy=remedy
-        )
-    )
+        return torch.zeros(table.num_rows, dtype=torch.int64, device="cpu")
+    column = columns.decoded(table.column(recipe.time))
+    return columns.times(column, recipe.time, Rows(where))

@@ -20,6 +20,7 @@ from shoal.errors import ConfigError, DataError, describe
 __all__ = ["Loader", "Order", "RankShare", "Shuffle"]
 
 Shuffle = Literal["never", "replays", "always"]
+Short = Literal["merge", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +53,14 @@ class Order:
     def rows(self, size: int, number: int, start: int, stop: int) -> Tensor:
         """Numbers of the examples at places start..stop-1 of a pass over `size`, int64."""
         if self.shuffle == "never" or (self.shuffle == "replays" and number == 0):
-            return torch.arange(start, stop)
+            return torch.arange(start, stop, device="cpu")
         window = min(self.window or size, size)
         parts = []
         for block in range(start // window, -(-stop // window)):
             low, high = block * window, min((block + 1) * window, size)
             shuffled = _permutation(high - low, (self.seed, number, block))
             parts.append(low + shuffled[max(start - low, 0) : stop - low])
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 # A block serves many batches in a row, and a batch may lie across two.
@@ -96,7 +97,8 @@ class Loader:
     `batch_size` counts the examples of a step over all ranks, and every rank sees the same number
     of batches (the last ones may be empty for some), so which examples make up a step depends on
     neither the number of ranks nor where a run was stopped. The last batch of a pass may be
-    short; nothing is dropped.
+    short. One that has less than `least` examples is merged into the batch before it, or dropped,
+    in each pass; nothing else is dropped.
 
     Args:
         source: the examples; not empty.
@@ -106,10 +108,15 @@ class Loader:
         prefetch: batches prepared ahead by a thread; 0 prepares each when it is asked for.
         pin_memory: give batches in page-locked memory, from which a GPU takes them without the
             host waiting.
+        least: examples that every batch has, over all ranks; batch normalisation takes 2.
+        short: what becomes of a last batch with less.
+
+    Attributes:
+        short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
 
     Raises:
-        ConfigError: `batch_size` below 1 or `prefetch` below 0.
-        DataError: an empty source.
+        ConfigError: `batch_size` below `least`, which is at least 1, or `prefetch` below 0.
+        DataError: a source of less than `least` examples.
     """
 
     def __init__(
@@ -121,29 +128,46 @@ class Loader:
         share: RankShare | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
+        least: int = 1,
+        short: Short = "merge",
     ) -> None:
-        _require("batch_size", batch_size, batch_size >= 1, "at least 1")
+        _require("least", least, least >= 1, "at least 1")
+        _require("batch_size", batch_size, batch_size >= least, f"at least {least}")
         _require("prefetch", prefetch, prefetch >= 0, "at least 0")
-        if not len(source):
+        _require("short", short, short in ("merge", "drop"), "merge | drop")
+        size = len(source)
+        if size < least:
             remedy = "Check the files and the split."
             raise DataError(
-                describe("examples of a source", got=0, allowed="at least 1", remedy=remedy)
+                describe(
+                    "examples of a source", got=size, allowed=f"at least {least}", remedy=remedy
+                )
             )
         self.source = source
         self.batch_size = batch_size
         self.order = order or Order()
         self.share = share or RankShare()
+        self.short = short
+        last = size % batch_size
+        self.short_examples = last if last < least else 0
+        # Where the last batch of a pass would end if none were short.
+        self._stop = size - self.short_examples
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
     @property
+    def dropped(self) -> int:
+        """Examples of all passes that are left out, over all ranks."""
+        return self.short_examples * self.order.passes if self.short == "drop" else 0
+
+    @property
     def examples(self) -> int:
-        """Examples of all passes, over all ranks."""
-        return len(self.source) * self.order.passes
+        """Examples of all passes that come, over all ranks."""
+        return len(self.source) * self.order.passes - self.dropped
 
     def __len__(self) -> int:
         """Batches of all passes."""
-        return -(-len(self.source) // self.batch_size) * self.order.passes
+        return -(-self._stop // self.batch_size) * self.order.passes
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -165,22 +189,27 @@ class Loader:
     def _places(self, position: int) -> Iterator[tuple[int, int, int]]:
         size = len(self.source)
         number, start = divmod(position, size)
-        ends_batch = 0 <= position <= self.examples and start % self.batch_size == 0
-        allowed = f"multiples of {self.batch_size} in a pass of {size}, up to {self.examples}"
+        whole = size * self.order.passes
+        ends_batch = start % self.batch_size == 0 and start < self._stop
+        ends_batch = ends_batch and 0 <= position <= whole
+        allowed = f"multiples of {self.batch_size} in a pass of {size}, up to {whole}"
         _require("position", position, ends_batch, allowed)
         return self._from(number, start)
 
     def _from(self, number: int, start: int) -> Iterator[tuple[int, int, int]]:
         size = len(self.source)
         while number < self.order.passes:
-            for low in range(start, size, self.batch_size):
-                yield number, low, min(low + self.batch_size, size)
+            for low in range(start, self._stop, self.batch_size):
+                stop = min(low + self.batch_size, self._stop)
+                yield number, low, size if stop == self._stop else stop
             number, start = number + 1, 0
 
-    def _batch(self, number: int, start: int, stop: int) -> Batch:
+    def _batch(self, number: int, start: int, consumed: int) -> Batch:
+        """A batch; after it `consumed` examples of its pass have come or are dropped."""
         size = len(self.source)
+        stop = min(consumed, self._stop) if self.short == "drop" else consumed
         rows_B = self.order.rows(size, number, *self.share.of(start, stop))
-        batch = replace(self.source.take(rows_B), position=number * size + stop)
+        batch = replace(self.source.take(rows_B), position=number * size + consumed)
         return batch.pin_memory() if self._pin_memory else batch
 
 

@@ -120,11 +120,12 @@ def split_by_time(source: Source, at_s: int) -> tuple[Subset, Subset]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group of a file, and the number of its first example."""
+    """A row group of a file, and the number of its first example: of all, and in the file."""
 
     file: int
     group: int
     start: int
+    first_row: int
 
 
 class ParquetSource:
@@ -139,7 +140,8 @@ class ParquetSource:
         cached_groups: decoded row groups kept.
 
     Raises:
-        DataError: no files; a file that is missing, empty, not Parquet, or lacks a column.
+        DataError: no files; a file that is missing, empty, not Parquet, lacks a column, names it
+            twice, or has it of a type that does not fit.
     """
 
     def __init__(
@@ -152,14 +154,16 @@ class ParquetSource:
         groups: list[_Group] = []
         start = 0
         for number, (path, file) in enumerate(zip(self._paths, self._files, strict=True)):
-            recipe.check_columns(file.schema_arrow.names, str(path))
+            # Names and types of all files, before the first batch.
+            encode(file.schema_arrow.empty_table(), recipe, str(path))
             if file.metadata.num_rows == 0:
                 raise _empty(path)
+            first = start
             for group in range(file.num_row_groups):
-                groups.append(_Group(number, group, start))
+                groups.append(_Group(number, group, start, start - first))
                 start += file.metadata.row_group(group).num_rows
         self._groups = groups
-        self._starts_G = torch.tensor([group.start for group in groups])
+        self._starts_G = torch.tensor([group.start for group in groups], device="cpu")
         self._size = start
         self._cache: OrderedDict[int, TensorSource] = OrderedDict()
 
@@ -179,7 +183,7 @@ class ParquetSource:
     def times(self) -> Tensor:
         """int64 [N]: event time of each example; 0 without a time column. Reads that column."""
         if self._recipe.time is None:
-            return torch.zeros(self._size, dtype=torch.int64)
+            return torch.zeros(self._size, dtype=torch.int64, device="cpu")
         parts = []
         for path, file in zip(self._paths, self._files, strict=True):
             table = _read(path, lambda file=file: file.read(columns=[self._recipe.time]))
@@ -204,7 +208,7 @@ class ParquetSource:
             for group, at in zip(needed, picks, strict=True)
         ]
         back_B = torch.empty_like(rows_B)
-        back_B[torch.cat(picks)] = torch.arange(rows_B.numel())
+        back_B[torch.cat(picks)] = torch.arange(rows_B.numel(), device="cpu")
         return join(parts).take(back_B)
 
     def _decoded(self, number: int) -> TensorSource:
@@ -214,7 +218,7 @@ class ParquetSource:
         at = self._groups[number]
         path, file = self._paths[at.file], self._files[at.file]
         table = _read(path, lambda: file.read_row_group(at.group, columns=self._recipe.columns))
-        decoded = encode(table, self._recipe, f"{path}, row group {at.group}")
+        decoded = encode(table, self._recipe, str(path), first_row=at.first_row)
         self._cache[number] = decoded
         while len(self._cache) > self._cached_groups:
             self._cache.popitem(last=False)
@@ -227,11 +231,12 @@ class CsvSource:
 
     Args:
         paths: files with the same columns.
-        recipe: which columns are what; a list column is ids with blanks between them.
+        recipe: which columns are what; a list column is ids with blanks between them, a time is
+            whole seconds or in ISO 8601.
 
     Raises:
-        DataError: no files; a file that is missing, empty, not CSV, lacks a column, or holds what
-            the recipe does not allow.
+        DataError: no files; a file that is missing, empty, not CSV, lacks a column or names it
+            twice, or holds what the recipe does not allow.
     """
 
     paths: tuple[str | Path, ...]
@@ -242,7 +247,7 @@ class CsvSource:
         parts = []
         for path in _some_paths(self.paths):
             table = _read_csv(path, self.recipe)
-            parts.append(encode(table, self.recipe, str(path)))
+            parts.append(encode(table, self.recipe, str(path), spelled=True))
         object.__setattr__(self, "_examples", join(parts))
 
     @property
@@ -285,35 +290,20 @@ def _open_parquet(path: Path) -> Any:
 
 
 def _read_csv(path: Path, recipe: Recipe) -> pa.Table:
+    """The columns of a recipe, all as text, so that no type depends on the file."""
     import pyarrow as pa
     import pyarrow.csv as csv
 
-    lists = [name for feature in recipe.ids if feature.is_list for name in feature.columns]
+    with _read(path, lambda: csv.open_csv(path)) as opened:
+        recipe.check_columns(opened.schema.names, str(path))
     options = csv.ConvertOptions(
-        strings_can_be_null=True, column_types=dict.fromkeys(lists, pa.string())
+        include_columns=recipe.columns,
+        column_types=dict.fromkeys(recipe.columns, pa.large_string()),
     )
     table = _read(path, lambda: csv.read_csv(path, convert_options=options))
-    recipe.check_columns(table.column_names, str(path))
     if table.num_rows == 0:
         raise _empty(path)
-    for name in lists:
-        table = table.set_column(table.column_names.index(name), name, _split(table[name], path))
     return table
-
-
-def _split(column: pa.ChunkedArray, path: Path) -> pa.ChunkedArray:
-    """Text like "3 17 5" as lists of ids: int64 when all are numbers, else text."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    # An empty field reads as null; in a list column it is the empty list.
-    text = pc.utf8_trim_whitespace(pc.fill_null(column, ""))
-    words = pc.utf8_split_whitespace(text)
-    words = pc.if_else(pc.equal(text, ""), pa.scalar([], words.type), words)
-    try:
-        return words.cast(pa.list_(pa.int64()))
-    except pa.ArrowInvalid:
-        return words
 
 
 def _read(path: Path, read: Any) -> Any:

@@ -24,12 +24,12 @@ class TensorSource:
     Args:
         ids: feature name -> int64 [N], one id per example, or `Ragged` over N examples.
         labels: float [N], 0..1.
-        dense: float [N, num_dense], or None.
+        dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
-        weights: float [N], or None.
+        weights: float [N], finite and at least 0, or None.
 
     Raises:
-        InputError: no features.
+        InputError: no features, or a label, dense value or weight that is not so.
         ShapeError: not N everywhere.
         DTypeError: ids or times that are not int64.
     """
@@ -49,8 +49,13 @@ class TensorSource:
         self._ids = dict(ids)
         self._labels = labels.float()
         self._dense = None if dense is None else dense.float().contiguous()
-        self._times = torch.zeros(size, dtype=torch.int64) if times_s is None else times_s
+        self._times = (
+            torch.zeros(size, dtype=torch.int64, device="cpu") if times_s is None else times_s
+        )
         self._weights = None if weights is None else weights.float()
+        _check_values("labels", self._labels, low=0.0, high=1.0)
+        _check_values("dense", self._dense)
+        _check_values("weights", self._weights, low=0.0)
         self._runs = _runs_of(self._ids)
 
     @property
@@ -218,6 +223,21 @@ def _check(
     times = more["times_s"]
     if times is not None and times.dtype != torch.int64:
         raise _dtype("times_s", times)
+
+
+def _check_values(
+    what: str, values: Tensor | None, *, low: float = -np.inf, high: float = np.inf
+) -> None:
+    if values is None:
+        return
+    own = values.numpy()
+    good = (own >= low) & (own <= high) & np.isfinite(own)
+    if not good.all():
+        at = tuple(np.argwhere(~good)[0].tolist())
+        allowed = f"{low:g}..{high:g}, and finite"
+        remedy = "Leave the example out, or give a value that stands for 'unknown'."
+        place = ", ".join(map(str, at))
+        raise InputError(describe(f"{what}[{place}]", got=own[at], allowed=allowed, remedy=remedy))
 
 
 def _shape(what: str, tensor: Tensor, allowed: str) -> ShapeError:

@@ -17,6 +17,7 @@ from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.comm.watch import Group
 from shoal.distributed.batch_norm import resting
 from shoal.distributed.dense import name_failures
 from shoal.distributed.later import LaterExchange
@@ -97,6 +98,7 @@ class DistributedModelParallel(nn.Module):
         self._waiting: list[_Waiting] = []
         self._wrapped: DistributedDataParallel | None = None
         self._splits_dense = False
+        self._dense = Group()
         launch = self.mesh.launch
         families = families_of(
             self.collections(), placement, self.mesh.world_size, launch.local_world_size
@@ -125,6 +127,8 @@ class DistributedModelParallel(nn.Module):
         """The module's forward. In training with gradients, backward averages dense ones."""
         self._open()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
+            # Until the module's own forward it only exchanges buffers and the like.
+            self._dense.enter("buffers of the dense part")
             return self._wrapped(*args, **kwargs)
         return self.module(*args, **kwargs)
 
@@ -253,9 +257,11 @@ class DistributedModelParallel(nn.Module):
         else:
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
+            self._dense = self.mesh.watched("dense part")
             wrapped = DistributedDataParallel(self.module, process_group=group)
             if group is not None and self.mesh.backend == "gloo":
-                name_failures(wrapped, group, self.mesh, partial(self._step, steps))
+                name_failures(wrapped, group, self.mesh, partial(self._step, steps), self._dense)
+            self.module.register_forward_pre_hook(lambda *_: self._dense.leave())
             object.__setattr__(self, "_wrapped", wrapped)
 
     def _step(self, steps: Collectives) -> int:

@@ -24,14 +24,15 @@ from shoal.layouts import Feature, Layout, compile_layouts, default_layouts
 from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
 from shoal.table import Table, make_shard, scalars
-from shoal.table.factory import remake_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
+from shoal.uncompiled import uncompiled
 
 __all__ = ["EmbeddingCollection"]
 
 
+@uncompiled
 class EmbeddingCollection(nn.Module):
     """Tables, the features that read them, and the model inputs they become.
 
@@ -93,7 +94,9 @@ class EmbeddingCollection(nn.Module):
         """All that depends on a shard, and on how its exchange counts tables."""
         self.ledger = ledger
         indices = {spec.name: k for k, spec in enumerate(specs)}
-        tables_G = torch.tensor([indices[f.table] for f in self.features], dtype=torch.int32)
+        tables_G = torch.tensor(
+            [indices[f.table] for f in self.features], dtype=torch.int32, device="cpu"
+        )
         device = ledger.shard.device
         self._requests = Requests(self.features, tables_G, self._compiled.plan, device)
         self._begun = BegunLookups()
@@ -176,11 +179,11 @@ class EmbeddingCollection(nn.Module):
         here: a collective call.
         """
         if not self.distributed:
-            return HostedTables(self.shard.specs, self.shard)
+            return HostedTables(self.shard.specs, self.shard, resume=self.ledger.resume)
         _ = self._exchange.collectives  # one that waits for the first batch takes its own place
         exchange = self._exchange
         placement = exchange.placement if isinstance(exchange, AllToAllExchange) else None
-        return HostedTables(exchange.specs, exchange.shard, placement)
+        return HostedTables(exchange.specs, exchange.shard, placement, self.ledger.resume)
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
@@ -318,29 +321,13 @@ class EmbeddingCollection(nn.Module):
                 )
             )
         state = dict(self.__dict__)
-        shard = self.shard
         for name in ("_exchange", "ledger", "_requests", "_begun", "_anchor", "_dtypes"):
             del state[name]
-        every = range(len(shard.specs))
-        return {
-            "module": state,
-            "shard": (type(shard), shard.specs, shard.seed, str(shard.device)),
-            "settings": getattr(shard, "settings", {}),
-            "last_step": shard.last_step,
-            "rows": [shard.export(k) for k in every],
-            "sights": [shard.admission_state(k) for k in every],
-        }
+        return {"module": state, "shard": self.shard}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
-        kind, specs, seed, device = state["shard"]
-        shard = remake_shard(kind, specs, seed, device, state["settings"])
-        shard.last_step = state["last_step"]
-        for k, chunk in enumerate(state["rows"]):
-            shard.load(k, chunk)
-        for k, sights in enumerate(state["sights"]):
-            shard.load_admission_state(k, sights)
-        self._house(shard)
+        self._house(state["shard"])
 
 
 def _check_alone(collectives: Collectives) -> None:

@@ -86,7 +86,9 @@ class Requests:
 def _limits(features: Sequence[Feature]) -> Tensor | None:
     if all(feature.max_length is None for feature in features):
         return None
-    return torch.tensor([_NO_LIMIT if f.max_length is None else f.max_length for f in features])
+    return torch.tensor(
+        [_NO_LIMIT if f.max_length is None else f.max_length for f in features], device="cpu"
+    )
 
 
 def _plain_weights(ordered: KeyedRagged, weights_N: Tensor) -> KeyedRagged:

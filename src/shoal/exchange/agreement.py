@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives
+from shoal.comm.watch import ALIKE
 from shoal.errors import CollectiveFailed, InputError, ShoalError, describe
 
-__all__ = ["Agreed", "agree", "finish"]
+__all__ = ["Agreed", "agree", "finish", "latest_time", "said"]
 
 _CALL, _TIME, _BAD, _SETS = range(4)
 _WORDS = 4
@@ -44,7 +46,7 @@ def agree(
     """Exchange sizes, and raise on every rank alike unless all came with the same good call.
 
     Args:
-        calls: all names, in the same order on every rank.
+        calls: all names.
         sets: sets of values this rank sends, or -1 if it has no ids.
         wrong: what is wrong with this rank's input; it is raised once the others know.
 
@@ -52,8 +54,8 @@ def agree(
         InputError: another rank's input is wrong, or it made another call.
     """
     ranks = collectives.world_size
-    header_WX = torch.zeros(ranks, _WORDS, dtype=torch.int64)
-    header_WX[:, _CALL] = calls.index(call)
+    header_WX = torch.zeros(ranks, _WORDS, dtype=torch.int64, device="cpu")
+    header_WX[:, _CALL] = zlib.crc32(call.encode())
     header_WX[:, _TIME] = time_s if wrong is None else 0
     header_WX[:, _BAD] = wrong is not None
     header_WX[:, _SETS] = sets
@@ -63,12 +65,13 @@ def agree(
         raise wrong
     heads_WX = found.received_WX
     bad = heads_WX[:, _BAD].nonzero().flatten().tolist()
-    made = [calls[int(number)] for number in heads_WX[:, _CALL].tolist()]
+    names = {zlib.crc32(name.encode()): name for name in calls}
+    made = [names.get(int(number), "no verb of a table") for number in heads_WX[:, _CALL].tolist()]
     counts = {int(number) for number in heads_WX[:, _SETS].tolist() if number >= 0}
-    if bad:
-        got, allowed = f"wrong input on ranks {bad}", "good input on every rank"
-    elif set(made) != {call}:
+    if set(made) != {call}:
         got, allowed = f"{made} by rank", "the same verb on every rank"
+    elif bad:
+        got, allowed = f"wrong input on ranks {bad}", "good input on every rank"
     elif len(counts) > 1:
         got, allowed = "seen_weights on some ranks", "on all ranks or none"
     else:
@@ -89,7 +92,9 @@ def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> N
         work()
     except ShoalError as error:
         wrong = error
-    flags_W1 = torch.full((collectives.world_size, 1), int(wrong is not None), dtype=torch.int64)
+    flags_W1 = torch.full(
+        (collectives.world_size, 1), int(wrong is not None), dtype=torch.int64, device="cpu"
+    )
     found = collectives.exchange_sizes(flags_W1, what=call).wait()
     if not found.received_WX.any():
         return
@@ -104,5 +109,55 @@ def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> N
             got=texts[rank],
             allowed="success on every rank",
             remedy="Other ranks did their part; see that rank's error.",
+        )
+    )
+
+
+# What ranks say of a lookup, in one word that goes with its sizes: (what it is, bits, its text).
+_TIME_BITS = 32
+_LOOKUP = 0x1FE  # on top: no size, time or usual float has these bits
+_KINDS = ("evaluation", "training without init_on_lookup", "training", "another call")
+_SAID: tuple[tuple[str, int, Callable[[int], str]], ...] = (
+    ("backward passes of the tables", 11, str),
+    ("optimizer steps", 10, str),
+    ("the call", 2, _KINDS.__getitem__),
+    ("the call", 9, lambda value: "a lookup" if value == _LOOKUP else "another call"),
+)
+
+
+def said(time_s: int, *, backs: int, step: int, kind: int) -> int:
+    """What all ranks must say alike of a lookup, and its event time, as an int64.
+
+    kind: 0 evaluation, 1 training that inserts later, 2 training.
+    """
+    word, at = time_s, _TIME_BITS
+    for (_, bits, _), value in zip(_SAID, (backs, step, kind, _LOOKUP), strict=True):
+        word |= (value & ((1 << bits) - 1)) << at
+        at += bits
+    return word - (1 << 64)
+
+
+def latest_time(words: Sequence[int], rank: int, tables: str) -> int:
+    """The latest event time of what ranks said, once they all said the same besides.
+
+    Raises:
+        CollectiveFailed: they did not; on every rank alike.
+    """
+    own = words[rank] >> _TIME_BITS
+    if any(word >> _TIME_BITS != own for word in words):
+        raise _unlike([word >> _TIME_BITS for word in words], tables)
+    return max(word & ((1 << _TIME_BITS) - 1) for word in words)
+
+
+def _unlike(words: Sequence[int], tables: str) -> CollectiveFailed:
+    found = ""
+    for what, bits, text in _SAID:
+        values = [word & ((1 << bits) - 1) for word in words]
+        words = [word >> bits for word in words]
+        if len(set(values)) > 1:
+            found = f"{what} by rank: {', '.join(map(text, values))}"
+    return CollectiveFailed(
+        describe(
+            f"lookup in tables {tables} over ranks", got=found, allowed="the same", remedy=ALIKE
         )
     )

@@ -29,6 +29,7 @@ from shoal.errors import (
     describe,
     unknown_name,
 )
+from shoal.exchange.agreement import latest_time, said
 from shoal.exchange.lanes import Lanes, compile_lanes
 from shoal.exchange.partition import Trip, partition
 from shoal.exchange.received import HostedColumns, ReceivedRows
@@ -101,6 +102,8 @@ class AllToAllExchange:
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
+        self._backs = 0
+        self._names = ", ".join(spec.name for spec in self._specs)
         self.on_trip: Callable[[Trip], None] | None = None
         self._left: CollectiveFailed | None = None
 
@@ -166,6 +169,9 @@ class AllToAllExchange:
             InputError: a time outside 0..2^32-1; nothing was sent.
             DTypeError: ids on another device than the shard; nothing was sent.
         """
+        return self._send(request, insert, ctx, kind=1 + insert)
+
+    def _send(self, request: Request, insert: bool, ctx: StepContext, *, kind: int) -> Sending:
         scalars.event_time(ctx.event_time_s)
         ids_N = request.ordered.values_N
         if ids_N.device != self._shard.device:
@@ -177,7 +183,15 @@ class AllToAllExchange:
         self.collectives.step = ctx.global_step
         parcel = partition(self._lanes_of(request), request.ordered)
         sizes = self._collectives.exchange_sizes(
-            parcel.header(ctx.event_time_s), what="exchange of id counts"
+            parcel.header(
+                said(
+                    ctx.event_time_s,
+                    backs=self._backs,
+                    step=ctx.global_step if kind else 0,
+                    kind=kind,
+                )
+            ),
+            what="exchange of id counts",
         )
         return Sending(request, insert, ctx, parcel, sizes)
 
@@ -225,7 +239,7 @@ class AllToAllExchange:
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
         ctx = StepContext(global_step=self.collectives.step)
-        trip = self._trip(self.send(request, insert=False, ctx=ctx))
+        trip = self._trip(self._send(request, False, ctx, kind=0))
         visits = self._visits(trip, counted=False)
         rows = [self._shard.find(visit.groups).weights for visit in visits]
         sent = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
@@ -234,6 +248,7 @@ class AllToAllExchange:
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
         trip, request = _trip_of(route), route.request
+        self._backs += 1
         if self._in_flight is not None:
             self._in_flight.wait()
         spread = self._received_rows(request).spread(
@@ -256,7 +271,9 @@ class AllToAllExchange:
     def _trip(self, sending: Sending) -> Trip:
         if sending.parcel is None or sending.sizes is None:
             raise _foreign("a sending")
-        return Trip(sending.parcel, sending.sizes.wait())
+        sizes = sending.sizes.wait()
+        words = sizes.received_WX[:, -1].tolist()
+        return Trip(sending.parcel, sizes, latest_time(words, self._collectives.rank, self._names))
 
     def _visits(self, trip: Trip, *, counted: bool) -> tuple[Visit, ...]:
         parts = trip.id_parts(counted=counted)

@@ -62,9 +62,9 @@ class Outgoing:
 
     def sizes(self, hostings: int, ranks: int) -> Tensor:
         """int64 [W, H] on the CPU."""
-        sizes_WH = torch.zeros(ranks, hostings, dtype=torch.int64)
+        sizes_WH = torch.zeros(ranks, hostings, dtype=torch.int64, device="cpu")
         for leg in self.legs:
-            sizes_WH[:, leg.hosting] = torch.tensor(leg.counts_W)
+            sizes_WH[:, leg.hosting] = torch.tensor(leg.counts_W, device="cpu")
         return sizes_WH
 
 
@@ -92,7 +92,7 @@ def outgoing(
     legs = []
     for number, hosting in enumerate(hostings):
         spans = [
-            torch.arange(start, stop)
+            torch.arange(start, stop, device="cpu")
             for (start, stop), table in zip(pairwise(cuts), tables, strict=True)
             if table == hosting.table and start < stop
         ]
@@ -172,7 +172,9 @@ def reply(
             if h in mine
         ]
         like = torch.empty(0, dtype=kind, device=collectives.device)
-        sizes_H = torch.tensor([widths[k] if k in mine else 0 for k in range(len(hostings))])
+        sizes_H = torch.tensor(
+            [widths[k] if k in mine else 0 for k in range(len(hostings))], device="cpu"
+        )
         send = tuple((arrived.received_WH @ sizes_H).tolist())
         back = tuple((arrived.sent_WH @ sizes_H).tolist())
         parts.append(Part(torch.cat([*own, like]), send, back))
@@ -231,7 +233,7 @@ def _rows_part(
         floats = [count * hosting.width for count in leg.counts_W]
         pieces.append(torch.split(picked.reshape(-1), floats))
     sent_WH, received_WH = sizes
-    widths_H = torch.tensor([h.width if h.real == real else 0 for h in hostings])
+    widths_H = torch.tensor([h.width if h.real == real else 0 for h in hostings], device="cpu")
     ranks = range(sent_WH.shape[0])
     like = torch.empty(0, dtype=real, device=sent.groups.ids_N.device)
     data = torch.cat([like, *(piece[w] for w in ranks for piece in pieces)])
@@ -266,9 +268,13 @@ def _groups(
         for number, count in enumerate(row)
         if count
     ]
-    splits_G1 = torch.tensor([0, *(count for _, _, count in found)], dtype=torch.int64).cumsum(0)
+    splits_G1 = torch.tensor(
+        [0, *(count for _, _, count in found)], dtype=torch.int64, device="cpu"
+    ).cumsum(0)
     local = [hostings[number].local for _, number, _ in found]
-    tables_G = torch.tensor([-1 if k is None else k for k in local], dtype=torch.int32)
+    tables_G = torch.tensor(
+        [-1 if k is None else k for k in local], dtype=torch.int32, device="cpu"
+    )
     numbers = tuple(number for _, number, _ in found)
     return IdGroups(ids_N, splits_G1, tables_G), numbers, tuple(sender for sender, _, _ in found)
 

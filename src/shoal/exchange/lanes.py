@@ -78,15 +78,15 @@ class Lane:
     @cached_property
     def dims_K(self) -> Tensor:
         """The same as int64 on the CPU."""
-        return torch.tensor(self.dims)
+        return torch.tensor(self.dims, device="cpu")
 
     def ranges(self, world_size: int) -> Tensor:
         """int64 [K, 2 + W] on the CPU: each table's salt, shares, and the rank of each share."""
-        lines_KX = torch.zeros(len(self.tables), 2 + world_size, dtype=torch.int64)
+        lines_KX = torch.zeros(len(self.tables), 2 + world_size, dtype=torch.int64, device="cpu")
         for line, table in zip(lines_KX, self.tables, strict=True):
             ranks = table.hosted.ranks
             line[0], line[1] = to_signed(salt(table.hash_name)), len(ranks)
-            line[2 : 2 + len(ranks)] = torch.tensor(ranks)
+            line[2 : 2 + len(ranks)] = torch.tensor(ranks, device="cpu")
         return lines_KX
 
     @cached_property
@@ -108,7 +108,7 @@ class Lane:
     @cached_property
     def here_columns(self) -> Tensor:
         """Columns of those tables among the sizes."""
-        return torch.tensor(self.here, dtype=torch.int64) + self.first_column
+        return torch.tensor(self.here, dtype=torch.int64, device="cpu") + self.first_column
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Lanes:
             for lane in self.lanes
             for number in [lane.tables[k].local for k in lane.here] * senders
         ]
-        return torch.tensor(numbers, dtype=torch.int32)
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 def compile_lanes(

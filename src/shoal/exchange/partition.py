@@ -47,11 +47,11 @@ class Parcel:
     packed: tuple[Packed, ...]
     offsets_N: Tensor
 
-    def header(self, event_time_s: int) -> Tensor:
-        """int64 [W, X + 1]: ids for each rank by table of each lane, and the time."""
+    def header(self, said: int) -> Tensor:
+        """int64 [W, X + 1]: ids for each rank by table of each lane, and `Said` as a word."""
         parts = [packed.sizes_WK for packed in self.packed]
-        time = self.offsets_N.new_full((self.lanes.world_size, 1), event_time_s)
-        return torch.cat([*parts, time], dim=1)
+        said_W1 = self.offsets_N.new_full((self.lanes.world_size, 1), said)
+        return torch.cat([*parts, said_W1], dim=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,21 +61,18 @@ class Trip:
     Args:
         parcel: what this rank sent.
         sizes: ids by rank and hosted table, sent and received; the last column is the sender's
-            event time.
+            `Said`.
+        event_time_s: latest of any sender.
     """
 
     parcel: Parcel
     sizes: Sizes
+    event_time_s: int
 
     @property
     def lanes(self) -> Lanes:
         """The lanes of its request."""
         return self.parcel.lanes
-
-    @property
-    def event_time_s(self) -> int:
-        """Latest event time of any sender."""
-        return int(self.sizes.received_WX[:, -1].max())
 
     def sizes_of(self, lane: Lane) -> tuple[Tensor, Tensor]:
         """int64 [W, K] on the CPU: ids sent to and received from each rank, by table of a lane."""

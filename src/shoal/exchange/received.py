@@ -268,9 +268,9 @@ class ReceivedRows:
         found = self._static.get(device)
         if found is None:
             groups = [block.group for block in self._compiled.blocks]
-            buffers_K = torch.tensor(self._compiled.buffers_K, dtype=torch.int32)
+            buffers_K = torch.tensor(self._compiled.buffers_K, dtype=torch.int32, device="cpu")
             found = self._static[device] = (
-                torch.tensor(groups, dtype=torch.int64).to(device),
+                torch.tensor(groups, dtype=torch.int64, device="cpu").to(device),
                 buffers_K.to(device),
             )
         return found
@@ -299,7 +299,9 @@ class ReceivedRows:
             rows = [[part.block * size, size, 0] if size else [0, 0, 0] for part in layout.parts]
             if len(self._cells) >= _SIZES_KEPT:
                 self._cells.clear()
-            found = self._cells[key] = sent(torch.tensor([rows], dtype=torch.int64), device)
+            found = self._cells[key] = sent(
+                torch.tensor([rows], dtype=torch.int64, device="cpu"), device
+            )
         return found
 
 

@@ -69,7 +69,7 @@ class DenseRows:
         tables = tuple(numbers[table] for table in tables_G)
         cached = PlanCache((self._form,), (0,) * len(numbers), device)
         self._plan: CompiledPlan = cached.of(plan, tables)
-        self._tables_G = torch.tensor(tables, dtype=torch.int32).to(device)
+        self._tables_G = torch.tensor(tables, dtype=torch.int32, device="cpu").to(device)
         self._widths = tuple(output.width for output in plan.outputs)
         self._device = device
         self._side: SideStream | None = None

@@ -363,9 +363,9 @@ def _tensors(
     most = max((len(run) for run in sums), default=1)
     padded = [[*run, *[-1] * (most - len(run))] for run in sums]
     return LayoutPlan(
-        torch.tensor(features, dtype=torch.int64).view(-1, 6),
-        torch.tensor(slices, dtype=torch.int64).view(-1, 9),
-        torch.tensor(padded, dtype=torch.int64).view(-1, most),
+        torch.tensor(features, dtype=torch.int64, device="cpu").view(-1, 6),
+        torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 9),
+        torch.tensor(padded, dtype=torch.int64, device="cpu").view(-1, most),
         tuple(size for width in widths for size in (0, 0, width)),
         max((row[5] for row in features), default=0),
         floats,

@@ -76,7 +76,7 @@ def _by_sender(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> t
 def _visit(
     sizes: Sequence[Tensor], ids: Sequence[Tensor], counts: Sequence[Tensor], tables_G: Tensor
 ) -> Visit:
-    sizes_G = torch.cat([torch.zeros(1, dtype=torch.int64), *sizes])
+    sizes_G = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), *sizes])
     return Visit(
         IdGroups(_joined(ids), sizes_G.cumsum(0), tables_G),
         _joined(counts).long() if counts else None,

@@ -73,10 +73,10 @@ def pool(
 def _added_by_row(base_BD: Tensor, rows_nD: Tensor, offsets_B1: Tensor) -> Tensor:
     """base + row + row ..., in that order, as a shard on the CPU adds: base leads each segment."""
     size, count = base_BD.shape[0], rows_nD.shape[0]
-    longer_B1 = offsets_B1 + torch.arange(size + 1)
+    longer_B1 = offsets_B1 + torch.arange(size + 1, device="cpu")
     joined = rows_nD.new_empty(size + count, rows_nD.shape[1])
     joined[longer_B1[:-1]] = base_BD
-    joined[torch.arange(count) + _bags(offsets_B1, count) + 1] = rows_nD
+    joined[torch.arange(count, device="cpu") + _bags(offsets_B1, count) + 1] = rows_nD
     return segment_sum(joined, longer_B1)
 
 

@@ -64,7 +64,7 @@ def send_loads(
         return _Arrived((), None, None)
     parts = []
     for load in loads:
-        widths_K = torch.tensor([wire_elements(1, dim, kind) for dim in load.dims])
+        widths_K = torch.tensor([wire_elements(1, dim, kind) for dim in load.dims], device="cpu")
         data = load.data
         if kind is not None:
             sizes_WK = load.send_WK[:1] if load.to_all else load.send_WK

@@ -335,4 +335,4 @@ def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
 def _requests(batch_sizes: Sequence[int], device: torch.device) -> Tensor:
     """int64 [B, 2]: each example's request, and its number there."""
     pairs = [(r, b) for r, size in enumerate(batch_sizes) for b in range(size)]
-    return sent(torch.tensor(pairs, dtype=torch.int64).view(-1, 2), device)
+    return sent(torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2), device)

@@ -83,12 +83,25 @@ def _file_ids(
     splits: tl.tensor,
     cells: tl.tensor,
     features: tl.tensor,
+    crowded: tl.tensor,
     n_examples: tl.tensor,
     n_blocks: tl.tensor,
+    n_features: tl.tensor,
     EXAMPLES: tl.constexpr,
 ) -> None:
-    """For each id that passes a gradient on: its row's address, and its (feature, example)."""
+    """For each id that passes a gradient on: its row's address, and its (feature, example).
+
+    Where features share cells, that of any of them, and `crowded` becomes 1.
+    """
     feature = tl.program_id(0) // n_blocks
+    if tl.program_id(0) % n_blocks == 0:
+        first, many = tl.load(cells + feature * 3), tl.load(cells + feature * 3 + 1)
+        for start in range(feature + 1, n_features, EXAMPLES):
+            others = start + tl.arange(0, EXAMPLES)
+            begin = tl.load(cells + others * 3, mask=others < n_features, other=0)
+            end = begin + tl.load(cells + others * 3 + 1, mask=others < n_features, other=0)
+            if tl.max(((begin < first + many) & (first < end)).to(tl.int32), axis=0) != 0:
+                tl.store(crowded, 1)
     examples = (tl.program_id(0) % n_blocks) * EXAMPLES + tl.arange(0, EXAMPLES)
     row = features + feature * 6
     cell = tl.load(cells + feature * 3) + examples
@@ -155,6 +168,44 @@ def _share(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _shares(
+    id_: tl.tensor,
+    entry: tl.tensor,
+    grads: tl.tensor,
+    shared_sums: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """`_share` of all features that the id's cell belongs to, and how far into the row they go."""
+    total = tl.zeros((COLUMNS,), SUM)
+    reach = tl.zeros((), tl.int64)
+    cell = tl.load(cells + (entry // n_examples) * 3) + entry % n_examples
+    step = id_ - tl.load(splits + cell)
+    for feature in range(n_features):
+        example = cell - tl.load(cells + feature * 3)
+        row = features + feature * 6
+        read = (example >= 0) & (example < tl.load(cells + feature * 3 + 1))
+        read = read & (tl.load(row) < tl.load(row + 1))
+        if read & ((tl.load(row + 2) != FIRSTN) | (step < tl.load(row + 3))):
+            # In 64 bits, as the cell is.
+            own = (cell * 0 + feature) * n_examples + example
+            total += _share(
+                id_, own, grads, shared_sums, splits, cells, features, slices, n_examples, columns,
+                ELEMENT, SUM, COLUMNS,
+            )  # fmt: skip
+            reach = tl.maximum(reach, tl.load(row + 5))
+    return total, reach
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _put(
     total: tl.tensor,
     id_: tl.tensor,
@@ -204,8 +255,10 @@ def _sum_tiles(
     features: tl.tensor,
     slices: tl.tensor,
     scale: tl.tensor,
+    crowded: tl.tensor,
     n_ids: tl.tensor,
     n_examples: tl.tensor,
+    n_features: tl.tensor,
     n_columns: tl.tensor,
     ELEMENT: tl.constexpr,
     SUM: tl.constexpr,
@@ -236,11 +289,19 @@ def _sum_tiles(
         if key != NOWHERE:
             last = tl.load(order + base + i)
             entry = tl.load(entries + last)
-            total += _share(
-                last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
-                columns, ELEMENT, SUM, COLUMNS,
-            )  # fmt: skip
-            reach = tl.maximum(reach, tl.load(features + (entry // n_examples) * 6 + 5))
+            if tl.load(crowded) != 0:
+                several, far = _shares(
+                    last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
+                    n_features, columns, ELEMENT, SUM, COLUMNS,
+                )  # fmt: skip
+                total += several
+                reach = tl.maximum(reach, far)
+            else:
+                total += _share(
+                    last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
+                    columns, ELEMENT, SUM, COLUMNS,
+                )  # fmt: skip
+                reach = tl.maximum(reach, tl.load(features + (entry // n_examples) * 6 + 5))
     if opened != NOWHERE:
         if continued:
             _leave(total, reach, head, reaches + tile * 2)
@@ -324,7 +385,7 @@ def layout_backward(
         EXAMPLES=examples,
         COLUMNS=columns,
     )
-    keys, order, entries = _filed(sizes, index, features, size)
+    keys, order, entries, crowded = _filed(sizes, index, features, size)
     tiles = blocks_of(ids, TILE)
     parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
@@ -334,7 +395,7 @@ def layout_backward(
         _sum_tiles,
         (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
-        *(features, slices, factor, ids, size, wide * columns),
+        *(features, slices, factor, crowded, ids, size, features.shape[0], wide * columns),
         ELEMENT=element,
         SUM=summed,
         IDS=TILE,
@@ -357,19 +418,22 @@ def layout_backward(
 
 def _filed(
     sizes: Sequence[int], index: Sequence[Tensor], features: Tensor, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorted keys of the ids' rows, the ids in that order, and the cell of each id."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorted keys of the ids' rows, the ids in that order, the cell of each id, and whether
+    features share cells: int32 [1], 1 if so."""
     keys = torch.full_like(index[0], NOWHERE.value)
     entries = torch.empty_like(keys)
+    crowded = torch.zeros(1, dtype=torch.int32, device=keys.device)
     blocks = blocks_of(size, 64)
     launch(
         _file_ids,
         (features.shape[0] * blocks,),
-        *(keys, entries, _begins(sizes, keys.device), *index, features, size, blocks),
+        *(keys, entries, _begins(sizes, keys.device), *index, features, crowded),
+        *(size, blocks, features.shape[0]),
         EXAMPLES=64,
     )
     keys, order = torch.sort(keys, stable=True)
-    return keys, order, entries
+    return keys, order, entries, crowded
 
 
 def _begins(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -97,7 +97,7 @@ def device_form(form: RowForm, device: torch.device) -> DeviceForm:
         return kept
     states = [s.optimizer.init_state(s.dim, dtype=form.real) for s in form.segments]
     padding = form.state_bytes // form.real.itemsize - form.state_width
-    states.append(torch.zeros(padding, dtype=form.real))
+    states.append(torch.zeros(padding, dtype=form.real, device="cpu"))
     made = DeviceForm(
         form=form,
         segments_PW=sent([word for s in form.segments for word in _line(s)], device),
@@ -153,11 +153,11 @@ def _line(segment: SegmentForm) -> list[int]:
 
 
 def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _bits32(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _bits64(value: float) -> int:

@@ -68,6 +68,7 @@ _SLOTS = tl.constexpr(SIGHT_SLOTS)
 _NONE, _EXACT, _SKETCH = tl.constexpr(NONE), tl.constexpr(EXACT), tl.constexpr(SKETCH)
 _ERASED = tl.constexpr(ERASED_KEY)
 _FACTOR = tl.constexpr(_GOLDEN)
+_LEAST_BLOCK = tl.constexpr(16)
 _TOP = tl.constexpr((1 << 32) - 1)
 
 
@@ -109,8 +110,10 @@ def _call(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sketch_cell(id_, salt, mask, row):  # type: ignore[no-untyped-def]
-    at = mix64(mix64(id_ ^ salt) ^ ((row + 1) * _FACTOR)) & mask
-    return row * (mask + 1) + at
+    hashed = mix64(id_ ^ salt)
+    low = tl.minimum(mask, tl.maximum((mask + 1) >> 16, _LEAST_BLOCK) - 1)  # of a block
+    first = ((((hashed >> 48) & 0xFFFF) * (mask + 1)) >> 16) & (mask - low)
+    return row * (mask + 1) + first + (mix64(hashed ^ ((row + 1) * _FACTOR)) & low)
 
 
 @triton.jit

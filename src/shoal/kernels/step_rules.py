@@ -109,7 +109,7 @@ def _params(rule: Optimizer, rest: Callable[[float], float]) -> tuple[float, ...
 
 def _rest(share: float, real: torch.dtype) -> float:
     """1 - share as rows of this dtype compute it: `rules.rule.rest_of`."""
-    return float(1 - torch.tensor(share, dtype=real))
+    return float(1 - torch.tensor(share, dtype=real, device="cpu"))
 
 
 @triton.jit

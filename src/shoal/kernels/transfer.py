@@ -22,7 +22,11 @@ def sent(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
     Goes to CUDA from page-locked memory, so that the host does not wait. A captured graph would
     replay the copy from memory that is gone: operators that call this say `from_host`.
     """
-    made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    made = (
+        values
+        if isinstance(values, Tensor)
+        else torch.tensor(values, dtype=torch.int64, device="cpu")
+    )
     if made.device.type == "cpu" and device.type == "cuda":
         return made.pin_memory().to(device, non_blocking=True)
     return made.to(device)
@@ -41,7 +45,7 @@ class _Ring:
     """Page-locked slots of one stream, used in turn and again only after their copies have run."""
 
     def __init__(self) -> None:
-        block = torch.empty(_SLOTS * _SLOT_WORDS, dtype=torch.int64, pin_memory=True)
+        block = torch.empty(_SLOTS * _SLOT_WORDS, dtype=torch.int64, pin_memory=True, device="cpu")
         self._slots = torch.split(block, _SLOT_WORDS)
         self._arrays = [slot.numpy() for slot in self._slots]
         self._events: list[Any] = [None] * (_SLOTS // _PART)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import InputError, ShapeError, describe
 from shoal.ops.id_checks import check_ids
 from shoal.ops.rows_checks import bad_index, check_rows, refuse
@@ -40,6 +41,7 @@ def check_flat(op: str, name: str, flat_E: Tensor) -> None:
     Raises:
         ShapeError: there are others.
     """
+    check_dense(f"{op}: {name}", flat_E)
     if flat_E.ndim != 1:
         raise refuse(f"{op}: {name}", tuple(flat_E.shape), "[E]", "Call .flatten().")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import InputError
 from shoal.ops.dispatch import operator
 from shoal.ops.flat_checks import (
@@ -42,11 +43,11 @@ def _core_gather(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int])
     counts = [part.numel() for part in offsets]
     rows = [fresh(n, dim, dtype=flat_E.dtype) for n, dim in zip(counts, dims, strict=True)]
     bad = _core.gather_flat(
-        flat_E.data_ptr(),
+        address(flat_E),
         flat_E.numel(),
         flat_E.element_size(),
-        [part.data_ptr() for part in rows],
-        [part.data_ptr() for part in offsets],
+        [address(part) for part in rows],
+        [address(part) for part in offsets],
         counts,
         dims,
         threads(),
@@ -65,14 +66,14 @@ def _core_scatter(
     dims = [grad.shape[1] for grad in grads]
     flat_E = fresh(size, dtype=dtype)
     bad = _core.scatter_flat(
-        [part.data_ptr() for part in wide],
-        [part.data_ptr() for part in offsets],
+        [address(part) for part in wide],
+        [address(part) for part in offsets],
         [part.numel() for part in offsets],
         dims,
         size,
         scale,
         dtype is torch.float64,
-        flat_E.data_ptr(),
+        address(flat_E),
         threads(),
     )
     if bad >= 0:
@@ -84,13 +85,13 @@ def _core_map(tensors: Sequence[Tensor], dims: Sequence[int]) -> dict[str, Any]:
     """The arguments by which the core takes a map."""
     positions_N, splits_K1, offsets_V, offset_splits_U1 = tensors
     return {
-        "positions": positions_N.data_ptr(),
+        "positions": address(positions_N),
         "n": positions_N.numel(),
-        "splits": splits_K1.data_ptr(),
+        "splits": address(splits_K1),
         "dims": dims,
-        "offsets": offsets_V.data_ptr(),
+        "offsets": address(offsets_V),
         "n_offsets": offsets_V.numel(),
-        "offset_splits": offset_splits_U1.data_ptr(),
+        "offset_splits": address(offset_splits_U1),
         "keys": offset_splits_U1.numel() - 1,
     }
 
@@ -101,10 +102,10 @@ def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     length, size = value.numel(), buffer_E.numel()
     fault, at = _core.fill_offsets(
         **_core_map(tensors, dims),
-        value=value.data_ptr(),
+        value=address(value),
         length=length,
         element_bytes=value.element_size(),
-        buffer=buffer_E.data_ptr(),
+        buffer=address(buffer_E),
         size=size,
         threads=threads(),
     )
@@ -120,10 +121,10 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     value = fresh(length, dtype=dtype)
     fault, at = _core.sum_offsets(
         **_core_map(tensors, dims),
-        buffer=wide_E.data_ptr(),
+        buffer=address(wide_E),
         size=wide_E.numel(),
         is_double=dtype is torch.float64,
-        value=value.data_ptr(),
+        value=address(value),
         length=length,
         threads=threads(),
     )

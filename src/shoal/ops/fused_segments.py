@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import DTypeError, ShapeError, describe
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import one_device, operator
@@ -167,11 +168,11 @@ def _run(
 ) -> None:
     cuts = [offsets_B1.contiguous() for offsets_B1 in offsets]
     table, bad = kernel(
-        [rows_ND.data_ptr() for rows_ND in rows],
-        [offsets_B1.data_ptr() for offsets_B1 in cuts],
+        [address(rows_ND) for rows_ND in rows],
+        [address(offsets_B1) for offsets_B1 in cuts],
         [offsets_B1.shape[0] - 1 for offsets_B1 in cuts],
         [rows_ND.shape[0] for rows_ND in rows],
-        [part.data_ptr() for part in pooled],
+        [address(part) for part in pooled],
         [part.shape[1] for part in pooled],
         parts,
         is_double(op, rows[0].dtype),

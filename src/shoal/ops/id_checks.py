@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 
 __all__ = ["check_ids", "check_out", "shape_error", "value_error"]
@@ -18,6 +19,7 @@ def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] | None 
     Raises:
         DTypeError, ShapeError: it is not so.
     """
+    check_dense(f"{op}: {name}", tensor)
     if tensor.dtype != torch.int64:
         what, remedy = f"{op}: dtype of {name}", "Call .long()."
         raise DTypeError(describe(what, got=tensor.dtype, allowed="int64", remedy=remedy))

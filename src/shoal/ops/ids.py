@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
@@ -155,11 +156,9 @@ def _stream_of(tensor: Tensor) -> int:
 def _core_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ids_N = ids_N.contiguous()
     inverse_N = fresh(ids_N.numel(), dtype=torch.int64)
-    found = _core.Dedup(
-        ids_N.data_ptr(), ids_N.numel(), inverse_N.data_ptr(), torch.get_num_threads()
-    )
+    found = _core.Dedup(address(ids_N), ids_N.numel(), address(inverse_N), torch.get_num_threads())
     ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
-    found.write(ids_U.data_ptr(), counts_U.data_ptr())
+    found.write(address(ids_U), address(counts_U))
     return ids_U, counts_U, inverse_N
 
 
@@ -168,9 +167,9 @@ def _core_dedup_into(
 ) -> None:
     ids_N = ids_N.contiguous()
     found = _core.Dedup(
-        ids_N.data_ptr(), ids_N.numel(), inverse_out.data_ptr(), torch.get_num_threads()
+        address(ids_N), ids_N.numel(), address(inverse_out), torch.get_num_threads()
     )
-    found.write(ids_out.data_ptr(), counts_out.data_ptr())
+    found.write(address(ids_out), address(counts_out))
     size_out.fill_(found.unique)
 
 
@@ -234,9 +233,7 @@ def check_offsets_values(op: str, offsets_B1: Tensor, n: int) -> None:
 def _core_value_rowids(offsets_B1: Tensor, n: int, op: str = _ROWIDS) -> Tensor:
     offsets_B1, out_N = offsets_B1.contiguous(), fresh(n, dtype=torch.int64)
     rows = offsets_B1.numel() - 1
-    bad = _core.value_rowids(
-        offsets_B1.data_ptr(), rows, n, out_N.data_ptr(), torch.get_num_threads()
-    )
+    bad = _core.value_rowids(address(offsets_B1), rows, n, address(out_N), torch.get_num_threads())
     if bad != _GOOD:
         raise _offsets_error(op, offsets_B1, n, bad)
     return out_N
@@ -280,9 +277,9 @@ def _check_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> None:
 def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     splits_T, sizes_P = splits_T.contiguous(), sizes_P.contiguous()
     total, parts = splits_T.numel(), sizes_P.numel()
-    out = torch.empty(total + 1 - parts, dtype=torch.int64)
+    out = torch.empty(total + 1 - parts, dtype=torch.int64, device="cpu")
     bad = _core.normalize_merged_split(
-        splits_T.data_ptr(), total, sizes_P.data_ptr(), parts, out.data_ptr()
+        address(splits_T), total, address(sizes_P), parts, address(out)
     )
     if bad != _GOOD:
         raise _split_error(splits_T, sizes_P, bad)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import operator
 from shoal.ops.outputs import fresh
@@ -134,9 +135,9 @@ def _run_reduce(
     rows_MD, index_M = widened(values_MD), index_M.contiguous()
     outs = [fresh(length, width, dtype=rows_MD.dtype) for width in widths]
     bad, unsorted = _core.index_reduce(
-        rows_MD.data_ptr(),
-        index_M.data_ptr(),
-        [out.data_ptr() for out in outs],
+        address(rows_MD),
+        address(index_M),
+        [address(out) for out in outs],
         list(widths),
         rows_MD.shape[0],
         length,
@@ -174,12 +175,12 @@ def _run_backward(
     widths, length = [part.shape[1] for part in wide], wide[0].shape[0]
     out_MD = fresh(index_M.shape[0], sum(widths), dtype=wide[0].dtype)
     bad = _core.index_reduce_backward(
-        [part.data_ptr() for part in wide],
+        [address(part) for part in wide],
         widths,
-        index_M.data_ptr(),
-        inputs.data_ptr(),
-        pooled.data_ptr(),
-        out_MD.data_ptr(),
+        address(index_M),
+        address(inputs),
+        address(pooled),
+        address(out_MD),
         index_M.shape[0],
         length,
         MODES.index(mode),
@@ -346,8 +347,8 @@ def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Te
     for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True)):
         index_M, offsets_B1 = index_M.contiguous(), fresh(length + 1, dtype=torch.int64)
         bad, unsorted = _core.segment_offsets(
-            index_M.data_ptr(),
-            offsets_B1.data_ptr(),
+            address(index_M),
+            address(offsets_B1),
             index_M.shape[0],
             length,
             torch.get_num_threads(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import InputError, describe
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
@@ -122,19 +123,20 @@ def _core_forward(
     sources = [buffer.contiguous() for buffer in buffers]
     like = sources[0]
     outputs = [
-        torch.empty(shape, dtype=like.dtype) for shape in _output_shapes(batch_sizes, shapes)
+        torch.empty(shape, dtype=like.dtype, device="cpu")
+        for shape in _output_shapes(batch_sizes, shapes)
     ]
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     good = _core.layout_forward(
-        [source.data_ptr() for source in sources],
+        [address(source) for source in sources],
         [source.numel() for source in sources],
         *_addresses(*index),
         batch_sizes,
-        features.data_ptr(),
+        address(features),
         features.shape[0],
-        slices.data_ptr(),
+        address(slices),
         slices.shape[0],
-        [output.data_ptr() for output in outputs],
+        [address(output) for output in outputs],
         like.dtype == torch.float64,
         torch.get_num_threads(),
     )
@@ -163,18 +165,18 @@ def _core_backward(
 ) -> list[Tensor]:
     sources = [grad.contiguous() for grad in grads]
     dtype = sources[0].dtype
-    buffers = [torch.empty(size, dtype=dtype) for size in sizes]
+    buffers = [torch.empty(size, dtype=dtype, device="cpu") for size in sizes]
     index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
     good = _core.layout_backward(
-        [source.data_ptr() if source.numel() else 0 for source in sources],
+        [address(source) if source.numel() else 0 for source in sources],
         1.0 if scale is None else float(scale),
-        [buffer.data_ptr() for buffer in buffers],
+        [address(buffer) for buffer in buffers],
         sizes,
         *_addresses(*index),
         batch_sizes,
-        features.data_ptr(),
+        address(features),
         features.shape[0],
-        slices.data_ptr(),
+        address(slices),
         slices.shape[0],
         limits[1],
         dtype == torch.float64,
@@ -192,12 +194,12 @@ def _addresses(
     rows_N: Tensor, buffer_N: Tensor, cell_splits: Tensor, cells: Tensor
 ) -> tuple[int, int, int, int, int, int]:
     return (
-        rows_N.data_ptr(),
-        buffer_N.data_ptr(),
+        address(rows_N),
+        address(buffer_N),
         rows_N.shape[0],
-        cell_splits.data_ptr(),
+        address(cell_splits),
         cell_splits.shape[0] - 1,
-        cells.data_ptr(),
+        address(cells),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.ops.layout_index import LayoutIndex
 from shoal.ops.layout_specs import FeatureConfigs, LayoutPlan
@@ -99,6 +100,7 @@ def _check_tensors(name: str, tensors: Sequence[Tensor], op: str) -> None:
         raise _bad(InputError, f"{op}: {name}", "no tensors", "one or more", "Pass the rows.")
     first = tensors[0]
     for i, tensor in enumerate(tensors):
+        check_dense(f"{op}: {name}[{i}]", tensor)
         if not tensor.is_floating_point() or tensor.dtype != first.dtype:
             allowed = "one floating dtype" if i == 0 else f"{first.dtype}, as {name}[0]"
             raise _bad(DTypeError, f"{op}: dtype of {name}[{i}]", tensor.dtype, allowed, "Cast it.")

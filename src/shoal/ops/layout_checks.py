@@ -80,7 +80,7 @@ def _check_rows(
     sizes: Sequence[int],
 ) -> None:
     """Rows of ids that a feature with slices reads must lie in their buffers."""
-    sizes_M = torch.tensor(sizes, dtype=torch.int64)
+    sizes_M = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     reach_N = torch.full_like(rows_N, -1)
     for row, (cell, count, _) in zip(features_F.tolist(), cells_F3.tolist(), strict=True):
         if count and row[0] < row[1]:

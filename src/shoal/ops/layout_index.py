@@ -33,8 +33,8 @@ class LayoutIndex:
         batch_sizes: examples of each request; their sum B is the outputs' first dimension. A
             training batch is one request.
 
-    A row belongs to one buffer and does not overlap another row; ids may share rows. A cell
-    belongs to one feature.
+    A row belongs to one buffer and does not overlap another row; ids may share rows. Features may
+    share cells: each reads them, and their gradients add up.
 
     Raises:
         DTypeError: other dtypes, or tensors on several devices.
@@ -166,7 +166,7 @@ def check_shared(batch: KeyedRagged, shared: Collection[str]) -> None:
 
 def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A small int64 tensor, sent without waiting for the device."""
-    return sent(torch.tensor(rows, dtype=torch.int64), device)
+    return sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
 def _check_keyed(

@@ -310,9 +310,9 @@ def _plan(configs: FeatureConfigs, drafts: Sequence[_Draft]) -> LayoutPlan:
     most = max((len(row) for row in sums.values()), default=1)
     padded = [row + [-1] * (most - len(row)) for row in sums.values()]
     return LayoutPlan(
-        torch.tensor(features, dtype=torch.int64).view(-1, 6),
-        torch.tensor(slices, dtype=torch.int64).view(-1, 9),
-        torch.tensor(padded, dtype=torch.int64).view(-1, most),
+        torch.tensor(features, dtype=torch.int64, device="cpu").view(-1, 6),
+        torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 9),
+        torch.tensor(padded, dtype=torch.int64, device="cpu").view(-1, most),
         tuple(size for draft in drafts for size in draft.shape),
         max(row[5] for row in features),
         floats,

@@ -49,6 +49,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
 from shoal.kernels.transfer import sent
 from shoal.ops.layout_index import LayoutIndex, on_device
@@ -113,6 +114,7 @@ class MonolithOffsets:
         }
         for name, dtypes in allowed.items():
             tensor: Tensor = getattr(self, name)
+            check_dense(name, tensor)
             if tensor.dtype not in dtypes:
                 raise _bad(DTypeError, f"dtype of {name}", tensor.dtype, dtypes, "Convert it.")
             if tensor.ndim != 1:
@@ -135,6 +137,7 @@ class MonolithOffsets:
         if isinstance(self.batch_size, int):
             return (self.batch_size,)
         if isinstance(self.batch_size, Tensor):
+            check_dense("batch_size", self.batch_size)
             return tuple(self.batch_size.reshape(-1).tolist())
         return tuple(self.batch_size)
 

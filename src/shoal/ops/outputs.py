@@ -20,9 +20,9 @@ def fresh(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor; a large one reuses memory."""
     size = math.prod(shape)
     if size * dtype.itemsize < _KEPT_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     words = -(-size * dtype.itemsize // 8)
     kept: Tensor = _core.pooled64(1, words)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     # No view: autograd lets nobody change a view that a custom operator returned.
-    return torch.empty(0, dtype=dtype).set_(kept.untyped_storage(), 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(kept.untyped_storage(), 0, shape, strides)

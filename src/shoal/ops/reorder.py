@@ -225,7 +225,9 @@ def _reordered(
     if isinstance(ids, Ragged):
         offset_sizes_K = ids.lengths
     else:
-        offset_sizes_K = torch.tensor([part.numel() for part in ids], dtype=torch.int64)
+        offset_sizes_K = torch.tensor(
+            [part.numel() for part in ids], dtype=torch.int64, device="cpu"
+        )
     shard_sizes_W = sizes_WK.view(-1, len(dims)).sum(1)
     return FusedReorder(ids_U, counts_U, shard_sizes_W, sizes_WK, offset_sizes_K, offsets_N)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.ops import reference
 from shoal.ops.dispatch import operator
 from shoal.ops.ids import check_offsets_values
@@ -61,13 +62,13 @@ def _core_started(
     if shards_N is not None:
         shards_N = shards_N.contiguous()
     found = _core.FusedReorder(
-        [span.data_ptr() for span in spans],
+        [address(span) for span in spans],
         [span.numel() for span in spans],
         list(dims),
         num,
         _RULE_NUMBERS[rule],
-        0 if shards_N is None else shards_N.data_ptr(),
-        offsets_N.data_ptr(),
+        0 if shards_N is None else address(shards_N),
+        address(offsets_N),
         torch.get_num_threads(),
     )
     if found.bad != _GOOD and shards_N is not None:  # only of given ones
@@ -88,7 +89,7 @@ def _core_fused_reorder(
     found, _spans_alive = _core_started(ids, offsets_K1, dims, num, rule, shards_N, offsets_N, what)
     ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
     sizes_WK = fresh(num * len(dims), dtype=torch.int64)
-    found.write(ids_U.data_ptr(), counts_U.data_ptr(), sizes_WK.data_ptr())
+    found.write(address(ids_U), address(counts_U), address(sizes_WK))
     return ids_U, counts_U, sizes_WK, offsets_N
 
 
@@ -141,7 +142,7 @@ def _core_fused_reorder_into(*arguments: Any) -> None:
     inputs, outputs, what = _parts(arguments)
     ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = outputs
     found, _spans_alive = _core_started(*(*inputs, offsets_out_N, what))
-    found.write(ids_out_N.data_ptr(), counts_out_N.data_ptr(), sizes_out_WK.data_ptr())
+    found.write(address(ids_out_N), address(counts_out_N), address(sizes_out_WK))
     size_out_1.fill_(found.unique)
 
 

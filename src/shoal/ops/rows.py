@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.ops.dispatch import operator
 from shoal.ops.id_checks import check_ids
 from shoal.ops.outputs import fresh
@@ -60,11 +61,11 @@ def _core_match(
     query_N = query_N.contiguous()
     index_N = fresh(query_N.numel(), dtype=torch.int64)
     missing = _core.match_rows(
-        ids_M.data_ptr(),
+        address(ids_M),
         ids_M.numel(),
-        query_N.data_ptr(),
+        address(query_N),
         query_N.numel(),
-        index_N.data_ptr(),
+        address(index_N),
         threads(multi_threads),
     )
     if missing >= 0 and not missing_ok:
@@ -80,12 +81,12 @@ def _core_gather(
     out_ND = fresh(index_N.numel(), width, dtype=dtype)
     counts = [rows.shape[0] for rows in shards]
     bad = _core.gather_rows(
-        [rows.data_ptr() for rows in shards],
+        [address(rows) for rows in shards],
         counts,
         width * dtype.itemsize,
-        index_N.data_ptr(),
+        address(index_N),
         index_N.numel(),
-        out_ND.data_ptr(),
+        address(out_ND),
         threads(multi_threads),
     )
     if bad >= 0:
@@ -98,13 +99,13 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
     wide_ND = grad_ND.to(dtype).contiguous()
     out_MD = fresh(rows, grad_ND.shape[1], dtype=dtype)
     bad = _core.scatter_rows(
-        wide_ND.data_ptr(),
-        index_N.data_ptr(),
+        address(wide_ND),
+        address(index_N),
         index_N.numel(),
         rows,
         grad_ND.shape[1],
         dtype is torch.float64,
-        out_MD.data_ptr(),
+        address(out_MD),
         threads(),
     )
     if bad >= 0:

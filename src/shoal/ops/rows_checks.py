@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.ops.dispatch import one_device
 
@@ -38,6 +39,7 @@ def check_rows(op: str, name: str, tensor: Tensor) -> None:
     Raises:
         ShapeError: it has others.
     """
+    check_dense(f"{op}: {name}", tensor)
     if tensor.ndim != 2:
         raise refuse(f"{op}: {name}", tuple(tensor.shape), "[rows, D]", "Give one row per id.")
 
@@ -65,6 +67,8 @@ def check_same_dtype(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     Raises:
         DTypeError: there are several.
     """
+    for tensor in tensors:
+        check_dense(f"{op}: {name}", tensor)
     dtypes = {str(tensor.dtype) for tensor in tensors}
     if len(dtypes) > 1:
         got, allowed = ", ".join(sorted(dtypes)), "one dtype"

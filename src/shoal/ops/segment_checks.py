@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.ops.dispatch import one_device
 
@@ -47,6 +48,7 @@ def check_offsets(op: str, offsets_B1: Tensor) -> None:
     Raises:
         ShapeError, DTypeError: they are not.
     """
+    check_dense(f"{op}: offsets", offsets_B1)
     if offsets_B1.ndim != 1 or offsets_B1.shape[0] < 1:
         got = tuple(offsets_B1.shape)
         raise _shape(f"{op}: shape of offsets", got, "[B+1]", "Start them at 0, one more each.")
@@ -60,6 +62,7 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
         ShapeError, DTypeError, InputError: they are not.
     """
     _check_values(op, "values", values_MD)
+    check_dense(f"{op}: indices", indices_M1)
     shape = tuple(indices_M1.shape)
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[1] != 1):
         remedy = "Give the row of the result for each value."
@@ -79,6 +82,7 @@ def check_index(op: str, index_M: Tensor) -> None:
     Raises:
         ShapeError, DTypeError: they are not.
     """
+    check_dense(f"{op}: indices", index_M)
     if index_M.ndim != 1:
         remedy = "Call .flatten()."
         raise _shape(f"{op}: shape of indices", tuple(index_M.shape), "[M]", remedy)
@@ -185,6 +189,7 @@ def table_of(op: str, table: int, tables: Sequence[object]) -> str:
 
 
 def _check_values(op: str, name: str, values_ND: Tensor) -> None:
+    check_dense(f"{op}: {name}", values_ND)
     if values_ND.ndim != 2:
         got = tuple(values_ND.shape)
         raise _shape(f"{op}: shape of {name}", got, "[N, D]", "Give one row per id.")

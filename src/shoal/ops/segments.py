@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import DTypeError, describe
 from shoal.ops import segment_checks as checks
 from shoal.ops.dispatch import operator
@@ -147,7 +148,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 def kept_alive(tensor: Tensor | None) -> Tensor:
     """What the core reads an optional argument from; address 0 where there is none."""
-    return torch.empty(0) if tensor is None else widened(tensor)
+    return torch.empty(0, device="cpu") if tensor is None else widened(tensor)
 
 
 def share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
@@ -160,9 +161,9 @@ def _core_reduce(values_ND: Tensor, offsets_B1: Tensor, mode: str) -> Tensor:
     (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
     out_BD = fresh(segments, dim, dtype=rows_ND.dtype)
     bad = _core.segment_reduce(
-        rows_ND.data_ptr(),
-        offsets_B1.data_ptr(),
-        out_BD.data_ptr(),
+        address(rows_ND),
+        address(offsets_B1),
+        address(out_BD),
         segments,
         rows,
         dim,
@@ -188,11 +189,11 @@ def _core_reduce_backward(
     segments, dim = wide_BD.shape
     out_ND = fresh(rows, dim, dtype=wide_BD.dtype)
     bad = _core.segment_reduce_backward(
-        wide_BD.data_ptr(),
-        offsets_B1.data_ptr(),
-        inputs.data_ptr(),
-        pooled.data_ptr(),
-        out_ND.data_ptr(),
+        address(wide_BD),
+        address(offsets_B1),
+        address(inputs),
+        address(pooled),
+        address(out_ND),
         segments,
         rows,
         dim,
@@ -309,9 +310,9 @@ def _run_first_n(
     source: Tensor, offsets_B1: Tensor, out: Tensor, rows: int, length: int, back: bool
 ) -> None:
     bad = _core.segment_first_n(
-        source.data_ptr(),
-        offsets_B1.data_ptr(),
-        out.data_ptr(),
+        address(source),
+        address(offsets_B1),
+        address(out),
         offsets_B1.shape[0] - 1,
         rows,
         length,
@@ -379,8 +380,8 @@ def _core_row_ids(offsets_B1: Tensor, rows: int) -> Tensor:
     offsets_B1 = offsets_B1.contiguous()
     ids_N = fresh(max(rows, 0), dtype=torch.int64)
     bad = _core.segment_row_ids(
-        offsets_B1.data_ptr(),
-        ids_N.data_ptr(),
+        address(offsets_B1),
+        address(ids_N),
         offsets_B1.shape[0] - 1,
         rows,
         torch.get_num_threads(),

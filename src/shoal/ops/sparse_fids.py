@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import DTypeError, InputError, describe, unknown_name
 from shoal.ops.layout_index import LayoutIndex, cells_of, check_shared
 from shoal.ops.layout_specs import FeatureConfigs
@@ -116,7 +117,9 @@ class ShardedFids:
         if version == 5:
             vectors = {"nfl": nfl_offset, "feature": feature_offset, "fid": self.index.rows_N}
             sizes = {
-                f"{name}_size": _int32(f"{name}_size", torch.tensor([vector.shape[0]]))
+                f"{name}_size": _int32(
+                    f"{name}_size", torch.tensor([vector.shape[0]], device="cpu")
+                )
                 for name, vector in vectors.items()
             }
             sizes["emb_size"] = _int32("emb_size", self.emb_sizes_TP.reshape(-1))
@@ -136,7 +139,7 @@ class ShardedFids:
         """feature_offset and nfl_offset: one cell of shared and missing features."""
         cells_F3, size = self.index.cells_RF[0], self.index.batch_size
         one_F = (cells_F3[:, 1] == 0) | (cells_F3[:, 2] == 1)
-        kept_FB = (torch.arange(size) == 0) | ~one_F.unsqueeze(1)
+        kept_FB = (torch.arange(size, device="cpu") == 0) | ~one_F.unsqueeze(1)
         starts_FB = self.index.cell_splits_C1[:-1].view(kept_FB.shape)
         counts_F = kept_FB.sum(1)
         return starts_FB[kept_FB], counts_F.cumsum(0) - counts_F + one_F * _SHARED
@@ -146,7 +149,7 @@ class ShardedFids:
         rows_N, buffer_N = self.index.rows_N, self.index.buffer_N.to(torch.int64)
         if version in (1, 2):
             counts_F = self.batch.key_splits.diff()
-            feature_N = torch.arange(counts_F.shape[0]).repeat_interleave(counts_F)
+            feature_N = torch.arange(counts_F.shape[0], device="cpu").repeat_interleave(counts_F)
             at_N = (feature_N, buffer_N % self.ps_num)
             width_F, floats_FP, segment_FP = self._parts(version)
             rows_N = (rows_N - floats_FP[at_N]) // width_F[feature_N]
@@ -162,8 +165,12 @@ class ShardedFids:
     def _parts(self, version: Version) -> tuple[Tensor, Tensor, Tensor]:
         """Row width of each feature; its first float in its buffer and its segment, per shard."""
         configs, shards = self.configs, self.ps_num
-        width_F = torch.tensor([configs.feature_configs[name].width for name in configs.features])
-        floats_FP, segment_FP = torch.zeros(2, width_F.shape[0], shards, dtype=torch.int64)
+        width_F = torch.tensor(
+            [configs.feature_configs[name].width for name in configs.features], device="cpu"
+        )
+        floats_FP, segment_FP = torch.zeros(
+            2, width_F.shape[0], shards, dtype=torch.int64, device="cpu"
+        )
         segments = 0
         for t, table in enumerate(configs.tables):
             own = self._places(table)
@@ -174,8 +181,8 @@ class ShardedFids:
             ends = torch.cat([self.row_splits_FP[own], self.fid_sizes_TP[t : t + 1]])
             floats = ends.diff(dim=0) * width_F[own].unsqueeze(1)
             floats_FP[own] = floats.cumsum(0) - floats
-            rank = torch.arange(len(own)).unsqueeze(1)
-            segment_FP[own] = segments + torch.arange(shards) * len(own) + rank
+            rank = torch.arange(len(own), device="cpu").unsqueeze(1)
+            segment_FP[own] = segments + torch.arange(shards, device="cpu") * len(own) + rank
             segments += len(own) * shards
         return width_F, floats_FP, segment_FP
 
@@ -224,21 +231,21 @@ def sharding_sparse_fids(
         (tables.index(config.table), config.width)
         for config in (feature_cfgs.feature_configs[key] for key in batch.keys)
     ]
-    facts_2F = torch.tensor(facts, dtype=torch.int64).t().contiguous()
-    found_FP = torch.empty(3, features, ps_num, dtype=torch.int64)
-    sizes_TP = torch.empty(2, len(tables), ps_num, dtype=torch.int64)
+    facts_2F = torch.tensor(facts, dtype=torch.int64, device="cpu").t().contiguous()
+    found_FP = torch.empty(3, features, ps_num, dtype=torch.int64, device="cpu")
+    sizes_TP = torch.empty(2, len(tables), ps_num, dtype=torch.int64, device="cpu")
     ids_N, splits_F1 = batch.values_N.contiguous(), batch.key_splits.contiguous()
     rows_N, buffer_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
     common = (
-        *(ids_N.data_ptr(), splits_F1.data_ptr(), ids_N.shape[0], features, ps_num),
+        *(address(ids_N), address(splits_F1), ids_N.shape[0], features, ps_num),
         rule == "floormod",
-        [part.data_ptr() for part in (*facts_2F, *found_FP, *sizes_TP)],
+        [address(part) for part in (*facts_2F, *found_FP, *sizes_TP)],
         len(tables),
     )
-    addresses, threads = (rows_N.data_ptr(), buffer_N.data_ptr()), torch.get_num_threads()
+    addresses, threads = (address(rows_N), address(buffer_N)), torch.get_num_threads()
     _core.count_fids(*common, unique, *addresses, threads)
-    fid_list = torch.empty(int(sizes_TP[0].sum()), dtype=torch.int64)
-    _core.fill_fids(*common, *addresses, fid_list.data_ptr(), threads)
+    fid_list = torch.empty(int(sizes_TP[0].sum()), dtype=torch.int64, device="cpu")
+    _core.fill_fids(*common, *addresses, address(fid_list), threads)
     index = LayoutIndex(rows_N, buffer_N, batch.offsets_FB1, cells, (batch.batch_size,))
     fid_sizes_TP, emb_sizes_TP = sizes_TP
     return ShardedFids(
@@ -270,7 +277,7 @@ def completed(
     present = [f for f, name in enumerate(features) if name in batch.keys]
     whole = batch
     if batch.keys != features:
-        lengths_FB = torch.zeros(len(features), size, dtype=torch.int64)
+        lengths_FB = torch.zeros(len(features), size, dtype=torch.int64, device="cpu")
         values_N = batch.values_N[:0]
         if present:
             chosen = batch.select([features[f] for f in present])

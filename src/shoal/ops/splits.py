@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops import reference
 from shoal.ops.dispatch import one_device, operator
@@ -153,6 +154,7 @@ def check_num(op: str, name: str, num: int) -> None:
 
 def check_shards(op: str, name: str, shards_N: Tensor, num: int) -> None:
     """Raise unless a tensor is int32 or int64 [N], and num a number of shards."""
+    check_dense(f"{op}: {name}", shards_N)
     if shards_N.dtype not in (torch.int32, torch.int64):
         raise DTypeError(
             describe(
@@ -198,12 +200,12 @@ def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Te
     order_N = fresh(shards_N.numel(), dtype=torch.int64)
     sizes_W = fresh(num, dtype=torch.int64)
     bad = _core.partition(
-        shards_N.data_ptr(),
+        address(shards_N),
         shards_N.dtype == torch.int64,
         shards_N.numel(),
         num,
-        order_N.data_ptr(),
-        sizes_W.data_ptr(),
+        address(order_N),
+        address(sizes_W),
         torch.get_num_threads(),
     )
     if bad != _GOOD:
@@ -219,11 +221,11 @@ def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
     n = order_N.numel()
     bad = _core.move_rows(
         take,
-        rows_N.data_ptr(),
-        order_N.data_ptr(),
+        address(rows_N),
+        address(order_N),
         n,
         rows_N.numel() // n * rows_N.element_size(),
-        out_N.data_ptr(),
+        address(out_N),
         torch.get_num_threads(),
     )
     if bad != _GOOD:

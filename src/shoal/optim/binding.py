@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from shoal.embedding import EmbeddingCollection, GradientLedger
 from shoal.errors import ConfigError, describe, unknown_name
+from shoal.optim.proxies import TableGradient
+from shoal.optim.rates import RateGroup
 from shoal.rules.schedules import Constant, Schedule
 from shoal.table.spec import TableSpec
 
-__all__ = ["RateKey", "bind_rates", "find_collections", "hosted_rates", "share_ledgers"]
+__all__ = ["RateKey", "find_collections", "group_rates", "hosted_rates", "share_ledgers"]
 
 RateKey = str | tuple[str, str]
 
@@ -56,14 +59,15 @@ def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientL
 
 def bind_rates(
     collections: Sequence[EmbeddingCollection], rates: Mapping[RateKey, float | Schedule]
-) -> dict[str, tuple[Callable[[int], float], ...]]:
+) -> dict[str, dict[str, Schedule]]:
+    """Of the tables that `rates` names: the rate of each segment by name."""
     specs: dict[str, TableSpec] = {}
     owners: dict[str, set[int]] = {}
     for collection in collections:
         specs.update(collection.tables)
         for name in collection.tables:
             owners.setdefault(name, set()).add(id(collection.shard))
-    bound: dict[str, dict[str, Callable[[int], float]]] = {}
+    bound: dict[str, dict[str, Schedule]] = {}
     for key, rate in sorted(rates.items(), key=lambda item: isinstance(item[0], tuple)):
         name, segment = (key, None) if isinstance(key, str) else key
         if name not in specs:
@@ -77,13 +81,55 @@ def bind_rates(
                     remedy="Use one SparseOptimizer per module, or rename a table.",
                 )
             )
-        own = {part.name: part.optimizer.rate for part in specs[name].segments}
+        own = own_rates(specs[name])
         if segment is not None and segment not in own:
             raise unknown_name(f"segment of table {name!r} in rates", segment, own)
         call = rate if isinstance(rate, Schedule) else Constant(rate)
-        chosen = bound.setdefault(name, dict(own))
+        chosen = bound.setdefault(name, own)
         chosen.update(dict.fromkeys([segment] if segment is not None else own, call))
-    return {name: tuple(chosen.values()) for name, chosen in bound.items()}
+    return bound
+
+
+def own_rates(spec: TableSpec) -> dict[str, Schedule]:
+    """The rate of each segment's own rule, by name; 1 for a rule without one."""
+    rates = {part.name: getattr(part.optimizer, "lr", 1.0) for part in spec.segments}
+    return {
+        name: rate if isinstance(rate, Schedule) else Constant(rate) for name, rate in rates.items()
+    }
+
+
+def group_rates(
+    collections: Sequence[EmbeddingCollection],
+    proxies: Iterable[TableGradient],
+    rates: Mapping[RateKey, float | Schedule],
+) -> dict[tuple[int, str], tuple[RateGroup, ...]]:
+    """The param groups of every table, one per segment, by the id of its shard and its name.
+
+    A table's proxies are in its first group. Groups are named "table", or "table/segment" where
+    there are several; "#2" and so on tells tables of one name on several shards apart.
+    """
+    named, taken = bind_rates(collections, rates), Counter[str]()
+    groups: dict[tuple[int, str], tuple[RateGroup, ...]] = {}
+    for collection in collections:
+        for table, spec in collection.tables.items():
+            key = (id(collection.shard), table)
+            if key in groups:
+                continue
+            taken[table] += 1
+            name = table if taken[table] == 1 else f"{table}#{taken[table]}"
+            own = named.get(table) or own_rates(spec)
+            groups[key] = tuple(
+                RateGroup(
+                    f"{name}/{segment}" if len(own) > 1 else name, table, rate, table in named
+                )
+                for segment, rate in own.items()
+            )
+    (first, *_), *_ = groups.values()
+    for proxy in proxies:
+        slice_of = (id(proxy.shard), proxy.table.rpartition("[")[0])
+        (group, *_) = groups.get((id(proxy.shard), proxy.table)) or groups.get(slice_of) or (first,)
+        group.group["params"].append(proxy)
+    return groups
 
 
 def hosted_rates(

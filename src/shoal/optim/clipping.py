@@ -11,10 +11,12 @@ from shoal.ledger import GradientLedger
 from shoal.optim.agreement import shared, summed, worst
 from shoal.optim.proxies import TableGradient
 from shoal.optim.sparse import SparseOptimizer
+from shoal.uncompiled import uncompiled
 
 __all__ = ["clip_grad_norm_"]
 
 
+@uncompiled
 def clip_grad_norm_(
     dense_params: Tensor | Iterable[Tensor],
     sparse: SparseOptimizer | Iterable[SparseOptimizer],

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.optim.proxies import not_copied
 from shoal.optim.sparse import SparseOptimizer
+from shoal.uncompiled import uncompiled
 
 __all__ = ["JointOptimizer"]
 
 
+@uncompiled
 class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, so that a loss scaler skips the step of all or of none.
 
-    `param_groups` are the members' own, so learning-rate schedulers of the members keep working.
+    `param_groups` are the members' own, as they are now: learning-rate schedulers work on this
+    optimizer as on its members.
 
     Args:
         optimizers: dense and sparse ones, in the order they step.
@@ -26,8 +30,8 @@ class JointOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-        groups = [group for member in self.optimizers for group in member.param_groups]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        groups = [group for member in optimizers for group in member.param_groups]
         params = [param for group in groups for param in group["params"]]
         if not params or len({id(param) for param in params}) != len(params):
             raise ConfigError(
@@ -39,7 +43,28 @@ class JointOptimizer(torch.optim.Optimizer):
                 )
             )
         super().__init__([{"params": params}], {})
-        self.param_groups = groups
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The members' groups, in order."""
+        return [group for member in self.optimizers for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """torch's constructor begins with none; there are no others than the members'."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: a group belongs to a member."""
+        if self.optimizers:
+            raise ConfigError(
+                describe(
+                    "param group of a JointOptimizer",
+                    got="one to add",
+                    allowed="groups of its members",
+                    remedy="Add it to the member that is to step it.",
+                )
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,6 +101,9 @@ class JointOptimizer(torch.optim.Optimizer):
         """The members' states, in order."""
         return {"optimizers": [member.state_dict() for member in self.optimizers]}
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise not_copied("a JointOptimizer")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hand each member its state.
 
@@ -94,4 +122,3 @@ class JointOptimizer(torch.optim.Optimizer):
             )
         for member, state in zip(self.optimizers, states, strict=True):
             member.load_state_dict(state)
-        self.param_groups = [g for member in self.optimizers for g in member.param_groups]

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError, describe
 from shoal.ledger import GradientLedger
 from shoal.optim.agreement import anywhere
+from shoal.table.shard import Shard
 
-__all__ = ["FiniteFlag", "TableGradient"]
+__all__ = ["FiniteFlag", "TableGradient", "not_copied"]
 
 
-class TableGradient(nn.Parameter):
+def not_copied(what: str) -> ConfigError:
+    """What pickle, deepcopy and torch.save of a part of a sparse optimizer raise."""
+    remedy = "Make a new optimizer over the copied modules and load the state."
+    got, allowed = "pickle, torch.save or deepcopy", "state_dict and load_state_dict"
+    return ConfigError(describe(f"copy of {what}", got=got, allowed=allowed, remedy=remedy))
+
+
+class _Proxy(nn.Parameter):
+    """A parameter that stands for rows elsewhere, so that it cannot be copied by itself."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied("a SparseOptimizer's parameter")
+
+    __deepcopy__ = __reduce_ex__
+
+
+class TableGradient(_Proxy):
     """Stands for a table among an optimizer's parameters; holds no weights.
 
     `grad` is the gradient summed per id, [U, D] float32 (float64 for float64 tables) on the
@@ -35,6 +54,11 @@ class TableGradient(nn.Parameter):
 
     def __init__(self, ledger: GradientLedger, table: int) -> None:
         """All is done in `__new__`, as tensors are."""
+
+    @property
+    def shard(self) -> Shard:
+        """Whose rows these are."""
+        return self._ledger.shard
 
     @property
     def table(self) -> str:
@@ -63,7 +87,7 @@ class TableGradient(nn.Parameter):
         self._ledger.replace_sums(self._table, sums_UD)
 
 
-class FiniteFlag(nn.Parameter):
+class FiniteFlag(_Proxy):
     """Tells a loss scaler on every rank that some rank's rows have a gradient that is not finite.
 
     `grad` is float32 [1] on the shard's device: infinity if so, else 0. Reading it the first time
@@ -74,7 +98,9 @@ class FiniteFlag(nn.Parameter):
     _known: tuple[tuple[int, ...], Tensor] | None
 
     def __new__(cls, ledgers: Sequence[GradientLedger]) -> FiniteFlag:
-        made = super().__new__(cls, torch.zeros(1, device=ledgers[0].shard.device))
+        made = super().__new__(
+            cls, torch.zeros(1, dtype=torch.float32, device=ledgers[0].shard.device)
+        )
         made._ledgers, made._known = tuple(ledgers), None
         return made
 

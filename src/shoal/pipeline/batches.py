@@ -156,10 +156,10 @@ def _pinned(part: Tensor | KeyedRagged | Ragged) -> Tensor | KeyedRagged | Ragge
 def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
     if isinstance(part, Ragged):
         return Ragged.from_lengths(part.values.new_empty(0), torch.zeros_like(part.lengths))
-    lengths_FB = torch.zeros(len(part.keys), part.batch_size, dtype=torch.int64)
+    lengths_FB = torch.zeros(len(part.keys), part.batch_size, dtype=torch.int64, device="cpu")
     weights_N = None if part.weights_N is None else part.weights_N.new_empty(0)
     # Built on the host and moved, so that the host knows its splits.
-    ids_0 = torch.empty(0, dtype=torch.int64)
+    ids_0 = torch.empty(0, dtype=torch.int64, device="cpu")
     made = KeyedRagged.from_lengths(part.keys, ids_0, lengths_FB)
     if weights_N is not None:
         made = dataclasses.replace(made, weights_N=weights_N.cpu())

@@ -65,6 +65,11 @@ class TrainPipeline:
         self._evict_due_s: int | None = None
         self.last: Round | None = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        got, remedy = "pickle, torch.save or deepcopy", "Copy the model, then make a pipeline."
+        allowed = "one in its own process: it holds threads and open batches"
+        raise ConfigError(describe("copy of a pipeline", got=got, allowed=allowed, remedy=remedy))
+
     def progress(self, iterator: Iterator[Any]) -> Step:
         """Train one batch.
 

@@ -102,8 +102,8 @@ class Ballots:
         """Send a ballot; `read` the result. step: windows applied, which errors name."""
         self._votes.step = step
         numbers = ballot.numbers()
-        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
-        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64, device="cpu")
+        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return self._votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
 
     def read(self, pending: Pending) -> tuple[Ballot, ...]:

@@ -38,7 +38,7 @@ class Adagrad(Optimizer):
         return dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((dim,), self.initial_accumulator, dtype=dtype)
+        return torch.full((dim,), self.initial_accumulator, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -70,7 +70,7 @@ class RowWiseAdagrad(Optimizer):
         return 1
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((1,), self.initial_accumulator, dtype=dtype)
+        return torch.full((1,), self.initial_accumulator, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -108,7 +108,7 @@ class DynamicWdAdagrad(Optimizer):
         return dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((dim,), self.initial_accumulator, dtype=dtype)
+        return torch.full((dim,), self.initial_accumulator, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -157,7 +157,7 @@ class Adadelta(Optimizer):
         return 2 * dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(2 * dim, dtype=dtype)
+        return torch.zeros(2 * dim, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -206,7 +206,7 @@ class RMSprop(Optimizer):
         return dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(dim, dtype=dtype)
+        return torch.zeros(dim, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext

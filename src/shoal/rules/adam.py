@@ -186,7 +186,7 @@ def _check_moments(rule: Adam | AdamW | Amsgrad | LAMB) -> None:
 
 
 def _fresh(zeros: int, beta1: float, beta2: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor([0.0] * zeros + [beta1, beta2], dtype=dtype)
+    return torch.tensor([0.0] * zeros + [beta1, beta2], dtype=dtype, device="cpu")
 
 
 def _split(state_US: Tensor, dim: int, moments: int) -> tuple[Tensor, ...]:

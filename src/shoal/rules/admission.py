@@ -13,9 +13,10 @@ from shoal.hashing import mix64, salt, to_signed
 from shoal.rules import checks
 from shoal.rules.slots import FidLayout, check_per_slot, lookup_per_slot, slots_of
 
-__all__ = ["Admission", "Counter", "ExactCounter", "SketchCounter", "make_counter"]
+__all__ = ["Admission", "Counter", "ExactCounter", "SketchCounter", "make_counter", "sketch_block"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_BUCKET_BITS, _LEAST_BLOCK = 16, 16
 _LARGEST_COUNT = (1 << 32) - 1
 
 
@@ -96,7 +97,7 @@ class ExactCounter(Counter):
         for id, count in zip(ids_U.tolist(), counts_U.tolist(), strict=True):
             self._counts[id] = min(self._counts.get(id, 0) + count, _LARGEST_COUNT)
             totals.append(self._counts[id])
-        return torch.tensor(totals, dtype=torch.int64)
+        return torch.tensor(totals, dtype=torch.int64, device="cpu")
 
     def forget(self, ids_U: Tensor) -> None:
         for id in ids_U.tolist():
@@ -109,29 +110,42 @@ class ExactCounter(Counter):
 class SketchCounter(Counter):
     """A count-min sketch: a total is never too small, and too large only by collisions.
 
-    Row r's cell of an id is mix64(h ^ (r + 1) * 0x9e3779b97f4a7c15) mod width (the product modulo
-    2^64), h = mix64(id ^ salt(table)). Counts of a whole step are added before any total is read,
-    so the order of ids does not matter. Cells stop at 2^32 - 1. It cannot forget.
+    An id's cells lie in the block of its bucket, the top 16 bits of h = mix64(id ^ salt(table)), so
+    that no decision depends on how many ranks the buckets are split over. A block has B =
+    max(width / 2^16, 16) cells of each row, or all where there are fewer; of narrow sketches
+    several buckets share one. Row r's cell is number mix64(h ^ (r + 1) * 0x9e3779b97f4a7c15) mod B
+    (the product modulo 2^64) of block (bucket * width / 2^16) / B. Counts of a whole step are added
+    before any total is read, so the order of ids does not matter. Cells stop at 2^32 - 1. It cannot
+    forget.
     """
 
     __slots__ = ("_cells", "_salt")
 
     def __init__(self, table: str, width: int, depth: int) -> None:
         self._salt = to_signed(salt(table))
-        self._cells = torch.zeros(depth, width, dtype=torch.int64)
+        self._cells = torch.zeros(depth, width, dtype=torch.int64, device="cpu")
 
     def add(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
         depth, width = self._cells.shape
+        block = sketch_block(width)
         hashes_U = mix64(ids_U ^ self._salt)
+        buckets_U = (hashes_U >> (64 - _BUCKET_BITS)) & ((1 << _BUCKET_BITS) - 1)
+        firsts_U = (buckets_U * width >> _BUCKET_BITS) & -block
         totals = []
         for row in range(depth):
-            cells_U = mix64(hashes_U ^ to_signed((row + 1) * _GOLDEN)) & (width - 1)
+            cells_U = mix64(hashes_U ^ to_signed((row + 1) * _GOLDEN)) & (block - 1)
+            cells_U += firsts_U
             self._cells[row].index_add_(0, cells_U, counts_U).clamp_(max=_LARGEST_COUNT)
             totals.append(self._cells[row][cells_U])
         return torch.stack(totals).amin(dim=0)
 
     def forget(self, ids_U: Tensor) -> None:
         return None
+
+
+def sketch_block(width: int) -> int:
+    """Cells of one row in which all cells of a bucket lie."""
+    return min(width, max(width >> _BUCKET_BITS, _LEAST_BLOCK))
 
 
 def make_counter(admission: Admission, table: str) -> Counter:

@@ -55,7 +55,10 @@ def choice(owner: object, name: str, value: str, known: tuple[str, ...]) -> None
 
 
 def _is_number(value: float) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _wrong(owner: object, name: str, value: object, allowed: str) -> ConfigError:

@@ -34,7 +34,7 @@ class SGD(Optimizer):
         return 0
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(0, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -67,7 +67,7 @@ class Momentum(Optimizer):
         return dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(dim, dtype=dtype)
+        return torch.zeros(dim, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -101,7 +101,7 @@ class SignSGD(Optimizer):
         return 0
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(0, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext

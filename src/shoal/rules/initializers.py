@@ -185,7 +185,7 @@ def initial_values(
     """
     first, second = initializer.core_params()
     if initializer.kind == "constant":
-        return torch.full((ids_N.shape[0], dim), first, device=ids_N.device)
+        return torch.full((ids_N.shape[0], dim), first, dtype=torch.float32, device=ids_N.device)
     words = column_words(
         ids_N,
         key=stream_key(seed, table),

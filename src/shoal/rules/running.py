@@ -34,7 +34,7 @@ class MovingAverage(Optimizer):
         return 0
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(0, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -80,7 +80,7 @@ class BatchSoftmax(Optimizer):
         return 2
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(2, dtype=dtype)
+        return torch.zeros(2, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext

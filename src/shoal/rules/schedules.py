@@ -89,7 +89,10 @@ class Exponential(Schedule):
         checks.positive(self, "gamma", self.gamma)
 
     def __call__(self, step: int) -> float:
-        return float(self.initial * self.gamma**step)
+        try:
+            return float(self.initial * self.gamma**step)
+        except OverflowError:  # refused by whoever takes the rate
+            return math.inf
 
 
 @dataclass(frozen=True, slots=True)

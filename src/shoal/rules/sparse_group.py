@@ -45,7 +45,9 @@ class FTRL(Optimizer):
         return 2 * dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor([self.initial_accumulator] * dim + [0.0] * dim, dtype=dtype)
+        return torch.tensor(
+            [self.initial_accumulator] * dim + [0.0] * dim, dtype=dtype, device="cpu"
+        )
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -82,7 +84,9 @@ class GroupFTRL(Optimizer):
         return 2 * dim
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor([self.initial_accumulator] * dim + [0.0] * dim, dtype=dtype)
+        return torch.tensor(
+            [self.initial_accumulator] * dim + [0.0] * dim, dtype=dtype, device="cpu"
+        )
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -123,7 +127,7 @@ class GroupAdagrad(Optimizer):
         return 1
 
     def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((1,), self.initial_accumulator, dtype=dtype)
+        return torch.full((1,), self.initial_accumulator, dtype=dtype, device="cpu")
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import (
     ConfigError,
     DTypeError,
@@ -19,7 +20,7 @@ from shoal.errors import (
 )
 from shoal.hashing import salt
 from shoal.table import scalars
-from shoal.table.shard import IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
+from shoal.table.shard import POOLINGS, IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
 
 _CPU = torch.device("cpu")
@@ -36,10 +37,22 @@ __all__ = [
     "groups",
     "plan",
     "rates",
+    "seed",
     "single_output",
     "summed_groups",
     "table_index",
 ]
+
+
+def seed(value: object) -> None:
+    """Check a seed of initial values.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: it does not fit 64 bits.
+    """
+    remedy = "Pass a whole number of at most 64 bits."
+    scalars.whole("seed", value, -(1 << 63), (1 << 64) - 1, remedy=remedy)
 
 
 def distinct_names(specs: Sequence[TableSpec]) -> None:
@@ -105,15 +118,9 @@ def groups(value: IdGroups, tables: int) -> Any:
                 remedy="Give each group of ids one table index.",
             )
         )
+    places = address(ids_N), address(splits_G1), address(tables_G)
     try:
-        return _core.Groups(
-            ids_N.numel(),
-            count,
-            ids_N.data_ptr(),
-            splits_G1.data_ptr(),
-            tables_G.data_ptr(),
-            tables,
-        )
+        return _core.Groups(ids_N.numel(), count, *places, tables)
     except ValueError:
         raise ShapeError(
             describe(
@@ -185,7 +192,7 @@ def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | No
         )
     size = cells // count if count else 0
     # Group edges must agree with the splits, or a row of one table would be read as another's.
-    if not core.bags_fit(offsets_GB1.data_ptr(), size):
+    if not core.bags_fit(address(offsets_GB1), size):
         raise ShapeError(
             describe(
                 "offsets",
@@ -235,6 +242,8 @@ def plan(
         )
     dtypes: dict[int, torch.dtype] = {}
     for pool, table in zip(value.pools, tables, strict=True):
+        if pool.pooling not in POOLINGS:
+            raise unknown_name("pooling of a pool plan", str(pool.pooling), POOLINGS)
         for piece in pool.slices:
             width = pool.length * (piece.stop - piece.start)
             if not 0 <= piece.output < len(value.outputs):
@@ -348,9 +357,11 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
 
 def summed_groups(summed: SummedGrads) -> IdGroups:
     """The ids of summed gradients, one group per table."""
-    sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], dtype=torch.int64)
+    sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], dtype=torch.int64, device="cpu")
     return IdGroups(
-        torch.cat(summed.ids), sizes.cumsum(0), torch.tensor(summed.tables, dtype=torch.int32)
+        torch.cat(summed.ids),
+        sizes.cumsum(0),
+        torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
     )
 
 
@@ -392,7 +403,7 @@ def chunk(
     ready = tuple(tensor.contiguous() for tensor, _, _ in expected.values())
     # Rows that were saved come in order of hash, which is quick to see; others are sorted.
     on_host = ready[0].device == _CPU
-    if on_host and _core.ordered_by_hash(ready[0].data_ptr(), rows, salt(spec.hash_name)):
+    if on_host and _core.ordered_by_hash(address(ready[0]), rows, salt(spec.hash_name)):
         return ready
     sorted_R = value.ids.sort().values
     twice_R = sorted_R[1:][sorted_R[1:] == sorted_R[:-1]]

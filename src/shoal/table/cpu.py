@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import ConfigError, describe
 from shoal.table import checks, pooled, refusals, rows
 from shoal.table.cpu_ticket import CpuTicket
 from shoal.table.cpu_upkeep import CpuUpkeep
+from shoal.table.factory import shard_copied
 from shoal.table.native import RateList, pool_dicts, table_dict
 from shoal.table.shard import (
     Found,
@@ -23,7 +25,8 @@ from shoal.table.shard import (
     StepContext,
     SummedGrads,
 )
-from shoal.table.spec import TableSpec
+from shoal.table.spec import MAX_THREADS, TableSpec
+from shoal.uncompiled import uncompiled
 
 __all__ = ["CpuShard", "CpuTicket"]
 
@@ -44,6 +47,7 @@ class _KeptPlan:
     dtypes: tuple[torch.dtype, ...]
 
 
+@uncompiled
 class CpuShard(CpuUpkeep):
     """Tables in this process's memory; see `shoal.table.shard.Shard` for every verb.
 
@@ -60,12 +64,13 @@ class CpuShard(CpuUpkeep):
         self, specs: Sequence[TableSpec], *, seed: int = 0, threads: int | None = None
     ) -> None:
         checks.distinct_names(specs)
-        if threads is not None and threads < 1:
+        checks.seed(seed)
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
             raise ConfigError(
                 describe(
                     "threads of a CPU shard",
                     got=threads,
-                    allowed="None or at least 1",
+                    allowed=f"None or 1..{MAX_THREADS}",
                     remedy="Leave it out to follow torch.get_num_threads().",
                 )
             )
@@ -75,6 +80,8 @@ class CpuShard(CpuUpkeep):
         self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
         self._rate_list = RateList(self._specs)
         self._plans: dict[tuple[int, int], _KeptPlan] = {}
+
+    __reduce__ = shard_copied
 
     @property
     def seed(self) -> int:
@@ -122,8 +129,8 @@ class CpuShard(CpuUpkeep):
         else:
             checks.single_output(out, groups, self._dims, self._reals)
             outputs = [out]
-        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool)
-        self._core.find(core, [o.data_ptr() for o in outputs], found_N.data_ptr(), self._lanes())
+        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self._core.find(core, [address(o) for o in outputs], address(found_N), self._lanes())
         return Found(tuple(outputs), found_N)
 
     def find_pooled(
@@ -137,10 +144,10 @@ class CpuShard(CpuUpkeep):
         self._core.find_pooled(
             core,
             native,
-            offsets_GB1.data_ptr(),
+            address(offsets_GB1),
             bags,
-            0 if weights_N is None else weights_N.data_ptr(),
-            [o.data_ptr() for o in outputs],
+            0 if weights_N is None else address(weights_N),
+            [address(o) for o in outputs],
             self._lanes(),
         )
         return outputs
@@ -162,7 +169,7 @@ class CpuShard(CpuUpkeep):
         ticket = refusals.worded(
             lambda: self._core.find_or_init(
                 core,
-                0 if counts_N is None else counts_N.data_ptr(),
+                0 if counts_N is None else address(counts_N),
                 ctx.global_step,
                 ctx.event_time_s,
                 self._lanes(),
@@ -179,7 +186,7 @@ class CpuShard(CpuUpkeep):
         """Read the ticket's rows now: one [n_g, D_g] per group."""
         own = self._own(ticket)
         outputs = self._per_group(own.groups)
-        addresses = [o.data_ptr() for o in outputs]
+        addresses = [address(o) for o in outputs]
         refusals.worded(
             lambda: self._core.gather(
                 own.core, None, 0, 0, 0, addresses, ctx.global_step, self._lanes()
@@ -204,10 +211,10 @@ class CpuShard(CpuUpkeep):
         self._core.gather(
             own.core,
             native,
-            offsets_GB1.data_ptr(),
+            address(offsets_GB1),
             bags,
-            0 if weights_N is None else weights_N.data_ptr(),
-            [o.data_ptr() for o in outputs],
+            0 if weights_N is None else address(weights_N),
+            [address(o) for o in outputs],
             ctx.global_step,
             self._lanes(),
         )
@@ -238,10 +245,10 @@ class CpuShard(CpuUpkeep):
                 _core.Record(
                     own.core,
                     plan,
-                    0 if offsets is None else offsets.data_ptr(),
+                    0 if offsets is None else address(offsets),
                     bags or 0,
-                    0 if weights is None else weights.data_ptr(),
-                    [g.data_ptr() for g in grads],
+                    0 if weights is None else address(weights),
+                    [address(g) for g in grads],
                     record.scale,
                 )
             )
@@ -279,10 +286,12 @@ class CpuShard(CpuUpkeep):
         native, kept = self._records(records)
         tables, ids, sums, counts = [], [], [], []
         for part in self._core.sum(native):
-            ids_U = torch.empty(part.n, dtype=torch.int64)
-            sums_UD = torch.empty(part.n, self._dims[part.table], dtype=self._reals[part.table])
-            counts_U = torch.empty(part.n, dtype=torch.int64)
-            part.copy_to(ids_U.data_ptr(), sums_UD.data_ptr(), counts_U.data_ptr())
+            ids_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
+            sums_UD = torch.empty(
+                part.n, self._dims[part.table], dtype=self._reals[part.table], device="cpu"
+            )
+            counts_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
+            part.copy_to(address(ids_U), address(sums_UD), address(counts_U))
             tables.append(part.table)
             ids.append(ids_U)
             sums.append(sums_UD)
@@ -333,9 +342,9 @@ class CpuShard(CpuUpkeep):
         refusals.worded(
             lambda: self._core.apply_ids(
                 core,
-                0 if counts_N is None else counts_N.data_ptr(),
-                [g.data_ptr() for g in ready],
-                [s.data_ptr() for s in latest],
+                0 if counts_N is None else address(counts_N),
+                [address(g) for g in ready],
+                [address(s) for s in latest],
                 self._rates(ctx),
                 ctx.global_step,
                 ctx.event_time_s,
@@ -351,14 +360,14 @@ class CpuShard(CpuUpkeep):
         core = self._groups(groups)
         ready = checks.grads(values, self._group_shapes(groups)) if mode != _REINITIALIZE else []
         status_N = torch.empty(
-            groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32
+            groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32, device="cpu"
         )
         refusals.worded(
             lambda: self._core.write(
                 core,
                 mode,
-                [v.data_ptr() for v in ready],
-                status_N.data_ptr(),
+                [address(v) for v in ready],
+                address(status_N),
                 ctx.global_step,
                 ctx.event_time_s,
                 self._lanes(),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shoal.address import address
 from shoal.errors import InputError, describe
 from shoal.table import rows, scalars
 from shoal.table.changes import Changes, Cursor, DeletedIds, checked_limit, not_closed
@@ -33,8 +34,8 @@ def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: i
             chunks.append(rows.chunk_of(spec, page.rows(table)))
         count = page.deleted_count(table)
         if count > 0:
-            ids_U = torch.empty(count, dtype=torch.int64)
-            page.copy_deleted(table, ids_U.data_ptr())
+            ids_U = torch.empty(count, dtype=torch.int64, device="cpu")
+            page.copy_deleted(table, address(ids_U))
             deleted.append(DeletedIds(spec.name, ids_U))
     return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
 

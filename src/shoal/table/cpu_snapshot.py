@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import InputError
 from shoal.table import checks, refusals, rows
 from shoal.table.changes import Cursor
@@ -61,6 +64,10 @@ class CpuSnapshot:
             raise _refused(str(error), since) from None
         self._epoch, self._since = int(self._core.epoch), int(self._core.since)
         self._cost: SnapshotStats | None = None  # once closed
+        self._new_locks()
+        _open.add(self)
+
+    def _new_locks(self) -> None:
         self._reading, self._closing = threading.Lock(), threading.Lock()
 
     @property
@@ -92,12 +99,10 @@ class CpuSnapshot:
             CheckpointError: copies of changed rows could not be kept.
         """
         check_bits(bits)
-        counts = torch.zeros(1 << bits, dtype=torch.int64)
+        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
         with self._reading:
             self._check(table)
-            refusals.kept(
-                lambda: self._core.histogram(table, bits, counts.data_ptr(), self._lanes())
-            )
+            refusals.kept(lambda: self._core.histogram(table, bits, address(counts), self._lanes()))
         return counts
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:
@@ -131,8 +136,8 @@ class CpuSnapshot:
         with self._reading:
             self._check(table)
             count = refusals.kept(lambda: self._core.deleted_count(table))
-            ids_U = torch.empty(count, dtype=torch.int64)
-            self._core.copy_deleted(table, ids_U.data_ptr())
+            ids_U = torch.empty(count, dtype=torch.int64, device="cpu")
+            self._core.copy_deleted(table, address(ids_U))
         return ids_U
 
     def give_way(self) -> None:
@@ -174,3 +179,15 @@ def _refused(why: str, since: Cursor | None) -> InputError:
 
 def _one_lane() -> int:
     return 1
+
+
+_open: weakref.WeakSet[CpuSnapshot] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for snapshot in list(_open):
+        snapshot._new_locks()  # no thread of the parent is here to let go of them
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

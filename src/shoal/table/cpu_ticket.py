@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.address import address
 from shoal.table.shard import IdGroups
 
 __all__ = ["CpuTicket"]
@@ -26,15 +27,15 @@ class CpuTicket:
     @property
     def admitted_N(self) -> Tensor:
         """bool [N]: the id has a row."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool)
-        self.core.admitted(flags_N.data_ptr())
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self.core.admitted(address(flags_N))
         return flags_N
 
     @property
     def found_N(self) -> Tensor:
         """bool [N]: the id had a row before this lookup."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool)
-        self.core.found(flags_N.data_ptr())
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self.core.found(address(flags_N))
         return flags_N
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shoal.address import address
 from shoal.table import checks, refusals, rows
 from shoal.table.changes import Changes, Cursor, released
 from shoal.table.cpu_changes import changes_of, resumed
@@ -127,7 +128,7 @@ class CpuUpkeep:
         checks.table_index(table, len(self._specs))
         spec = self._specs[table]
         ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
-        columns = [tensor.data_ptr() for tensor in ready]
+        columns = [address(tensor) for tensor in ready]
         count = ready[0].numel()
         refusals.worded(lambda: self._core.load(table, count, columns, self._lanes()))
 

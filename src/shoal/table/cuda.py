@@ -11,12 +11,15 @@ from torch import Tensor
 from shoal.table.cuda_snapshot import CudaSnapshots
 from shoal.table.cuda_ticket import CudaTicket
 from shoal.table.device_calls import check_counts, occurrences
+from shoal.table.factory import shard_copied
 from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
 from shoal.table.spec import TableSpec
+from shoal.uncompiled import uncompiled
 
 __all__ = ["CudaShard", "CudaTicket"]
 
 
+@uncompiled
 class CudaShard(CudaSnapshots):
     """Tables in a GPU's memory; see `shoal.table.shard.Shard` for every verb.
 
@@ -48,6 +51,8 @@ class CudaShard(CudaSnapshots):
         device: str | torch.device = "cuda",
     ) -> None:
         super().__init__(specs, seed=seed, device=device, host_rows=self._HOST_ROWS)
+
+    __reduce__ = shard_copied
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""

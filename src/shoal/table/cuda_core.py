@@ -52,6 +52,7 @@ class CudaCore:
         host_rows: bool,
     ) -> None:
         checks.distinct_names(specs)
+        checks.seed(seed)
         self._specs = tuple(specs)
         self._seed = seed
         self._device = _placed(torch.device(device))
@@ -240,11 +241,13 @@ class CudaCore:
         flat = self._rate_list.at(ctx.global_step, ctx.learning_rates)
         if self._rates_kept is None or self._rates_kept[0] != flat:
             widest = max((len(spec.segments) for spec in self._specs), default=1)
-            rates_KR = torch.zeros(len(self._specs), widest, dtype=torch.float64)
+            rates_KR = torch.zeros(len(self._specs), widest, dtype=torch.float64, device="cpu")
             at = 0
             for k, spec in enumerate(self._specs):
                 count = len(spec.segments)
-                rates_KR[k, :count] = torch.tensor(flat[at : at + count], dtype=torch.float64)
+                rates_KR[k, :count] = torch.tensor(
+                    flat[at : at + count], dtype=torch.float64, device="cpu"
+                )
                 at += count
             if self._rates_kept is not None:
                 retire(self._rates_kept[1])

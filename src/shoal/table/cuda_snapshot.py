@@ -44,7 +44,7 @@ from shoal.table.snapshot import (
 __all__ = ["CudaSnapshot", "CudaSnapshots"]
 
 _RECORDS = 1 << 20  # of deletions, looked up at a time
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _ALL = (1 << 32) - 1  # no row is stamped later
 
 

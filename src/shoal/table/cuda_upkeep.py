@@ -115,8 +115,8 @@ class CudaUpkeep(CudaWrite):
             ids_N = ids.to(self._device)
             groups = IdGroups(
                 ids_N,
-                torch.tensor([0, ids_N.numel()]),
-                torch.tensor([table], dtype=torch.int32),
+                torch.tensor([0, ids_N.numel()], device="cpu"),
+                torch.tensor([table], dtype=torch.int32, device="cpu"),
             )
             shape, call = self._call(groups)
             counters_C = self._layout.counters_KC[table]
@@ -144,8 +144,8 @@ class CudaUpkeep(CudaWrite):
         with self._rows_at_home():
             groups = IdGroups(
                 torch.tensor([id], device=self._device),
-                torch.tensor([0, 1]),
-                torch.tensor([table], dtype=torch.int32),
+                torch.tensor([0, 1], device="cpu"),
+                torch.tensor([table], dtype=torch.int32, device="cpu"),
             )
             _, call = self._call(groups)
             handles_1, _ = self._probe(call)

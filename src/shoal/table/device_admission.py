@@ -29,7 +29,7 @@ __all__ = ["Sights", "count_refused"]
 _FIRST_SLOTS = 1 << 10
 _LOAD = 0.75
 _LARGEST_COUNT = (1 << 32) - 1
-_SIDE_IDS = torch.tensor([EMPTY_KEY, ERASED_KEY])
+_SIDE_IDS = torch.tensor([EMPTY_KEY, ERASED_KEY], device="cpu")
 
 
 class _Exact:
@@ -84,14 +84,16 @@ class Sights:
         }
         words = [self._words(k, self._exact.get(k)) for k in range(len(tables))]
         self._tables = sights.SightTables(
-            torch.tensor(words, dtype=torch.int64).reshape(-1, sights.SIGHT_WORDS).to(self._device),
+            torch.tensor(words, dtype=torch.int64, device="cpu")
+            .reshape(-1, sights.SIGHT_WORDS)
+            .to(self._device),
             torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
         self._report: _Report | None = None
         # Reports follow one another in the stream, so they may land in one place.
         self._landing_KC = torch.zeros(
-            len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda"
+            len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
         )
 
     def add(
@@ -155,7 +157,7 @@ class Sights:
 
     def state(self, table: int) -> AdmissionState:
         """Sights of a table's ids, on the CPU; pairs in the order of ids."""
-        empty_P = torch.empty(0, dtype=torch.int64)
+        empty_P = torch.empty(0, dtype=torch.int64, device="cpu")
         if table in self._sketches:
             return AdmissionState(empty_P, empty_P, self._sketches[table].cpu().numpy().tobytes())
         if table not in self._exact:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError, describe
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.table_layout import CallGroups
@@ -108,15 +109,9 @@ class CallShapes:
         splits, tables = tuple(splits_G1.tolist()), tuple(tables_G.tolist())
         if len(splits) != count + 1:
             raise _unfit(splits, tables, len(self._form_of), None)
+        places = address(splits_G1), address(tables_G)
         try:
-            _core.Groups(
-                splits[-1],
-                count,
-                0,
-                splits_G1.data_ptr(),
-                tables_G.data_ptr(),
-                len(self._form_of),
-            )
+            _core.Groups(splits[-1], count, 0, *places, len(self._form_of))
         except ValueError:
             raise _unfit(splits, tables, len(self._form_of), None) from None
         sizes_G = np.diff(np.array(splits, dtype=np.int64))

@@ -63,7 +63,7 @@ class CounterReader:
 
     def _buffer(self, tables: int, words: int) -> _Copy:
         pinned = self._device.type == "cuda"
-        host_KC = torch.zeros(tables, words, dtype=torch.int64, pin_memory=pinned)
+        host_KC = torch.zeros(tables, words, dtype=torch.int64, pin_memory=pinned, device="cpu")
         event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         return _Copy(host_KC, host_KC.numpy(), event, np.zeros(tables, dtype=np.int64))
 

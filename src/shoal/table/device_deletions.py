@@ -114,7 +114,7 @@ class DeviceDeletions:
             return
         filled_L = buffer_L[: 1 + LOG_WORDS * used]
         if self._device.type == "cuda":
-            host_L = torch.empty(filled_L.shape, dtype=torch.int64, pin_memory=True)
+            host_L = torch.empty(filled_L.shape, dtype=torch.int64, pin_memory=True, device="cpu")
             host_L.copy_(filled_L, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(torch.cuda.current_stream(self._device))

@@ -93,7 +93,7 @@ class Lives:
             SlotValues(-1 if e.ttl_s is None else e.ttl_s, e.per_slot, e.fid_layout, device)
             for _, e in expiries
         ]
-        jobs = torch.zeros(len(expiries), JOB_WORDS, dtype=torch.int64)
+        jobs = torch.zeros(len(expiries), JOB_WORDS, dtype=torch.int64, device="cpu")
         for job, (table, _), values in zip(jobs, expiries, self._values, strict=True):
             job[JOB_TABLE] = table
             job[JOB_VALUES] = values.values_L.data_ptr()
@@ -136,7 +136,7 @@ def expired(
 
 def scored_jobs(scored: Sequence[Scored], device: torch.device) -> Tensor:
     """Jobs of `lowest_many`, int64 [E, words] on the device; they may be kept."""
-    jobs = torch.zeros(len(scored), JOB_WORDS, dtype=torch.int64)
+    jobs = torch.zeros(len(scored), JOB_WORDS, dtype=torch.int64, device="cpu")
     for job, one in zip(jobs, scored, strict=True):
         order = (SCORE_SEEN, SCORE_COUNTS) if one.kind == "lru" else (SCORE_COUNTS, SCORE_SEEN)
         job[JOB_TABLE] = one.table

@@ -77,9 +77,9 @@ def gathered_rows(
     gather: weights, state and metadata of a piece, good for the present stream: as `read_values`
         and `read_metadata` give them.
     """
-    weights = torch.empty(rows, form.dim, dtype=form.dtype)
-    state = torch.empty(rows, form.state_width, dtype=form.real)
-    metadata = torch.empty(4, rows, dtype=torch.int64)
+    weights = torch.empty(rows, form.dim, dtype=form.dtype, device="cpu")
+    state = torch.empty(rows, form.state_width, dtype=form.real, device="cpu")
+    metadata = torch.empty(4, rows, dtype=torch.int64, device="cpu")
     waiting: _Landing | None = None
     for piece in _pieces(form, rows):
         landing = _landed(piece, gather(piece))
@@ -128,7 +128,9 @@ def _landed(rows: slice, parts: tuple[Tensor, ...]) -> _Landing:
     if parts[0].device.type != "cuda":
         return _Landing(rows, parts, None)
     landing = tuple(
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True, device="cpu").copy_(
+            part, non_blocking=True
+        )
         for part in parts
     )
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -334,7 +334,7 @@ class DeviceImages:
         size = words_L.numel()
         if self._landing_L is None or self._landing_L.numel() < size:
             room = max(size, _LANDING_BYTES // 8)
-            self._landing_L = torch.empty(room, dtype=torch.int64, pin_memory=True)
+            self._landing_L = torch.empty(room, dtype=torch.int64, pin_memory=True, device="cpu")
         assert self._copies is not None
         landed_L = self._landing_L[:size]
         landed_L.copy_(words_L, non_blocking=True)

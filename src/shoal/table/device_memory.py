@@ -274,7 +274,7 @@ class DeviceMemory:
         )
         if growth.sizes:
             numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
-            directory = sent(torch.tensor(numbers, dtype=torch.int32), self.device)
+            directory = sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
         entries = table_index.new_entries(growth.slots, self.device) if growth.slots else None
         return Part(growth, first, blocks, directory, entries)
 

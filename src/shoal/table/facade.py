@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from shoal.address import check_dense
 from shoal.errors import (
     ConfigError,
     DTypeError,
@@ -19,6 +21,7 @@ from shoal.table import scalars
 from shoal.table.factory import make_shard
 from shoal.table.shard import Entry, IdGroups, RowChunk, Shard, StepContext, TableStats, Ticket
 from shoal.table.spec import TableSpec
+from shoal.uncompiled import uncompiled
 
 __all__ = ["Ids", "Rates", "Rows", "Table"]
 
@@ -29,6 +32,7 @@ Rates = float | Sequence[float]
 _SPLITS_KEPT = 256
 
 
+@uncompiled
 class Table:
     """One table of a shard.
 
@@ -80,7 +84,7 @@ class Table:
         # None: nothing is moved, and the shard says what it thinks of tensors on a device.
         self._device = None if home.type == "cpu" else home
         self._dtype = torch.float64 if self._spec.dtype == "float64" else torch.float32
-        self._tables_G = torch.tensor([self._index], dtype=torch.int32)
+        self._tables_G = torch.tensor([self._index], dtype=torch.int32, device="cpu")
         self._splits: dict[int, Tensor] = {}
 
     @property
@@ -154,8 +158,8 @@ class Table:
         learning_rates: one for all segments or one per segment; default the spec's at this step.
 
         Raises:
-            NonFiniteGradient: a gradient holds NaN or infinity; nothing was changed. On CUDA
-                its row is left alone and a later verb raises, `check` at the latest.
+            NonFiniteGradient: a gradient or an id's sum is NaN or infinite; nothing was changed. On
+                CUDA its row is left alone and a later verb raises, `check` at the latest.
             TableFull: no room; nothing was changed.
         """
         groups = self._groups(ids)
@@ -215,7 +219,9 @@ class Table:
 
     def load(self, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
-        self._shard.load(self._index, chunk)
+        # Of our own, whatever another thread does: what is checked is what gets loaded.
+        own = replace(chunk, ids=chunk.ids.clone(), versions=chunk.versions.clone())
+        self._shard.load(self._index, own)
 
     def clear(self) -> None:
         """Drop all rows.
@@ -239,6 +245,7 @@ class Table:
 
     def _groups(self, ids: Ids) -> IdGroups:
         ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
+        check_dense("ids", ids_N)
         if ids_N.dtype is not torch.int64:
             raise _dtype("ids", ids_N, torch.int64)
         if ids_N.dim() != 1:
@@ -253,7 +260,7 @@ class Table:
         # A small tensor costs more to build than the lookup of a small batch.
         splits = self._splits.get(n)
         if splits is None:
-            splits = torch.tensor([0, n])
+            splits = torch.tensor([0, n], device="cpu")
             if len(self._splits) >= _SPLITS_KEPT:
                 self._splits.clear()
             self._splits[n] = splits
@@ -262,13 +269,14 @@ class Table:
     def _rows(self, rows: Rows, groups: IdGroups, name: str) -> Tensor:
         want = (groups.ids_N.shape[0], self._spec.dim)
         rows_ND = rows if isinstance(rows, Tensor) else _as_tensor(name, rows, self._dtype)
+        check_dense(name, rows_ND)
         if rows_ND.dtype is not self._dtype:
             raise _dtype(name, rows_ND, self._dtype)
         if not isinstance(rows, Tensor) and want[0] == 0:
             rows_ND = rows_ND.reshape(want)
         if rows_ND.shape != want:
             raise _shape(name, rows_ND, f"[N, D] = {list(want)}")
-        rows_ND = rows_ND.detach().contiguous()
+        rows_ND = rows_ND.detach().resolve_neg().contiguous()
         return rows_ND if self._device is None else _sent(rows_ND, self._device)
 
     def _counts(self, counts: Ids | None, groups: IdGroups) -> Tensor | None:
@@ -277,6 +285,7 @@ class Table:
         counts_N = (
             counts if isinstance(counts, Tensor) else _as_tensor("counts", counts, torch.int64)
         )
+        check_dense("counts", counts_N)
         if counts_N.dtype is not torch.int64:
             raise _dtype("counts", counts_N, torch.int64)
         if counts_N.shape != groups.ids_N.shape:
@@ -313,7 +322,7 @@ def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tenso
     if dtype is torch.int64:
         _check_whole(name, values)
     try:
-        tensor = torch.tensor(values)
+        tensor = torch.tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         allowed = f"numbers in lists of equal length ({dtype})"
         remedy = "Pass a tensor or plain lists."

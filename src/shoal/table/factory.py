@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 
 from shoal.errors import ConfigError, DeviceUnavailable, describe
-from shoal.table.shard import Shard
+from shoal.table.shard import AdmissionState, RowChunk, Shard
 from shoal.table.spec import TableSpec
 
-__all__ = ["make_shard", "remake_shard", "resolve_device", "shard_like"]
+__all__ = ["make_shard", "remake_shard", "resolve_device", "shard_copied", "shard_like"]
 
 _KNOWN = "cpu, cuda, cuda:N"
 
@@ -47,6 +47,33 @@ def remake_shard(
     asks = "device" in inspect.signature(kind).parameters
     named = {"device": device} if asks else {}
     return cast(Shard, kind(specs, seed=seed, **named, **settings))
+
+
+def shard_copied(shard: Shard) -> tuple[Any, ...]:
+    """How pickle, deepcopy and torch.save carry a shard: all its rows and sights; no tickets."""
+    every = range(len(shard.specs))
+    rows, sights = [shard.export(k) for k in every], [shard.admission_state(k) for k in every]
+    made = (type(shard), shard.specs, shard.seed, str(shard.device))
+    return _copied, (*made, getattr(shard, "settings", {}), shard.last_step, rows, sights)
+
+
+def _copied(
+    kind: type[Any],
+    specs: Sequence[TableSpec],
+    seed: int,
+    device: str,
+    settings: Mapping[str, Any],
+    last_step: int,
+    rows: Sequence[RowChunk],
+    sights: Sequence[AdmissionState],
+) -> Shard:
+    shard = remake_shard(kind, specs, seed, device, settings)
+    shard.last_step = last_step
+    for k, chunk in enumerate(rows):
+        shard.load(k, chunk)
+    for k, state in enumerate(sights):
+        shard.load_admission_state(k, state)
+    return shard
 
 
 def shard_like(shard: Shard, specs: Sequence[TableSpec]) -> Shard:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shoal.errors import ConfigError, describe, unknown_name
 from shoal.placement import (
+    BUCKETS,
     Hosted,
     Placement,
     column_wise,
     data_parallel,
     grid,
+    rank_buckets,
     row_wise,
     table_row_wise,
     table_wise,
 )
+from shoal.rules.admission import sketch_block
 from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
 
@@ -45,11 +48,13 @@ class HostedTables:
         specs: the whole tables, in the same order on every rank.
         shard: this rank's; hosts `specs`, or `hosted_specs(specs, placement, rank)`.
         placement: what lies where; None: all on this one rank.
+        resume: told the optimizer steps that the rows have behind them when they are loaded.
     """
 
     specs: tuple[TableSpec, ...]
     shard: Shard
     placement: Placement | None = None
+    resume: Callable[[int], None] | None = None
 
 
 def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
@@ -58,8 +63,7 @@ def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
     It has the bits of the whole table's columns: hashes, initial values and rounding are keyed by
     the whole table's name and column numbers. Segments keep their names, so learning rates bind
     as before. `capacity_rows` and `expected_rows` are divided over the row shares, rounded up;
-    admission and expiry stay, and a sketch counts the ids of its share only: which ids it admits
-    early depends on the shares. A slice is named "table[start:stop]".
+    admission and expiry stay. A slice is named "table[start:stop]".
 
     Raises:
         ConfigError: another table's slice, columns that the table lacks, or a cut inside a
@@ -121,6 +125,7 @@ def check_placement(specs: Sequence[TableSpec], placement: Placement) -> None:
             raise _refused(what, f"{stop} of them", f"all {spec.dim}", remedy)
         for one in slices:
             _check_slice(spec, one)
+            _check_sketch(spec, one)
 
 
 def plan_placement(
@@ -240,6 +245,22 @@ def _check_slice(spec: TableSpec, hosted: Hosted) -> None:
                 f"cuts outside those: one step of {_rule_name(segment)} reads the whole {coupling}",
                 "Cut between segments, split the table by rows, or use an element-wise rule.",
             )
+
+
+def _check_sketch(spec: TableSpec, hosted: Hosted) -> None:
+    """Refuse shares of buckets that would count in cells of each other's."""
+    if spec.admission is None or spec.admission.counter == "exact":
+        return
+    width = spec.admission.sketch_width
+    cells = sketch_block(width) * BUCKETS
+    starts = [rank_buckets(share, hosted.shares)[0] for share in range(hosted.shares)]
+    if any(start * width % cells for start in starts):
+        raise _refused(
+            f"sketch_width of table {spec.name!r} with rows on {hosted.shares} ranks",
+            width,
+            "2^20 or more; on 2^k ranks, 2^(k + 4) or more",
+            "Widen the sketch, count exactly, or keep all rows on one rank (table_wise).",
+        )
 
 
 def _edges(hosted: Hosted) -> tuple[int, int]:

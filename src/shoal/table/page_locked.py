@@ -27,7 +27,7 @@ class PageLocked:
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._piece = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
         self.bytes_held = 0  # of all pieces ever taken
 
@@ -50,7 +50,7 @@ class PageLocked:
 
     def _allocated(self, size: int) -> Tensor:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         except RuntimeError as error:  # torch.OutOfMemoryError is one, too
             raise OutOfDeviceMemory(
                 describe(

@@ -16,7 +16,7 @@ _POOLED_BYTES = 1 << 19
 def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised [rows, columns] float32 or float64 tensor; a large one reuses memory."""
     if rows * columns * dtype.itemsize < _POOLED_BYTES:
-        return torch.empty(rows, columns, dtype=dtype)
+        return torch.empty(rows, columns, dtype=dtype, device="cpu")
     make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
     tensor: Tensor = make(rows, columns)
     return tensor

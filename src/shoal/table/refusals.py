@@ -50,7 +50,8 @@ def worded(call: Callable[[], T]) -> T:
 
     Raises:
         TableFull: no room for new ids; nothing was inserted.
-        NonFiniteGradient: NaN or infinity under nan_policy="raise"; nothing was changed.
+        NonFiniteGradient: a gradient, or a row's sum of them, is NaN or infinite under
+            nan_policy="raise"; nothing was changed.
         TicketError: a ticket ended meanwhile.
     """
     try:
@@ -63,7 +64,7 @@ def worded(call: Callable[[], T]) -> T:
     except _core.NonFiniteError:
         raise NonFiniteGradient(
             describe(
-                "gradient",
+                "gradient of a row, summed over all that has its id",
                 got="NaN or infinity",
                 allowed="finite values under nan_policy='raise'",
                 remedy="Find the overflow (loss scale, learning rate), or choose "

@@ -33,7 +33,7 @@ def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> 
     """The rows of a chunk of a whole table that a rank holds, their columns and state only."""
     kept_R = _kept(spec, hosted, rank, chunk.ids)
     state_RS = chunk.state[kept_R]
-    columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64)
+    columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64, device="cpu")
     return RowChunk(
         table=hosted_spec(spec, hosted).name,
         ids=chunk.ids[kept_R],

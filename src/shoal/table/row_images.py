@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
+from shoal.address import address
 from shoal.hashing import salt
 from shoal.kernels.row_form import RowForm
 from shoal.kernels.row_images import HEAD_WORDS, IMAGE_VERSION
@@ -96,8 +97,8 @@ class RowImages:
         Raises:
             CheckpointError: a copy was lost.
         """
-        counts = torch.zeros(1 << bits, dtype=torch.int64)
-        refusals.kept(lambda: self._core.histogram(table, bits, before, counts.data_ptr()))
+        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
+        refusals.kept(lambda: self._core.histogram(table, bits, before, address(counts)))
         return counts
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:

@@ -37,6 +37,11 @@ class RowChunk:
     last_seen_s: Tensor
     counts: Tensor
 
+    def __reduce__(self) -> tuple[type[RowChunk], tuple[str | Tensor, ...]]:
+        # Columns may share one block of memory, which torch.save refuses and pickle repeats.
+        columns = (self.ids, self.weights, self.state, self.versions, self.last_seen_s, self.counts)
+        return RowChunk, (self.table, *(column.clone() for column in columns))
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.address import address
 from shoal.errors import ShapeError, describe
 from shoal.table import pooled
 from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
@@ -64,7 +65,7 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
 def pointers(chunk: RowChunk) -> list[int]:
     """Where the columns of a chunk lie, in the order the core takes them."""
     whole = (chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts)
-    return [t.data_ptr() for t in (*whole, chunk.weights, chunk.state)]
+    return [address(t) for t in (*whole, chunk.weights, chunk.state)]
 
 
 def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
@@ -80,8 +81,8 @@ def entry_of(chunk: RowChunk) -> Entry | None:
         return None
     return Entry(
         int(chunk.ids[0]),
-        chunk.weights[0],
-        chunk.state[0],
+        chunk.weights[0].clone(),
+        chunk.state[0].clone(),
         int(chunk.versions[0]),
         int(chunk.last_seen_s[0]),
         int(chunk.counts[0]),
@@ -92,8 +93,8 @@ def admission_of(core: Any, table: int) -> AdmissionState:
     """Admission counters of a table."""
     ids, counts = core.admission_counts(table)
     return AdmissionState(
-        torch.tensor(ids, dtype=torch.int64),
-        torch.tensor(counts, dtype=torch.int64),
+        torch.tensor(ids, dtype=torch.int64, device="cpu"),
+        torch.tensor(counts, dtype=torch.int64, device="cpu"),
         core.admission_cells(table),
     )
 

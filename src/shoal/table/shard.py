@@ -20,6 +20,7 @@ from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
 
 __all__ = [
+    "POOLINGS",
     "AdmissionState",
     "Entry",
     "Found",
@@ -40,6 +41,7 @@ __all__ = [
 
 NanPolicy = Literal["raise", "skip", "clip"]
 Pooling = Literal["sum", "mean", "first_n"]
+POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "first_n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,9 @@ class StepContext:
         event_time_s: event time of the batch in whole seconds (0..2^32-1); stamps last-seen.
         learning_rates: table name -> one rate per segment, for tables that differ from their
             spec's rate at this step; others use `optimizer.rate(global_step)`.
-        nan_policy: "raise" before anything changed; "skip" leaves rows with a non-finite
-            gradient alone and counts them; "clip" puts 0 for NaN, and `nan_clip` for infinities.
+        nan_policy: what a row's sum of gradients that is not finite does: "raise" before anything
+            changed (also a single gradient that is not); "skip" leaves the row alone and counts
+            it; "clip" puts 0 for NaN, and `nan_clip` for infinities.
             On CUDA "raise" does not wait for the device: rows with a non-finite gradient are
             left alone as under "skip", the others step, and NonFiniteGradient is raised at a
             later verb, at the latest at `Shard.check`.
@@ -390,6 +393,6 @@ class Shard(ChangeFeed, Protocol):
         """Raise what kernels found since the last call; waits for the device.
 
         Raises:
-            NonFiniteGradient: a gradient held NaN or infinity under nan_policy="raise".
+            NonFiniteGradient: a row's sum of gradients was not finite under nan_policy="raise".
         """
         ...

@@ -11,7 +11,7 @@ from shoal.rules.slots import FidLayout, slots_of
 
 __all__ = ["SlotValues"]
 
-_ALL_BITS = torch.tensor([-1])
+_ALL_BITS = torch.tensor([-1], device="cpu")
 
 
 class SlotValues:
@@ -33,7 +33,7 @@ class SlotValues:
     ) -> None:
         self.mask = int(slots_of(_ALL_BITS, fid_layout)) if per_slot else 0
         self.shift = _shift_of(fid_layout)
-        values_L = torch.full((self.mask + 1,), default, dtype=torch.int64)
+        values_L = torch.full((self.mask + 1,), default, dtype=torch.int64, device="cpu")
         for slot, value in per_slot:
             values_L[slot] = value
         self.values_L = sent(values_L, device)
@@ -41,4 +41,8 @@ class SlotValues:
 
 def _shift_of(fid_layout: FidLayout) -> int:
     """Lowest bit of a slot: the first that makes one out of nothing."""
-    return next(bit for bit in range(64) if int(slots_of(torch.tensor([1 << bit]), fid_layout)))
+    return next(
+        bit
+        for bit in range(64)
+        if int(slots_of(torch.tensor([1 << bit], device="cpu"), fid_layout))
+    )

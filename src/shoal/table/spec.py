@@ -19,6 +19,7 @@ RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 OnFull = Literal["raise", "lru", "lfu"]
 
 MAX_DIM = 1 << 14
+MAX_THREADS = 1024
 _MAX_ROWS = (1 << 31) - 2
 _MAX_CAPACITY = (1 << 63) - 1
 _MAX_FIRST_COLUMN = (1 << 30) - 1

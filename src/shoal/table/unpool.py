@@ -5,6 +5,7 @@ What a shard does inside `apply` for the rows under a ticket; here for lookups w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from shoal.ops import segment_sum
 from shoal.table.read_ticket import ReadTicket
 from shoal.table.shard import GradRecord, Pool, SummedGrads, Ticket
 
-__all__ = ["position_grads", "sum_by_id"]
+__all__ = ["position_grads", "sum_by_id", "sums_finite"]
 
 
 def position_grads(record: GradRecord, dims_G: Sequence[int]) -> list[Tensor]:
@@ -99,6 +100,28 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         sums=tuple(part[1] for part in summed),
         counts=tuple(part[2] for part in summed),
     )
+
+
+def sums_finite(records: Sequence[GradRecord]) -> bool | None:
+    """Whether sums per row over records are finite, whatever rows their ids have; fast.
+
+    False where a gradient is not finite, None where it is not sure: then form the sums.
+    """
+    total, limit = 0.0, torch.finfo(torch.float64).max
+    for record in records:
+        factor = abs(record.scale) * record.ticket.groups.ids_N.numel()
+        if record.weights_N is not None and record.weights_N.numel():
+            factor *= max(1.0, float(record.weights_N.abs().max()))
+        pools = () if record.plan is None else record.plan.pools
+        factor *= max([1, *(len(pool.slices) for pool in pools)])
+        grads = [grad for grad in record.grads if grad.numel()]
+        found = [float(torch.linalg.vector_norm(grad, torch.inf)) for grad in grads]
+        if not all(map(math.isfinite, found)):
+            return False
+        total += factor * max([1.0, *found])
+        limit = min([limit, *(torch.finfo(grad.dtype).max for grad in grads)])
+    # A quarter: rounding may add to a sum as it grows.
+    return True if total <= limit / 4 else None
 
 
 def _counts(ticket: Ticket) -> Tensor | None:

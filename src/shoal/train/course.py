@@ -79,7 +79,7 @@ class Course:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What to save, as (the same on every rank, this rank's own); a collective call."""
         counted = [float(self.telemetry.counter(name).value) for name in _COUNTED]
-        numbers = torch.tensor([*counted, self.train_s], dtype=torch.float64)
+        numbers = torch.tensor([*counted, self.train_s], dtype=torch.float64, device="cpu")
         *totals, train_s = self._ranks.total(numbers, what="counters to save").tolist()
         whole, own = self.recorder.state()
         state = {

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -79,6 +79,10 @@ class RunFolder:
         text = json.dumps(_strict(figures), indent=2, allow_nan=False)
         _replace(self.metrics, text + "\n")
 
+    def write_report(self, page: str) -> None:
+        """Write report.html."""
+        _replace(self.report, page)
+
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml."""
         _replace(self.config, settings.to_yaml(config))
@@ -98,7 +102,18 @@ class RunFolder:
                     remedy="Train first: shoal train CONFIG.",
                 )
             )
-        figures: dict[str, Any] = json.loads(self.metrics.read_text(encoding="utf-8"))
+        try:
+            figures: dict[str, Any] = json.loads(self.metrics.read_text(encoding="utf-8"))
+            dict(figures["models"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(
+                describe(
+                    f"figures of a run in {self.metrics}",
+                    got=f"{type(error).__name__}: {error}",
+                    allowed="the file as the run wrote it",
+                    remedy="Remove it, and continue the run: shoal train CONFIG --resume RUN.",
+                )
+            ) from error
         return figures
 
 
@@ -239,7 +254,7 @@ def _job_of(folder: RunFolder) -> str | None:
         return None
     try:
         job: str | None = json.loads(folder.launch.read_text(encoding="utf-8")).get("job")
-    except ValueError:  # cut short when its job was killed
+    except (OSError, ValueError, AttributeError):  # cut short when its job was killed
         return None
     return job
 
@@ -270,8 +285,13 @@ def _untrained(got: str) -> CheckpointError:
 def _replace(path: Path, text: str) -> None:
     """Write a file that is whole, or as it was, if the process dies meanwhile."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _strict(value: Any) -> Any:

@@ -48,7 +48,9 @@ class Scorer(nn.Module):
         self._split = config.distributed.dense == "fsdp2"
 
     def forward(self, batch: Batch) -> Tensor:
-        inputs = self.tables(batch.ids, event_time_s=batch.event_time_s)
+        # Rows of float64 tables, too: dense weights are float32.
+        rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
+        inputs = {name: one.float() for name, one in rows.items()}
         with torch.autocast(
             self._device_type, dtype=self._dtype, enabled=self._dtype != torch.float32
         ):

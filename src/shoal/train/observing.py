@@ -229,7 +229,10 @@ def _profiler(folder: str, rank: int) -> torch.profiler.profile:
         ) from error
 
     def ready(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(place / f"rank{rank}.json"))
+        try:
+            profile.export_chrome_trace(str(place / f"rank{rank}.json"))
+        except (OSError, RuntimeError) as error:
+            _log.warning("no profile in %s: %s", place, error)
 
     activities: Sequence[torch.profiler.ProfilerActivity] = [
         torch.profiler.ProfilerActivity.CPU,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,8 +41,7 @@ def write_predictions(
         for batch in batches:
             ranks.gathered(_rows(learner, batch), what="predictions of a batch")
         return 0
-    partial = path.with_name(path.name + ".partial")
-    examples = 0
+    partial, examples = Path(f"{path}.partial"), 0
     try:
         with progress, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
             for batch in batches:
@@ -56,17 +56,18 @@ def write_predictions(
                     progress.show(ProgressState(examples=examples))
             progress.show(ProgressState(examples=examples), final=True)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # also a path that no file can have
         raise DataError(
             describe(
                 "file of predictions",
-                got=f"{path} ({error.strerror or error})",
+                got=f"{path} ({getattr(error, 'strerror', None) or error})",
                 allowed="a path in a folder that exists and can be written",
                 remedy="Choose another with --out.",
             )
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError, ValueError):
+            partial.unlink()
     return examples
 
 

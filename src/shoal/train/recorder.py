@@ -155,7 +155,7 @@ class Recorder:
         own = [self.examples, self.ids, row_bytes, self._weight_sum]
         numbers = [*own, *self._loss_sum.values(), *rows.values(), *beside.values()]
         every = [metrics.totals() for metrics in self._metrics.values()]
-        head = torch.tensor(numbers, dtype=torch.float64)
+        head = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         summed = self._ranks.total(torch.cat([head, *every]), what="metrics of a point")
         found = summed[: len(numbers)].tolist()
         self.total_examples, self.total_ids, self.row_bytes = (int(n) for n in found[:3])
@@ -176,7 +176,7 @@ class Recorder:
         Tensors, numbers, lists and dicts. What steps appended stays as it is: where sums are made
         changes their last bits. Over several ranks a collective call.
         """
-        labels = _together(self._labels).cpu() if self._labels else torch.empty(0)
+        labels = _together(self._labels).cpu() if self._labels else torch.empty(0, device="cpu")
         weights = _joined(self._labels, self._weights)
         own = {
             "pending": {name: _together(every).cpu() for name, every in self._pending.items()}
@@ -231,7 +231,7 @@ class Recorder:
         """float64: examples, ids, weight, the loss sums, then the totals of each metric."""
         head = [self.examples, self.ids, self._weight_sum, *self._loss_sum.values()]
         every = [metrics.totals() for metrics in self._metrics.values()]
-        return torch.cat([torch.tensor(head, dtype=torch.float64), *every])
+        return torch.cat([torch.tensor(head, dtype=torch.float64, device="cpu"), *every])
 
     def _set_sums(self, sums: Tensor) -> None:
         names = list(self._metrics)

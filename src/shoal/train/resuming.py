@@ -14,7 +14,7 @@ from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.loading import load
 from shoal.comm.launchers import Attempt
-from shoal.config import RunConfig, to_yaml
+from shoal.config import RunConfig, from_mapping, to_yaml
 from shoal.errors import CheckpointError, ConfigError, describe
 from shoal.train import folder as folders
 from shoal.train.contents import contents_of
@@ -228,7 +228,9 @@ def _job_in(url: str, name: str) -> Mapping[str, Any]:
 
 def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
     """Refuse a run that would train another model, or on other data, than it did so far."""
-    then = dict(_leaves(yaml.safe_load(job["config"])))
+    # Settings that did not exist then are at their defaults.
+    begun = from_mapping(yaml.safe_load(job["config"]))
+    then = dict(_leaves(yaml.safe_load(to_yaml(begun))))
     now = dict(_leaves(yaml.safe_load(to_yaml(config))))
     differ = [
         key

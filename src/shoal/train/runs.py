@@ -18,7 +18,10 @@ from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, build_parts
 from shoal.config.data import RunData, open_data
 from shoal.config.tree import LogisticSettings
+from shoal.data import Loader
+from shoal.errors import ConfigError, describe
 from shoal.metrics import BinaryResult
+from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
     JsonLines,
@@ -76,6 +79,7 @@ def _run(
     config: RunConfig, placed: RunConfig, ranks: Ranks, console: Console, resume: str | None
 ) -> RunResult:
     data, learners = _open(placed, ranks)
+    _tell_short(data.train, console)
     events = ranks.leads and _writes_events(config, console)
     examples = len(data.train.source)
     beginning = as_first_rank(
@@ -110,7 +114,8 @@ def _run(
         )
         _train(placed, data, learners, course, saver, (sink, console), ranks)
         result = _judged_run(placed, folder, data, learners, course, (sink, console), ranks)
-    _print_path(console, "report", folder.report)
+    if folder.report.is_file():
+        _print_path(console, "report", folder.report)
     return result
 
 
@@ -182,13 +187,28 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
     """The data, and the run's model with the baseline that learns, if it is asked for."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    elif torch.get_num_threads() > MAX_THREADS:
+        raise ConfigError(
+            describe(
+                "OMP_NUM_THREADS or MKL_NUM_THREADS",
+                got=torch.get_num_threads(),
+                allowed=f"1..{MAX_THREADS}",
+                remedy="Unset it, or set threads.",
+            )
+        )
     torch.manual_seed(config.seed)
     data = open_data(config, ranks.share)
     models: dict[str, AnyModel] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
     every = {
-        name: build_parts(config, model, offered=data.features, num_dense=data.num_dense)
+        name: build_parts(
+            config,
+            model,
+            offered=data.features,
+            num_dense=data.num_dense,
+            examples=len(data.train.source),
+        )
         for name, model in models.items()
     }
     learners = [Learner(name, parts, config, ranks) for name, parts in every.items()]
@@ -231,7 +251,7 @@ def _judged_run(
     data: RunData,
     learners: Sequence[Learner],
     course: Course,
-    output: tuple[ScalarSink, Console],
+    output: tuple[FanOut, Console],
     ranks: Ranks,
 ) -> RunResult:
     """Judge the trained models, and write and print what the run amounts to."""
@@ -242,11 +262,26 @@ def _judged_run(
     sink.write(learners[0].steps, _eval_scalars(metrics))
     result = _result(folder, metrics, course)
     if ranks.leads:
-        folder.write_metrics({"name": config.name, **result.as_json()})
-        report.write(folder.report, summary.build_report(config, result, recorder.curves, judged))
+        page = report.render(summary.build_report(config, result, recorder.curves, judged))
+        with sink.giving_way("report.html"):
+            folder.write_report(page)
+        with sink.giving_way("metrics.json"):
+            folder.write_metrics({"name": config.name, **result.as_json()})
     console.print(summary.metric_table(metrics, summary.table_title(judged)))
     console.print(summary.closing_line(result), highlight=False)
     return result
+
+
+def _tell_short(train: Loader, console: Console) -> None:
+    """Say what becomes of a last batch that is too short for the model."""
+    if not train.short_examples:
+        return
+    each = f"the last {train.short_examples} of {len(train.source):,} examples of an epoch"
+    becomes = "joins the batch before"
+    if train.short == "drop":
+        becomes = f"is left out, {train.dropped:,} in all epochs"
+    said = f"{each} {becomes}: batch normalisation takes no batch of one (data.last_batch)"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _judge(
@@ -274,15 +309,14 @@ def _writes_events(config: RunConfig, console: Console) -> bool:
 
 def _sinks(
     config: RunConfig, folder: RunFolder, ranks: Ranks, *, events: bool, go_on_after: int | None
-) -> ScalarSink:
-    sinks: list[ScalarSink] = []
-    if not ranks.leads:
-        return FanOut()
-    if events:
-        sinks.append(TensorBoard(folder.logs, go_on_after=go_on_after))
-    if config.logging.jsonl:
-        sinks.append(JsonLines(folder.logs / "log.jsonl", go_on_after=go_on_after))
-    return FanOut(*sinks)
+) -> FanOut:
+    sinks = FanOut()
+    if ranks.leads and events:
+        sinks.open(lambda: TensorBoard(folder.logs, go_on_after=go_on_after), "TensorBoard logs")
+    if ranks.leads and config.logging.jsonl:
+        path = folder.logs / "log.jsonl"
+        sinks.open(lambda: JsonLines(path, go_on_after=go_on_after), "log.jsonl")
+    return sinks
 
 
 def _metrics(

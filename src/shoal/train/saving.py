@@ -18,7 +18,7 @@ from shoal.checkpoint.store import folder_name
 from shoal.checkpoint.writing import begin
 from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
 from shoal.table.changes import Cursor
 from shoal.train.contents import contents_of, skipped_in_slices
 from shoal.train.course import Course
@@ -63,7 +63,9 @@ class Saver:
     All ranks save after the same steps: counts of steps are alike everywhere, and for seconds rank
     0's clock decides, which the others learn from the pipeline's votes. A save that is due while
     the one before is still being written is left out, and counted in a log line; unless saves are
-    not to go on in the background.
+    not to go on in the background. One that fails is logged and counted, and the next delta holds
+    what it would have; the run ends after more failures in a row than are allowed, when the last
+    save fails, or when ranks no longer agree on how one ended.
 
     Args:
         url: folder of all checkpoints of the run.
@@ -97,7 +99,9 @@ class Saver:
         self._began_s = clock()
         self._saving: Saving | None = None
         self._skipped = 0
-        self._skips = 0  # rows that column slices had skipped when the last save began
+        self._failures = 0  # in a row
+        # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
+        self._skips = self._skips_begun = 0
 
     def __enter__(self) -> Saver:
         self._began_s = self._clock()
@@ -142,7 +146,7 @@ class Saver:
                 if self._saving is not None:
                     self._saving.hurry()
                 return
-            self._wait()
+            self._end()
         kind = self._chain.following(self._settings.full_every)
         if kind == "delta" and self._is_broken():
             kind = "full"
@@ -154,18 +158,44 @@ class Saver:
                     "rows than their neighbours did, so that no delta can join them",
                     self._course.steps,
                 )
-        self._begin(kind)
+        try:
+            self._begin(kind)
+        except CollectiveFailed:
+            raise
+        except (ShoalError, MemoryError) as error:  # on every rank, if not of one class
+            self._count(error)
         if not self._settings.background:
-            self._wait()
+            self._end()
 
     def look(self) -> None:
-        """Raise what went wrong with a save; take note of one that is committed.
+        """Take note of a save that is committed, or failed.
 
         Raises:
-            CheckpointError: a save failed, on any rank; on every rank.
+            CheckpointError: more saves in a row failed than are allowed; on every rank.
         """
         if self._saving is not None and self._saving.done:
+            self._end()
+
+    def _end(self) -> None:
+        try:
             self._wait()
+        except CheckpointError as error:
+            self._count(error)
+
+    def _count(self, error: ShoalError | MemoryError) -> None:
+        """Go on without a save that failed on every rank alike, if so many may."""
+        self._failures += 1
+        allowed = self._settings.failures_allowed
+        if self._failures > allowed or isinstance(error.__cause__, CollectiveFailed):
+            raise error
+        if self._ranks.leads:
+            _log.error(
+                "a save failed (%d in a row, more than %d end the run); training continues, and "
+                "the next save holds what this one would have: %s",
+                self._failures,
+                allowed,
+                error,
+            )
 
     def beside(self) -> str | None:
         """How much of the save under way this rank has written; None: there is none."""
@@ -182,9 +212,12 @@ class Saver:
             model: whether to save it.
 
         Raises:
-            CheckpointError: a save failed, on any rank; on every rank.
+            CheckpointError: the last save failed, on any rank; on every rank.
         """
-        self._wait()
+        if model:
+            self._end()
+        else:
+            self._wait()
         if model and not self._has_model():
             self._begin("full")
             self._wait()
@@ -195,7 +228,7 @@ class Saver:
 
     def _is_busy(self) -> bool:
         """Whether a save is under way on any rank; a collective call over several."""
-        busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64)
+        busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64, device="cpu")
         return bool(self._ranks.total(busy, what="vote on a save under way"))
 
     def _is_broken(self) -> bool:
@@ -207,16 +240,16 @@ class Saver:
             except CheckpointError as error:
                 _log.warning("a full save in place of a delta: %s", error)
                 broken = 1.0
-        vote = torch.tensor([broken], dtype=torch.float64)
+        vote = torch.tensor([broken], dtype=torch.float64, device="cpu")
         return bool(self._ranks.total(vote, what="vote on a chain of checkpoints"))
 
     def _slices_differ(self) -> bool:
-        """Whether column slices of any rank skipped rows since the last save began; a collective
+        """Whether column slices of any rank skipped rows since the newest checkpoint; a collective
         call over several ranks, where tables lie in slices."""
         now = self._slice_skips()
         if now is None:
             return False
-        values = torch.tensor([float(now - self._skips)], dtype=torch.float64)
+        values = torch.tensor([float(now - self._skips)], dtype=torch.float64, device="cpu")
         return bool(self._ranks.total(values, what="vote on rows that column slices skipped"))
 
     def _slice_skips(self) -> int | None:
@@ -233,7 +266,7 @@ class Saver:
         state, own = self._course.state()
         contents = contents_of(self._learners, {**self._job, "course": state}, own)
         delta = kind == "delta"
-        self._skips = self._slice_skips() or 0
+        self._skips_begun = self._slice_skips() or 0
         self._began_s = self._clock()
         self._saving = begin(
             self._store.url,
@@ -254,6 +287,7 @@ class Saver:
         manifest = saving.wait()
         self._chain = self._chain.grew(manifest, saving.cursors)
         saving.release()
+        self._failures, self._skips = 0, self._skips_begun
         if self._ranks.leads:
             try:
                 self._store.retain(in_use=(folder_name(manifest.step, manifest.kind),))

@@ -78,6 +78,8 @@ def fill(
         )
     for hosting in contents.tables.values():
         hosting.shard.last_step = 0
+        if hosting.resume is not None:
+            hosting.resume(0)
     if ranks.leads:
         rows = ", ".join(f"{key}: {count}" for key, count in loaded.rows.items())
         _log.info("starting warm from %s, step %d; rows of %s", url, manifest.step, rows)

@@ -134,7 +134,7 @@ class CollectedRows:
         form = self._forms[table].table
         rows = self._merged(table, start, stop)
         weights = torch.from_numpy(rows["weights"].copy())
-        state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype])
+        state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype], device="cpu")
         return RowChunk(
             table=form.name,
             ids=torch.from_numpy(rows["id"].copy()),
@@ -147,7 +147,7 @@ class CollectedRows:
 
     def deleted(self, table: int) -> Tensor:
         """None: int64 [0]."""
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _merged(self, table: int, start: int, stop: int) -> _Array:
         found = [np.empty(0, dtype=self._dtypes[table])]

@@ -55,7 +55,12 @@ class _Embeddings:
             many = rows_at_once(weights.shape[1])
             for start in range(0, len(weights) if name in wanted else 0, many):
                 piece = weights[start : start + many].detach().contiguous()
-                yield name, Entries(ids=torch.arange(start, start + len(piece)), weights=piece)
+                yield (
+                    name,
+                    Entries(
+                        ids=torch.arange(start, start + len(piece), device="cpu"), weights=piece
+                    ),
+                )
 
 
 def _load(path: Path) -> Any:

@@ -157,9 +157,11 @@ def _entries_of(file: Path, name: str, records: Sequence[bytes]) -> Entries:
     joined = b"".join(entry.weights for entry in parsed)
     weights = np.frombuffer(joined, dtype="<f4").reshape(len(parsed), -1).copy()
     return Entries(
-        ids=torch.tensor([entry.id for entry in parsed], dtype=torch.int64),
+        ids=torch.tensor([entry.id for entry in parsed], dtype=torch.int64, device="cpu"),
         weights=torch.from_numpy(weights),
-        last_seen_s=torch.tensor([entry.last_seen_s for entry in parsed], dtype=torch.int64),
+        last_seen_s=torch.tensor(
+            [entry.last_seen_s for entry in parsed], dtype=torch.int64, device="cpu"
+        ),
     )
 
 

@@ -140,7 +140,7 @@ def _sketches(folder: Storage, tables: Sequence[SavedTable]) -> Iterator[SavedFi
     """Empty counters, which sketches need; exact ones need no file."""
     for table in tables:
         if table.admission and table.admission.startswith("sketch"):
-            width, depth = table.admission.removeprefix("sketch ").split("x")
+            width, depth = table.admission.split()[1].split("x")
             path = sketch_path(table.collection, table.name)
             yield write_whole(
                 folder, path, "sketch", bytes(4 * int(width) * int(depth)), [table.key]

@@ -248,7 +248,7 @@ def fused_reorder_given(
         torch.cat(counts),
         sizes_WK.view(num_of_shards, len(ids)).sum(1),
         sizes_WK,
-        torch.tensor([part.numel() for part in ids], dtype=torch.int64),
+        torch.tensor([part.numel() for part in ids], dtype=torch.int64, device="cpu"),
         torch.cat(offsets),
     )
 

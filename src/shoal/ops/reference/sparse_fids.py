@@ -47,18 +47,18 @@ def sharding_sparse_fids(
             rows.append(row)
             buffers.append(buffer)
     index = LayoutIndex(
-        torch.tensor(rows, dtype=torch.int64),
-        torch.tensor(buffers, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        torch.tensor(buffers, dtype=torch.int32, device="cpu"),
         batch.offsets_FB1,
         cells,
         (batch.batch_size,),
     )
     return ShardedFids(
-        torch.tensor([id_ for part in lists for id_ in part], dtype=torch.int64),
-        torch.tensor(row_splits, dtype=torch.int64),
+        torch.tensor([id_ for part in lists for id_ in part], dtype=torch.int64, device="cpu"),
+        torch.tensor(row_splits, dtype=torch.int64, device="cpu"),
         index,
-        torch.tensor([len(part) for part in lists]).view(-1, ps_num),
-        torch.tensor(floats).view(-1, ps_num),
+        torch.tensor([len(part) for part in lists], device="cpu").view(-1, ps_num),
+        torch.tensor(floats, device="cpu").view(-1, ps_num),
         feature_cfgs,
         batch,
     )

@@ -1,0 +1,54 @@
+"""Where the values of a tensor lie: the only module that asks for the compiled core."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DTypeError, describe
+
+__all__ = ["address", "check_dense"]
+
+_PLAIN = Tensor.__torch_dispatch__
+
+
+def address(tensor: Tensor) -> int:
+    """Address of the values of a dense, contiguous CPU tensor, for the length of a core call.
+
+    Raises:
+        DTypeError: values that are elsewhere, laid out otherwise, or nowhere (fake, meta).
+    """
+    try:
+        # A subclass that dispatches by itself (fake, functional, nested) need not have values.
+        if tensor.is_cpu and type(tensor).__torch_dispatch__ is _PLAIN and tensor.is_contiguous():
+            found = tensor.data_ptr()
+            if found or not tensor.numel():
+                return found
+    except RuntimeError as error:  # no storage: sparse, or wrapped by torch.func
+        raise _without_values(tensor) from error
+    raise _without_values(tensor)
+
+
+def check_dense(what: str, tensor: Tensor) -> None:
+    """Require a tensor whose elements lie side by side or at strides.
+
+    Raises:
+        DTypeError: it is sparse, nested, quantised, of another library, or no tensor.
+    """
+    if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_quantized:
+        return
+    got = f"a {type(tensor).__name__} {getattr(tensor, 'layout', '')}".rstrip()
+    remedy = "Convert with torch.from_numpy, .to_dense() or .dequantize()."
+    raise DTypeError(describe(what, got=got, allowed="a dense tensor", remedy=remedy))
+
+
+def _without_values(tensor: Tensor) -> DTypeError:
+    return DTypeError(
+        describe(
+            "tensor",
+            got=f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on {tensor.device}",
+            allowed="dense, contiguous tensors with values in CPU memory",
+            remedy="Convert with .to_dense(), .contiguous() or .cpu(); call outside of "
+            "FakeTensorMode and of torch.func's transforms, where tensors have no values.",
+        )
+    )

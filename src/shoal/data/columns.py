@@ -1,0 +1,294 @@
+"""From one Arrow column to tensors: ids, lists of ids, numbers, times.
+
+What is missing, and what becomes of it, is the same for every format and said in
+docs/guide/missing-values-and-ids.md. Text becomes ids by `shoal.fid.ids_of_text` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import DataError, describe
+from shoal.fid import TEXT_TYPES, ids_of_text
+from shoal.ragged import Ragged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Rows", "decoded", "ids", "lists", "numbers", "times"]
+
+_LAST_SECOND = (1 << 32) - 1
+_LIST_TYPES = ("is_list", "is_large_list", "is_fixed_size_list")
+_DROP = "Drop these rows, or write a value that stands for 'unknown'."
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that are read together, as messages name them.
+
+    Args:
+        where: the file, or another name of the table.
+        first: number of the first row, from 0; a header line is no row.
+        spelled: numbers and lists are text, and empty text is missing, as in CSV.
+    """
+
+    where: str
+    first: int = 0
+    spelled: bool = False
+
+    def error(self, what: str, row: int, got: object, allowed: str, remedy: str) -> DataError:
+        """An error of the value in a row, counted from 0 within these rows."""
+        at = f"{what} in row {self.first + row} of {self.where}"
+        return DataError(describe(at, got=got, allowed=allowed, remedy=remedy))
+
+    def wrong_type(self, name: str, column: pa.Array, allowed: str) -> DataError:
+        """An error of a column's type."""
+        return DataError(
+            describe(
+                f"type of column {name!r} of {self.where}",
+                got=column.type,
+                allowed=allowed,
+                remedy="Convert the column, or name another.",
+            )
+        )
+
+    def refuse_nulls(self, column: pa.Array, what: str, remedy: str = _DROP) -> None:
+        """Raise for the first null."""
+        if column.null_count:
+            row = _first(_numpy(column.is_null()))
+            raise self.error(what, row, "null", "none missing", remedy)
+
+
+def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column in one piece, without a dictionary that holds a null, which nobody would count."""
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.unify_dictionaries().combine_chunks()
+    if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
+        column = column.dictionary_decode()
+    return column
+
+
+def ids(column: pa.Array, name: str, rows: Rows) -> Tensor:
+    """One id per value, int64 [N].
+
+    Raises:
+        DataError: a missing value, or a type that is neither integers, text nor booleans.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if rows.spelled and _is_text(column):
+        column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
+    rows.refuse_nulls(column, f"id column {name!r}")
+    return _words(column, name, rows)
+
+
+def lists(column: pa.Array, name: str, rows: Rows, *, max_length: int | None = None) -> Ragged:
+    """A list of ids per row; a null is an empty one.
+
+    Raises:
+        DataError: a null inside a list, a list that is too long, or a type that is no list of ids.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if rows.spelled and _is_text(column):
+        column = _split(column)
+    if pa.types.is_null(column.type):
+        column = column.cast(pa.list_(pa.null()))
+    if not any(getattr(pa.types, is_one)(column.type) for is_one in _LIST_TYPES):
+        raise rows.wrong_type(name, column, "lists of ids")
+    lengths_N = _numpy(pc.fill_null(column.value_lengths(), 0).cast(pa.int64()))
+    if max_length is not None and (lengths_N > max_length).any():
+        row = _first(lengths_N > max_length)
+        remedy = "Cut the lists, or raise max_length."
+        got = f"{lengths_N[row]} ids"
+        raise rows.error(f"list column {name!r}", row, got, f"at most {max_length}", remedy)
+    values = decoded(column.flatten())
+    if values.null_count:
+        ends_N = np.cumsum(lengths_N)
+        place = _first(_numpy(values.is_null()))
+        row = int(np.searchsorted(ends_N, place, side="right"))
+        got = f"null at place {place - (ends_N[row] - lengths_N[row])} of the list"
+        remedy = "Leave it out of the list, or write a value that stands for 'unknown'."
+        raise rows.error(f"list column {name!r}", row, got, "no null in a list", remedy)
+    return Ragged.from_lengths(_words(values, name, rows), torch.from_numpy(lengths_N))
+
+
+def numbers(
+    column: pa.Array,
+    name: str,
+    rows: Rows,
+    *,
+    fill: float | None = None,
+    low: float = -np.inf,
+    high: float = np.inf,
+    remedy: str = "Correct the file, or name another column.",
+) -> Tensor:
+    """float32 [N], finite, from `low` to `high`; null and NaN become `fill` if it is given.
+
+    Raises:
+        DataError: a value that is not so, text that is no number, or another type.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if rows.spelled and _is_text(column):
+        column = _parsed(column, name, rows, [pa.float64()], "a number")
+    kind, types = column.type, pa.types
+    if types.is_boolean(kind):
+        column = column.cast(pa.uint8())
+    elif not (
+        types.is_floating(kind)
+        or types.is_integer(kind)
+        or types.is_decimal(kind)
+        or types.is_null(kind)
+    ):
+        raise rows.wrong_type(name, column, "numbers")
+    values = column.cast(pa.float32(), safe=False)
+    if fill is not None:
+        missing = pc.is_null(values, nan_is_null=True)
+        values = pc.if_else(missing, pa.scalar(fill, pa.float32()), values)
+    rows.refuse_nulls(values, f"column {name!r}", remedy)
+    values_N = _numpy(values)
+    bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
+    if bad_N.any():
+        row = _first(bad_N)
+        allowed = f"{low:g}..{high:g}" if np.isfinite(high) else "finite float32"
+        allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""
+        raise rows.error(f"column {name!r}", row, column[row].as_py(), allowed, remedy)
+    return torch.from_numpy(values_N)
+
+
+def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
+    """Event times, int64 [N], whole seconds since 1970.
+
+    Raises:
+        DataError: not a time, missing, or outside 0..2^32-1 seconds.
+    """
+    import pyarrow as pa
+
+    if rows.spelled and _is_text(column):
+        kinds = [pa.int64(), pa.timestamp("ns"), pa.timestamp("ns", tz="UTC")]
+        column = _parsed(column, name, rows, kinds, "whole seconds or an ISO 8601 time")
+    rows.refuse_nulls(column, f"time column {name!r}")
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        zone = column.type.tz if pa.types.is_timestamp(column.type) else None
+        column = column.cast(pa.timestamp("s", tz=zone), safe=False).cast(pa.int64())
+    if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise rows.wrong_type(name, column, "a timestamp or whole seconds")
+    times_N = _numpy(column.cast(pa.int64()))
+    bad_N = (times_N < 0) | (times_N > _LAST_SECOND)
+    if bad_N.any():
+        row = _first(bad_N)
+        remedy = "Correct the file, or name another column."
+        allowed = f"0..{_LAST_SECOND} seconds"
+        raise rows.error(f"time column {name!r}", row, times_N[row], allowed, remedy)
+    return torch.from_numpy(times_N)
+
+
+def _words(column: pa.Array, name: str, rows: Rows) -> Tensor:
+    """The id of each value: integers as they are, text by its rule; no nulls."""
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_null(kind):
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if _is_text(column):
+        return ids_of_text(column)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_uint64(kind):
+        return torch.from_numpy(_numpy(column).view(np.int64))
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return torch.from_numpy(_numpy(column.cast(pa.int64())))
+    raise rows.wrong_type(name, column, "integers, text or booleans")
+
+
+def _is_text(column: pa.Array) -> bool:
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    return pa.types.is_fixed_size_binary(kind) or (
+        str(kind) in TEXT_TYPES and not pa.types.is_null(kind)
+    )
+
+
+def _split(column: pa.Array) -> pa.Array:
+    """Text like "3 17 US" as lists of words; none for text that is empty or blank."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    text = pc.utf8_trim_whitespace(column)
+    words = pc.utf8_split_whitespace(text)
+    return pc.if_else(pc.equal(text, ""), pa.scalar([], words.type), words)
+
+
+def _parsed(
+    column: pa.Array, name: str, rows: Rows, kinds: Sequence[pa.DataType], allowed: str
+) -> pa.Array:
+    """Text as the first of some types that all of it spells.
+
+    True and false are 1 and 0, and what CSV readers take for null is null.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow import csv
+
+    found = _cast(column, kinds)
+    if found is not None:
+        return found
+    text = pc.utf8_trim_whitespace(column)
+    for spellings, meant in (
+        (csv.ConvertOptions().null_values, None),
+        (["true", "True", "TRUE"], "1"),
+        (["false", "False", "FALSE"], "0"),
+    ):
+        is_one = pc.is_in(text, value_set=pa.array(spellings, text.type))
+        text = pc.if_else(is_one, pa.scalar(meant, text.type), text)
+    found = _cast(text, kinds)
+    if found is not None:
+        return found
+    row = max(_first_unreadable(text, kind) for kind in kinds)
+    got, remedy = repr(column[row].as_py()), "Correct the file, or name another column."
+    raise rows.error(f"column {name!r}", row, got, allowed, remedy)
+
+
+def _cast(text: pa.Array, kinds: Sequence[pa.DataType]) -> pa.Array | None:
+    """None where some of it spells none of the types."""
+    import pyarrow as pa
+
+    for kind in kinds:
+        with suppress(pa.ArrowInvalid):
+            return text.cast(kind)
+    return None
+
+
+def _first_unreadable(text: pa.Array, kind: pa.DataType) -> int:
+    """The row of the first text that does not spell a type; there is one."""
+    low, high = 0, len(text)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _cast(text[low:middle], [kind]) is None:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _first(marks_N: np.ndarray[Any, Any]) -> int:
+    return int(np.flatnonzero(marks_N)[0])
+
+
+def _numpy(array: pa.Array) -> np.ndarray[Any, Any]:
+    # Arrow's buffers are read-only; torch wants memory it may write.
+    return np.array(array.to_numpy(zero_copy_only=False))
