@@ -166,9 +166,9 @@ def _rank(source: Path, target: Path) -> None:
 
 
 def _together(gloo: Any) -> Callable[[], object]:
-    if not importlib.util.find_spec("shoal.comm.shared_memory"):
+    if not importlib.util.find_spec("shoal.comm.backends.shared_memory"):
         return lambda: gloo.barrier(what="turn")
-    from shoal.comm.shared_memory import SharedMemoryCollectives
+    from shoal.comm.backends.shared_memory import SharedMemoryCollectives
 
     ranks = SharedMemoryCollectives(gloo, timeout_s=60.0)
     return lambda: ranks.barrier(what="turn")
@@ -206,14 +206,14 @@ def _contenders(gloo: Any, bytes_N: Any) -> Iterator[tuple[str, Callable[[], Any
 
     yield "Gloo", raw_gloo
     yield "ours over Gloo", ours(gloo)
-    if importlib.util.find_spec("shoal.comm.shared_memory"):
-        from shoal.comm.shared_memory import SharedMemoryCollectives
+    if importlib.util.find_spec("shoal.comm.backends.shared_memory"):
+        from shoal.comm.backends.shared_memory import SharedMemoryCollectives
 
         yield "shared memory", ours(SharedMemoryCollectives(gloo, timeout_s=60.0))
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         from mpi4py import MPI
 
-        from shoal.comm.mpi import MpiCollectives
+        from shoal.comm.backends.mpi import MpiCollectives
 
         sent, received = bytes_N.numpy(), torch.empty_like(bytes_N).numpy()
 

@@ -24,10 +24,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from shoal.kernels import row_moves  # noqa: E402
-from shoal.kernels.row_form import RowForm  # noqa: E402
-from shoal.kernels.runs import Runs, runs_of  # noqa: E402
-from shoal.kernels.table_layout import (  # noqa: E402
+from shoal.kernels import cache as row_moves  # noqa: E402
+from shoal.kernels.gradients import Runs, runs_of  # noqa: E402
+from shoal.kernels.tables import (  # noqa: E402
     CHUNK_BITS,
     CHUNK_ROWS,
     CHUNK_STATE,
@@ -36,10 +35,11 @@ from shoal.kernels.table_layout import (  # noqa: E402
     CHUNK_WORDS,
     COUNT_WORDS,
     TABLE_WORDS,
+    RowForm,
     ShardLayout,
 )
-from shoal.table.page_locked import PageLocked  # noqa: E402
-from shoal.table.row_cache import CachedForm, RowCache  # noqa: E402
+from shoal.table.cuda.cache import CachedForm, RowCache  # noqa: E402
+from shoal.table.cuda.memory import PageLocked  # noqa: E402
 
 ROUNDS = 9
 # (name, D, S): the step of the speed table with SGD and with Adam, and narrow rows

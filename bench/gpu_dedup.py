@@ -25,7 +25,7 @@ from harness import median
 from ids import index_batches, to_ids
 from ops_work import equal
 from shoal import ops
-from shoal.kernels import dedup as kernels
+from shoal.kernels import ids as kernels
 
 ROUNDS, CALLS = 9, 20
 SWEEP = {"_INSERT_BLOCK": (64, 128, 256), "_SLOTS_AN_ID": (2, 4), "_RANK_BLOCK": (512, 1024)}

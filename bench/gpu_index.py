@@ -23,10 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from shoal.kernels import table_index  # noqa: E402
-from shoal.kernels.table_erase import erase, list_handles, rebuild  # noqa: E402
-from shoal.kernels.table_index import new_entries, probe  # noqa: E402
-from shoal.kernels.table_layout import (  # noqa: E402
+from shoal.kernels import index as table_index  # noqa: E402
+from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild  # noqa: E402  # noqa: E402
+from shoal.kernels.tables import (  # noqa: E402
     CHUNK_IDS,
     CHUNK_ROWS,
     CHUNK_TABLE,

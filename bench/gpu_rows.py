@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from harness import Case, Measured, as_row, table_lines, write_json
-from shoal.hashing import mix64, salt, to_signed
-from shoal.kernels import row_read
+from shoal.ids import mix64, salt, to_signed
+from shoal.kernels import rows as row_read
+from shoal.kernels.index import new_entries, probe
 from shoal.kernels.initial_values import initialise, settle
-from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.row_pool import PoolPiece, gather_pooled, pool_lines
-from shoal.kernels.row_read import gather, gather_found
-from shoal.kernels.table_index import new_entries, probe
-from shoal.kernels.table_layout import (
+from shoal.kernels.pool import PoolPiece, gather_pooled, pool_lines
+from shoal.kernels.rows import gather, gather_found
+from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,
     CHUNK_COUNTS,
@@ -49,11 +48,13 @@ from shoal.kernels.table_layout import (
     TABLE_WEIGHT_BYTES,
     TABLE_WORDS,
     CallGroups,
+    RowForm,
+    SegmentForm,
     ShardLayout,
 )
 from shoal.rules.compressors import Float32
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Normal, Uniform
-from shoal.rules.optimizers import SGD
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

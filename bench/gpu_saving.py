@@ -25,8 +25,8 @@ if DEVICE.type == "cpu":
 
 from shoal import Segment, TableSpec, optimizers  # noqa: E402
 from shoal.checkpoint.contents import Contents  # noqa: E402
-from shoal.checkpoint.writing import begin  # noqa: E402
-from shoal.table.cuda import CudaShard  # noqa: E402
+from shoal.checkpoint.saving import begin  # noqa: E402
+from shoal.table.cuda.shard import CudaShard  # noqa: E402
 from shoal.table.hosting import HostedTables  # noqa: E402
 from shoal.table.shard import GradRecord, IdGroups, StepContext  # noqa: E402
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from harness import Case, Measured, as_row, table_lines, write_json
-from shoal.kernels import step_plan
-from shoal.kernels.grad_sources import Sources, per_position, sources_of
-from shoal.kernels.piece_sums import add_pieces
-from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.runs import Runs, runs_of
-from shoal.kernels.step import Stamp, apply
-from shoal.kernels.table_layout import (
+from shoal.kernels import step_tiles
+from shoal.kernels.gradients import Runs, Sources, per_position, runs_of, sources_of
+from shoal.kernels.step import apply
+from shoal.kernels.step_sums import add_pieces
+from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,
     CHUNK_COUNTS,
@@ -44,11 +43,15 @@ from shoal.kernels.table_layout import (
     TABLE_STATE_BYTES,
     TABLE_WEIGHT_BYTES,
     TABLE_WORDS,
+    RowForm,
+    SegmentForm,
     ShardLayout,
 )
+from shoal.rules.adam import Adam
 from shoal.rules.compressors import Float32
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.optimizers import SGD, Adam, Optimizer
+from shoal.rules.rule import Optimizer
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -278,17 +281,17 @@ def rows_of(
 
 def sweep(name: str, contender: Contender, repeats: int) -> None:
     """Print device times of the step for other tile shapes, best first."""
-    usual = step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS
+    usual = step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS
     found = []
     for shape in itertools.product(TILE_BYTES, WARPS, PROGRAMS):
-        step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS = shape
-        step_plan.forget_forms()
+        step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS = shape
+        step_tiles.forget_forms()
         for i in range(BATCHES):
             contender.whole(i)
         spent = by_launch(contender.whole, repeats)
         found.append((spent.get("_step", 0.0), spent.get("_add_pieces", 0.0), shape))
-    step_plan._TILE_BYTES, step_plan._WARPS, step_plan._PROGRAMS = usual
-    step_plan.forget_forms()
+    step_tiles._TILE_BYTES, step_tiles._WARPS, step_tiles._PROGRAMS = usual
+    step_tiles.forget_forms()
     for step_ms, pieces_ms, shape in sorted(found):
         print(f"{name} tile bytes, warps, programs {shape}: step {step_ms:.4f}, "
               f"pieces {pieces_ms:.4f} ms")  # fmt: skip

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ops_work import Work
 from shoal import ops
-from shoal.ops.layout_specs import OutType
+from shoal.ops.layout_plan import OutType
 from shoal.ragged import KeyedRagged
 
 __all__ = ["backward", "forward"]

@@ -15,12 +15,15 @@ from plan_gpu import Scale
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from shoal.embedding import EmbeddingCollection
-from shoal.layouts import Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer
+from shoal.rules.rule import Optimizer
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
 
@@ -50,7 +53,7 @@ _RULES: dict[str, Optimizer] = {
 
 def make_shard(scale: Scale, specs: Sequence[TableSpec]) -> Shard:
     """A CUDA shard on the bench's device."""
-    from shoal.table.cuda import CudaShard
+    from shoal.table.cuda.shard import CudaShard
 
     return CudaShard(specs, device=scale.device)
 

@@ -12,7 +12,7 @@ from limits_cpu import resident_bytes
 from ours_cpu import FindRun, StepRun, assign, bags, loaded_shard, table_spec
 from plan_cpu import BATCH_IDS
 from shoal.ragged import KeyedRagged
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from work_growth import tail, trim_allocator
 
 __all__ = ["churned", "evicting", "given_back", "half_missing", "saving"]

@@ -19,10 +19,10 @@ from torch import Tensor
 from harness import Measured, median
 from limits_cpu import resident_bytes
 from shoal import Segment, TableSpec, checkpoint, initializers, optimizers
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import IdGroups, RowChunk, StepContext
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.values import Cursor, RowChunk
 
 __all__ = ["TASKS"]
 

@@ -16,16 +16,19 @@ from shoal import EmbeddingCollection, Feature, Layout, LayoutSlice, SparseOptim
 from shoal.comm import Mesh, Part, init, shutdown
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
-from shoal.exchange import AllToAllExchange, Request
-from shoal.layouts import compile_layouts
+from shoal.embedding.layouts import compile_layouts
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.request import Request
 from shoal.models import DCN
 from shoal.optim import JointOptimizer
 from shoal.pipeline import create_train_pipeline
 from shoal.ragged import KeyedRagged
-from shoal.rules.optimizers import SGD, Adagrad
-from shoal.table import Segment, TableSpec, make_shard
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.gradient_descent import SGD
+from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import StepContext
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["exchange_rows", "train_dlrm"]
 

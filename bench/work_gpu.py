@@ -162,7 +162,7 @@ def tier(*, scale: Scale, cache: str) -> dict[str, Measured]:
     """The big SGD step with rows in host memory, a part of them cached on the device."""
     name = f"SGD step, rows in host memory, {cache}"
     try:
-        tiered = importlib.import_module("shoal.table.tiered").TieredShard
+        tiered = importlib.import_module("shoal.table.cuda.tiered").TieredShard
     except (ImportError, AttributeError):
         return {name: Measured(note="not built")}
     clock = Clock(scale.device, scale.copy_bytes)

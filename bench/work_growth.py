@@ -22,10 +22,10 @@ from ours_cpu import (
 )
 from peers_cpu import EmbeddingBagStep, FbgemmStep
 from plan_cpu import BATCH_IDS, case_name
-from shoal.embedding import EmbeddingCollection
-from shoal.layouts import Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.ragged import KeyedRagged
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 
 __all__ = ["growth", "many_tables", "overhead", "resident", "tail", "trim_allocator"]

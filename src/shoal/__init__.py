@@ -6,17 +6,20 @@ The public face. Nothing inside the package imports it. Needs torch and numpy on
 
 from __future__ import annotations
 
-from shoal import comm, errors, fid, metrics, models, optim, placement
-from shoal.combiners import FirstN, ReduceMean, ReduceSum
+from shoal import comm, errors, ids, metrics, models, optim, placement
 from shoal.distributed import DistributedModelParallel
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import FirstN, ReduceMean, ReduceSum
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.pipeline import create_predict_pipeline, create_train_pipeline
 from shoal.ragged import KeyedRagged, Ragged
 from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.table import Segment, StepContext, Table, TableSpec
+from shoal.table.facade import Table
+from shoal.table.shard import StepContext
+from shoal.table.spec import Segment, TableSpec
 
 __version__ = "0.1.0"
 
@@ -48,7 +51,7 @@ __all__ = [
     "create_train_pipeline",
     "errors",
     "expiry",
-    "fid",
+    "ids",
     "initializers",
     "metrics",
     "models",

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from shoal.errors import DTypeError, describe
 
-__all__ = ["address", "check_dense"]
-
 _PLAIN = Tensor.__torch_dispatch__
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from shoal.errors import ShapeError, describe
 
-__all__ = ["Chart", "RunReport", "Series", "render"]
-
 _WIDTH, _HEIGHT = 520, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 12, 40
 _MOST_POINTS = 400

@@ -23,20 +23,6 @@ from shoal.errors import ConfigError, describe
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "Counter",
-    "FanOut",
-    "JsonLines",
-    "Progress",
-    "ProgressState",
-    "ScalarSink",
-    "Telemetry",
-    "TensorBoard",
-    "Timer",
-    "has_tensorboard",
-    "human_bytes",
-    "human_count",
-]
 
 _log = logging.getLogger("shoal.telemetry")
 

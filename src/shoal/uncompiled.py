@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-__all__ = ["uncompiled"]
-
 _REASON = "rows of tables live outside of the graph; compile the dense part around them"
 _SKIP = eval_frame._FrameExecStrategy(  # this frame, and those that it calls
     eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP

@@ -21,7 +21,7 @@ from support.dense_manifest import manifest_of
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import capture, write
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, commit
+from shoal.checkpoint.manifest import Manifest, SCHEMA, SavedFile, commit
 from shoal.checkpoint.storage import Storage
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives, LocalCollectives

@@ -12,7 +12,7 @@ import torch
 
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import begin
+from shoal.checkpoint.saving import begin
 from shoal.comm import launch
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel

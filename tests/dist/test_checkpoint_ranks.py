@@ -10,16 +10,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from shoal.checkpoint import file_writing, job_writing, sharded_rows
+from shoal.checkpoint import rank_rows, writing
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.stages import Stages
+from shoal.checkpoint.writing import Stages
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import begin, save
+from shoal.checkpoint.saving import begin, save
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, CollectiveFailed
-from shoal.table.cpu import CpuShard
-from shoal.table.cpu_snapshot import CpuSnapshot
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.cpu.snapshot import CpuSnapshot
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
 from support.ranks import run_ranks, start_ranks
 from support.saved_jobs import KINDS, SPECS, Job, check_part, placed_job, small_files
@@ -30,8 +30,8 @@ FULL = "step-000000000003-full"
 BREAKS = {
     "read": (CpuSnapshot, "read"),
     "count": (CpuSnapshot, "histogram"),
-    "write": (file_writing.RowFileWriter, "add"),
-    "close": (file_writing.RowFileWriter, "close"),
+    "write": (writing.RowFileWriter, "add"),
+    "close": (writing.RowFileWriter, "close"),
 }
 
 
@@ -71,7 +71,7 @@ def test_no_memory_on_a_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
 def lack_memory(ranks: Collectives, root: str) -> str:
     """Before rows are sent: the others hear of it, and the next save is as ever."""
     job = trained("row_wise", ranks)
-    plain, calls = sharded_rows._packed, []
+    plain, calls = rank_rows._packed, []
 
     def packed(parts: Any) -> Any:
         calls.append(1)
@@ -79,7 +79,7 @@ def lack_memory(ranks: Collectives, root: str) -> str:
             raise MemoryError("no room")
         return plain(parts)
 
-    with on_rank_1(ranks, mock.patch.object(sharded_rows, "_packed", packed)):
+    with on_rank_1(ranks, mock.patch.object(rank_rows, "_packed", packed)):
         with pytest.raises(CheckpointError) as caught:
             save(root, job.contents(), step=3, position=0, collectives=ranks)
         assert len(calls) == (4 if ranks.rank == 1 else 0)
@@ -158,7 +158,7 @@ def fail_beside_rows(ranks: Collectives, root: str) -> None:
     saving = begin(root, contents, step=3, position=0, collectives=ranks)
     parts: dict[str, Any] = dict(kind="delta", parent=saving.wait(), since=saving.cursors)
     parts |= dict(step=4, position=0, collectives=ranks)
-    for owner, name in ((CpuSnapshot, "deleted"), (job_writing, "write_whole")):
+    for owner, name in ((CpuSnapshot, "deleted"), (writing, "write_whole")):
         with on_rank_1(ranks, mock.patch.object(owner, name, broken)):
             with pytest.raises(CheckpointError, match="on rank 1: OSError: the disk is gone"):
                 save(root, contents, **parts)
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 def die_on_one(ranks: Collectives, root: str) -> bool:
     job = trained("column_wise", ranks)
-    dies = mock.patch.object(file_writing.RowFileWriter, "close", lambda _: os._exit(3))
+    dies = mock.patch.object(writing.RowFileWriter, "close", lambda _: os._exit(3))
     with on_rank_1(ranks, dies):
         saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
         with pytest.raises(CheckpointError, match="CollectiveFailed"):

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, NonFiniteGradient
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
 from shoal.rules.compressors import Compressor, OneBit
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import SGD, Adagrad
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.schedules import Polynomial
-from shoal.table import Segment, TableSpec
+from shoal.table.spec import Segment, TableSpec
 from support.ranks import run_ranks
 from support.spread_model import (
     Outcome,

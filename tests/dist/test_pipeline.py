@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, DataError
 from shoal.pipeline import create_predict_pipeline, create_train_pipeline
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
-from shoal.table import TableSpec
+from shoal.table.spec import TableSpec
 from support.pipeline_runs import (
     Made,
     batches_of,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import save
+from shoal.checkpoint.saving import save
 from shoal.comm.collectives import Collectives
 from support.ranks import run_ranks
 from support.resharding import (

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import LocalCollectives, Part, TorchCollectives, shared_region
-from shoal.comm.shared_memory import SharedMemoryCollectives
+from shoal.comm import LocalCollectives, Part, TorchCollectives
+from shoal.comm.backends import shared_memory
+from shoal.comm.backends.shared_memory import SharedMemoryCollectives
 from shoal.errors import CollectiveFailed, ConfigError, ShapeError
 from support.collective_checks import check_collectives
 from support.ranks import run_ranks, start_ranks
@@ -303,7 +304,7 @@ def other_host() -> str:
     assert dist.group.WORLD is not None
     bootstrap = TorchCollectives(dist.group.WORLD, torch.device("cpu"), 20.0)
     if bootstrap.rank == 1:
-        shared_region.socket.gethostname = lambda: "elsewhere"  # type: ignore[attr-defined]
+        shared_memory.socket.gethostname = lambda: "elsewhere"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="one host") as raised:
         SharedMemoryCollectives(bootstrap, timeout_s=5)
     bootstrap.barrier(what="nobody goes early")
@@ -328,7 +329,7 @@ def test_mistakes() -> None:
 
 def test_little_room_gives_small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    create = shared_region._core.SharedRegion.create
+    create = shared_memory._core.SharedRegion.create
 
     def scarce(name: str, token: int, world_size: int, slot_bytes: int) -> Any:
         tried.append(slot_bytes)
@@ -337,13 +338,13 @@ def test_little_room_gives_small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         return create(name, token, world_size, slot_bytes)
 
     class Core:
-        SharedGroup = shared_region._core.SharedGroup
+        SharedGroup = shared_memory._core.SharedGroup
 
         class SharedRegion:
-            unlink = staticmethod(shared_region._core.SharedRegion.unlink)
+            unlink = staticmethod(shared_memory._core.SharedRegion.unlink)
 
     Core.SharedRegion.create = staticmethod(scarce)  # type: ignore[attr-defined]
-    monkeypatch.setattr(shared_region, "_core", Core)
+    monkeypatch.setattr(shared_memory, "_core", Core)
     SharedMemoryCollectives(LocalCollectives(), timeout_s=1).close()
     assert tried[-1] == 64 << 10
     assert left_in_shared() == []

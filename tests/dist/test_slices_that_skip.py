@@ -11,7 +11,7 @@ import torch
 
 from shoal.checkpoint import CheckpointStore, LoadOptions, verify
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import begin, save
+from shoal.checkpoint.saving import begin, save
 from shoal.comm import launch
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError

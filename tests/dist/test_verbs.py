@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.torch_collectives import TorchCollectives
+from shoal.comm.backends.torch import TorchCollectives
 from shoal.errors import CollectiveFailed, ConfigError, InputError, ShapeError, TableFull
-from shoal.exchange import AllToAllExchange
+from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.verbs import RoutedVerbs
 from shoal.placement import Placement, column_wise, data_parallel, grid, row_wise, table_wise
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import SGD, Adagrad, Adam
-from shoal.table import Segment, Table, TableSpec, make_shard
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
+from shoal.rules.gradient_descent import SGD
+from shoal.table.facade import Table
+from shoal.table.factory import make_shard
+from shoal.table.spec import Segment, TableSpec
 from shoal.table.hosting import hosted_specs
 from shoal.table.shard import IdGroups, StepContext
 from support.ranks import run_ranks

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
-from shoal.distributed.later import LaterExchange
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.distributed.model import LaterExchange
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import CollectiveFailed, ConfigError, ShoalError, TicketError, UnknownName
-from shoal.exchange import AllToAllExchange
+from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.placement import Placement, row_wise

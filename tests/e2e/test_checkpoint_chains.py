@@ -11,15 +11,15 @@ import torch
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, compact, diff, verify
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
-from shoal.checkpoint.writing import begin
+from shoal.checkpoint.saving import begin
 from shoal.errors import TableFull
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import Adagrad
-from shoal.table import Segment, TableSpec
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import IdGroups, RowChunk, StepContext
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import Cursor, RowChunk
 from support.hand_tables import check_equal
 
 SPEC = TableSpec(

@@ -18,14 +18,15 @@ from typer.testing import CliRunner
 
 from shoal import checkpoint
 from shoal.checkpoint import CheckpointStore, Contents
-from shoal.checkpoint.interchange import parquet
-from shoal.checkpoint.interchange.tfrecord import frame
+from shoal.checkpoint.formats import parquet
+from shoal.checkpoint.formats.monolith import frame
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.cli import app
-from shoal.table import Segment, Table, TableSpec
+from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables
+from shoal.table.spec import Segment, TableSpec
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
 LAYOUT = RowLayout(dim=3, state_width=3, dtype="float32")
@@ -396,7 +397,7 @@ def test_export_leaves_other_folders_alone(tmp_path: Path, monkeypatch: pytest.M
     def full_disk(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.cli.ckpt_export.write_parquet", full_disk)
+    monkeypatch.setattr("shoal.cli.ckpt_rows.write_parquet", full_disk)
     assert "No space left" in refused("export", tmp_path / "a", "--out", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 
@@ -412,7 +413,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 def test_a_long_table_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Row groups and batches end in the middle of the table, and runs go to files."""
     monkeypatch.setattr(parquet, "rows_at_once", lambda _: 64)
-    monkeypatch.setattr("shoal.checkpoint.interchange.collecting._RUN_BYTES", 4000)
+    monkeypatch.setattr("shoal.checkpoint.formats.foreign._RUN_BYTES", 4000)
     full(tmp_path / "a", users=3000)
     assert invoke("export", tmp_path / "a", "--out", tmp_path / "out")[0] == 0
     file = pq.ParquetFile(tmp_path / "out/m.user/rows-00000.parquet")

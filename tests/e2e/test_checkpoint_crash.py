@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, compaction, verify
+from shoal.checkpoint import CheckpointStore, compact, tools, verify
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.stages import Stages
-from shoal.checkpoint.writing import begin
+from shoal.checkpoint.saving import begin
+from shoal.checkpoint.writing import Stages
 from shoal.comm import launch
 from shoal.errors import ShoalError
 from support import crash_program
@@ -182,14 +182,14 @@ def test_a_save_beside_a_compaction_leaves_it_alone(
         job.save(tmp_path)
     store, delta = CheckpointStore(tmp_path), "step-000000000006-delta"
     job.step()
-    copied = compaction._copied
+    copied = tools._copied
 
     def interrupted(*args: Any) -> Any:
-        monkeypatch.setattr(compaction, "_copied", copied)
+        monkeypatch.setattr(tools, "_copied", copied)
         job.save(tmp_path)
         return copied(*args)
 
-    monkeypatch.setattr(compaction, "_copied", interrupted)
+    monkeypatch.setattr(tools, "_copied", interrupted)
     assert compact(store, delta).kind == "full"
     assert {(entry.step, entry.kind) for entry in store.list()} >= {(6, "delta"), (6, "full")}
     assert max(entry.step for entry in store.list()) == 7

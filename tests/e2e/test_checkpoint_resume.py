@@ -19,9 +19,9 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore, diff, read_manifest, verify
-from shoal.checkpoint.claiming import claim
-from shoal.checkpoint.job_writing import JobWriter
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import claim
+from shoal.checkpoint.writing import JobWriter
 from shoal.data import flights
 from shoal.errors import CheckpointError, ConfigError
 from shoal.train.learner import Learner

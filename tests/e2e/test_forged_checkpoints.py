@@ -19,7 +19,7 @@ from shoal.checkpoint import load, verify
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.cli import app
 from shoal.errors import CheckpointError
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from support.forgeries import forge
 from support.isolated import failures, limited
 from support.tiny_job import TinyJob

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.table.cpu import CpuShard
-from shoal.table.cuda import CudaShard
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 from support.fuzz_material import NARROW, PLAIN, RICH

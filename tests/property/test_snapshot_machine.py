@@ -12,10 +12,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, RowChunk, StepContext
-from shoal.table.snapshot import HASHES, Snapshot
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import HASHES, GradRecord, Snapshot, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.cut_rows import unsigned_hashes
 from support.id_groups import groups_of
 from support.placed_shard import PlacedCuda, PlacedTiered

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal import Expiry, Segment, Table, TableSpec, initializers, optimizers
-from shoal.table.cuda import CudaShard
+from shoal.table.cuda.shard import CudaShard
 
 DIM = 3
 TTL_S = 50

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.kernels.row_cache import ABSENT, VACANT
-from shoal.kernels.row_form import RowForm
-from shoal.kernels.runs import Runs, runs_of
-from shoal.kernels.table_layout import (
+from shoal.kernels.cache import ABSENT, VACANT
+from shoal.kernels.gradients import Runs, runs_of
+from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,
     CHUNK_ROWS,
@@ -28,11 +27,12 @@ from shoal.kernels.table_layout import (
     TABLE_STATE_BYTES,
     TABLE_WEIGHT_BYTES,
     TABLE_WORDS,
+    RowForm,
     ShardLayout,
     row_address,
 )
-from shoal.table.page_locked import PageLocked
-from shoal.table.row_cache import CachedForm, RowCache
+from shoal.table.cuda.cache import CachedForm, RowCache
+from shoal.table.cuda.memory import PageLocked
 
 __all__ = ["ODD", "PLAIN", "WIDE", "Homes", "Trace"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.table.changes import ChangeFeed, Changes, Cursor
-from shoal.table.shard import RowChunk
+from shoal.table.values import ChangeFeed, Changes, Cursor, RowChunk
 
 __all__ = ["Consumer", "contents"]
 

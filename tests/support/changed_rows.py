@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.table.shard import GradRecord, RowChunk, Shard, StepContext
+from shoal.table.shard import GradRecord, Shard, StepContext
+from shoal.table.values import RowChunk
 
 from .id_groups import groups_of
 

@@ -27,9 +27,9 @@ if __name__ == "__main__":
 
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, compaction, job_writing, local_files
+from shoal.checkpoint import CheckpointStore, compact, storage, tools, writing
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import begin
+from shoal.checkpoint.saving import begin
 from support.crashing_job import CrashingJob
 
 __all__ = ["KEEP_FULL", "POINTS", "Order"]
@@ -152,8 +152,8 @@ def _leftovers(store: CheckpointStore, own: str) -> list[str]:
 
 def _small_files() -> None:
     """Several files of a table that has few rows, which reach the disk in several writes."""
-    local_files._BLOCK = 4096
-    for module in (job_writing, compaction):
+    storage._BLOCK = 4096
+    for module in (writing, tools):
         smaller = functools.partial(module.split, file_bytes=40_000, small_bytes=20_000)
         module.split = smaller  # type: ignore[attr-defined]
 
@@ -181,14 +181,14 @@ def _dies_at(point: str, nth: int, report: Callable[..., None]) -> None:
 
         setattr(owner, name, outer)
 
-    sink = local_files.LocalSink
+    sink = storage.LocalSink
     match point:
         case "created":
             around(sink, "__init__", after=True)
         case "half written":
             inner = sink.write
 
-            def half(self: local_files.LocalSink, parts: list[memoryview], crc32: int) -> int:
+            def half(self: storage.LocalSink, parts: list[memoryview], crc32: int) -> int:
                 if left[0] == 1:
                     inner(self, [memoryview(parts[0].cast("B")[: parts[0].nbytes // 2])], crc32)
                     self._cached()

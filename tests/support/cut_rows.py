@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.placement import hash_ids
-from shoal.table.shard import RowChunk
-from shoal.table.snapshot import HASHES, Snapshot
+from shoal.table.shard import HASHES, Snapshot
+from shoal.table.values import RowChunk
 
 __all__ = ["assert_same", "in_pieces", "joined", "unsigned_hashes"]
 

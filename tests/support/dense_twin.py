@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding import Feature
+from shoal.embedding.layouts import Feature
 from shoal.ragged import KeyedRagged
-from shoal.rules.optimizers import RuleContext
-from shoal.table import TableSpec
+from shoal.rules.rule import RuleContext
+from shoal.table.spec import TableSpec
 
 __all__ = ["DenseTwin"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.table_layout import CHUNK_BITS, COUNT_FRESH
+from shoal.kernels.tables import CHUNK_BITS, COUNT_FRESH
 
 from .device_tables import DeviceTables
 

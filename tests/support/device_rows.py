@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import salt
+from shoal.ids import salt
+from shoal.kernels.index import probe
 from shoal.kernels.initial_values import initialise, settle
-from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.table_index import probe
-from shoal.kernels.table_layout import CallGroups
+from shoal.kernels.tables import CallGroups, RowForm, SegmentForm
 from shoal.table.spec import Segment, TableSpec
 
 from .device_tables import DeviceTables, TableSize, make_tables

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import mix64, to_signed
-from shoal.kernels.table_index import new_entries
-from shoal.kernels.table_layout import (
+from shoal.ids import mix64, to_signed
+from shoal.kernels.index import new_entries
+from shoal.kernels.tables import (
     BUCKET_SLOTS,
     CHUNK_BITS,
     CHUNK_CAPACITY,

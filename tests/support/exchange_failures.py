@@ -11,22 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives
-from shoal.comm.precision import WireKind
-from shoal.comm.torch_collectives import TorchCollectives
+from shoal.embedding.layouts import Feature, compile_layouts, default_layouts
 from shoal.errors import CollectiveFailed, ShoalError
-from shoal.exchange import AllToAllExchange, Request, Wire
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.request import Request
 from shoal.exchange.verbs import RoutedVerbs
-from shoal.layouts import Feature, compile_layouts, default_layouts
+from shoal.exchange.wire import Wire, WireKind
 from shoal.placement import Placement, data_parallel, table_wise
 from shoal.ragged import KeyedRagged
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import StepContext
+from shoal.table.spec import Segment, TableSpec
 from support.exchange_runs import Case, local_run, rank_run
 
 __all__ = ["full_everywhere", "full_owner", "monolith_numbers", "rounded_on_the_way", "wrong_time"]

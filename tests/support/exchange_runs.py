@@ -13,22 +13,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.combiners import FirstN, ReduceMean
+from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives
-from shoal.comm.torch_collectives import TorchCollectives
-from shoal.exchange import AllToAllExchange, Exchange, LocalExchange, Request, Route, Wire
-from shoal.layouts import Feature, Layout, LayoutSlice, compile_layouts
+from shoal.embedding.combiners import FirstN, ReduceMean
+from shoal.embedding.gradients import sum_by_id
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice, compile_layouts
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.request import Exchange, LocalExchange, Request, Route
+from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
+from shoal.rules.gradient_descent import SGD, SignSGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer, SignSGD
-from shoal.table import Segment, TableSpec, make_shard
-from shoal.table.cpu import CpuShard
+from shoal.rules.rule import Optimizer
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
-from shoal.table.unpool import sum_by_id
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["OPTIMIZERS", "SHARDINGS", "Case", "Outcome", "local_run", "rank_runs", "whole_rows"]
 

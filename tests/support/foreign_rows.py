@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shoal.checkpoint.interchange import Entries
+from shoal.checkpoint.formats import Entries
 from shoal.placement import hash_ids, sort_key
-from shoal.table.shard import RowChunk
+from shoal.table.values import RowChunk
 
 NAMES = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.loading_rows import Tally
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
-from shoal.rules.optimizers import Adagrad, Adam
-from shoal.table import Segment, Table, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import RowChunk
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import RowChunk
 
 from .saved_by_hand import chunk_where
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shoal import comm
-from shoal.comm import sync_training
-from shoal.comm.backends import FLAGS
-from shoal.comm.byteps_environment import node_environment
-from shoal.comm.sync_training import SyncFlags
+from shoal.comm.flags import FLAGS
+from shoal.compat.monolith import sync_training
+from shoal.compat.monolith.byteps import node_environment
+from shoal.compat.monolith.sync_training import SyncFlags
 
 
 def mpi(rank: int, size: int, local_size: int) -> dict[str, str]:

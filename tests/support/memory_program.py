@@ -17,12 +17,12 @@ import torch
 
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import begin
-from shoal.rules.optimizers import Adagrad
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.checkpoint.saving import begin
+from shoal.rules.adagrad import Adagrad
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["ROW_BYTES"]
 

@@ -12,22 +12,18 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.table.changes import Changes, Cursor
 from shoal.table.shard import (
-    AdmissionState,
-    Entry,
     Found,
     GradRecord,
     IdGroups,
     PoolPlan,
-    RowChunk,
+    Snapshot,
     StepContext,
     SummedGrads,
-    TableStats,
     Ticket,
 )
-from shoal.table.snapshot import Snapshot
 from shoal.table.spec import TableSpec
+from shoal.table.values import AdmissionState, Changes, Cursor, Entry, RowChunk, TableStats
 
 __all__ = ["MetaShard"]
 

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from shoal.comm import Part
-from shoal.comm.mpi import MpiCollectives
+from shoal.comm.backends.mpi import MpiCollectives
 
 TIMEOUT_S = 4.0
 

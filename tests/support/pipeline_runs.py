@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.batch import Batch
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import Adagrad, Optimizer
-from shoal.table import Segment, TableSpec
+from shoal.rules.rule import Optimizer
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = [
     "Made",

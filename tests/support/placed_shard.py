@@ -166,7 +166,7 @@ class PlacedCuda(PlacedShard):
 
     def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
         # Only here, since other shards are tested where Triton is missing.
-        from shoal.table.cuda import CudaShard
+        from shoal.table.cuda.shard import CudaShard
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(CudaShard(specs, seed=seed, device=where))
@@ -176,7 +176,7 @@ class PlacedTiered(PlacedShard):
     """A GPU's shard whose rows are in host memory, behind a cache of a few rows."""
 
     def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
-        from shoal.table.tiered import TieredShard
+        from shoal.table.cuda.tiered import TieredShard
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(TieredShard(specs, seed=seed, device=where, cache_bytes=1 << 10))

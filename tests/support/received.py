@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.exchange.received import HostedColumns, ReceivedRows
-from shoal.layouts import Feature, Layout, compile_layouts
+from shoal.embedding.layouts import Feature, Layout, compile_layouts
+from shoal.exchange.received import ReceivedRows
+from shoal.exchange.received_plan import HostedColumns
 from shoal.ragged import KeyedRagged
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import SGD
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, StepContext
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["CTX", "Received", "batch_of", "make_received", "table"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.rules.admission import Counter, ExactCounter, SketchCounter
-from shoal.table.shard import AdmissionState
+from shoal.table.values import AdmissionState
 
 __all__ = ["AdmissionVerbs"]
 

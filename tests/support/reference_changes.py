@@ -11,10 +11,17 @@ from torch import Tensor
 
 from shoal.errors import InputError, describe
 from shoal.placement import hash_ids, sort_key
-from shoal.table.changes import Changes, Cursor, DeletedIds, checked_limit, not_closed, released
-from shoal.table.row_values import RowChunk
-from shoal.table.snapshot import HASHES
+from shoal.table.shard import HASHES
 from shoal.table.spec import TableSpec
+from shoal.table.values import (
+    Changes,
+    Cursor,
+    DeletedIds,
+    RowChunk,
+    checked_limit,
+    not_closed,
+    released,
+)
 
 from .reference_row import Key, Row
 

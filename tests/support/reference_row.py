@@ -11,9 +11,10 @@ from torch import Tensor
 
 from shoal.errors import NonFiniteGradient, describe
 from shoal.rules.initializers import initial_values
-from shoal.rules.optimizers import RuleContext
-from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads, TableStats
+from shoal.rules.rule import RuleContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
+from shoal.table.values import TableStats
 
 __all__ = [
     "Key",

@@ -20,18 +20,16 @@ from shoal.rules.admission import Admission, make_counter
 from shoal.rules.admission import Counter as SightCounter
 from shoal.table.factory import shard_copied
 from shoal.table.shard import (
-    Entry,
     Found,
     GradRecord,
     IdGroups,
     PoolPlan,
-    RowChunk,
     StepContext,
     SummedGrads,
-    TableStats,
     Ticket,
 )
 from shoal.table.spec import TableSpec
+from shoal.table.values import Entry, RowChunk, TableStats
 
 from .pooling import pool_rows, position_gradients
 from .reference_admission import AdmissionVerbs

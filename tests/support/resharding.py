@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.loading import load
+from shoal.checkpoint.saving import begin
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import begin
 from shoal.comm import launch
+from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.torch_collectives import TorchCollectives
 from support.interpreting import patch_once
 from support.saved_jobs import (
     MANY,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import dense, job_state
+from shoal.checkpoint import contents, dense
 from shoal.checkpoint.manifest import SCHEMA, Manifest, Parent, SavedFile, commit
 from shoal.checkpoint.matching import saved_table
 from shoal.checkpoint.row_files import IdFileWriter, RowFileWriter, write_whole
@@ -19,8 +19,8 @@ from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.placement import hash_ids, sort_key
-from shoal.table.shard import AdmissionState, RowChunk
 from shoal.table.spec import TableSpec
+from shoal.table.values import AdmissionState, RowChunk
 
 __all__ = ["HandTable", "chunk_where", "write_by_hand"]
 
@@ -77,7 +77,7 @@ def write_by_hand(
         files.append(_grouped_file(folder, {key: by_key[key][1] for key in grouped}))
     captured = dense.capture(modules or {}, optimizers or {})
     files += dense.write(captured, folder)
-    files.append(job_state.write(folder, state or {}, rank_states))
+    files.append(contents.write(folder, state or {}, rank_states))
     manifest = Manifest(
         schema=SCHEMA,
         id=f"{step:032x}",

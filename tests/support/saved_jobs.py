@@ -17,17 +17,26 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import job_writing
+from shoal.checkpoint import writing
 from shoal.checkpoint.contents import Contents
 from shoal.placement import Placement, hash_ids, owners
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import SGD, Adagrad, Adam
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
-from shoal.table.hosting import HostedTables, hosted_spec, hosted_specs, plan_placement
-from shoal.table.resplit import hosted_rows, hosted_sights
-from shoal.table.shard import IdGroups, RowChunk, StepContext
+from shoal.rules.gradient_descent import SGD
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.hosting import (
+    HostedTables,
+    hosted_rows,
+    hosted_sights,
+    hosted_spec,
+    hosted_specs,
+    plan_placement,
+)
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import RowChunk
 from support.placed_shard import PlacedCuda, PlacedShard, PlacedTiered
 
 __all__ = [
@@ -96,11 +105,11 @@ FEW = Sizes(ids=(80, 30, 40, 30), batch=(30, 15, 16, 10))
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
     """Files and pieces so small that small tables have several."""
-    smaller = functools.partial(job_writing.split, file_bytes=60_000, small_bytes=30_000)
-    pieces = functools.partial(job_writing.plan_writing, piece_bytes=25_000)
+    smaller = functools.partial(writing.split, file_bytes=60_000, small_bytes=30_000)
+    pieces = functools.partial(writing.plan_writing, piece_bytes=25_000)
     with (
-        mock.patch.object(job_writing, "split", smaller),
-        mock.patch.object(job_writing, "plan_writing", pieces),
+        mock.patch.object(writing, "split", smaller),
+        mock.patch.object(writing, "plan_writing", pieces),
     ):
         yield
 

@@ -46,7 +46,7 @@ def make_reference(specs: Sequence[TableSpec]) -> Shard:
 
 
 def make_cpu(specs: Sequence[TableSpec]) -> Shard:
-    from shoal.table.cpu import CpuShard
+    from shoal.table.cpu.shard import CpuShard
 
     return CpuShard(specs)
 

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from shoal.combiners import ReduceMean
 from shoal.comm import launch
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import ReduceMean
+from shoal.embedding.layouts import Feature
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.initializers import Uniform, Zeros
-from shoal.rules.optimizers import Adagrad, Adam, Optimizer
-from shoal.table import Segment, TableSpec
+from shoal.rules.rule import Optimizer
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = [
     "Data",

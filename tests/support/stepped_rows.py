@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shoal.kernels.grad_sources import per_position, sources_of
-from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.runs import runs_of
+from shoal.kernels.gradients import per_position, runs_of, sources_of
 from shoal.kernels.step import apply
-from shoal.kernels.step_plan import Stamp
-from shoal.kernels.table_layout import CHUNK_BITS, COUNT_NONFINITE
+from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.tables import CHUNK_BITS, COUNT_NONFINITE, RowForm, SegmentForm
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.initializers import Constant
-from shoal.rules.optimizers import Optimizer, RuleContext
+from shoal.rules.rule import Optimizer, RuleContext
 
 from .device_tables import DeviceTables, TableSize, make_tables
 

@@ -12,14 +12,15 @@ from torch import nn
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.writing import begin
+from shoal.checkpoint.saving import begin
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import Adagrad, Adam
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["ITEMS", "VIEWS", "TinyJob"]
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.combiners import FirstN, ReduceMean
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import FirstN, ReduceMean
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.optimizers import SGD
-from shoal.table import Segment, TableSpec
+from shoal.table.spec import Segment, TableSpec
 
 from .shards import ShardFactory
 

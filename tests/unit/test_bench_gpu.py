@@ -99,7 +99,7 @@ def test_what_cannot_be_measured_here() -> None:
 
 @pytest.mark.slow
 def test_it_runs_from_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("shoal.table.cuda")
+    pytest.importorskip("shoal.table.cuda.shard")
     out, traces = tmp_path / "out.json", tmp_path / "traces.txt"
     done = run("--quick", "--json", str(out), "--traces", str(traces))
     assert done.returncode == 0, done.stderr

@@ -13,9 +13,9 @@ import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import InputError, TicketError
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, IdGroups, RowChunk, Shard, StepContext
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 from support.placed_shard import PlacedShard

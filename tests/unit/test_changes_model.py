@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.table.changes import Cursor
-from shoal.table.shard import RowChunk, StepContext
-from shoal.table.snapshot import HASHES
+from shoal.table.shard import HASHES, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 from support.shards import shard_factory

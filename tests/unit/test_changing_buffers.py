@@ -24,7 +24,7 @@ from shoal import (
     TableSpec,
 )
 from shoal.errors import ShoalError
-from shoal.table.row_values import RowChunk
+from shoal.table.values import RowChunk
 
 ROUNDS = 60
 IDS = 20_000

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from shoal import _core
-from shoal.checkpoint import job_writing
-from shoal.checkpoint.pacing import Pace
-from shoal.checkpoint.saving import Saving
+from shoal.checkpoint import writing
+from shoal.checkpoint.saving import Saving, begin, save
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import begin, save
+from shoal.checkpoint.writing import Pace
 from shoal.errors import CheckpointError
 from support.saved_jobs import Job, small_files
 
@@ -41,7 +40,7 @@ class Told(Pace):
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(job_writing, "Pace", Told)
+    monkeypatch.setattr(writing, "Pace", Told)
     with small_files():
         yield
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.checkpoint.chain import ChainRows
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_layout import RowLayout
-from shoal.checkpoint.row_sources import ChainRows
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.saved_rows import HandTable, between, by_hash, histogram, rows_of, same, save_by_hand

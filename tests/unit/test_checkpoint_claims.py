@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shoal.checkpoint import CheckpointStore, compact, verify, writing
-from shoal.checkpoint.claiming import WRITER, claim
-from shoal.checkpoint.job_writing import JobWriter
+from shoal.checkpoint import CheckpointStore, compact, saving, verify
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import WRITER, claim
+from shoal.checkpoint.writing import JobWriter
 from shoal.errors import CheckpointError
 from support.tiny_job import TinyJob
 
@@ -34,9 +34,9 @@ class Held:
 
         with monkeypatch.context() as patch:
             patch.setattr(JobWriter, "_commit", wait_and_commit)
-            self.saving = writing.begin(root, job.contents(), step=job.steps, position=job.steps)
+            self.saving = saving.begin(root, job.contents(), step=job.steps, position=job.steps)
             assert there.wait(20)
-        writing._begun.discard(self.saving)
+        saving._begun.discard(self.saving)
 
 
 def stepped(seed: int, steps: int = 5) -> TinyJob:
@@ -88,7 +88,7 @@ def test_a_compaction_leaves_a_full_save_of_its_step(
 def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     folder = tmp_path / "step-000000000001-full"
     program = (
-        "import os, sys; from shoal.checkpoint.claiming import claim;"
+        "import os, sys; from shoal.checkpoint.store import claim;"
         "from shoal.checkpoint.storage import Storage;"
         "held = claim(Storage(sys.argv[1])); print(held is not None, flush=True);"
         "sys.stdin.read()"

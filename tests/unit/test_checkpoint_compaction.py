@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, compaction, diff, verify
+from shoal.checkpoint import CheckpointStore, compact, diff, tools, verify
 from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.plan import split
 from shoal.checkpoint.row_layout import RowLayout
-from shoal.checkpoint.splitting import split
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
@@ -88,8 +88,8 @@ def full(root: Storage) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "split", functools.partial(split, **SIZES))
-    monkeypatch.setattr(compaction, "_PIECE_BYTES", 700)
+    monkeypatch.setattr(tools, "split", functools.partial(split, **SIZES))
+    monkeypatch.setattr(tools, "_PIECE_BYTES", 700)
 
 
 @pytest.mark.parametrize("kind", ["local", *REMOTE])

@@ -21,7 +21,7 @@ import torch
 from shoal.checkpoint import Contents, begin
 from shoal.rules.optimizers import Adagrad
 from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import StepContext
 from support.id_groups import groups_of
@@ -48,7 +48,7 @@ put(9)
 if how == "aborted":
     saving.abort()
 elif how == "broken":
-    import shoal.checkpoint.job_writing as job_writing
+    import shoal.checkpoint.writing as job_writing
     def commit(*_):
         raise OSError("the disk is gone")
     job_writing.commit = commit

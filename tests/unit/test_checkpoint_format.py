@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import SavedFile
-from shoal.checkpoint.row_files import (
-    IdFileWriter,
-    ReadBuffer,
-    RowFileWriter,
-    read_ids,
-    read_rows,
-)
+from shoal.checkpoint.row_files import IdFileWriter, ReadBuffer, RowFileWriter, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.errors import CheckpointError

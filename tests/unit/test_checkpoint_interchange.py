@@ -13,7 +13,7 @@ import torch
 from pyarrow import parquet as pq
 from torch import Tensor, nn
 
-from shoal.checkpoint.interchange import (
+from shoal.checkpoint.formats import (
     Entries,
     form_of,
     open_embeddings,
@@ -23,13 +23,13 @@ from shoal.checkpoint.interchange import (
     open_text,
     write_parquet,
 )
-from shoal.checkpoint.interchange.collecting import CollectedRows
-from shoal.checkpoint.interchange.entries import Source
-from shoal.checkpoint.interchange.tfrecord import frame, masked_crc32c, read_records
+from shoal.checkpoint.formats.foreign import CollectedRows, Source
+from shoal.checkpoint.formats.monolith import frame, masked_crc32c, read_records
 from shoal.errors import DataError, UnknownName
-from shoal.rules.optimizers import SGD, Adagrad
-from shoal.table import Segment, TableSpec
-from shoal.table.snapshot import HASHES
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.gradient_descent import SGD
+from shoal.table.shard import HASHES
+from shoal.table.spec import Segment, TableSpec
 from support.foreign_rows import NAMES, chunk_of, in_order, rows_of, same
 
 I64 = torch.iinfo(torch.int64)
@@ -291,7 +291,7 @@ def test_parquet_round_trip(tmp_path: Path, dtype: str, optimizer: SGD | Adagrad
 
 
 def test_parquet_is_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.checkpoint.interchange.parquet._FILE_BYTES", 20_000)
+    monkeypatch.setattr("shoal.checkpoint.formats.parquet._FILE_BYTES", 20_000)
     spec = TableSpec(name="t", segments=(Segment(dim=3),), dtype="bfloat16")
     chunk = chunk_of(1000, 3, 3, torch.bfloat16)
     pieces = [rows_of(chunk, slice(start, start + 100)) for start in range(0, 1000, 100)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.checkpoint import job_state
+from shoal.checkpoint import contents as job_state
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.matching import LoadOptions
@@ -20,11 +20,12 @@ from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, InputError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import SGD
-from shoal.table import Table
-from shoal.table.cpu import CpuShard
+from shoal.rules.gradient_descent import SGD
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
-from shoal.table.shard import RowChunk, Shard
+from shoal.table.shard import Shard
+from shoal.table.values import RowChunk
 from support.hand_tables import (
     ITEMS,
     QUARTERS,

@@ -15,11 +15,10 @@ from shoal.checkpoint.loading import load
 from shoal.checkpoint.manifest import Parent
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
-from shoal.table import TableSpec
-from shoal.table.cpu import CpuShard
-from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
-from shoal.table.rejoin import joined_chunk
-from shoal.table.shard import RowChunk
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.hosting import HostedTables, hosted_specs, joined_chunk, plan_placement
+from shoal.table.spec import TableSpec
+from shoal.table.values import RowChunk
 from support.hand_tables import (
     BIAS,
     HASHES,

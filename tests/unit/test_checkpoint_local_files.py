@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint import local_files
-from shoal.checkpoint.local_files import LocalSink
+from shoal.checkpoint import storage
+from shoal.checkpoint.storage import LocalSink
 
 BLOCK = 8192
 DIRECT = getattr(os, "O_DIRECT", 0)
@@ -19,8 +19,8 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_files, "_BLOCK", BLOCK)
-    monkeypatch.setattr(local_files, "_spare", [])
+    monkeypatch.setattr(storage, "_BLOCK", BLOCK)
+    monkeypatch.setattr(storage, "_spare", [])
 
 
 def written(path: Path, data: bytes, cut: int = 3001) -> bytes:
@@ -124,12 +124,12 @@ def test_no_two_files_share_memory(tmp_path: Path):
             else:
                 sink.commit()
                 assert (tmp_path / f"{turn}.{k}").read_bytes() == data[k]
-        spare = [id(one.obj) for one in local_files._spare]
-        assert len(set(spare)) == len(spare) == local_files._SPARE
-    before = list(local_files._spare)
+        spare = [id(one.obj) for one in storage._spare]
+        assert len(set(spare)) == len(spare) == storage._SPARE
+    before = list(storage._spare)
     sink = LocalSink(str(tmp_path / "next"))
     assert any(sink._block is one for one in before)
-    assert len(local_files._spare) == len(before) - 1
+    assert len(storage._spare) == len(before) - 1
     sink.discard()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.adapting import adapt
-from shoal.checkpoint.chain_files import Newer, windows
+from shoal.checkpoint.chain import Newer, windows
+from shoal.checkpoint.loading_rows import adapt
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable
 from shoal.checkpoint.matching import (
     LoadOptions,
@@ -19,12 +19,15 @@ from shoal.checkpoint.matching import (
     saved_table,
 )
 from shoal.errors import CheckpointError, TableFull
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
+from shoal.rules.gradient_descent import SGD, DelayCompensated
 from shoal.rules.initializers import Constant, Normal, Uniform
-from shoal.rules.optimizers import SGD, Adagrad, Adam, DelayCompensated
-from shoal.table import Segment, Table, TableSpec
-from shoal.table.shard import RowChunk
+from shoal.table.facade import Table
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import RowChunk
 
 HASHES = 1 << 64
 BIAS = Segment(name="bias", dim=1, optimizer=SGD(), initializer=Constant(0.5))

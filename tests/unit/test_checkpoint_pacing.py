@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal.checkpoint import pacing
-from shoal.checkpoint.pacing import Pace, processors
+from shoal.checkpoint import writing
+from shoal.checkpoint.writing import Pace, processors
 
 
 class Rests:
@@ -20,7 +20,7 @@ class Rests:
     def __init__(self, patch: pytest.MonkeyPatch, processors: int) -> None:
         self.busy_s, self.slept_s = 0.0, []
         patch.setattr(time, "thread_time", lambda: self.busy_s)
-        patch.setattr(pacing, "processors", lambda: float(processors))
+        patch.setattr(writing, "processors", lambda: float(processors))
         self.pace = Pace()
         wait = self.pace._hurried.wait
 
@@ -62,7 +62,7 @@ def test_nobody_rests_before_training_goes_on_or_in_a_hurry(monkeypatch: pytest.
 
 
 def test_a_hurry_ends_a_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pacing, "processors", lambda: 1.0)
+    monkeypatch.setattr(writing, "processors", lambda: 1.0)
     pace, busy_s = Pace(), [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: busy_s[0])
     pace.begin()
@@ -96,7 +96,7 @@ def test_processors_of_a_rank(
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(bound))
-    monkeypatch.setattr(pacing, "_QUOTA", str(tmp_path / "cpu.max"))
+    monkeypatch.setattr(writing, "_QUOTA", str(tmp_path / "cpu.max"))
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
     assert processors(environ) == pytest.approx(want)
@@ -105,5 +105,5 @@ def test_processors_of_a_rank(
 def test_processors_where_the_system_binds_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(pacing, "_QUOTA", "/nowhere")
+    monkeypatch.setattr(writing, "_QUOTA", "/nowhere")
     assert processors({}) == 6

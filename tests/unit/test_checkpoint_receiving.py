@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.contents import Contents
-from shoal.checkpoint.interchange import (
+from shoal.checkpoint.formats import (
     Entries,
     Offered,
     form_of,
@@ -17,18 +17,18 @@ from shoal.checkpoint.interchange import (
     receive,
     write_parquet,
 )
-from shoal.checkpoint.interchange.collecting import CollectedRows
+from shoal.checkpoint.formats.foreign import CollectedRows
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.verifying import verify
+from shoal.checkpoint.tools import verify
 from shoal.errors import CheckpointError, DataError, InputError
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
-from shoal.rules.optimizers import SGD, Adagrad
-from shoal.table import Segment, TableSpec
+from shoal.rules.gradient_descent import SGD
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
-from shoal.table.scalars import LAST_VERSION
-from shoal.table.shard import RowChunk
-from shoal.table.snapshot import HASHES
+from shoal.table.shard import HASHES, LAST_VERSION
+from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import RowChunk
 from support.foreign_rows import NAMES, chunk_of, entries_of, in_order, same
 
 
@@ -181,7 +181,7 @@ def test_a_receive_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
     def broken(*_: object) -> None:
         raise CheckpointError("no room")
 
-    monkeypatch.setattr("shoal.checkpoint.interchange.receiving.commit", broken)
+    monkeypatch.setattr("shoal.checkpoint.formats.foreign.commit", broken)
     with pytest.raises(CheckpointError, match="no room"):
         receive(str(tmp_path / "new"), source, {"t": form}, created_s=1)
     assert list((tmp_path / "new").iterdir()) == []

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.checkpoint.plan import TableRows, bits_for, pieces, split
 from shoal.checkpoint.row_layout import IdLayout, RowLayout
-from shoal.checkpoint.splitting import TableRows, bits_for, pieces, split
 from shoal.errors import CheckpointError
 
 LAYOUT = RowLayout(1, 0, "float32")  # 24 bytes a row

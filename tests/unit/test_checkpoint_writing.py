@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import file_writing, job_writing, verify
+from shoal.checkpoint import verify, writing
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
+from shoal.checkpoint.saving import begin, save
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import begin, save
 from shoal.errors import CheckpointError, InputError
-from shoal.table.cpu_snapshot import CpuSnapshot
-from shoal.table.cuda_snapshot import CudaSnapshot
+from shoal.table.cpu.snapshot import CpuSnapshot
+from shoal.table.cuda.snapshot import CudaSnapshot
 from shoal.table.hosting import HostedTables
 from support.saved_jobs import FEW, MANY, SPECS, Home, Job, Sizes, row_bytes, small_files
 from support.saved_rows import same
@@ -263,9 +263,9 @@ def break_at(patched: pytest.MonkeyPatch, where: str) -> None:
     if where == "write":
         patched.setattr(DurableFile, "write", fail_later)
     elif where == "close":
-        patched.setattr(file_writing.RowFileWriter, "close", fail)
+        patched.setattr(writing.RowFileWriter, "close", fail)
     elif where == "dense":
-        patched.setattr(job_writing.dense, "write", fail)
+        patched.setattr(writing.dense, "write", fail)
     elif where == "manifest":
         patched.setattr(Storage, "replace", fail)
     else:

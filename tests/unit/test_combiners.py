@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, ShapeError
-from shoal.layouts import Feature
 from shoal.ragged import Ragged
-from shoal.table import Segment, Table, TableSpec
+from shoal.table.facade import Table
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
+from shoal.table.spec import Segment, TableSpec
 
 ALL = [ReduceSum(), ReduceMean(), FirstN(2)]
 

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from shoal import config
 from shoal.comm.collectives import LocalCollectives
-from shoal.config import named
+from shoal.config import tree
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, build_parts
-from shoal.config.section import Section
+from shoal.config.tree import Section
 from shoal.errors import ConfigError, UnknownName
 from shoal.rules import initializers, optimizers, schedules
 from shoal.rules.admission import Admission
@@ -155,12 +155,12 @@ def test_unknown_variables_are_refused():
 
 def test_each_rule_has_a_name():
     rules = {cls for cls in vars(optimizers).values() if _is_leaf(cls, optimizers.Optimizer)}
-    assert set(named.OPTIMIZERS.values()) == rules
-    assert all(cls.kind == name for name, cls in named.OPTIMIZERS.items())
+    assert set(tree.OPTIMIZERS.values()) == rules
+    assert all(cls.kind == name for name, cls in tree.OPTIMIZERS.items())
     kinds = {cls for cls in vars(schedules).values() if _is_leaf(cls, schedules.Schedule)}
-    assert set(named.SCHEDULES.values()) == kinds
+    assert set(tree.SCHEDULES.values()) == kinds
     laws = {cls for cls in vars(initializers).values() if _is_leaf(cls, initializers.Initializer)}
-    assert set(named.INITIALIZERS.values()) == laws
+    assert set(tree.INITIALIZERS.values()) == laws
 
 
 def _is_leaf(value: object, base: type) -> bool:
@@ -170,28 +170,28 @@ def _is_leaf(value: object, base: type) -> bool:
 @pytest.mark.parametrize(
     ("registry", "plain", "rule"),
     [
-        (named.OPTIMIZERS, "sgd", optimizers.SGD()),
+        (tree.OPTIMIZERS, "sgd", optimizers.SGD()),
         (
-            named.OPTIMIZERS,
+            tree.OPTIMIZERS,
             {"kind": "adam", "lr": {"kind": "warmup", "target": 0.1, "steps": 10}},
             optimizers.Adam(lr=schedules.Warmup(target=0.1, steps=10)),
         ),
         (
-            named.OPTIMIZERS,
+            tree.OPTIMIZERS,
             {"kind": "delay_compensated", "inner": {"kind": "sgd", "lr": 1}, "strength": 0.2},
             optimizers.DelayCompensated(inner=optimizers.SGD(lr=1.0), strength=0.2),
         ),
         (
-            named.SCHEDULES,
+            tree.SCHEDULES,
             {"kind": "piecewise", "boundaries": [10], "values": [0.1, 0.01]},
             schedules.Piecewise(boundaries=(10,), values=(0.1, 0.01)),
         ),
-        (named.INITIALIZERS, {"kind": "constant", "value": 2}, initializers.Constant(2.0)),
+        (tree.INITIALIZERS, {"kind": "constant", "value": 2}, initializers.Constant(2.0)),
     ],
 )
-def test_rules_by_name_and_back(registry: named.Registry, plain: object, rule: object):
-    assert named.build(plain, registry) == rule
-    assert named.build(named.dump(rule), registry) == rule
+def test_rules_by_name_and_back(registry: tree.Registry, plain: object, rule: object):
+    assert tree.build(plain, registry) == rule
+    assert tree.build(tree.dump(rule), registry) == rule
 
 
 def test_admission_and_expiry_read_slots_as_mappings():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import config
-from shoal.config.data import RunData, open_data
+from shoal.config.build import RunData, open_data
 from shoal.data import RankShare
 from shoal.errors import ConfigError, DataError
 

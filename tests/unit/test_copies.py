@@ -40,8 +40,8 @@ from shoal import (
     optimizers,
     schedules,
 )
-from shoal.rules.optimizers import RuleContext
-from shoal.table.changes import Cursor
+from shoal.rules.rule import RuleContext
+from shoal.table.values import Cursor
 
 
 def saved(value: Any) -> Any:

@@ -11,18 +11,22 @@ import pytest
 import torch
 
 from shoal.errors import OutOfDeviceMemory, TableFull
-from shoal.kernels import table_index
+from shoal.kernels import index
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.optimizers import SGD, Adagrad
-from shoal.table import device_admission, device_memory, page_locked
-from shoal.table.cpu import CpuShard
-from shoal.table.cuda import CudaShard
-from shoal.table.device_memory import DeviceMemory
-from shoal.table.forms import forms_of
-from shoal.table.shard import RowChunk, Shard, StepContext
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.cuda import admission
+from shoal.table.cuda import memory as device_memory
+from shoal.table.cuda import memory as page_locked
+from shoal.table.cuda.calls import forms_of
+from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.shard import CudaShard
+from shoal.table.shard import Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
+from shoal.table.values import RowChunk
 from support.id_groups import groups_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +122,7 @@ IN_THE_FIRST_TABLE = [("find_or_init", "new_block", 0), ("find_or_init", "new_en
 )
 def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, name: str, where: str, nth: int) -> None:
     shard, verb = filled(), VERBS[name]
-    owner = device_memory if where == "new_block" else table_index
+    owner = device_memory if where == "new_block" else index
     with monkeypatch.context() as patch:
         failing = Failing(getattr(owner, where), lambda call: call >= nth)
         patch.setattr(owner, where, failing)
@@ -166,7 +170,7 @@ def test_no_room_to_evict_or_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(DeviceMemory, "make_free_lists", Failing(lambda *_: None, lambda _: True))
         assert_refused(shard, lambda s: s.evict(100), "a verb of a GPU shard")
-        patch.setattr(table_index, "new_entries", Failing(table_index.new_entries, lambda _: True))
+        patch.setattr(index, "new_entries", Failing(index.new_entries, lambda _: True))
         assert_refused(shard, lambda s: s.clear(0), "a verb of a GPU shard")
     shard.clear(0)
     assert shard.evict(100) == 50
@@ -184,14 +188,14 @@ def test_free_lists_grow_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_admission, "_FIRST_SLOTS", 16)
+    monkeypatch.setattr(admission, "_FIRST_SLOTS", 16)
     spec = TableSpec(name="c", segments=SPECS[0].segments, admission=Admission(threshold=3))
     shard = CudaShard([spec], device=DEVICE)
     few = groups_of((0, range(5)), device=DEVICE)
     shard.find_or_init(few, ctx=StepContext())
     more = groups_of((0, range(20)), device=DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(device_admission, "_Exact", Failing(device_admission._Exact, lambda _: True))
+        patch.setattr(admission, "_Exact", Failing(admission._Exact, lambda _: True))
         assert_refused(shard, lambda s: s.find_or_init(more, ctx=StepContext()), "a verb")
     for _ in range(2):
         ticket = shard.find_or_init(more, ctx=StepContext())

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import OutOfDeviceMemory, ShapeError
-from shoal.kernels import row_cache, row_select, step
+from shoal.kernels import cache, evict, step
 from shoal.rules.admission import Admission
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.optimizers import SGD
-from shoal.table import cuda_budget, cuda_insert, device_admission, device_memory
-from shoal.table.cuda import CudaShard
+from shoal.table.cuda import admission, insert, memory
+from shoal.table.cuda.shard import CudaShard
+from shoal.table.cuda.tiered import TieredShard
 from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice, StepContext
 from shoal.table.spec import Segment, TableSpec
-from shoal.table.tiered import TieredShard
 from support.id_groups import groups_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +49,7 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
         groups_of((0, range(turn * 200, turn * 200 + 200)), device=DEVICE) for turn in range(6)
     ]
     shard.find_or_init(batches[0], ctx=StepContext()).end()
-    monkeypatch.setattr(cuda_budget, "lowest_many", failing(cuda_budget.lowest_many, 0, 1, 2))
+    monkeypatch.setattr(insert, "lowest_many", failing(insert.lowest_many, 0, 1, 2))
     for turn in range(1, 4):
         with pytest.raises(OutOfDeviceMemory, match="row budget"):
             shard.find_or_init(batches[turn], ctx=StepContext(event_time_s=turn))
@@ -62,13 +63,11 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
     assert set(range(1000, 1200)) <= set(ids) and len(set(ids)) == len(ids) <= 240
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(device_admission, "sent"), (cuda_insert, "count_refused")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(admission, "sent"), (insert, "count_refused")])
 def test_sights_of_a_call_without_memory_do_not_count(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    monkeypatch.setattr(device_admission, "_FIRST_SLOTS", 16)
+    monkeypatch.setattr(admission, "_FIRST_SLOTS", 16)
     spec = TableSpec(name="c", segments=SEGMENTS, admission=Admission(threshold=3))
     shard = CudaShard([spec], device=DEVICE)
     shard.find_or_init(groups_of((0, range(5)), device=DEVICE), ctx=StepContext())
@@ -92,10 +91,10 @@ def _versions(shard: CudaShard) -> list[int]:
 def test_rows_are_not_marked_as_free_without_their_erase(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(row_select, "_SMALL", 4)
-    monkeypatch.setattr(row_select, "_SHRINKS", 4)
+    monkeypatch.setattr(evict, "_SMALL", 4)
+    monkeypatch.setattr(evict, "_SHRINKS", 4)
     if DEVICE == "cpu":
-        monkeypatch.setattr(row_select, "_SAMPLES", 64)
+        monkeypatch.setattr(evict, "_SAMPLES", 64)
     spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=60, on_full="lru")
     shard = CudaShard([spec], device=DEVICE)
     shard.find_or_init(groups_of((0, range(60)), device=DEVICE), ctx=StepContext()).end()
@@ -123,7 +122,7 @@ def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) ->
     first.end()
     new = groups_of((0, range(1000, 1200)), device=DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(row_cache, "resized", failing(row_cache.resized, 0))
+        patch.setattr(cache, "resized", failing(cache.resized, 0))
         with pytest.raises(OutOfDeviceMemory):
             shard.find_or_init(new, ctx=StepContext(event_time_s=1))
     assert _versions(shard) == [1] * shard.size(0)
@@ -135,7 +134,7 @@ def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.Mo
     specs = [TableSpec(name=name, segments=SEGMENTS) for name in ("a", "b")]
     shard = CudaShard(specs, device=DEVICE)
     made: list[weakref.ref[Any]] = []
-    inner = device_memory.new_block
+    inner = memory.new_block
 
     def new_block(*arguments: Any) -> Any:
         if len(made) == 1:
@@ -146,7 +145,7 @@ def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.Mo
         made.append(weakref.ref(block.weights))
         return block
 
-    monkeypatch.setattr(device_memory, "new_block", new_block)
+    monkeypatch.setattr(memory, "new_block", new_block)
     ids = range(300)
     shard.find_or_init(groups_of((0, ids), (1, ids), device=DEVICE), ctx=StepContext())
     assert len(made) == 4
@@ -224,7 +223,7 @@ def test_a_staging_area_that_cannot_grow_is_done_without(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(row_cache, "new_maps", refuse)
+    monkeypatch.setattr(cache, "new_maps", refuse)
     ids = groups_of((0, range(20)), device=DEVICE)
     ticket = shard.find_or_init(ids, ctx=StepContext())
     shard.apply([GradRecord(ticket, (torch.ones(20, 1, device=DEVICE),))], ctx=StepContext())

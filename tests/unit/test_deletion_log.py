@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal import Segment, TableSpec, initializers, optimizers
-from shoal.table import deletion_log, device_deletions
-from shoal.table.deletion_log import RECORD, DeletionLog, Records
+from shoal.table.cuda import deletions
+from shoal.table.cuda.deletions import RECORD, DeletionLog, Records
 from shoal.table.shard import StepContext
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
@@ -32,8 +32,8 @@ def ids_of(log: DeletionLog, first: int, n: int = 1 << 20) -> list[int]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletion_log, "_IN_MEMORY", 8)
-    monkeypatch.setattr(deletion_log, "_IN_FILE", 20)
+    monkeypatch.setattr(deletions, "_IN_MEMORY", 8)
+    monkeypatch.setattr(deletions, "_IN_FILE", 20)
 
 
 @pytest.mark.usefixtures("small")
@@ -106,9 +106,9 @@ def put(shard: PlacedCuda, first: int, many: int) -> None:
 
 @pytest.mark.parametrize("room", [pytest.param(room, marks=gpu) for room in (1, 5, 20)])
 def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_deletions, "_ROOM", room)
-    monkeypatch.setattr(device_deletions, "_ERASES", 1)
-    monkeypatch.setattr(device_deletions, "_IN_FLIGHT", 1)
+    monkeypatch.setattr(deletions, "_ROOM", room)
+    monkeypatch.setattr(deletions, "_ERASES", 1)
+    monkeypatch.setattr(deletions, "_IN_FLIGHT", 1)
     shard, consumer = full_table(), Consumer(100)
     put(shard, 0, 8)
     shard.cut()
@@ -137,7 +137,7 @@ def test_no_room_for_a_buffer_means_a_full_pass(
         raise torch.OutOfMemoryError("no room")
 
     if not kept:
-        monkeypatch.setattr(device_deletions.DeviceDeletions, "_make_room", refused)
+        monkeypatch.setattr(deletions.DeviceDeletions, "_make_room", refused)
     put(shard, 10, 3)
     shard.cut()
     consumer.drain(shard)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.errors import ShapeError
-from shoal.hashing import salt
-from shoal.kernels.table_layout import COUNT_REFUSED
+from shoal.ids import salt
+from shoal.kernels.admission import count_refused
+from shoal.kernels.tables import COUNT_REFUSED
 from shoal.rules.admission import (
     Admission,
     Counter,
@@ -19,7 +20,7 @@ from shoal.rules.admission import (
     SketchCounter,
     make_counter,
 )
-from shoal.table.device_admission import Sights, count_refused
+from shoal.table.cuda.admission import Sights
 from support.device_fill import LANE
 from support.device_tables import TableSize, make_tables
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import salt
-from shoal.kernels.row_copy import Metadata, read_metadata, write_metadata
-from shoal.kernels.row_form import RowForm
-from shoal.kernels.row_write import write_weights
+from shoal.ids import salt
+from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_weights
+from shoal.kernels.tables import RowForm
 from shoal.placement import hash_ids, sort_key
-from shoal.table import device_export
-from shoal.table.shard import RowChunk
+from shoal.table.cuda import export
+from shoal.table.values import RowChunk
 from support.device_fill import LANE, Meta, filled
 from support.device_tables import TableSize, make_tables
 
@@ -70,16 +69,16 @@ class TestWholeRows:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         form, size = form_of(dtype, dim, state_width)
-        monkeypatch.setattr(device_export, "_PIECE_BYTES", 9 * (form.weight_bytes + 32))
+        monkeypatch.setattr(export, "_PIECE_BYTES", 9 * (form.weight_bytes + 32))
         tables = make_tables([SIZE, size], device)
         ids = [*random.Random(dim).sample(range(-1000, 1000), 20), -(2**63), 2**63 - 1]
         chunk = random_chunk(form, ids)
         handles_R = filled(tables, 1, [Meta(id_) for id_ in ids])
-        device_export.write_rows(tables.layout, form, handles_R, chunk)
+        export.write_rows(tables.layout, form, handles_R, chunk)
         order = sort_key(hash_ids("t", chunk.ids)).argsort()
-        exported = device_export.export_rows(tables.layout, form, "t", handles_R)
+        exported = export.export_rows(tables.layout, form, "t", handles_R)
         assert same_rows(exported, picked(chunk, order))
-        entry = device_export.entry_of(tables.layout, form, handles_R[3:4])
+        entry = export.entry_of(tables.layout, form, handles_R[3:4])
         assert entry is not None
         assert (entry.id, entry.version) == (ids[3], int(chunk.versions[3]))
         assert (entry.last_seen_s, entry.count) == (
@@ -93,11 +92,11 @@ class TestWholeRows:
         form, size = form_of(torch.float32, 4, 2)
         tables = make_tables([size], device)
         none_R = torch.empty(0, dtype=torch.int32, device=device)
-        chunk = device_export.export_rows(tables.layout, form, "t", none_R)
+        chunk = export.export_rows(tables.layout, form, "t", none_R)
         assert (chunk.weights.shape, chunk.state.shape) == ((0, 4), (0, 2))
-        device_export.write_rows(tables.layout, form, none_R, chunk)
+        export.write_rows(tables.layout, form, none_R, chunk)
         missing = torch.tensor([-1], dtype=torch.int32, device=device)
-        assert device_export.entry_of(tables.layout, form, missing) is None
+        assert export.entry_of(tables.layout, form, missing) is None
 
     def test_metadata_alone(self, device: str) -> None:
         tables = make_tables([SIZE], device)
@@ -126,7 +125,7 @@ class TestWriteWeights:
         ids = list(range(12))
         chunk = random_chunk(form, ids)
         handles_R = filled(tables, 0, [Meta(id_) for id_ in ids])
-        device_export.write_rows(tables.layout, form, handles_R, chunk)
+        export.write_rows(tables.layout, form, handles_R, chunk)
         picks = random.Random(dim).choices(range(10), k=60) + [3] * 20
         values_ND = torch.randn(len(picks) + 1, dim, dtype=torch.float64).to(form.real)
         handles_N = torch.cat([handles_R[picks], handles_R[:1] * 0 - 1])
@@ -148,7 +147,7 @@ class TestWriteWeights:
             weights[row] = (weights[row].to(form.real) + value if add else value).to(dtype)
             versions[row], seen[row] = 2**32 - 2, max(int(seen[row]), 2**31)
         # Handles are in the order of ids; what is exported is in the order of hashes.
-        exported = device_export.export_rows(tables.layout, form, "t", handles_R)
+        exported = export.export_rows(tables.layout, form, "t", handles_R)
         back = picked(exported, exported.ids.argsort())
         assert torch.equal(back.weights.nan_to_num(9.0), weights.nan_to_num(9.0))
         assert torch.equal(back.versions, versions)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.kernels import table_erase, table_index
-from shoal.kernels.table_layout import CHUNK_ROWS, FIRST_ROWS, CallGroups
-from shoal.rules.optimizers import SGD
-from shoal.table.device_chunks import chunks_for
-from shoal.table.device_memory import DeviceMemory
-from shoal.table.forms import forms_of
+from shoal.kernels import index
+from shoal.kernels.tables import CHUNK_ROWS, FIRST_ROWS, CallGroups
+from shoal.rules.gradient_descent import SGD
+from shoal.table.cuda.calls import forms_of
+from shoal.table.cuda.memory import DeviceMemory, chunks_for
 from shoal.table.spec import Segment, TableSpec
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -37,7 +36,7 @@ def insert(memory: DeviceMemory, ids: torch.Tensor, table: int = 0) -> torch.Ten
         torch.tensor([table], dtype=torch.int32, device=DEVICE),
     )
     handles_N = torch.empty(ids.numel(), dtype=torch.int32, device=DEVICE)
-    table_index.probe(memory.layout, groups, handles_N, None, None, insert=True)
+    index.probe(memory.layout, groups, handles_N, None, None, insert=True)
     memory.counters.send(memory.layout)
     return handles_N
 
@@ -103,7 +102,7 @@ def test_erased_slots_come_back_at_a_rebuild() -> None:
     for step in range(12):
         handles_N = insert(memory, torch.arange(step * 100, step * 100 + 100))
         memory.make_free_lists([0])
-        table_erase.erase(memory.layout, handles_N, None)
+        index.erase(memory.layout, handles_N, None)
         memory.counters.send(memory.layout)
         memory.counters.wait()
         if step == 6:
@@ -118,7 +117,7 @@ def test_counters_that_left_before_a_rebuild_do_not_bring_its_marks_back() -> No
     memory = memory_of(a=None)
     handles_N = insert(memory, torch.arange(40))
     memory.make_free_lists([0])
-    table_erase.erase(memory.layout, handles_N, None)
+    index.erase(memory.layout, handles_N, None)
     memory.counters.send(memory.layout)
     insert(memory, torch.arange(100, 400))
     memory.counters.wait()

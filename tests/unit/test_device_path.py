@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.combiners import FirstN, ReduceMean
 from shoal.data import Batch
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import FirstN, ReduceMean
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import (
     DTypeError,
     InputError,
@@ -20,8 +21,9 @@ from shoal.errors import (
 )
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.optimizers import SGD
-from shoal.table import Segment, Table, TableSpec
+from shoal.rules.gradient_descent import SGD
+from shoal.table.facade import Table
+from shoal.table.spec import Segment, TableSpec
 from support.meta_shard import MetaShard
 from support.shards import shard_factory
 

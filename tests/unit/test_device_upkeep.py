@@ -12,24 +12,23 @@ import torch
 from torch import Tensor
 
 from shoal import Expiry, Segment, TableSpec
-from shoal.hashing import mix64, salt, to_signed
-from shoal.kernels import row_select
-from shoal.kernels.row_copy import read_metadata
-from shoal.kernels.table_erase import erase
-from shoal.kernels.table_index import probe
-from shoal.table import cuda_budget, device_evict
-from shoal.table.cpu import CpuShard
-from shoal.table.cuda import CudaShard
-from shoal.table.device_evict import (
+from shoal.ids import mix64, salt, to_signed
+from shoal.kernels import evict
+from shoal.kernels.history import pin_marks
+from shoal.kernels.index import erase, probe
+from shoal.kernels.rows import read_metadata
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.cuda import eviction, insert
+from shoal.table.cuda.eviction import (
     Lives,
     Scored,
     expired,
     expired_many,
     lowest,
     lowest_many,
-    pin_marks,
     scored_jobs,
 )
+from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import StepContext
 from support.device_fill import DEVICE, LANE, Meta, fill, filled
 from support.device_tables import DeviceTables, TableSize, make_tables
@@ -78,16 +77,16 @@ def drawn(rng: random.Random, number: int, seconds: int, counts: int) -> list[Me
 def test_scans_take_twice_the_memory_of_their_tables_at_most(
     least: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_evict, "_ROWS_AT_LEAST", least)
+    monkeypatch.setattr(eviction, "_ROWS_AT_LEAST", least)
     rng = random.Random(seed)
     rooms = [1 << rng.randrange(8, 30) for _ in range(26)]
-    parts = device_evict.scanned_together(rooms)
+    parts = eviction.scanned_together(rooms)
     assert sorted(index for part in parts for index in part) == list(range(26))
     for part in parts:
         own = [rooms[index] for index in part]
         assert len(own) * max(own) <= max(least, 2 * sum(own))
-    assert device_evict.scanned_together([1000] * 26) == [list(range(26))]
-    assert device_evict.scanned_together([]) == []
+    assert eviction.scanned_together([1000] * 26) == [list(range(26))]
+    assert eviction.scanned_together([]) == []
 
 
 @pytest.mark.parametrize("device", LANE)
@@ -107,8 +106,8 @@ class TestLowest:
     def test_with_a_sample(
         self, device: str, seconds: int, drop: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(row_select, "_SMALL", 8)
-        monkeypatch.setattr(row_select, "_SAMPLES", 128)
+        monkeypatch.setattr(evict, "_SMALL", 8)
+        monkeypatch.setattr(evict, "_SAMPLES", 128)
         rows = drawn(random.Random(seconds), 300, seconds=seconds, counts=2)
         tables = make_tables([TableSize(rows=500, slots=1024, salt=SALT)], device)
         filled(tables, 0, rows)
@@ -223,8 +222,8 @@ def test_large_tables(
     device: str, rows: int, seconds: int, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(row_select, "_SMALL", 16)
-        monkeypatch.setattr(row_select, "_SAMPLES", 64)
+        monkeypatch.setattr(evict, "_SMALL", 16)
+        monkeypatch.setattr(evict, "_SAMPLES", 64)
     drops, rng = (rows // 50, 1, rows // 2), np.random.default_rng(seconds)
     tables = make_tables([TableSize(rows=rows, slots=8, dim=1, salt=SALT)] * 3, device)
     expected = []
@@ -247,7 +246,7 @@ def test_tables_that_are_scanned_apart(device: str, monkeypatch: pytest.MonkeyPa
     def apart(rooms: Sequence[int]) -> list[list[int]]:
         return [[index] for index in reversed(range(len(rooms)))]
 
-    monkeypatch.setattr(cuda_budget, "scanned_together", apart)
+    monkeypatch.setattr(insert, "scanned_together", apart)
     specs = [
         TableSpec(name=f"t{k}", segments=(Segment(dim=1),), capacity_rows=8 + k, **more)
         for k, more in enumerate(({"on_full": "lru"}, {"on_full": "lfu"}, {}))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.combiners import FirstN, ReduceMean, ReduceSum
-from shoal.embedding import EmbeddingCollection, Feature, Layout
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import FirstN, ReduceMean, ReduceSum
+from shoal.embedding.layouts import Feature, Layout
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged

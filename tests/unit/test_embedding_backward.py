@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import InputError, TicketError
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged

@@ -13,35 +13,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.combiners import FirstN, ReduceMean, ReduceSum
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import FirstN, ReduceMean, ReduceSum
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import NonFiniteGradient, ShapeError
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
+from shoal.rules.adam import Adam, AdamW
+from shoal.rules.gradient_descent import SGD, Momentum, SignSGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.optimizers import (
-    FTRL,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Momentum,
-    Optimizer,
-    RowWiseAdagrad,
-    SignSGD,
-)
-from shoal.table import Segment, Table, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.rules.rule import Optimizer
+from shoal.rules.sparse_group import FTRL
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
 from shoal.table.shard import Shard
+from shoal.table.spec import Segment, TableSpec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 STEPS, BATCH, VOCABULARY = (20, 256, 300) if ON_GPU else (3, 5, 12)
 
 if not ON_GPU:
-    pytest.importorskip("shoal.table.cuda")
+    pytest.importorskip("shoal.table.cuda.shard")
 
-from shoal.table.cuda import CudaShard  # noqa: E402
+from shoal.table.cuda.shard import CudaShard  # noqa: E402
 
 # Interpreted kernels add infinities up with numpy, which warns.
 INTERPRETED = [pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]

@@ -6,19 +6,17 @@ import pytest
 import torch
 
 from shoal.comm.collectives import LocalCollectives
+from shoal.embedding.gradients import sum_by_id
 from shoal.errors import ConfigError, UnknownName
-from shoal.exchange import AllToAllExchange
-from shoal.exchange.lanes import compile_lanes
-from shoal.exchange.visits import flat
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.partition import compile_lanes, flat
 from shoal.placement import Placement, table_wise
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Ones
-from shoal.rules.optimizers import SGD
-from shoal.table import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import hosted_specs, plan_placement
-from shoal.table.read_ticket import ReadTicket
-from shoal.table.shard import GradRecord, IdGroups, StepContext
-from shoal.table.unpool import sum_by_id
+from shoal.table.shard import GradRecord, IdGroups, ReadTicket, StepContext
+from shoal.table.spec import Segment, TableSpec
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 
 CPU = torch.device("cpu")

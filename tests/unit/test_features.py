@@ -10,7 +10,7 @@ import torch
 
 from shoal.data import IdFeature, Recipe, TensorSource, cross, encode
 from shoal.errors import ConfigError, DataError
-from shoal.fid import hash_strings
+from shoal.ids import hash_strings
 
 ONE = Recipe(ids=(IdFeature(name="id"),), label="y")
 LISTS = Recipe(ids=(IdFeature(name="id", is_list=True, max_length=2),), label="y")

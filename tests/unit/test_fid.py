@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError, DTypeError, InputError, UnknownName
-from shoal.fid import (
+from shoal.ids import (
     SlotRegistry,
     convert_v1_to_v2,
     hash_strings,
@@ -140,7 +140,7 @@ def test_no_strings_give_no_ids(strings: object) -> None:
 
 
 def test_each_distinct_string_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.fid
+    import shoal.ids
 
     calls: list[object] = []
     hashed = shoal.fid._hash

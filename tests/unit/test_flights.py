@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.data import Loader, flights, split_by_time
-from shoal.data.history import earlier
+from shoal.data.flights import earlier
 from shoal.errors import DataError, ShapeError
 
 FILE = Path(flights.__file__).with_name("flights.parquet")

@@ -12,7 +12,7 @@ import torch
 
 from shoal import Segment, TableSpec, initializers, optimizers
 from shoal.errors import ShoalError
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import StepContext
 from support.id_groups import groups_of
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import salt, to_signed
+from shoal.ids import salt, to_signed
 from shoal.ops import reference
-from shoal.ops.reorder_operators import fused_reorder
+from shoal.ops.reorder import fused_reorder
 from shoal.placement import Hosted, hash_ids, owners
 
 WORLD_SIZE = 4

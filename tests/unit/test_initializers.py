@@ -22,9 +22,11 @@ from shoal.rules.initializers import (
     TruncatedNormal,
     Uniform,
     Zeros,
+    column_words,
     initial_values,
+    philox4x32,
+    stream_key,
 )
-from shoal.rules.philox import column_words, philox4x32, stream_key
 
 IDS = [0, 1, -1, 123456789012345, -(1 << 63)]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.embedding import EmbeddingCollection
-from shoal.layouts import Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.initializers import Uniform
-from shoal.rules.optimizers import Adagrad
-from shoal.table import Segment, Table, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
 from shoal.table.shard import GradRecord, IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
 
 
 def spec(dim: int, name: str = "t") -> TableSpec:

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from shoal.comm.launchers import Launch, detect, open_mpi, process_group_timeout_s
-from shoal.comm.slurm import first_host, tasks_of_node
+from shoal.comm.launchers import (
+    Launch,
+    detect,
+    first_host,
+    open_mpi,
+    process_group_timeout_s,
+    tasks_of_node,
+)
 from shoal.errors import ConfigError, LaunchError
 
 TORCHRUN = {

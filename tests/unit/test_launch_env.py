@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from shoal import comm
-from shoal.comm import sync_training
-from shoal.comm.backends import FLAGS, BackendFlags, Choice, Started, choose, read_flags, start
 from shoal.comm.benchmarks import benchmark_settings
 from shoal.comm.collectives import LocalCollectives
-from shoal.comm.run_hooks import BroadcastInitialState, TelemetryReport
-from shoal.comm.session import SessionConfig, apply_session_config
-from shoal.comm.sync_training import SyncFlags
+from shoal.comm.flags import FLAGS, BackendFlags, Choice, Started, choose, read_flags, start
+from shoal.compat.monolith import sync_training
+from shoal.compat.monolith.sync_training import (
+    BroadcastInitialState,
+    SessionConfig,
+    SyncFlags,
+    TelemetryReport,
+    apply_session_config,
+)
 from shoal.errors import ConfigError, LaunchError
 from support.launcher_variables import environment_of, mpi, unlaunched
 

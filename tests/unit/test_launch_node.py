@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.comm.byteps_environment import apply_environment, interface_address, node_environment
+from shoal.compat.monolith.byteps import apply_environment, interface_address, node_environment
 from shoal.errors import ConfigError, LaunchError
 from support.launcher_variables import environment_of, mpi, no_network, unlaunched
 

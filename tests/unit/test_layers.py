@@ -12,46 +12,27 @@ import shoal
 PACKAGE = Path(shoal.__file__).parent
 
 LEVELS: dict[str, int] = {
-    "errors": 0,
-    "hashing": 0,
-    "_core": 0,
-    "address": 1,
-    "uncompiled": 0,
-    "ragged": 2,
-    "_jagged": 2,
-    "fid": 2,
-    "placement": 1,
-    "telemetry": 1,
-    "rules": 1,
-    "wire": 1,
-    "kernels": 2,
-    "comm": 2,
-    "ops": 3,
-    "table": 4,
-    "combiners": 4,
-    "discovery": 4,
-    "exchange": 5,
-    "plan": 5,
-    "checkpoint": 5,
-    "embedding": 6,
-    "layouts": 6,
-    "ledger": 6,
-    "metrics": 6,
-    "ps": 6,
-    "optim": 7,
-    "distributed": 7,
-    "data": 7,
-    "models": 7,
-    "sync": 7,
-    "pipeline": 8,
-    "serve": 8,
-    "report": 8,
-    "config": 9,
-    "train": 10,
-    "cli": 11,
+    room: level
+    for level, rooms in enumerate(
+        (
+            "errors _core uncompiled",
+            "address",
+            "ids",
+            "ragged rules metrics telemetry report",
+            "kernels comm placement models",
+            "lookup ops",
+            "table discovery data",
+            "exchange checkpoint planner",
+            "embedding ps",
+            "optim sync config",
+            "distributed",
+            "pipeline serve",
+            "train",
+            "cli compat",
+        )
+    )
+    for room in rooms.split()
 }
-# Files of one room that stand beside each other instead of in a folder.
-SAME_ROOM = [{"ragged", "_jagged"}, {"embedding", "layouts", "ledger"}]
 
 
 def modules() -> list[Path]:
@@ -86,8 +67,7 @@ def test_imports_go_down(path: Path) -> None:
     room = room_of(path)
     assert room in LEVELS, f"give room {room!r} a level"
     for other in imported_rooms(path) - {room}:
-        same = any({room, other} <= group for group in SAME_ROOM)
-        assert same or LEVELS[other] < LEVELS[room], f"{room} imports {other}"
+        assert LEVELS[other] < LEVELS[room], f"{room} imports {other}"
 
 
 def test_no_drawer_modules() -> None:
@@ -102,4 +82,4 @@ def test_files_stay_small() -> None:
         for path in (repository / folder).rglob(pattern):
             if path.suffix != ".inc":
                 lines = len(path.read_text().splitlines())
-                assert lines <= 500, f"{path.relative_to(repository)} has {lines} lines"
+                assert lines <= 800, f"{path.relative_to(repository)} has {lines} lines"

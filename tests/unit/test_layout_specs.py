@@ -10,7 +10,7 @@ import torch
 
 from shoal.errors import ConfigError, InputError, ShapeError, UnknownName
 from shoal.ops import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
-from shoal.ops.layout_specs import OUT_TYPES, POOLINGS
+from shoal.ops.layout_plan import OUT_TYPES, POOLINGS
 from shoal.ragged import KeyedRagged
 
 A = FeatureConfig("t", (1, 4))

@@ -9,8 +9,9 @@ from torch import Tensor
 from shoal import Segment, TableSpec, optimizers
 from shoal.errors import DTypeError, InputError, TableFull
 from shoal.placement import hash_ids, sort_key
-from shoal.table.cpu import CpuShard
-from shoal.table.shard import IdGroups, RowChunk, StepContext
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.values import RowChunk
 
 DIM = 3
 

@@ -10,19 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import LocalCollectives
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.gradients import GradientLedger
+from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, InputError, TicketError
-from shoal.exchange import AllToAllExchange, LocalExchange, PendingRecords, Route
-from shoal.ledger import GradientLedger
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.request import LocalExchange, PendingRecords, Route
 from shoal.optim import SparseOptimizer
 from shoal.placement import Placement, column_wise, row_wise
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.adam import Adam
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import SGD, Adagrad, Adam
-from shoal.table import Segment, Table, TableSpec, make_shard
-from shoal.table.hosting import hosted_spec, hosted_specs
-from shoal.table.resplit import hosted_rows
+from shoal.table.facade import Table
+from shoal.table.factory import make_shard
+from shoal.table.hosting import hosted_rows, hosted_spec, hosted_specs
 from shoal.table.shard import GradRecord, Shard
+from shoal.table.spec import Segment, TableSpec
 from support.shards import shard_factory
 from support.toy_collections import IDS, batch, columns, moved, one_table, table
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shoal import comm
-from shoal.comm.devices import pick_backend, pick_device, seed_all
-from shoal.comm.starting import effective_settings
+from shoal.comm.launch import effective_settings, pick_backend, pick_device, seed_all
 from shoal.errors import ConfigError, DeviceUnavailable
 
 

@@ -7,15 +7,19 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import UnknownName
 from shoal.optim import SparseOptimizer
 from shoal.placement import floormod
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import FTRL, Adagrad, Optimizer
+from shoal.rules.rule import Optimizer
 from shoal.rules.schedules import Schedule
-from shoal.table import Segment, Table, TableSpec
+from shoal.rules.sparse_group import FTRL
+from shoal.table.facade import Table
+from shoal.table.spec import Segment, TableSpec
 from support.monolith import GROWING, near, rows, slots, spec, table
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 

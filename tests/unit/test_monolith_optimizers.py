@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.rules.adagrad import Adadelta, Adagrad, RMSprop
+from shoal.rules.adam import Adam, Amsgrad
+from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum
 from shoal.rules.initializers import Zeros
-from shoal.rules.optimizers import (
-    FTRL,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Amsgrad,
-    BatchSoftmax,
-    DelayCompensated,
-    GroupAdagrad,
-    Momentum,
-    MovingAverage,
-    Optimizer,
-    RMSprop,
-)
-from shoal.table import Segment, StepContext, Table, TableSpec
-from shoal.table.shard import IdGroups
+from shoal.rules.rule import Optimizer
+from shoal.rules.running import BatchSoftmax, MovingAverage
+from shoal.rules.sparse_group import FTRL, GroupAdagrad
+from shoal.table.facade import Table
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 
 # rule, gradients of each step, weights after each step; all start at 0

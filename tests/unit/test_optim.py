@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -20,10 +21,10 @@ from shoal.errors import (
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.compressors import OneBit
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Ones
-from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
-from shoal.table import Segment, TableSpec
+from shoal.table.spec import Segment, TableSpec
 from support.shards import (
     CUDA,
     RAISES_LATE,

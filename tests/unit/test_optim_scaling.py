@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.embedding import EmbeddingCollection
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CheckpointError, ConfigError
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory

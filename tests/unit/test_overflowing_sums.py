@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.combiners import ReduceMean
-from shoal.embedding import EmbeddingCollection, Feature, Layout, LayoutSlice
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.combiners import ReduceMean
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import NonFiniteGradient
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
-from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
-from shoal.table import Segment, Table, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.rules.gradient_descent import SGD, DelayCompensated
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
+from shoal.table.spec import Segment, TableSpec
 from support.shards import ShardFactory, shard_factory
 
 BIG = {"float32": 3e38, "float64": 1.5e308}

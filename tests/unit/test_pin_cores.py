@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import config
-from shoal.comm.devices import pin_cores
+from shoal.comm.launch import pin_cores
 from shoal.comm.launchers import Launch
 from shoal.train import ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.pipeline import batches
-from shoal.pipeline.loading import Loader
+from shoal.pipeline.batches import Loader
 
 CPU = torch.device("cpu")
 

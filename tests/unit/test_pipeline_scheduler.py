@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.pipeline.commands import Command, Done, Event, Facts, Loaded, Settings, Settled, State
-from shoal.pipeline.scheduler import advance, start
+from shoal.pipeline.scheduler import (
+    Command,
+    Done,
+    Event,
+    Facts,
+    Loaded,
+    Settings,
+    Settled,
+    State,
+    advance,
+    start,
+)
 
 # Which of the commands that are out is answered next: 0 the main one, 1 the oldest load.
 Order = Callable[[], int]

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from shoal import Segment, TableSpec, initializers, optimizers
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import DTypeError, NonFiniteGradient, ShapeError
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
 
 OFFSETS_GB1 = torch.tensor([0, 1, 3])

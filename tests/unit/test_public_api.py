@@ -35,7 +35,7 @@ FROZEN = [
     "create_train_pipeline",
     "errors",
     "expiry",
-    "fid",
+    "ids",
     "initializers",
     "metrics",
     "models",

@@ -12,13 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import CheckpointError, ConfigError, DTypeError, InputError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.optimizers import SGD, Adagrad
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.schedules import Constant, Polynomial, Schedule
-from shoal.table import Segment, TableSpec
+from shoal.table.spec import Segment, TableSpec
 
 LAST = 6
 

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
+from shoal.embedding.layouts import Feature, Layout, LayoutKind, LayoutSlice, default_layouts
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
-from shoal.exchange.received import HostedColumns, ReceivedRows
-from shoal.layouts import Feature, Layout, LayoutKind, LayoutSlice, default_layouts
+from shoal.exchange.received import ReceivedRows
+from shoal.exchange.received_plan import HostedColumns
 from shoal.ops.dispatch import bounds_checks, forced
-from shoal.table import TableSpec
 from shoal.table.shard import Output, Pool, PoolPlan, Slice
+from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned
 from support.received import Received, batch_of, make_received, table

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.combiners import FirstN, ReduceMean
 from shoal.comm.collectives import LocalCollectives
-from shoal.exchange import AllToAllExchange, Exchange, LocalExchange, Request
-from shoal.exchange.received import HostedColumns, ReceivedRows
-from shoal.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
+from shoal.embedding.combiners import FirstN, ReduceMean
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.received import ReceivedRows
+from shoal.exchange.received_plan import HostedColumns
+from shoal.exchange.request import Exchange, LocalExchange, Request
 from shoal.ops.dispatch import bounds_checks, forced
 from shoal.ragged import KeyedRagged
-from shoal.table import TableSpec
 from shoal.table.hosting import plan_placement
 from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned
 from support.received import CTX, Received, batch_of, make_received, table
@@ -54,7 +56,7 @@ def dense(
 
 def assert_as_a_gpu_shard(case: Received, *, begun: bool = True) -> None:
     """Outputs and sums equal those of a local GPU shard, bit for bit."""
-    cuda = pytest.importorskip("shoal.table.cuda")
+    cuda = pytest.importorskip("shoal.table.cuda.shard")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shard = cuda.CudaShard(case.shard.specs, device=device)
     for number in range(len(shard.specs)):
@@ -183,7 +185,7 @@ class TestWhichRowsAreDense:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_an_exchange_trains_as_a_local_shard(early: bool) -> None:
-    cuda = pytest.importorskip("shoal.table.cuda")
+    cuda = pytest.importorskip("shoal.table.cuda.shard")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = compile_layouts({s.name: s for s in ALIKE}, ALIKE_FEATURES, ALIKE_LAYOUTS).plan
     tables_G = torch.tensor([0, 1, 0, 2, 2], dtype=torch.int32)

@@ -11,11 +11,12 @@ import torch
 from shoal import Admission, Segment, TableSpec
 from shoal.checkpoint import Contents
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import save
+from shoal.checkpoint.saving import save
 from shoal.errors import ShapeError
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import AdmissionState, IdGroups, StepContext
+from shoal.table.shard import IdGroups, StepContext
+from shoal.table.values import AdmissionState
 
 IDS = torch.tensor([5, 6, 2**62])
 

@@ -14,13 +14,14 @@ from torch.optim.lr_scheduler import StepLR
 
 from shoal import checkpoint
 from shoal.checkpoint import Contents, LoadOptions
-from shoal.embedding import EmbeddingCollection, Feature
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
 from shoal.errors import CheckpointError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.optimizers import Adam
+from shoal.rules.adam import Adam
 from shoal.rules.schedules import Polynomial, Schedule
-from shoal.table import Segment, TableSpec
+from shoal.table.spec import Segment, TableSpec
 
 DECAY = Polynomial(1.0, decay_steps=10, end=0.0)
 

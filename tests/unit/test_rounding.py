@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError
-from shoal.rules.philox import column_words, stream_key
+from shoal.rules.initializers import column_words, stream_key
 from shoal.rules.rounding import rounding_domain, stochastic_round
 
 KEY = stream_key(7, "user")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.errors import OutOfDeviceMemory
-from shoal.kernels.table_layout import CHUNK_ROWS
-from shoal.table.page_locked import PIECE_BYTES, PageLocked, grouped
-from shoal.table.row_cache import RowCache
+from shoal.kernels.tables import CHUNK_ROWS
+from shoal.table.cuda.cache import RowCache
+from shoal.table.cuda.memory import PIECE_BYTES, PageLocked, grouped
 from support.cached_rows import ODD, PLAIN, WIDE, Trace
 
 DEVICES = [

@@ -10,11 +10,19 @@ from torch import Tensor
 
 from shoal.kernels import initial_values
 from shoal.kernels.initial_values import initialise
-from shoal.kernels.random_bits import quad_words, words_at
-from shoal.kernels.row_read import gather, gather_found
-from shoal.kernels.row_rounding import rounding_domain, stochastic_bits, storage_of
-from shoal.kernels.table_layout import COUNT_ISSUED, COUNT_READY, CallGroups
+from shoal.kernels.rounding import (
+    quad_words,
+    rounding_domain,
+    stochastic_bits,
+    storage_of,
+    words_at,
+)
+from shoal.kernels.rows import gather, gather_found
+from shoal.kernels.tables import COUNT_ISSUED, COUNT_READY, CallGroups
+from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
+from shoal.rules.adam import Adam
 from shoal.rules.compressors import FixedR8, Float16, OneBit
+from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import (
     BatchSoftmaxInit,
     Constant,
@@ -23,11 +31,11 @@ from shoal.rules.initializers import (
     TruncatedNormal,
     Uniform,
     Zeros,
+    column_words,
+    stream_key,
 )
-from shoal.rules.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
-from shoal.rules.philox import column_words, stream_key
 from shoal.rules.rounding import stochastic_round
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.device_rows import (

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.row_pool import PoolPiece, gather_pooled, pool_lines
-from shoal.kernels.row_read import gather
+from shoal.kernels.pool import PoolPiece, gather_pooled, pool_lines
+from shoal.kernels.rows import gather
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, OneBit
 from shoal.rules.initializers import Normal, Uniform
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.device_rows import DEVICES, DeviceRows, draw_ids, plain_table

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from shoal.errors import CheckpointError, DTypeError, InputError
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
-from shoal.table.cpu_snapshot import CpuSnapshot
-from shoal.table.shard import GradRecord, IdGroups, RowChunk, StepContext
-from shoal.table.snapshot import BUFFER_BYTES, HASHES
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.cpu.snapshot import CpuSnapshot
+from shoal.table.shard import BUFFER_BYTES, HASHES, GradRecord, IdGroups, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.changed_rows import (
     CHANGES,

@@ -14,10 +14,9 @@ from torch import Tensor
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import InputError
 from shoal.placement import hash_ids
-from shoal.table import device_export
-from shoal.table.changes import Cursor
-from shoal.table.shard import GradRecord, RowChunk, Shard, StepContext
-from shoal.table.snapshot import HASHES, Snapshot
+from shoal.table.cuda import export
+from shoal.table.shard import HASHES, GradRecord, Shard, Snapshot, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
@@ -115,7 +114,7 @@ def test_a_histogram_counts_top_bits(shard: Shard, bits: int) -> None:
 
 def test_pieces_do_not_show(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     put(shard, range(50), 1.0)
-    monkeypatch.setattr(device_export, "_PIECE_BYTES", 400)
+    monkeypatch.setattr(export, "_PIECE_BYTES", 400)
     with shard.snapshot() as snapshot:
         assert same(snapshot.read(0, 0, HASHES), shard.export(0))
 

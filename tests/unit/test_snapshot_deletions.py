@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from shoal import Expiry, Segment, TableSpec, _core, initializers, optimizers
-from shoal.table.changes import Cursor
-from shoal.table.cpu import CpuShard
-from shoal.table.shard import RowChunk, StepContext
-from shoal.table.snapshot import HASHES
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import HASHES, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.id_groups import groups_of
 
 MANY = 20_000  # the log is read in several pieces

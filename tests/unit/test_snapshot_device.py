@@ -13,12 +13,11 @@ import torch
 
 from shoal import Segment, TableSpec, initializers, optimizers
 from shoal.errors import CheckpointError, DTypeError, InputError
-from shoal.kernels import launching
+from shoal.kernels import launch
 from shoal.rules.admission import Admission
-from shoal.table import device_images
-from shoal.table.changes import Cursor
-from shoal.table.shard import GradRecord, RowChunk, Shard, StepContext
-from shoal.table.snapshot import BUFFER_BYTES, HASHES
+from shoal.table.cuda import images as device_images
+from shoal.table.shard import BUFFER_BYTES, HASHES, GradRecord, Shard, StepContext
+from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.changed_rows import CHANGES, exported, filled, put, reload, specs, train
 from support.cut_rows import assert_same, in_pieces, unsigned_hashes
@@ -262,19 +261,19 @@ def test_one_that_nobody_holds_keeps_nothing(shard: Any) -> None:
 def test_a_step_has_one_launch_more(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(shard, ROWS)
     launched: list[str] = []
-    real = launching._parameters  # every launch asks for its kernel's, once these are forgotten
+    real = launch._parameters  # every launch asks for its kernel's, once these are forgotten
 
     def seen(kernel: Any) -> Any:
         launched.append(kernel.fn.__name__)
         found = real(kernel)
-        launching._PARAMETERS.clear()
+        launch._PARAMETERS.clear()
         return found
 
-    monkeypatch.setattr(launching, "_parameters", seen)
+    monkeypatch.setattr(launch, "_parameters", seen)
 
     def of_a_step() -> list[str]:
         train(shard, 0, range(8))
-        launching._PARAMETERS.clear()
+        launch._PARAMETERS.clear()
         launched.clear()
         train(shard, 0, range(8))
         return sorted(launched)

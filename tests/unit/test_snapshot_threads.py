@@ -12,9 +12,9 @@ import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import CheckpointError, InputError
-from shoal.table.cpu import CpuShard
-from shoal.table.shard import GradRecord, RowChunk, StepContext
-from shoal.table.snapshot import HASHES
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import HASHES, GradRecord, StepContext
+from shoal.table.values import RowChunk
 from support.cut_rows import assert_same, in_pieces
 from support.id_groups import groups_of
 

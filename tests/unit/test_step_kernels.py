@@ -8,41 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.hashing import mix64
-from shoal.kernels.grad_sources import (
+from shoal.ids import mix64
+from shoal.kernels.gradients import (
+    COLD_RUN,
     GradSlice,
     PooledGroup,
     bags_of,
     per_position,
     pooled,
+    runs_of,
     sources_of,
 )
-from shoal.kernels.runs import COLD_RUN, runs_of
-from shoal.kernels.step import Stamp, apply
+from shoal.kernels.step import apply
 from shoal.kernels.step_sums import sum_runs
+from shoal.kernels.step_tiles import Stamp
+from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
+from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.compressors import OneBit
-from shoal.rules.optimizers import (
-    FTRL,
-    LAMB,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    AdamW,
-    Amsgrad,
-    BatchSoftmax,
-    DelayCompensated,
-    DynamicWdAdagrad,
-    GroupAdagrad,
-    GroupFTRL,
-    Momentum,
-    MovingAverage,
-    Optimizer,
-    RMSprop,
-    RowWiseAdagrad,
-    SignSGD,
-)
+from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
 from shoal.rules.rounding import stochastic_round
+from shoal.rules.rule import Optimizer
+from shoal.rules.running import BatchSoftmax, MovingAverage
+from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice
 from support.pooling import position_gradients
 from support.stepped_rows import StepWorld, drawn, eighths, form_of, on, step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal import Segment, TableSpec
-from shoal.table.cpu import CpuShard
+from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, StepContext
 
 GROUPS = IdGroups(torch.tensor([4]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.kernels.table_erase import erase, fold, list_handles, rebuild
-from shoal.kernels.table_index import new_entries, probe
-from shoal.kernels.table_layout import (
+from shoal.kernels.index import erase, fold, list_handles, new_entries, probe, rebuild
+from shoal.kernels.tables import (
     BUCKET_SLOTS,
     CHUNK_BITS,
     COUNT_ERASED,

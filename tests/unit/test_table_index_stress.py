@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.table_erase import erase, list_handles, rebuild
-from shoal.kernels.table_index import new_entries, probe
-from shoal.kernels.table_layout import (
+from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild
+from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_ROWS,
     COUNT_ERASED,

@@ -7,7 +7,7 @@ from itertools import count
 import torch
 
 from shoal.comm.collectives import LocalCollectives, Part
-from shoal.comm.timed import TimedCollectives, Waiting
+from shoal.comm.mesh import TimedCollectives, Waiting
 
 
 def test_calls_and_waits_are_counted() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import read_manifest
-from shoal.config.data import open_data
+from shoal.config.build import open_data
 from shoal.errors import (
     CheckpointError,
     ConfigError,

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from shoal.train.garbage import old_objects_set_aside
+from shoal.train.runs import old_objects_set_aside
 
 FEW = 10_000  # Python's own, where it sets some aside
 

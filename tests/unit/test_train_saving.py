@@ -18,10 +18,10 @@ from shoal.data import Batch
 from shoal.errors import CheckpointError, ConfigError
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
-from shoal.train import recorder as recording
+from shoal.train import summary as recording
 from shoal.train.folder import RunFolder
-from shoal.train.recorder import Recorder
 from shoal.train.resuming import find_beginning, job_of
+from shoal.train.summary import Recorder
 from support.ranks import launcher_variables
 
 NAMES = ("a", "b")

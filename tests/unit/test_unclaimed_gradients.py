@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from shoal import ledger
-from shoal.embedding import EmbeddingCollection
+from shoal.embedding import gradients
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.optim import SparseOptimizer
 from support.shards import shard_factory
 from support.toy_collections import batch, columns, moved, one_table
@@ -83,7 +83,7 @@ def test_backward_passes_that_are_never_applied() -> None:
     """A model's zero_grad() does not reach rows, and an optimizer may be forgotten."""
     owner = owner_of_rows()
     optimizer = SparseOptimizer(owner)
-    with mock.patch.object(ledger, "_MANY", 4):
+    with mock.patch.object(gradients, "_MANY", 4):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(3):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.precision import WireKind, decode, encode, wire_dtype, wire_elements
 from shoal.errors import ConfigError, DTypeError, ShapeError
+from shoal.exchange.wire import WireKind, decode, encode, wire_dtype, wire_elements
 
 SEGMENTS = ((3, 5), (0, 7), (2, 1), (4, 5), (1, 5), (1, 9), (1, 2), (2, 0), (6, 64))
 KINDS: tuple[WireKind | None, ...] = (None, "bfloat16", "float16", "int8")

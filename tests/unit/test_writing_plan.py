@@ -9,15 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.row_layout import RowLayout
-from shoal.checkpoint.splitting import FilePlan, TableRows, split
-from shoal.checkpoint.writing_plan import (
+from shoal.checkpoint.plan import (
+    FilePlan,
     PlacedRows,
     Span,
+    TableRows,
     WritingPlan,
     plan_writing,
     speakers,
+    split,
 )
+from shoal.checkpoint.row_layout import RowLayout
 from shoal.placement import Hosted, column_wise, data_parallel, grid, row_wise, table_wise
 
 HASHES = 1 << 64

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.compaction import compact
-from shoal.checkpoint.comparing import TableDiff, TableDiffs, diff
 from shoal.checkpoint.contents import Contents
-from shoal.checkpoint.job_writing import Progress
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.matching import LoadOptions
-from shoal.checkpoint.saving import Saving
+from shoal.checkpoint.saving import Saving, begin, save
 from shoal.checkpoint.store import CheckpointStore, Entry
-from shoal.checkpoint.verifying import Problem, Report, verify
-from shoal.checkpoint.writing import begin, save
+from shoal.checkpoint.tools import Problem, Report, TableDiff, TableDiffs, compact, diff, verify
+from shoal.checkpoint.writing import Progress
 
 __all__ = [
     "CheckpointStore",

@@ -1,18 +1,22 @@
-"""What a job hands in to be saved, and gets filled when it is loaded."""
+"""What a job hands in to be saved and gets filled when it is loaded; `state.pt` beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.errors import InputError, describe
+from shoal.checkpoint.manifest import Manifest, SavedFile
+from shoal.checkpoint.row_files import parsing, read_checked, write_whole
+from shoal.checkpoint.storage import Storage
+from shoal.errors import CheckpointError, InputError, describe
 from shoal.table.hosting import HostedTables
-
-__all__ = ["Contents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,3 +56,73 @@ class Contents:
                         remedy="Pass the collectives of all ranks of the job.",
                     )
                 )
+
+
+STATE_PATH = "state.pt"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobState:
+    """State of the job and of each rank that saved it, by rank."""
+
+    state: Mapping[str, Any]
+    rank_states: tuple[Mapping[str, Any], ...]
+
+    def of_rank(self, rank: int, world_size: int) -> Mapping[str, Any] | None:
+        """A rank's own state; None where the job had another number of ranks."""
+        return self.rank_states[rank] if len(self.rank_states) == world_size else None
+
+
+def check_state(state: Mapping[str, Any], what: str) -> None:
+    """Refuse values that could not be loaded again without running code of the file.
+
+    Raises:
+        CheckpointError: others than dicts, lists, tuples, numbers, strings, bytes and tensors.
+    """
+    _encoded(state, what)
+
+
+def write(
+    storage: Storage, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]]
+) -> SavedFile:
+    """Write the state of a job and of its ranks, which one rank has gathered.
+
+    Raises:
+        CheckpointError: values that `check_state` refuses, or the storage does.
+    """
+    value = {"state": dict(state), "ranks": [dict(one) for one in rank_states]}
+    data = _encoded(value, "state of a job")
+    return write_whole(storage, STATE_PATH, "state", data)
+
+
+def read(storage: Storage, manifest: Manifest) -> JobState:
+    """What `write` wrote; empty where the checkpoint has none.
+
+    Raises:
+        CheckpointError: the file is missing or differs from the manifest.
+    """
+    found = [one for one in manifest.files if one.kind == "state"]
+    if not found:
+        return JobState({}, ())
+    data = read_checked(storage, found[0]).numpy().tobytes()
+    with parsing(storage, found[0].path, "the state of a job"):
+        value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        return JobState(dict(value["state"]), tuple(dict(one) for one in value["ranks"]))
+
+
+def _encoded(value: Any, what: str) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="cpu")
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            describe(
+                what,
+                got=str(error).strip().partition("\n")[0],
+                allowed="dicts, lists, tuples, numbers, strings, bytes and tensors",
+                remedy="Turn other values into these.",
+            )
+        ) from error
+    return buffer.getvalue()

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import job_state
-from shoal.checkpoint.agreement import together
+from shoal.checkpoint import contents as job_state
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import DenseLoad
 from shoal.checkpoint.loading_rows import Link, RowLoader, Target, targets_of
@@ -17,11 +16,10 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match_tables, saved_table
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.consensus import together
 from shoal.errors import CheckpointError, describe
-from shoal.table.changes import Cursor
 from shoal.table.shard import Shard
-
-__all__ = ["Loaded", "load"]
+from shoal.table.values import Cursor
 
 _log = logging.getLogger(__name__)
 

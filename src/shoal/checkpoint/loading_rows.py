@@ -1,4 +1,4 @@
-"""Rows and sights of a chain of checkpoints into the tables that a rank hosts."""
+"""Rows and admission counters of a chain of checkpoints into the tables that a rank hosts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,170 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.adapting import Adapted, adapt
-from shoal.checkpoint.chain_files import ChainFile, Newer, windows
+from shoal.checkpoint.chain import ChainFile, Newer, windows
 from shoal.checkpoint.manifest import Manifest, SavedFile
-from shoal.checkpoint.matching import TableMatch
+from shoal.checkpoint.matching import SegmentMatch, TableMatch
 from shoal.checkpoint.row_files import ReadBuffer, check_sizes, read_checked, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.trimming import Trim
 from shoal.errors import CheckpointError, TableFull, describe
 from shoal.placement import BUCKET_BITS, Hosted, hash_ids, owners, rank_buckets
-from shoal.table.hosting import HostedTables, hosted_spec
-from shoal.table.resplit import hosted_rows, hosted_sights
-from shoal.table.shard import AdmissionState, RowChunk, Shard
+from shoal.rules.initializers import initial_values
+from shoal.table.hosting import HostedTables, hosted_rows, hosted_sights, hosted_spec
+from shoal.table.rows import real_dtype, weight_dtype
+from shoal.table.shard import Shard
+from shoal.table.spec import OnFull
+from shoal.table.values import AdmissionState, RowChunk
 
-__all__ = ["Link", "RowLoader", "Tally", "Target", "targets_of"]
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Rows of a whole table as its spec wants them.
+
+    Args:
+        chunk: rows that are kept.
+        expired_U: ids of rows that are left out, int64 [U].
+        unfit: finite numbers of kept rows that the table's dtype cannot hold.
+    """
+
+    chunk: RowChunk
+    expired_U: Tensor
+    unfit: int
+
+
+def adapt(match: TableMatch, chunk: RowChunk, *, seed: int, now_s: int | None) -> Adapted:
+    """Rows of `match.saved` as rows of `match.spec`.
+
+    Columns go to the segment of their name. A segment that was not saved gets the initial value
+    of each id, and its rule's initial state. Weights are cast to nearest, ties to even.
+
+    Args:
+        match: what goes where.
+        chunk: rows as they were saved.
+        seed: of initial values.
+        now_s: rows expired at this event time are dropped; None keeps all.
+    """
+    spec = match.spec
+    expired_U = chunk.ids[:0]
+    if now_s is not None and spec.expiry is not None and chunk.ids.numel():
+        gone_R = spec.expiry.expired_N(chunk.ids, chunk.last_seen_s, now_s)
+        if bool(gone_R.any()):
+            expired_U, chunk = chunk.ids[gone_R], _rows(chunk, ~gone_R)
+    weights, state = chunk.weights, chunk.state
+    if not match.same_columns:
+        weights = _weights(match, chunk, seed)
+        state = torch.cat([_state(match, one, chunk) for one in match.segments], dim=1)
+    cast = weights.to(weight_dtype(spec)), state.to(real_dtype(spec))
+    return Adapted(
+        RowChunk(
+            table=spec.name,
+            ids=chunk.ids,
+            weights=cast[0],
+            state=cast[1],
+            versions=chunk.versions,
+            last_seen_s=chunk.last_seen_s,
+            counts=chunk.counts,
+        ),
+        expired_U,
+        _unfit(weights, cast[0]) + _unfit(state, cast[1]),
+    )
+
+
+def _weights(match: TableMatch, chunk: RowChunk, seed: int) -> Tensor:
+    """Weights [R, D] of the table, not yet in its dtype."""
+    parts = []
+    for one in match.segments:
+        dim = one.segment.dim
+        if one.source is not None:
+            parts.append(chunk.weights[:, one.source : one.source + dim])
+            continue
+        initial = initial_values(
+            one.segment.initializer,
+            chunk.ids,
+            seed=seed,
+            table=match.spec.hash_name,
+            column_start=match.spec.first_column + one.start,
+            dim=dim,
+        )
+        parts.append(initial)
+    return torch.cat(parts, dim=1)
+
+
+def _state(match: TableMatch, one: SegmentMatch, chunk: RowChunk) -> Tensor:
+    width = one.segment.state_width
+    if one.state_source is not None:
+        return chunk.state[:, one.state_source : one.state_source + width]
+    fresh = one.segment.optimizer.init_state(one.segment.dim, dtype=real_dtype(match.spec))
+    return fresh.expand(chunk.ids.numel(), width)
+
+
+def _unfit(before: Tensor, after: Tensor) -> int:
+    if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
+        return 0
+    return int((before.isfinite() & ~after.isfinite()).sum())
+
+
+def _rows(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
+    return RowChunk(
+        table=chunk.table,
+        ids=chunk.ids[kept_R],
+        weights=chunk.weights[kept_R],
+        state=chunk.state[kept_R],
+        versions=chunk.versions[kept_R],
+        last_seen_s=chunk.last_seen_s[kept_R],
+        counts=chunk.counts[kept_R],
+    )
+
+
+class Trim:
+    """Chooses the most recently ("lru") or most frequently ("lfu") used rows of a table.
+
+    All rows are weighed first, then asked about in the same order. Of rows that are alike in
+    that, those that come first are kept. It remembers how many rows have each value, not rows.
+
+    Args:
+        capacity_rows: rows to keep.
+        on_full: the table's policy.
+    """
+
+    def __init__(self, capacity_rows: int, on_full: OnFull) -> None:
+        self._capacity, self._recent = capacity_rows, on_full == "lru"
+        self._values_V = torch.empty(0, dtype=torch.int64, device="cpu")  # ascending
+        self._rows_V = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._threshold: int | None = None
+        self._room = 0  # for rows at the threshold; those above are all kept
+
+    def weigh(self, chunk: RowChunk) -> None:
+        """Count rows."""
+        values, rows = torch.unique(self._value(chunk), return_counts=True)
+        every = torch.cat([self._values_V, values])
+        self._values_V, place = torch.unique(every, return_inverse=True)
+        counts = torch.cat([self._rows_V, rows])
+        self._rows_V = torch.zeros_like(self._values_V).index_add_(0, place, counts)
+
+    def weighed(self) -> None:
+        """All rows were counted: `kept` may be called."""
+        above = self._rows_V.flip(0).cumsum(0).flip(0)  # rows of this value or a larger one
+        fits = above <= self._capacity
+        if bool(fits.all()):
+            return
+        last = int((~fits).nonzero()[-1])
+        self._threshold = int(self._values_V[last])
+        self._room = self._capacity - int(above[last] - self._rows_V[last])
+
+    def kept(self, chunk: RowChunk) -> Tensor:
+        """bool [R]: rows to keep."""
+        value_R = self._value(chunk)
+        if self._threshold is None:
+            return torch.ones_like(value_R, dtype=torch.bool)
+        equal_R = value_R == self._threshold
+        taken_R = equal_R & (equal_R.cumsum(0) <= self._room)
+        self._room -= int(taken_R.sum())
+        return (value_R > self._threshold) | taken_R
+
+    def _value(self, chunk: RowChunk) -> Tensor:
+        return chunk.last_seen_s if self._recent else chunk.counts
+
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -8,19 +8,8 @@ from dataclasses import dataclass, field
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
 from shoal.errors import CheckpointError, TableFull, describe
 from shoal.rules.admission import Admission
-from shoal.rules.optimizers import Optimizer
+from shoal.rules.rule import Optimizer
 from shoal.table.spec import Segment, TableSpec
-
-__all__ = [
-    "LoadOptions",
-    "SegmentMatch",
-    "TableMatch",
-    "admission_kind",
-    "check_room",
-    "match_tables",
-    "optimizer_kind",
-    "saved_table",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

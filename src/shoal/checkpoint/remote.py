@@ -11,16 +11,6 @@ from typing import Any
 from shoal import _core
 from shoal.errors import CheckpointError, describe
 
-__all__ = [
-    "RemoteSink",
-    "find_info",
-    "list_folder",
-    "make_remote",
-    "open_url",
-    "remove_remote",
-    "replace_remote",
-]
-
 # A bucket is made by its owner, with a region and rights; folders in it need no making.
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "tos"))
 _TEMPORARY = ".tmp"

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import SavedTable
 from shoal.errors import CheckpointError, describe
-from shoal.table.shard import RowChunk
+from shoal.table.values import RowChunk
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ROW_FIELDS", "IdLayout", "RowLayout"]
 
 ROW_FIELDS = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
 """What a `RowChunk` has of each row."""

@@ -1,24 +1,22 @@
-"""Folders of a checkpoint on any file system that fsspec knows; local ones without a detour.
-
-A file that was closed is durable: locally it was synced, and so was its folder's entry. Object
-stores have no rename, and need none: there a whole object appears at once or not at all.
-"""
+"""Folders and files of a checkpoint on any file system that fsspec knows."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
 
 from shoal import _core
-from shoal.checkpoint.caching import forget, in_order
-from shoal.checkpoint.durable import Buffer, DurableFile, told
-from shoal.checkpoint.local_files import LocalSink, make_folder, sync_folder
 from shoal.checkpoint.remote import (
     RemoteSink,
     find_info,
@@ -28,9 +26,345 @@ from shoal.checkpoint.remote import (
     remove_remote,
     replace_remote,
 )
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError, ShoalError, describe
 
-__all__ = ["Buffer", "DurableFile", "Storage"]
+# Advice, which some systems do not take: files are read the same without.
+_TAKEN = hasattr(os, "posix_fadvise")
+
+
+def in_order(file: BinaryIO) -> None:
+    """The whole file will be read in order: what comes next may be fetched early."""
+    if _TAKEN and isinstance(file, FileIO):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def forget(file: BinaryIO, size: int) -> None:
+    """The first `size` bytes are not read again soon.
+
+    The memory that held them holds those that are read next; else a load would fill as much
+    memory a second time as its tables take, and new pages cost more than all else. Always from
+    the start: a page that was read in part only would stay.
+    """
+    if _TAKEN and isinstance(file, FileIO):
+        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+
+
+Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
+
+_SMALL = 1 << 14  # writes below it are gathered
+_ROOM = 1 << 20  # bytes gathered at most
+
+
+class _Sink(Protocol):
+    """Where the bytes of one file go."""
+
+    def write(self, parts: list[memoryview], crc32: int) -> int: ...
+    def commit(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+class DurableFile:
+    """A file being written, once from front to back; `close` makes it durable.
+
+    Leaving a `with` block by an exception aborts it.
+
+    Attributes:
+        path: below its storage.
+        bytes, crc32: of what was written so far.
+    """
+
+    def __init__(self, path: str, sink: _Sink, where: str) -> None:
+        self.path = path
+        self.bytes = 0
+        self.crc32 = 0
+        self._sink: _Sink | None = sink
+        self._where = where
+        self._small = bytearray()
+
+    def write(self, data: Buffer) -> int:
+        """Append the bytes of a buffer, which is not kept; returns how many."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        if size < _SMALL:
+            self._small += view
+            if len(self._small) >= _ROOM:
+                self._flush(None)
+        else:
+            self._flush(view)
+        self.bytes += size
+        return size
+
+    def close(self) -> None:
+        """Make it durable. A second call does nothing.
+
+        Raises:
+            CheckpointError: no space, or the device failed; the file is removed then, or does not
+                count.
+        """
+        if self._sink is not None:
+            try:
+                self._flush(None)
+            except CheckpointError:
+                self.abort()
+                raise
+            sink, self._sink = self._sink, None
+            with told(self._where):
+                sink.commit()
+
+    def abort(self) -> None:
+        """Remove it. Does nothing to a closed file."""
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            with told(self._where):
+                sink.discard()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `abort` was called."""
+        return self._sink is None
+
+    def _flush(self, view: memoryview | None) -> None:
+        if self._sink is None:
+            raise ValueError(f"{self._where} is closed")
+        parts = [memoryview(self._small)] if self._small else []
+        if view is not None:
+            parts.append(view)
+        with told(self._where):
+            self.crc32 = self._sink.write(parts, self.crc32)
+        self._small = bytearray()
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+
+_REASONS: dict[int, tuple[str, str, str]] = {
+    errno.ENOSPC: ("no space left on it", "room for the whole checkpoint",
+                   "Free space, keep fewer checkpoints, or choose another folder."),
+    errno.EDQUOT: ("the quota is used up", "room for the whole checkpoint",
+                   "Free space, keep fewer checkpoints, or choose another folder."),
+    errno.EROFS: ("a read-only file system", "a folder that may be written",
+                  "Choose a folder on a file system that is mounted for writing."),
+    errno.EACCES: ("no permission", "a folder that this user may read and write",
+                   "Change its permissions, or choose another folder."),
+    errno.EPERM: ("no permission", "a folder that this user may read and write",
+                  "Change its permissions, or choose another folder."),
+    errno.ENOENT: ("missing", "a file or folder that is there",
+                   "Check the path; a file of a checkpoint may have been removed."),
+    errno.ENOTDIR: ("a file where a folder is needed", "a folder", "Choose another path."),
+    errno.EEXIST: ("a file where a folder is needed", "a folder", "Choose another path."),
+    errno.EISDIR: ("a folder where a file is needed", "a file", "Choose another path."),
+}  # fmt: skip
+
+
+_REMOTE_REASONS: dict[int, tuple[str, str, str]] = {
+    errno.EACCES: ("no permission", "credentials that may list, read, write and remove there",
+                   "Check the credentials that its package finds, and their rights."),
+    errno.ENOENT: ("missing", "a file or folder that is there",
+                   "Check the path: a bucket must exist; a file may have been removed."),
+}  # fmt: skip
+
+
+@contextmanager
+def told(path: str) -> Iterator[None]:
+    """What the file system refuses, as a CheckpointError that says what and why.
+
+    path: where; a URL is of another machine, whose package raises errors of its own kinds.
+    """
+    try:
+        yield
+    except ShoalError:
+        raise
+    except OSError as error:
+        raise (_of_remote(path, error) if "://" in path else _of_local(path, error)) from error
+    except Exception as error:
+        if "://" not in path:
+            raise
+        raise _of_remote(path, error) from error
+
+
+def _of_local(path: str, error: OSError) -> CheckpointError:
+    reason = _REASONS.get(error.errno or 0)
+    if reason is None:
+        reason = (_text(error), "a file system that answers", "Check the device.")
+    got, allowed, remedy = reason
+    what = f"checkpoint storage at {path}"
+    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _of_remote(url: str, error: Exception) -> CheckpointError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
+        number = errno.ENOENT
+    if number is None and isinstance(error, PermissionError):
+        number = errno.EACCES
+    number = errno.EACCES if number == errno.EPERM else number
+    found = _REMOTE_REASONS.get(number or 0) or _REASONS.get(number or 0)
+    if found is None:
+        got, allowed = _text(error), "a store that answers"
+        remedy = "Check the address, the connection and the credentials that its package finds."
+    else:
+        (reason, allowed, remedy), said = found, _text(error)
+        got = f"{reason} ({said})"
+    what = f"checkpoint storage at {url}"
+    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _text(error: Exception) -> str:
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return text if text and isinstance(error, OSError) else f"{name}: {text}" if text else name
+
+
+_BLOCK = 4 << 20  # written at a time: long enough for a disk's full rate, one at a time
+_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where a system does not know it
+
+# Blocks for the next files. New memory for each file costs more than the copies: it is cleared, and
+# a virtual machine may have to get it from its host.
+_SPARE = 2
+_spare: list[memoryview] = []
+
+
+def _block() -> memoryview:
+    """Memory that begins at a page, which is this process's alone."""
+    with suppress(IndexError):  # another thread may take the last one
+        return _spare.pop()
+    return memoryview(mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class LocalSink:
+    """A file that takes bytes in order.
+
+    Whole blocks are written from memory of its own, which is aligned as direct writes want it;
+    the last bytes, fewer than a block, go through the cache.
+
+    Args:
+        path: where; folders that it needs are made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._block, self._held = _block(), 0
+        self._direct: bool | None = None  # None: not tried yet
+        self._lost: OSError | None = None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+        try:
+            self._fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            make_folder(os.path.dirname(path))
+            self._fd = os.open(path, flags, 0o666)
+
+    def write(self, parts: list[memoryview], crc32: int) -> int:
+        """Append the bytes of buffers, which are not kept; `crc32` goes on over them."""
+        for part in parts:
+            at = 0
+            while at < len(part):
+                many = min(len(part) - at, _BLOCK - self._held)
+                held = self._block[self._held : self._held + many]
+                crc32 = _core.crc32_copy(held, part[at : at + many], crc32)
+                self._held += many
+                at += many
+                if self._held == _BLOCK:
+                    self._put()
+        return crc32
+
+    def commit(self) -> None:
+        """Make it durable, and close it; removed where that fails."""
+        try:
+            if self._lost is not None:
+                raise self._lost
+            if self._held:
+                self._cached()
+                self._put()
+            os.fsync(self._fd)
+        except BaseException:
+            # What stopped it is what is told.
+            with suppress(OSError):
+                self.discard()
+            raise
+        self._close()
+        sync_folder(os.path.dirname(self._path))
+
+    def discard(self) -> None:
+        """Remove it."""
+        try:
+            self._close()
+        finally:
+            os.unlink(self._path)
+
+    def _close(self) -> None:
+        """Nothing is written any more: the block is free."""
+        if len(_spare) < _SPARE:
+            _spare.append(self._block)
+        del self._block
+        os.close(self._fd)
+
+    def _put(self) -> None:
+        """Write what is held."""
+        left, self._held = self._block[: self._held], 0
+        if self._direct is None:
+            self._direct = bool(_DIRECT) and self._switch(_DIRECT)
+        while left:
+            try:
+                done = os.writev(self._fd, [left])
+            except OSError as error:
+                # Larger blocks than these, or no direct writes at all though it was said so.
+                if not self._direct or error.errno != errno.EINVAL:
+                    self._lost = error
+                    raise
+                self._cached()
+                continue
+            left = left[done:]
+
+    def _cached(self) -> None:
+        """What follows goes through the system's cache."""
+        if self._direct:
+            self._switch(0)
+        self._direct = False
+
+    def _switch(self, direct: int) -> bool:
+        """Whether the file system takes it."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_DIRECT
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+
+def make_folder(path: str) -> None:
+    """Make a local folder and those above it, each entered durably in the one above."""
+    missing = []
+    while path and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        # Another rank of this machine may make it at the same moment.
+        os.makedirs(folder, exist_ok=True)
+        sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(path: str) -> None:
+    """Make the entries of a local folder durable."""
+    if os.name == "nt":  # where a folder's entries cannot be synced
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
 
 _TEMPORARY = ".tmp"
 _PIECE_BYTES = 512 << 10  # what was read is in a near cache when its checksum is taken

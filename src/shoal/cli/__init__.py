@@ -2,6 +2,5 @@
 
 from __future__ import annotations
 
-from shoal.cli.app import app, main
-
-__all__ = ["app", "main"]
+from shoal.cli.app import app as app
+from shoal.cli.app import main as main

@@ -6,11 +6,7 @@ import typer
 
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
-from shoal.cli.evaluate import evaluate
-from shoal.cli.predict import predict
-from shoal.cli.train import train
-
-__all__ = ["app", "main"]
+from shoal.cli.run import evaluate, predict, train
 
 app = typer.Typer(
     name="shoal",

@@ -8,8 +8,6 @@ import typer
 
 from shoal.cli.shell import Debug, clean_errors, console
 
-__all__ = ["bench"]
-
 bench = typer.Typer(
     name="bench",
     help="Measure this machine.",

@@ -2,14 +2,477 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
+import torch
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
+from shoal.checkpoint.chain import ChainRows
+from shoal.checkpoint.dense import DenseReader, check_files
+from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
+from shoal.checkpoint.row_files import read_ids
+from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.cli.shell import Debug, clean_errors, console
+from shoal.errors import unknown_name
+from shoal.table.values import RowChunk
 
-__all__ = ["ckpt"]
+_RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint: `name` in its store."""
+
+    store: CheckpointStore
+    name: str
+
+    @property
+    def url(self) -> str:
+        """Of its folder."""
+        return self.folder.url
+
+    @property
+    def folder(self) -> Storage:
+        """Its own."""
+        return self.store.folder(self.name)
+
+    def chain(self) -> tuple[Manifest, ...]:
+        """What it is made of, the full one first, itself last."""
+        return self.store.chain(self.name)
+
+    def rows(self, chain: Sequence[Manifest]) -> ChainRows:
+        """The rows of its chain."""
+        return ChainRows(self.store.storage, chain, self.name)
+
+
+def find(path: str) -> Place:
+    """The checkpoint of that folder or URL, or the newest of a store or of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    here = Storage(path)
+    if here.exists("config.yaml"):
+        places = list(_of_run(here))
+        if places:
+            return places[-1][1]
+    return Place(*locate(path))
+
+
+def chosen(tables: Sequence[SavedTable], names: Sequence[str]) -> list[int]:
+    """Indices of the tables of these names, "collection/table" or "table"; of all without names.
+
+    Raises:
+        UnknownName: no such table.
+    """
+    if not names:
+        return list(range(len(tables)))
+    found = set()
+    for name in names:
+        those = {k for k, one in enumerate(tables) if name in (one.key, one.name)}
+        if not those:
+            known = [one.key for one in tables]
+            # What was left out of a key must not hide the nearest name.
+            near = [one.name for one in tables] if "/" not in name else known
+            raise unknown_name("table of the checkpoint", name, near)
+        found |= those
+    return sorted(found)
+
+
+def _of_run(folder: Storage) -> Iterator[tuple[int, Place]]:
+    """The newest checkpoint of each folder of a run, by step."""
+    found = []
+    for name in _RUN_FOLDERS:
+        store = CheckpointStore(folder.child(name))
+        newest = store.latest()
+        if newest is not None:
+            found.append((newest.step, Place(store, newest.name)))
+    yield from sorted(found, key=lambda one: one[0])
+
+
+_DISTINCT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Euclidean norms of the finite rows; `nonfinite` rows have NaN or infinity."""
+
+    mean: float
+    largest: float
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """Of one table. Ages are seconds before `newest_s`, the latest time that a row was seen.
+
+    Ages and counts are (least, median, most); None without rows, norms of state without state.
+    """
+
+    rows: int
+    newest_s: int | None
+    ages_s: tuple[int, int, int] | None
+    counts: tuple[int, int, int] | None
+    weights: Norms | None
+    state: Norms | None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+
+        def norms(of: Norms | None) -> dict[str, Any] | None:
+            parts = (
+                {"mean": of.mean, "max": of.largest, "nonfinite_rows": of.nonfinite} if of else {}
+            )
+            return parts or None
+
+        def spread(of: tuple[int, int, int] | None) -> dict[str, int] | None:
+            return dict(zip(("min", "median", "max"), of, strict=True)) if of else None
+
+        return {
+            "newest_s": self.newest_s,
+            "ages_s": spread(self.ages_s),
+            "counts": spread(self.counts),
+            "weight_norms": norms(self.weights),
+            "state_norms": norms(self.state),
+        }
+
+
+def figures_of(chunks: Iterable[RowChunk]) -> RowFigures:
+    """Figures of rows that come in chunks; no more than one is kept."""
+    seen, counts, weights, state = Spread(), Spread(), _NormSums(), _NormSums()
+    rows = 0
+    for chunk in chunks:
+        rows += len(chunk.ids)
+        seen.add(chunk.last_seen_s)
+        counts.add(chunk.counts)
+        weights.add(chunk.weights)
+        state.add(chunk.state)
+    if not rows:
+        return RowFigures(0, None, None, None, None, None)
+    newest = seen.largest
+    oldest_first = (newest - seen.largest, newest - seen.median(upper=True), newest - seen.least)
+    return RowFigures(
+        rows=rows,
+        newest_s=newest,
+        ages_s=oldest_first,
+        counts=(counts.least, counts.median(), counts.largest),
+        weights=weights.norms(),
+        state=state.norms(),
+    )
+
+
+@dataclass(slots=True)
+class Spread:
+    """Least, median and largest of many whole numbers >= 0 in bounded memory.
+
+    Least and largest are exact. So is the median while there are up to a million distinct numbers;
+    beyond that, numbers are rounded down to a power of two that keeps them within it.
+    """
+
+    distinct: int = _DISTINCT
+    least: int = -1
+    largest: int = -1
+    _shift: int = 0
+    _values: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    _counts: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def add(self, values: Tensor) -> None:
+        """Take int64 [N]."""
+        if not len(values):
+            return
+        low, high = int(values.min()), int(values.max())
+        self.least = low if self.least < 0 else min(self.least, low)
+        self.largest = max(self.largest, high)
+        found, counts = np.unique(values.numpy() >> self._shift, return_counts=True)
+        self._merge(found, counts)
+        while len(self._values) > self.distinct:
+            self._shift += 1
+            found, counts = self._values >> 1, self._counts
+            self._values = self._counts = np.empty(0, dtype=np.int64)
+            self._merge(found, counts)
+
+    def median(self, *, upper: bool = False) -> int:
+        """The lower (or upper) of the middle ones."""
+        totals = np.cumsum(self._counts)
+        middle = (int(totals[-1]) - (0 if upper else 1)) // 2
+        at = int(np.searchsorted(totals, middle, side="right"))
+        value = int(self._values[min(at, len(self._values) - 1)]) << self._shift
+        return min(max(value, self.least), self.largest)
+
+    def _merge(self, values: Any, counts: Any) -> None:
+        every = np.concatenate([self._values, values])
+        self._values, where = np.unique(every, return_inverse=True)
+        amounts = np.concatenate([self._counts, counts])
+        totals = np.zeros(len(self._values), dtype=np.int64)
+        np.add.at(totals, where, amounts)
+        self._counts = totals
+
+
+@dataclass(slots=True)
+class _NormSums:
+    rows: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+    nonfinite: int = 0
+    wide: bool = False
+
+    def add(self, matrix: Tensor) -> None:
+        if not matrix.shape[1]:
+            return
+        self.wide = True
+        norms = torch.linalg.vector_norm(matrix.double(), dim=1)
+        finite = norms[norms.isfinite()]
+        self.nonfinite += len(norms) - len(finite)
+        self.rows += len(finite)
+        self.total += float(finite.sum())
+        self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
+
+    def norms(self) -> Norms | None:
+        if not self.wide:
+            return None
+        return Norms(self.total / max(1, self.rows), self.largest, self.nonfinite)
+
+
+_KINDS: tuple[tuple[FileKind, str], ...] = (
+    ("rows", "rows"),
+    ("deleted", "deletions"),
+    ("sights", "sights"),
+    ("sketch", "sketches of sights"),
+    ("dense", "dense modules and optimizers"),
+    ("state", "state of the job"),
+)
+
+
+def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> None:
+    """Print what a checkpoint holds.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        UnknownName: it has no such table.
+    """
+    found = gather(find(path), tables)
+    if as_json:
+        text = json.dumps(found, indent=2, allow_nan=False)
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    for name, value in _head(found):
+        out.print(f"{name:<12}{value}", markup=False, highlight=False, soft_wrap=True)
+    if found["tables"]:
+        _print_tables(found["tables"], out)
+    if found["modules"]:
+        out.print(_modules(found["modules"]))
+    out.print(_files(found["files"]))
+
+
+def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
+    """All of it as plain values; reads the rows of the tables of these names, or of all."""
+    chain = place.chain()
+    manifest = chain[-1]
+    rows = place.rows(chain)
+    return {
+        "checkpoint": place.url,
+        "kind": manifest.kind,
+        "id": manifest.id,
+        "step": manifest.step,
+        "samples": manifest.position,
+        "epoch": manifest.epoch,
+        "seed": manifest.seed,
+        "world_size": manifest.world_size,
+        "created_s": manifest.created_s,
+        "versions": manifest.versions,
+        "last_steps": manifest.last_steps,
+        "chain": [
+            {"kind": link.kind, "step": link.step, "id": link.id, "bytes": _bytes(link)}
+            for link in chain
+        ],
+        "tables": [
+            _table(place, chain, index, figures_of(rows.chunks(index)))
+            for index in chosen(manifest.tables, names)
+        ],
+        "modules": _dense(place, manifest),
+        "files": [_files_of(manifest, kind) for kind, _ in _KINDS],
+    }
+
+
+def _table(
+    place: Place, chain: Sequence[Manifest], index: int, figures: RowFigures
+) -> dict[str, Any]:
+    saved = chain[-1].tables[index]
+    layout = RowLayout.of(saved)
+    return {
+        "table": saved.key,
+        "rows": figures.rows,
+        "dim": saved.dim,
+        "dtype": saved.dtype,
+        "state_width": saved.state_width,
+        "segments": [asdict(segment) for segment in saved.segments],
+        "bytes": figures.rows * layout.row_bytes,
+        "row_bytes": layout.row_bytes,
+        "rows_in_delta": saved.rows if chain[-1].kind == "delta" else None,
+        "deleted_in_delta": saved.deleted if chain[-1].kind == "delta" else None,
+        "admission": saved.admission,
+        "sights": _sights(place, chain[-1], saved.key) if saved.admission == "exact" else None,
+        **figures.plain(),
+    }
+
+
+def _sights(place: Place, manifest: Manifest, key: str) -> int:
+    """Ids without a row that are counted."""
+    total = 0
+    for file in manifest.files:
+        if file.kind == "sights" and key in file.tables:
+            wanted = file.tables.index(key)
+            total += sum(
+                len(ids) for table, ids, _ in read_ids(place.folder, file) if table == wanted
+            )
+    return total
+
+
+def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if any(file.kind == "dense" for file in manifest.files):
+        check_files(place.folder, manifest, shares=None)
+        reader = DenseReader(place.folder)
+        shapes.update((key, reader.shape(key)) for key in tuple(reader.names()))
+
+    def numbers(part: str, name: str) -> int:
+        prefix = f"{part}/{name}/"
+        own = (shape for key, shape in shapes.items() if key.startswith(prefix))
+        return sum(math.prod(shape) for shape in own if shape is not None)
+
+    return [
+        {
+            "module": name,
+            "numbers": numbers("module", name),
+            "optimizer_numbers": numbers("optimizer", name)
+            if name in manifest.optimizers
+            else None,
+        }
+        for name in manifest.modules
+    ]
+
+
+def _files_of(manifest: Manifest, kind: FileKind) -> dict[str, Any]:
+    files = [file for file in manifest.files if file.kind == kind]
+    return {"kind": kind, "files": len(files), "bytes": sum(file.bytes for file in files)}
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files)
+
+
+def _head(found: dict[str, Any]) -> list[tuple[str, str]]:
+    created = datetime.fromtimestamp(found["created_s"], tz=timezone.utc)
+    chain = [f"{link['kind']} of step {link['step']:,}" for link in found["chain"]]
+    return [
+        ("checkpoint", found["checkpoint"]),
+        ("kind", found["kind"]),
+        ("chain", " <- ".join(chain)),
+        ("step", f"{found['step']:,}"),
+        ("samples", f"{found['samples']:,}"),
+        ("epoch", f"{found['epoch']:,}"),
+        ("ranks", f"{found['world_size']} wrote it"),
+        ("created", f"{created:%Y-%m-%d %H:%M:%S} UTC"),
+        ("id", found["id"]),
+    ]
+
+
+def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
+    layout = plain_table("table", "rows", "dim", "dtype", "optimizers", "bytes")
+    seen = plain_table("table", "age: newest", "median", "oldest", "count: least", "median", "most")
+    norms = plain_table("table", "weights: mean", "max", "state: mean", "max", "not finite")
+    for one in tables:
+        kinds = ", ".join(f"{part['name']} {part['optimizer']}" for part in one["segments"])
+        layout.add_row(
+            one["table"],
+            f"{one['rows']:,}",
+            str(one["dim"]),
+            one["dtype"],
+            kinds,
+            describe_bytes(one["bytes"]),
+        )
+        ages, counts = one["ages_s"] or {}, one["counts"] or {}
+        seen.add_row(
+            one["table"],
+            *(describe_age(ages[part]) if ages else "" for part in ("min", "median", "max")),
+            *(f"{counts[part]:,}" if counts else "" for part in ("min", "median", "max")),
+        )
+        both = [one[part] or {} for part in ("weight_norms", "state_norms")]
+        norms.add_row(
+            one["table"],
+            *(f"{of[part]:.4g}" if of else "" for of in both for part in ("mean", "max")),
+            f"{sum(of.get('nonfinite_rows', 0) for of in both):,}",
+        )
+    for table in (layout, seen, norms):
+        out.print(table)
+    for one in tables:
+        if one["admission"]:
+            counted = "" if one["sights"] is None else f", {one['sights']:,} ids without a row"
+            line = f"admission of {one['table']}: {one['admission']}{counted}"
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        if one["rows_in_delta"] is not None:
+            line = (
+                f"{one['table']} in the delta alone: {one['rows_in_delta']:,} rows, "
+                f"{one['deleted_in_delta']:,} deletions"
+            )
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _modules(modules: Sequence[dict[str, Any]]) -> Table:
+    table = plain_table("module", "numbers", "of its optimizer")
+    for one in modules:
+        held = one["optimizer_numbers"]
+        table.add_row(one["module"], f"{one['numbers']:,}", "" if held is None else f"{held:,}")
+    return table
+
+
+def _files(files: Sequence[dict[str, Any]]) -> Table:
+    table = plain_table("files", "number", "bytes")
+    for (_, name), one in zip(_KINDS, files, strict=True):
+        if one["files"]:
+            table.add_row(name, f"{one['files']:,}", describe_bytes(one["bytes"]))
+    return table
+
+
+def plain_table(first: str, *rest: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in rest:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def describe_bytes(count: int) -> str:
+    """1234567 -> "1.2 MB"."""
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def describe_age(seconds: int) -> str:
+    """90061 -> "1.0 d"."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds} s"
+
 
 ckpt = typer.Typer(
     name="ckpt",
@@ -63,9 +526,7 @@ def inspect(
       shoal ckpt inspect checkpoints/step-000000002000-delta --table deepfm/carrier --json
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_inspect
-
-        ckpt_inspect.show(path, tables or (), as_json=as_json, out=console())
+        show(path, tables or (), as_json=as_json, out=console())
 
 
 @ckpt.command(name="verify", no_args_is_help=True)
@@ -87,9 +548,9 @@ def verify(
       shoal ckpt verify s3://bucket/checkpoints/step-000000002000-delta --alone
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_verify
+        from shoal.cli import ckpt_compare
 
-        if not ckpt_verify.verify(path, chain=chain, out=console()):
+        if not ckpt_compare.verify(path, chain=chain, out=console()):
             raise typer.Exit(_EXIT_DIFFERENT)
 
 
@@ -115,9 +576,9 @@ def diff(
       shoal ckpt diff checkpoints/step-000000001000-full checkpoints/step-000000002000-delta
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_diff
+        from shoal.cli import ckpt_compare
 
-        if not ckpt_diff.diff(left, right, tables or (), out=console()):
+        if not ckpt_compare.diff(left, right, tables or (), out=console()):
             raise typer.Exit(_EXIT_DIFFERENT)
 
 
@@ -133,9 +594,9 @@ def compact(path: Checkpoint, debug: Debug = False) -> None:
       shoal ckpt compact checkpoints/step-000000002000-delta
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_compact
+        from shoal.cli import ckpt_compare
 
-        ckpt_compact.compact(path, out=console())
+        ckpt_compare.compact(path, out=console())
 
 
 @ckpt.command(name="export", no_args_is_help=True)
@@ -164,9 +625,9 @@ def export(
       shoal ckpt export checkpoints --out vectors --table deepfm/carrier --weights-only
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_export
+        from shoal.cli import ckpt_rows
 
-        ckpt_export.export(
+        ckpt_rows.export(
             path, out, form=form, tables=tables or (), weights_only=weights_only, tell=console()
         )
 
@@ -287,10 +748,10 @@ def import_(
       --out checkpoints
     """
     with clean_errors(debug):
-        from shoal.cli import ckpt_import
+        from shoal.cli import ckpt_rows
 
-        ckpt_import.import_rows(
-            ckpt_import.Request(
+        ckpt_rows.import_rows(
+            ckpt_rows.Request(
                 source=source,
                 out=out,
                 form=form,

@@ -13,8 +13,6 @@ from rich.console import Console
 
 from shoal.errors import ShoalError
 
-__all__ = ["Debug", "Overrides", "clean_errors", "console"]
-
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 _PLAIN_WIDTH = 110

@@ -1,5 +1,12 @@
 """How ranks start and talk: launchers, groups, collectives, and Monolith's names for them."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from shoal.comm.backends.shared_memory import SharedMemoryCollectives
+from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.benchmarks import bps_comm_benchmark, byteps_benchmark_a2a, byteps_benchmark_ar
 from shoal.comm.collectives import (
     Collectives,
@@ -13,23 +20,6 @@ from shoal.comm.collectives import (
 from shoal.comm.launch import current, early_votes, init, shutdown
 from shoal.comm.launchers import Launch, detect
 from shoal.comm.mesh import Mesh
-from shoal.comm.run_hooks import get_sync_run_hooks
-from shoal.comm.session import SessionConfig, update_session_config_for_gpu
-from shoal.comm.shared_memory import SharedMemoryCollectives
-from shoal.comm.sync_training import (
-    SyncFlags,
-    bps_init,
-    enable_sync_training,
-    get_device_str,
-    get_mpi_local_rank,
-    get_mpi_local_size,
-    get_mpi_rank,
-    get_mpi_size,
-    init_sync_train_and_update_conf,
-    try_init_cuda,
-    use_flags,
-)
-from shoal.comm.torch_collectives import TorchCollectives
 
 __all__ = [
     "Collectives",
@@ -66,3 +56,10 @@ __all__ = [
     "update_session_config_for_gpu",
     "use_flags",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Monolith's names, from `shoal.compat.monolith`, a room above this one."""
+    if name in __all__:
+        return getattr(import_module("shoal.compat.monolith"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,18 +16,9 @@ import torch
 
 from shoal.comm.collectives import Collectives, Part
 from shoal.comm.launch import init
+from shoal.comm.launchers import whole
 from shoal.comm.mesh import Mesh, Path
-from shoal.comm.variables import whole
 from shoal.errors import ConfigError, DeviceUnavailable, describe
-
-__all__ = [
-    "BENCHMARKS",
-    "BenchmarkSettings",
-    "benchmark_settings",
-    "bps_comm_benchmark",
-    "byteps_benchmark_a2a",
-    "byteps_benchmark_ar",
-]
 
 _log = logging.getLogger("shoal.comm")
 

@@ -1,40 +1,119 @@
-"""Who this process is among how many: the only reader of the variables that launchers set.
-
-All of it are pure functions of an environment. `detect` knows:
-
-- torchrun (or anything that sets RANK and WORLD_SIZE): RANK, WORLD_SIZE, LOCAL_RANK,
-  LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
-- Open MPI: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE. MASTER_ADDR and MASTER_PORT
-  are needed where the ranks span several hosts.
-- Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and the tasks per node; the first host of the
-  step's nodes is the master.
-- nothing: one process.
-
-TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT say whether torchrun started the job anew.
-PROCESS_GROUP_TIMEOUT_SECONDS is the timeout of every group unless `launch.init` is told another.
-"""
+"""Who this process is among how many: the only reader of the variables that launchers set."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, overload
 
-from shoal.comm import slurm
-from shoal.comm.variables import whole
-from shoal.errors import LaunchError, describe
+from shoal.errors import ConfigError, LaunchError, describe
 
-__all__ = [
-    "DEFAULT_PORT",
-    "Attempt",
-    "Launch",
-    "OpenMpi",
-    "attempt",
-    "detect",
-    "open_mpi",
-    "process_group_timeout_s",
-]
+SWITCH = (0, 1)
+_WORDS = (("false", "no", "off", "n", "f"), ("true", "yes", "on", "y", "t"))
+
+
+def choice(
+    environ: Mapping[str, str], name: str, default: int, allowed: Sequence[int] = SWITCH
+) -> int:
+    """One of a few numbers; where 0 and 1 are among them, also said as words in any case.
+
+    Raises:
+        ConfigError: another value.
+    """
+    text = environ.get(name, "").strip()
+    known = {str(value): value for value in allowed}
+    if set(SWITCH) <= set(allowed):
+        known |= {word: value for value in SWITCH for word in _WORDS[value]}
+    if text and text.lower() not in known:
+        raise ConfigError(
+            describe(
+                name,
+                got=repr(environ[name][:100]),
+                allowed=", ".join(known),
+                remedy=f"Unset it to get {default}.",
+            )
+        )
+    return known[text.lower()] if text else default
+
+
+def whole(
+    environ: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = 2**63 - 1
+) -> int:
+    """A whole number in a range.
+
+    Raises:
+        ConfigError: no whole number, or one out of range.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    # Not `isdigit`, which takes digits that `int` refuses; and no more digits than `int` reads.
+    value = int(text) if text.isdecimal() and len(text) < 20 else -1
+    if not least <= value <= most:
+        raise ConfigError(
+            describe(
+                name,
+                got=repr(environ[name][:100]),
+                allowed=f"a whole number from {least} to {most}",
+                remedy="Unset it, or set it to one.",
+            )
+        )
+    return value
+
+
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a list like "gpu[003-005,9],login1": gpu003.
+
+    Raises:
+        LaunchError: the list names no host.
+    """
+    first = _BRACKETS.sub(_first_of_range, nodelist).split(",")[0].strip()
+    if not first or "[" in first:
+        raise LaunchError(
+            describe(
+                "Slurm's list of nodes",
+                got=repr(nodelist),
+                allowed="names like node1,gpu[003-005,9]",
+                remedy="Set MASTER_ADDR to the host of rank 0.",
+            )
+        )
+    return first
+
+
+def _first_of_range(match: re.Match[str]) -> str:
+    return match[1].split(",")[0].split("-")[0].strip()
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Tasks on node number `node` of a text like "4(x2),3": 4, 4, 3.
+
+    Raises:
+        LaunchError: not such a text, or it has fewer nodes.
+    """
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = _REPEATED.fullmatch(part.strip())
+        if match is None:
+            break
+        tasks += [int(match[1])] * int(match[2] or 1)
+    else:
+        if 0 <= node < len(tasks):
+            return tasks[node]
+    raise LaunchError(
+        describe(
+            "Slurm's tasks per node (SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE)",
+            got=f"{counts!r} on node {node} (SLURM_NODEID)",
+            allowed="counts like 4(x2),3 for every node of the step",
+            remedy="Start the processes with srun, and do not set these variables by hand.",
+        )
+    )
+
 
 DEFAULT_PORT = 29500
 MAX_TIMEOUT_S = 10**8  # three years; larger ones overflow the clocks of Gloo and NCCL
@@ -227,7 +306,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     address = environ.get("MASTER_ADDR")
     if not address and not placed.one_host:
         # The node srun ran on need not hold rank 0; the list of nodes is the better witness.
-        address = slurm.first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        address = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR")
     address = address or _address_on_one_host(placed, "export MASTER_ADDR=<host of rank 0>")
     # Jobs that share a node need ports of their own.
     job = _optional(environ, "SLURM_JOB_ID", 0) + _optional(environ, "SLURM_STEP_ID", 0)
@@ -237,7 +316,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts:
-        return slurm.tasks_of_node(counts, _optional(environ, "SLURM_NODEID", 0))
+        return tasks_of_node(counts, _optional(environ, "SLURM_NODEID", 0))
     nodes = _optional(environ, "SLURM_NNODES", 1)
     return _optional(environ, "SLURM_NTASKS_PER_NODE", -(-world_size // nodes))
 

@@ -18,8 +18,6 @@ from typing import Any, cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-__all__ = ["ALIKE", "Group", "Watch"]
-
 ALIKE = (
     "Call every collection, backward and step on all ranks alike and in one order, eval and saves "
     "too; a rank that has no use for a collection adds 0 times its outputs to the loss."

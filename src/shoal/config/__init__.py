@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from shoal.config.compose import (
     ENVIRONMENT,
+    as_first_rank,
     compose_file,
     from_mapping,
     load,
+    load_synced_config,
+    require_same,
     to_yaml,
     validate,
 )
-from shoal.config.section import Section
-from shoal.config.synced import as_first_rank, load_synced_config, require_same
-from shoal.config.tree import RunConfig
+from shoal.config.tree import RunConfig, Section
 
 __all__ = [
     "ENVIRONMENT",

@@ -16,8 +16,6 @@ import yaml  # type: ignore[import-untyped]
 
 from shoal.errors import ConfigError, describe
 
-__all__ = ["check_growth", "check_override", "check_values", "read_checked"]
-
 _BYTES = 256 << 10
 _NODES = 10_000
 _DEPTH = 32

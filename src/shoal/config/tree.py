@@ -1,59 +1,272 @@
-"""The settings of a run: one frozen tree, every key of it, with defaults.
-
-Sections say what is allowed; `shoal.config.compose` reads files into them and
-`shoal.config.build` makes tables, features and models of them.
-"""
+"""The settings of a run: one frozen tree, every key of it, with defaults."""
 
 from __future__ import annotations
 
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat
-
-from shoal.config.section import (
-    AdmissionRule,
-    CompressorRule,
-    ExpiryRule,
-    InitializerRule,
-    LearningRate,
-    OptimizerRule,
-    Section,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
 )
-from shoal.rules.compressors import Float32
-from shoal.rules.initializers import Uniform, Zeros
-from shoal.rules.optimizers import Adagrad
+from pydantic_core import core_schema
+
+from shoal.errors import ConfigError, UnknownName, describe, unknown_name
+from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
+from shoal.rules.adagrad import Adagrad
+from shoal.rules.admission import Admission
+from shoal.rules.compressors import Compressor, Float32
+from shoal.rules.expiry import Expiry
+from shoal.rules.initializers import Initializer, Uniform, Zeros
+from shoal.rules.rule import Optimizer
+from shoal.rules.schedules import Schedule
 from shoal.table.spec import MAX_DIM, MAX_THREADS, OnFull, RowDType
 
-__all__ = [
-    "BiasSettings",
-    "CheckpointSettings",
-    "CsvSource",
-    "DataSettings",
-    "DcnSettings",
-    "DeepFMSettings",
-    "DeepSettings",
-    "DenseOptimizerSettings",
-    "DistributedSettings",
-    "DlrmSettings",
-    "EvalSettings",
-    "FeatureSettings",
-    "FileSource",
-    "FlightsSource",
-    "IdSettings",
-    "LoggingSettings",
-    "LogisticSettings",
-    "ModelSettings",
-    "OutputSettings",
-    "ParquetSource",
-    "PlacementSettings",
-    "RunConfig",
-    "SourceSettings",
-    "SyntheticSource",
-    "TableSettings",
-    "WarmStartSettings",
-    "WireSettings",
-]
+Registry = Mapping[str, type]
+
+OPTIMIZERS: Registry = {
+    "adadelta": optimizers.Adadelta,
+    "adagrad": optimizers.Adagrad,
+    "adam": optimizers.Adam,
+    "adamw": optimizers.AdamW,
+    "amsgrad": optimizers.Amsgrad,
+    "batch_softmax": optimizers.BatchSoftmax,
+    "delay_compensated": optimizers.DelayCompensated,
+    "dynamic_wd_adagrad": optimizers.DynamicWdAdagrad,
+    "ftrl": optimizers.FTRL,
+    "group_adagrad": optimizers.GroupAdagrad,
+    "group_ftrl": optimizers.GroupFTRL,
+    "lamb": optimizers.LAMB,
+    "momentum": optimizers.Momentum,
+    "moving_average": optimizers.MovingAverage,
+    "rmsprop": optimizers.RMSprop,
+    "rowwise_adagrad": optimizers.RowWiseAdagrad,
+    "sgd": optimizers.SGD,
+    "sign_sgd": optimizers.SignSGD,
+}
+INITIALIZERS: Registry = {
+    "batch_softmax": initializers.BatchSoftmaxInit,
+    "constant": initializers.Constant,
+    "normal": initializers.Normal,
+    "ones": initializers.Ones,
+    "truncated_normal": initializers.TruncatedNormal,
+    "uniform": initializers.Uniform,
+    "zeros": initializers.Zeros,
+}
+COMPRESSORS: Registry = {
+    "fixed_r8": compressors.FixedR8,
+    "float16": compressors.Float16,
+    "float32": compressors.Float32,
+    "one_bit": compressors.OneBit,
+}
+SCHEDULES: Registry = {
+    "constant": schedules.Constant,
+    "cosine": schedules.Cosine,
+    "exponential": schedules.Exponential,
+    "piecewise": schedules.Piecewise,
+    "polynomial": schedules.Polynomial,
+    "warmup": schedules.Warmup,
+}
+_REGISTRIES: tuple[tuple[str, Registry], ...] = (
+    ("optimizer", OPTIMIZERS),
+    ("initializer", INITIALIZERS),
+    ("compressor", COMPRESSORS),
+    ("schedule", SCHEDULES),
+)
+_RECORDS = (admission.Admission, expiry.Expiry)
+
+
+def build(value: Any, registry: Registry) -> Any:
+    """Build the rule that `{kind: NAME, ...}` (or just `NAME`) means; a built rule passes.
+
+    Raises:
+        UnknownName: no such kind or setting.
+        ConfigError: no kind, or a setting of the wrong type or value.
+    """
+    if is_dataclass(value):
+        return value
+    what = next(name for name, known in _REGISTRIES if known is registry)
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, Mapping) or "kind" not in settings:
+        raise ConfigError(
+            describe(
+                what,
+                got=repr(value),
+                allowed=f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}",
+                remedy=f"Say which {what} with kind.",
+            )
+        )
+    kind = str(settings["kind"])
+    if kind not in registry:
+        raise unknown_name(f"{what} kind", kind, registry)
+    rest = {key: setting for key, setting in settings.items() if key != "kind"}
+    return build_record(rest, registry[kind], f"{what} {kind}")
+
+
+def build_record(settings: Any, cls: type, what: str) -> Any:
+    """Build a frozen dataclass from settings named as its fields; a built one passes.
+
+    Raises:
+        UnknownName: a setting that `cls` does not have.
+        ConfigError: a setting missing, of the wrong type, or refused by `cls`.
+    """
+    if isinstance(settings, cls):
+        return settings
+    known = {field.name: field for field in fields(cls) if field.init}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            describe(
+                what,
+                got=repr(settings),
+                allowed=f"settings of {', '.join(known)}",
+                remedy="Write key: value pairs.",
+            )
+        )
+    for key in settings:
+        if key not in known:
+            raise unknown_name(f"setting of {what}", str(key), known)
+    required = [
+        name
+        for name, field in known.items()
+        if field.default is MISSING and field.default_factory is MISSING and name not in settings
+    ]
+    if required:
+        raise ConfigError(
+            describe(
+                what,
+                got=f"no {', '.join(required)}",
+                allowed=f"settings of {', '.join(known)}",
+                remedy=f"Give {', '.join(required)}.",
+            )
+        )
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: _convert(v, hints[key], f"{key} of {what}") for key, v in settings.items()})
+
+
+def dump(value: Any) -> Any:
+    """The settings of a rule as plain YAML values; `build` of them gives an equal rule."""
+    if not is_dataclass(value):
+        if isinstance(value, tuple):
+            return [dump(item) for item in value]
+        return value
+    plain = {field.name: dump(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, _RECORDS):
+        return plain
+    for _, registry in _REGISTRIES:
+        for name, cls in registry.items():
+            if type(value) is cls:
+                return {"kind": name, **plain}
+    return plain
+
+
+def _convert(value: Any, hint: Any, what: str) -> Any:
+    options = _options(hint)
+    if isinstance(value, Mapping):
+        for base, registry in (
+            (schedules.Schedule, SCHEDULES),
+            (optimizers.Optimizer, OPTIMIZERS),
+        ):
+            if any(isinstance(option, type) and issubclass(option, base) for option in options):
+                return build(value, registry)
+        value = tuple(sorted(value.items()))
+    try:
+        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(
+            describe(
+                what,
+                got=repr(value),
+                allowed=error.errors()[0]["msg"],
+                remedy="Change the setting.",
+            )
+        ) from error
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, and it knows its keys.
+
+    An unknown key raises `UnknownName` with the key and the known ones as further `args`, so
+    that `compose` can say where in the tree it was.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            for key in value:
+                if key not in cls.model_fields:
+                    known = tuple(cls.model_fields)
+                    raise UnknownName(f"unknown config key {key}", str(key), known)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """Makes a field hold what `build` returns, and dump it as plain settings again."""
+
+    build: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.build,
+            serialization=core_schema.plain_serializer_function_ser_schema(dump),
+        )
+
+
+def _rate(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return build(value, SCHEDULES)
+    if not 0 <= value < math.inf:
+        raise ConfigError(
+            describe(
+                "learning rate",
+                got=value,
+                allowed="a finite number, 0 or more, or a schedule",
+                remedy="Set it to one.",
+            )
+        )
+    return float(value)
+
+
+def _admission(value: Any) -> Any:
+    return None if value is None else build_record(value, Admission, "admission")
+
+
+def _expiry(value: Any) -> Any:
+    return None if value is None else build_record(value, Expiry, "expiry")
+
+
+OptimizerRule = Annotated[Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
+InitializerRule = Annotated[Initializer, _Built(lambda value: build(value, INITIALIZERS))]
+CompressorRule = Annotated[Compressor, _Built(lambda value: build(value, COMPRESSORS))]
+LearningRate = Annotated[float | Schedule, _Built(_rate)]
+AdmissionRule = Annotated[Admission | None, _Built(_admission)]
+ExpiryRule = Annotated[Expiry | None, _Built(_expiry)]
 
 
 # Larger numbers are mistakes, and sums of them would not fit 64 bits.

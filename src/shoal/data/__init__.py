@@ -6,12 +6,11 @@ pyarrow is imported when a file or a table is read, not before.
 from __future__ import annotations
 
 from shoal.data import flights
-from shoal.data.batch import Batch
+from shoal.data.batch import Batch, TensorSource
 from shoal.data.features import IdFeature, Recipe, cross, encode
 from shoal.data.loader import Loader, Order, RankShare
 from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, split_by_time
 from shoal.data.synthetic import SyntheticClicks
-from shoal.data.tensors import TensorSource
 
 __all__ = [
     "Batch",

@@ -1,7 +1,7 @@
 """From one Arrow column to tensors: ids, lists of ids, numbers, times.
 
 What is missing, and what becomes of it, is the same for every format and said in
-docs/guide/missing-values-and-ids.md. Text becomes ids by `shoal.fid.ids_of_text` and nothing else.
+docs/guide/missing-values-and-ids.md. Text becomes ids by `shoal.ids.ids_of_text` and nothing else.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError, describe
-from shoal.fid import TEXT_TYPES, ids_of_text
+from shoal.ids import TEXT_TYPES, ids_of_text
 from shoal.ragged import Ragged
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Rows", "decoded", "ids", "lists", "numbers", "times"]
 
 _LAST_SECOND = (1 << 32) - 1
 _LIST_TYPES = ("is_list", "is_large_list", "is_fixed_size_list")

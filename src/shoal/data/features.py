@@ -1,6 +1,6 @@
 """From Arrow columns to ids, dense features and labels.
 
-An id is the column's integer itself, or what its text stands for (`shoal.fid.ids_of_text`): an
+An id is the column's integer itself, or what its text stands for (`shoal.ids.ids_of_text`): an
 integer if it spells one, else its 64-bit hash. Several columns crossed are one id that mixes theirs
 in order. A list column is a jagged feature.
 """
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from shoal.data import columns
+from shoal.data.batch import TensorSource
 from shoal.data.columns import Rows
-from shoal.data.tensors import TensorSource
 from shoal.errors import ConfigError, DataError, describe
-from shoal.hashing import mix64
+from shoal.ids import mix64
 from shoal.ragged import Ragged
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["IdFeature", "Recipe", "cross", "encode", "encode_times"]
 
 _FILL = "Set dense_fill to what stands for a missing value, drop these rows, or correct the file."
 

@@ -17,8 +17,6 @@ from shoal.data.batch import Batch
 from shoal.data.sources import Source
 from shoal.errors import ConfigError, DataError, describe
 
-__all__ = ["Loader", "Order", "RankShare", "Shuffle"]
-
 Shuffle = Literal["never", "replays", "always"]
 Short = Literal["merge", "drop"]
 

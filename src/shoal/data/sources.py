@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from shoal.data.batch import Batch
+from shoal.data.batch import Batch, TensorSource, join
 from shoal.data.features import Recipe, encode, encode_times
-from shoal.data.tensors import TensorSource, join
 from shoal.errors import DataError, InputError, ShapeError, describe
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = ["CsvSource", "ParquetSource", "Source", "Subset", "split_by_time"]
 
 
 @runtime_checkable

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from shoal.data.batch import Batch
 from shoal.errors import ConfigError, describe
-from shoal.hashing import mix64
+from shoal.ids import mix64
 from shoal.ragged import KeyedRagged
-
-__all__ = ["SyntheticClicks"]
 
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Places = np.ndarray[Any, np.dtype[np.int64]]
@@ -198,7 +196,7 @@ class SyntheticClicks:
 
 
 def _mixed(words: _Words) -> _Words:
-    """`shoal.hashing.mix64` in place, for words that no one else holds."""
+    """`shoal.ids.mix64` in place, for words that no one else holds."""
     for bits, factor in zip((30, 27), _FACTORS, strict=True):
         words ^= words >> np.uint64(bits)
         words *= factor

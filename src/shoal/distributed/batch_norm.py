@@ -13,8 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from shoal.comm.collectives import Collectives
 from shoal.errors import InputError, describe
 
-__all__ = ["BatchNormOverRanks", "normalise_over_ranks", "resting"]
-
 
 class BatchNormOverRanks(_NormBase):
     """`torch.nn.BatchNorm*` over the examples of all ranks, in training; names are the same.

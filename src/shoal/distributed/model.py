@@ -3,35 +3,267 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.backends import read_flags
 from shoal.comm.collectives import Collectives
+from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
-from shoal.comm.watch import Group
+from shoal.comm.watch import ALIKE, Group
 from shoal.distributed.batch_norm import resting
-from shoal.distributed.dense import name_failures
-from shoal.distributed.later import LaterExchange
-from shoal.distributed.placing import Family, Placing, families_of
-from shoal.embedding import EmbeddingCollection
-from shoal.errors import ConfigError, describe, unknown_name
-from shoal.exchange import AllToAllExchange, Exchange, GradReduce
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.errors import CollectiveFailed, ConfigError, collective_failed, describe, unknown_name
+from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
+from shoal.exchange.request import Exchange, PendingRecords, Request, Route, Sending
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
-from shoal.table.shard import Shard
-from shoal.table.spec import TableSpec
+from shoal.rules.gradient_descent import SGD
+from shoal.rules.initializers import Zeros
+from shoal.table.factory import shard_like
+from shoal.table.hosting import check_placement, hosted_spec, hosted_specs, move_in, plan_placement
+from shoal.table.shard import Shard, StepContext
+from shoal.table.spec import Segment, TableSpec
 
-__all__ = ["DenseWrapper", "DistributedModelParallel"]
+
+class LaterExchange:
+    """Stands in for an exchange between ranks until it is needed.
+
+    Args:
+        shard: this rank's.
+        specs: the whole tables.
+        make: makes the exchange, or returns the one that was made.
+    """
+
+    def __init__(
+        self, shard: Shard, specs: Sequence[TableSpec], make: Callable[[], Exchange]
+    ) -> None:
+        self._shard = shard
+        self._specs = tuple(specs)
+        self._make = make
+
+    @property
+    def shard(self) -> Shard:
+        """The rows this rank holds."""
+        return self._shard
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The whole tables."""
+        return self._specs
+
+    @property
+    def collectives(self) -> Collectives:
+        """See `Exchange`; makes it, as all that follows."""
+        return self._make().collectives
+
+    def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
+        """See `Exchange`."""
+        return self._make().send(request, insert=insert, ctx=ctx)
+
+    def probe(self, sending: Sending) -> Route:
+        """See `Exchange`."""
+        return self._make().probe(sending)
+
+    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
+        """See `Exchange`."""
+        return self._make().dispatch(request, insert=insert, ctx=ctx)
+
+    def fetch(self, route: Route, *, ctx: StepContext) -> None:
+        """See `Exchange`."""
+        self._make().fetch(route, ctx=ctx)
+
+    def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """See `Exchange`."""
+        return self._make().combine(route, ctx=ctx)
+
+    def read(self, request: Request) -> tuple[Tensor, ...]:
+        """See `Exchange`."""
+        return self._make().read(request)
+
+    def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
+        """See `Exchange`."""
+        return self._make().back(route, grads)
+
+
+Placing = Placement | Mapping[str, str] | None
+
+# A shard has a table; this is that of a rank to which a placement gives none.
+_NOTHING = TableSpec(
+    name="(no table)", segments=(Segment(dim=1, optimizer=SGD(lr=0.0), initializer=Zeros()),)
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """Collections, by name, that share one shard of whole tables, and where those go."""
+
+    collections: Mapping[str, EmbeddingCollection]
+    shard: Shard
+    placement: Placement
+
+    def part_of(self, rank: int) -> Shard:
+        """The shard of a rank, with its share of the rows that are there."""
+        specs = hosted_specs(self.shard.specs, self.placement, rank)
+        part = shard_like(self.shard, specs or (_NOTHING,))
+        move_in(self.shard, part, self.placement, rank)
+        return part
+
+    def silent_on(self, rank: int) -> tuple[str, ...]:
+        """Tables of a rank's shard that an earlier rank holds too and speaks for."""
+        return tuple(
+            hosted_spec(spec, hosted).name
+            for spec in self.shard.specs
+            for hosted in self.placement.of(spec.name)
+            if hosted.replicated and hosted.ranks[0] != rank
+        )
+
+
+def families_of(
+    collections: Mapping[str, EmbeddingCollection],
+    placing: Placing,
+    world_size: int,
+    local_world_size: int,
+) -> tuple[Family, ...]:
+    """Collections by shard, with their placements.
+
+    Raises:
+        UnknownName: a placement of a table that no collection has.
+        ConfigError: a placement for another number of ranks, or that does not fit the tables.
+    """
+    shards: dict[int, Shard] = {}
+    members: dict[int, dict[str, EmbeddingCollection]] = {}
+    for name, collection in collections.items():
+        shards[id(collection.shard)] = collection.shard
+        members.setdefault(id(collection.shard), {})[name] = collection
+    every = [spec for shard in shards.values() for spec in shard.specs]
+    placement = placed(every, placing, world_size, local_world_size)
+    found = []
+    for key, shard in shards.items():
+        names = {spec.name for spec in shard.specs}
+        own = Placement(world_size, tuple(h for h in placement.hosted if h.table in names))
+        check_placement(shard.specs, own)
+        found.append(Family(members[key], shard, own))
+    return tuple(found)
+
+
+def placed(
+    specs: Sequence[TableSpec], placing: Placing, world_size: int, local_world_size: int
+) -> Placement:
+    """The placement of some tables; those of one name are placed alike.
+
+    Raises:
+        UnknownName, ConfigError: as `families_of`.
+    """
+    named = {spec.name: spec for spec in specs}
+    if isinstance(placing, Placement):
+        for table in placing.tables():
+            if table not in named:
+                raise unknown_name("table of a placement", table, named)
+        if placing.world_size != world_size:
+            raise ConfigError(
+                describe(
+                    "world_size of a placement",
+                    got=placing.world_size,
+                    allowed=f"{world_size}, the ranks of this job",
+                    remedy="Plan again for this job, or name sharding types only.",
+                )
+            )
+        return placing
+    return plan_placement(
+        tuple(named.values()), world_size, kinds=placing, local_world_size=local_world_size
+    )
+
+
+_WHAT = "gradients of the dense part"
+_LOOK_S = 0.1
+_MARK = f"{CollectiveFailed.__name__}: "
+
+
+def name_failures(
+    wrapped: DistributedDataParallel,
+    group: dist.ProcessGroup,
+    mesh: Mesh,
+    step_of: Callable[[], int],
+    watched: Group,
+) -> None:
+    """Let backward say rank, step and collective where a rank is gone, on Gloo.
+
+    What backward raises is a RuntimeError with the text of a `CollectiveFailed`: torch passes on
+    the text of errors in callbacks, not their class; `lost_in_backward` gives it back. NCCL's own
+    watchdog ends such a process.
+    """
+
+    waiting: list[tuple[int, float, Any]] = []
+
+    def failed(began: float, reason: str, **remedy: str) -> CollectiveFailed:
+        return collective_failed(
+            _WHAT,
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            step=step_of(),
+            elapsed_s=time.monotonic() - began,
+            timeout_s=mesh.timeout_s,
+            reason=reason.strip().partition("\n")[0],
+            **remedy,
+        )
+
+    def wait() -> None:
+        """At the end of backward, where DDP would wait without a look at the other ranks."""
+        begun, waiting[:] = list(waiting), []
+        for number, began, work in begun:
+            while not work.is_completed():
+                with contextlib.suppress(RuntimeError):  # too early, or DDP tells
+                    work.wait(datetime.timedelta(seconds=_LOOK_S))
+                    continue
+                told = watched.look(number)
+                if told is not None:
+                    raise failed(began, told, remedy=ALIKE)
+
+    def average(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        began, number = time.monotonic(), watched.begin(_WHAT)
+
+        def arrived(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            try:
+                return reduced.value()[0]
+            except RuntimeError as error:
+                raise failed(began, str(error)) from error
+
+        gradients = bucket.buffer().div_(mesh.world_size)
+        try:
+            work: Any = dist.all_reduce(gradients, group=group, async_op=True)
+        except RuntimeError as error:
+            raise failed(began, str(error)) from error
+        if not waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(wait)
+        waiting.append((number, began, work))
+        found: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
+        return found
+
+    # It checks annotations, which are text here: a lambda has none.
+    wrapped.register_comm_hook(None, lambda _, bucket: average(bucket))
+
+
+def lost_in_backward(error: Exception) -> CollectiveFailed | None:
+    """The `CollectiveFailed` whose text an error of backward passes on; None for other errors."""
+    if isinstance(error, CollectiveFailed):
+        return error
+    _, mark, text = str(error).partition(_MARK)
+    if not mark or not isinstance(error, RuntimeError):
+        return None
+    return CollectiveFailed(text.partition("\n")[0])
+
 
 DenseWrapper = Literal["ddp", "fsdp2"]
 

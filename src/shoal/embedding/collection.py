@@ -1,35 +1,305 @@
-"""Embeddings of growing tables as a torch module: ids in, model inputs out, gradients back.
-
-One call of an `EmbeddingCollection` is one lookup in all its tables and one autograd node. In
-training, forward inserts new ids and opens a ticket; backward only records the gradients of the
-outputs; the sparse optimizer applies them at its step.
-"""
+"""Embeddings of growing tables as a torch module: ids in, model inputs out, gradients back."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Collectives
-from shoal.embedding.begun import BegunLookups
-from shoal.embedding.lookup import Lookup
-from shoal.embedding.requests import Requests
-from shoal.errors import ConfigError, TicketError, describe, unknown_name
-from shoal.exchange import AllToAllExchange, Exchange, LocalExchange
+from shoal.embedding.gradients import GradientLedger
+from shoal.embedding.layouts import Feature, Layout, compile_layouts, default_layouts
+from shoal.errors import (
+    ConfigError,
+    DTypeError,
+    InputError,
+    ShapeError,
+    TicketError,
+    describe,
+    unknown_name,
+)
+from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.exchange.request import Exchange, LocalExchange, Request, Route, Sending
 from shoal.exchange.verbs import RoutedVerbs
-from shoal.layouts import Feature, Layout, compile_layouts, default_layouts
-from shoal.ledger import GradientLedger
 from shoal.ragged import KeyedRagged
-from shoal.table import Table, make_shard, scalars
+from shoal.table import shard as scalars
+from shoal.table.facade import Table
+from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import Shard
+from shoal.table.shard import PoolPlan, Shard, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
-__all__ = ["EmbeddingCollection"]
+_NO_LIMIT = 1 << 62
+
+
+class Requests:
+    """Makes the requests of one collection.
+
+    Args:
+        features: in the plan's order.
+        tables_G: int32 [G], each feature's table, as the exchange counts them.
+        plan: how the rows are pooled.
+        device: where the shard takes ids.
+    """
+
+    def __init__(
+        self, features: Sequence[Feature], tables_G: Tensor, plan: PoolPlan, device: torch.device
+    ) -> None:
+        self.tables_G = tables_G
+        self._keys = tuple(feature.name for feature in features)
+        self._limits_F = _limits(features)
+        self._plan = plan
+        self._device = device
+
+    def of(self, batch: object) -> Request:
+        """The request of one batch.
+
+        Raises:
+            InputError: features missing, a list longer than declared, or weights that ask for a
+                gradient.
+        """
+        if not isinstance(batch, KeyedRagged):
+            remedy = "Build one with KeyedRagged.from_lists or from_dict."
+            got = type(batch).__name__
+            raise DTypeError(describe("batch", got=got, allowed="KeyedRagged", remedy=remedy))
+        ordered = batch if batch.keys == self._keys else self._select(batch)
+        if self._limits_F is not None:
+            self._check_lengths(batch, self._limits_F)
+        if ordered.weights_N is not None:
+            ordered = _plain_weights(ordered, ordered.weights_N)
+        if ordered.values_N.device != self._device:
+            ordered = _sent(ordered, self._device)
+        return Request(batch, ordered, self.tables_G, self._plan)
+
+    def _select(self, batch: KeyedRagged) -> KeyedRagged:
+        missing = sorted(set(self._keys) - set(batch.keys))
+        if missing:
+            got = f"keys {list(batch.keys)} without {missing}"
+            remedy = "A feature without ids is a key with empty lists."
+            raise _bad("batch", got, f"all of {list(self._keys)}", remedy)
+        return batch.select(self._keys)
+
+    def _check_lengths(self, batch: KeyedRagged, limits_F: Tensor) -> None:
+        longest_F = batch.longest
+        if batch.keys != self._keys:
+            longest_F = longest_F[[batch.keys.index(key) for key in self._keys]]
+        too_long = (longest_F > limits_F).nonzero()
+        if too_long.numel():
+            f = int(too_long[0])
+            raise ShapeError(
+                describe(
+                    f"ids of one example in feature {self._keys[f]!r}",
+                    got=int(longest_F[f]),
+                    allowed=f"at most {int(limits_F[f])} (max_length)",
+                    remedy="Cut the lists, or raise Feature.max_length.",
+                )
+            )
+
+
+def _limits(features: Sequence[Feature]) -> Tensor | None:
+    if all(feature.max_length is None for feature in features):
+        return None
+    return torch.tensor(
+        [_NO_LIMIT if f.max_length is None else f.max_length for f in features], device="cpu"
+    )
+
+
+def _plain_weights(ordered: KeyedRagged, weights_N: Tensor) -> KeyedRagged:
+    """Weights as shards take them: float32, contiguous."""
+    if weights_N.requires_grad:
+        remedy = "Detach them; weights are data here."
+        raise _bad("weights of a batch", "weights that require grad", "plain numbers", remedy)
+    if weights_N.dtype is torch.float32 and weights_N.is_contiguous():
+        return ordered
+    return replace(ordered, weights_N=weights_N.to(torch.float32).contiguous())
+
+
+def _sent(ordered: KeyedRagged, device: torch.device) -> KeyedRagged:
+    """A batch on a shard's device, without waiting for it.
+
+    Raises:
+        DTypeError: it is on a device that its shard cannot read.
+    """
+    if device.type == "cpu":
+        remedy = "Move it with .to('cpu'), or make the collection with device='cuda'."
+        got = ordered.values_N.device
+        raise DTypeError(describe("device of a batch", got=got, allowed=device, remedy=remedy))
+    return ordered.pin_memory().to(device, non_blocking=True)
+
+
+def _bad(what: str, got: object, allowed: object, remedy: str) -> InputError:
+    return InputError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+@dataclass(slots=True)
+class _Begun:
+    """One lookup: its ids are on their way, or its route is there."""
+
+    request: Request
+    event_time_s: int
+    sending: Sending | None
+    route: Route | None = None
+
+
+class BegunLookups:
+    """Lookups of one collection that have begun and that no forward has used yet.
+
+    Each batch object has one at most; it holds its batch, so that the identity stays its own.
+    """
+
+    def __init__(self) -> None:
+        self._lookups: dict[int, _Begun] = {}
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def check_new(self, batch: KeyedRagged) -> None:
+        """Refuse a batch that has begun.
+
+        Raises:
+            InputError: it has.
+        """
+        if id(batch) in self._lookups:
+            raise InputError(
+                describe(
+                    "batch of begin()",
+                    got="a batch that has begun and that no forward has used yet",
+                    allowed="a batch once",
+                    remedy="Build a batch for each step, or call drop_begun() first.",
+                )
+            )
+
+    def add(self, request: Request, event_time_s: int, sending: Sending) -> None:
+        """Remember what was sent for a request."""
+        self._lookups[id(request.batch)] = _Begun(request, event_time_s, sending)
+
+    def probe(self, batch: KeyedRagged, exchange: Exchange) -> Route:
+        """The route of a batch; the ids are waited for and looked up the first time.
+
+        Raises:
+            TicketError: the batch has not begun.
+        """
+        return self._probed(self._of(batch), exchange)
+
+    def fetch(self, batch: KeyedRagged, exchange: Exchange, ledger: GradientLedger) -> None:
+        """Begin to bring a batch's rows here as they are now.
+
+        Raises:
+            TicketError: the batch has not begun.
+        """
+        begun = self._of(batch)
+        route = self._probed(begun, exchange)
+        exchange.fetch(route, ctx=ledger.context(begun.event_time_s))
+
+    def take(self, batch: KeyedRagged, exchange: Exchange) -> Route | None:
+        """The route of a batch that has begun, for its forward; forgotten here. None if not."""
+        begun = self._lookups.pop(id(batch), None)
+        return None if begun is None else self._probed(begun, exchange)
+
+    def drop(self) -> None:
+        """Forget all; their tickets end."""
+        self._lookups.clear()
+
+    def _of(self, batch: KeyedRagged) -> _Begun:
+        begun = self._lookups.get(id(batch))
+        if begun is None:
+            raise TicketError(
+                describe(
+                    "lookup of a batch",
+                    got="a batch that has not begun, or that a forward has used",
+                    allowed="a batch after begin()",
+                    remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
+                )
+            )
+        return begun
+
+    def _probed(self, begun: _Begun, exchange: Exchange) -> Route:
+        if begun.route is None:
+            assert begun.sending is not None
+            begun.route = exchange.probe(begun.sending)
+            begun.sending = None
+        return begun.route
+
+
+class Lookup(torch.autograd.Function):
+    """Forward reads a route's rows, backward sends the gradients of the outputs back.
+
+    Each output may go backward on its own, as if it came from a table of its own: only an output
+    that went backward without its graph being retained may not do so again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, owner: EmbeddingCollection, route: Route, step: StepContext
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.owner = owner
+        ctx.route = route
+        ctx.versions = _versions(route)
+        ctx.spent = set()
+        ctx.generation = None
+        outputs = owner.exchange.combine(route, ctx=step)
+        ctx.dtypes = owner.output_dtypes(outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise _bad(
+                "backward with create_graph=True through an embedding lookup",
+                "a second derivative with respect to table rows",
+                "first derivatives",
+                "Differentiate twice with respect to the lookup's outputs instead.",
+            )
+        owner: EmbeddingCollection = ctx.owner
+        ledger, route = owner.ledger, ctx.route
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        if route is None or not ctx.spent.isdisjoint(given):
+            remedy = "Pass retain_graph=True to the earlier backward."
+            raise _late("a graph that already ran and was not retained", "one backward", remedy)
+        if ctx.generation not in (None, ledger.generation):
+            remedy = "Call all backward passes of a batch first, or run its forward again."
+            raise _late("a graph whose gradient was applied", "backward before step()", remedy)
+        if ctx.versions != _versions(route):
+            remedy = "Build a new batch instead of changing one."
+            raise _bad("ids of a batch", "a change in place since forward", "none", remedy)
+        ctx.generation = ledger.generation
+        ledger.write(route, owner.exchange.back(route, _complete(grads, route, ctx.dtypes)))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.spent.update(given)
+            if len(ctx.spent) == len(grads):
+                # Nothing can run again: from here on the record alone holds the ticket.
+                ctx.route = None
+        return None, None, None, None
+
+
+def _versions(route: Route) -> tuple[int, int]:
+    batch = route.request.batch
+    return batch.values_N._version, batch.offsets_FB1._version
+
+
+def _complete(
+    grads: Sequence[Tensor | None], route: Route, dtypes: tuple[torch.dtype, ...]
+) -> tuple[Tensor, ...]:
+    """Contiguous gradients, zeros for outputs that nothing was computed from."""
+    parts = []
+    for i, grad in enumerate(grads):
+        if grad is None:
+            width = route.request.plan.outputs[i].width
+            ordered = route.request.ordered
+            size, device = ordered.batch_size, ordered.values_N.device
+            grad = torch.zeros(size, width, dtype=dtypes[i], device=device)
+        parts.append(grad if grad.is_contiguous() else grad.contiguous())
+    return tuple(parts)
+
+
+def _late(got: str, allowed: str, remedy: str) -> TicketError:
+    what = "backward through an embedding lookup"
+    return TicketError(describe(what, got=got, allowed=allowed, remedy=remedy))
 
 
 @uncompiled

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Pending
+from shoal.comm.consensus import latest_time, said
 from shoal.errors import (
     CollectiveFailed,
     ConfigError,
@@ -29,24 +30,29 @@ from shoal.errors import (
     describe,
     unknown_name,
 )
-from shoal.exchange.agreement import latest_time, said
-from shoal.exchange.lanes import Lanes, compile_lanes
-from shoal.exchange.partition import Trip, partition
-from shoal.exchange.received import HostedColumns, ReceivedRows
+from shoal.exchange.partition import (
+    Lanes,
+    Trip,
+    Visit,
+    compile_lanes,
+    flat_lanes,
+    grads_of,
+    partition,
+    visits_of,
+)
+from shoal.exchange.received import ReceivedRows
+from shoal.exchange.received_plan import HostedColumns
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
-from shoal.exchange.visits import Visit, flat_lanes, grads_of, visits_of
 from shoal.exchange.wire import Load, Wire, send_loads
 from shoal.placement import Placement
-from shoal.table import scalars
+from shoal.table import shard as scalars
 from shoal.table.hosting import hosted_specs
-from shoal.table.read_ticket import ReadTicket
-from shoal.table.shard import GradRecord, PoolPlan, Shard, StepContext, Ticket
+from shoal.table.shard import GradRecord, PoolPlan, ReadTicket, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 
 if TYPE_CHECKING:
     from shoal.exchange.received_cuda import Places
 
-__all__ = ["AllToAllExchange", "GradReduce"]
 
 GradReduce = Literal["mean", "sum"]
 

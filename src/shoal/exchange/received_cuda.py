@@ -15,19 +15,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.kernels import grad_sources, row_pool
-from shoal.kernels.row_form import RowForm
-from shoal.kernels.row_sums import sum_rows
-from shoal.kernels.runs import Runs, runs_of
-from shoal.kernels.table_layout import CHUNK_ROWS, CallGroups, ShardLayout
-from shoal.kernels.transfer import staged
+from shoal.kernels import gradients
+from shoal.kernels import pool as row_pool
+from shoal.kernels.gradients import Runs, runs_of
+from shoal.kernels.launch import staged
+from shoal.kernels.step_sums import sum_rows
+from shoal.kernels.tables import CHUNK_ROWS, CallGroups, RowForm, ShardLayout
 from shoal.ragged import KeyedRagged
 from shoal.table import checks
-from shoal.table.plan_lines import CompiledPlan, PlanCache
+from shoal.table.cuda.calls import CompiledPlan, PlanCache
+from shoal.table.cuda.side_stream import SideStream
 from shoal.table.shard import PoolPlan
-from shoal.table.side_stream import SideStream
-
-__all__ = ["DenseRows", "Places"]
 
 _ALIGNED = 15
 
@@ -113,7 +111,7 @@ class DenseRows:
                 # What is recorded is written again only after who has read it.
                 main.wait_stream(self._last)
             runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), rooms, main)
-        bags_N = grad_sources.bags_of(ordered.offsets_FB1, ordered.batch_size, rooms[0])
+        bags_N = gradients.bags_of(ordered.offsets_FB1, ordered.batch_size, rooms[0])
         return Places(handles_N, groups, bags_N, runs)
 
     def pool(self, rows_E: Tensor, places: Places, ordered: KeyedRagged) -> tuple[Tensor, ...]:
@@ -146,7 +144,7 @@ class DenseRows:
         stream = self._present()
         self._last = stream
         runs = runs_of(places.handles_N) if places.runs is None else places.runs(stream)
-        groups = grad_sources.pooled(
+        groups = gradients.pooled(
             self._plan.groups,
             ready,
             ordered.offsets_FB1,
@@ -154,7 +152,7 @@ class DenseRows:
             bags_N=places.bags_N,
             weights_N=_weights(ordered),
         )
-        sources = grad_sources.sources_of(runs, [groups])
+        sources = gradients.sources_of(runs, [groups])
         return sum_rows(self._form, runs, sources, size // self._form.dim).view(-1)
 
     def _present(self) -> torch.cuda.Stream | None:

@@ -14,20 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import ConfigError, describe
-from shoal.ops.layout_specs import LayoutPlan
+from shoal.ops.layout_plan import LayoutPlan
 from shoal.table import checks
 from shoal.table.shard import Pool, PoolPlan
-
-__all__ = [
-    "ADDED",
-    "BankLayout",
-    "Block",
-    "CompiledPlan",
-    "HostedColumns",
-    "Part",
-    "Piece",
-    "compile_plan",
-]
 
 _REALS = (torch.float32, torch.float64)
 # As `LayoutPlan` has them: means, and sums into what others wrote, as shards take them.

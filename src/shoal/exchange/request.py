@@ -1,8 +1,4 @@
-"""How a batch's ids reach the shards that own them, and how gradients go back.
-
-`Exchange` is all that the embedding knows of where rows live. A `Route` is the frozen record of
-one dispatch; reading and the way back accept only that.
-"""
+"""How a batch's ids reach the shards that own them; the exchange of one process."""
 
 from __future__ import annotations
 
@@ -11,13 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, PendingSizes
+from shoal.comm.collectives import Collectives, LocalCollectives, PendingSizes
 from shoal.exchange.partition import Parcel, Trip
 from shoal.ragged import KeyedRagged
-from shoal.table.shard import GradRecord, IdGroups, PoolPlan, Shard, StepContext, Ticket
+from shoal.table.shard import GradRecord, IdGroups, PoolPlan, ReadTicket, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
-
-__all__ = ["Exchange", "PendingRecords", "ReadyRecords", "Request", "Route", "Sending"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,3 +159,71 @@ class Exchange(Protocol):
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send the gradients of the outputs the same way back; the owner's records of them."""
         ...
+
+
+class LocalExchange:
+    """One process owns all rows: nothing is sent."""
+
+    __slots__ = ("_collectives", "_shard")
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._collectives = LocalCollectives(shard.device)
+
+    @property
+    def shard(self) -> Shard:
+        """The owner of all rows."""
+        return self._shard
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The shard's tables."""
+        return self._shard.specs
+
+    @property
+    def collectives(self) -> Collectives:
+        """Those of a world of one."""
+        return self._collectives
+
+    def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
+        """Nothing is sent."""
+        return Sending(request, insert, ctx)
+
+    def probe(self, sending: Sending) -> Route:
+        """Find or insert the ids."""
+        return self.dispatch(sending.request, insert=sending.insert, ctx=sending.ctx)
+
+    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
+        """Find or insert the ids, or only remember them."""
+        groups = request.groups()
+        ticket = self._shard.find_or_init(groups, ctx=ctx) if insert else ReadTicket(groups)
+        return Route(request, (ticket,), ctx.event_time_s)
+
+    def fetch(self, route: Route, *, ctx: StepContext) -> None:
+        """Nothing to begin: `combine` reads and pools in one pass."""
+
+    def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Read and pool the rows as they are now."""
+        request, ticket = route.request, route.ticket
+        if isinstance(ticket, ReadTicket):
+            return self._find(request, ticket.groups)
+        ordered = request.ordered
+        return self._shard.gather_pooled(
+            ticket, request.plan, ordered.offsets_FB1, ordered.weights_N, ctx=ctx
+        )
+
+    def read(self, request: Request) -> tuple[Tensor, ...]:
+        """Read and pool, for inference."""
+        return self._find(request, request.groups())
+
+    def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
+        """A record of the gradients of the outputs, as they are."""
+        request, ordered = route.request, route.request.ordered
+        record = GradRecord(
+            route.ticket, grads, request.plan, ordered.offsets_FB1, ordered.weights_N
+        )
+        return ReadyRecords((record,))
+
+    def _find(self, request: Request, groups: IdGroups) -> tuple[Tensor, ...]:
+        ordered = request.ordered
+        return self._shard.find_pooled(groups, request.plan, ordered.offsets_FB1, ordered.weights_N)

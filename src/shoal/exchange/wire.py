@@ -1,17 +1,201 @@
-"""How rows and their gradients travel between ranks: as they are, or in fewer bytes."""
+"""How rows and gradients travel between ranks: as they are, or in fewer bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Part, Pending
-from shoal.comm.precision import WireKind, check_wire_kind, decode, encode, wire_elements
+from shoal.errors import ConfigError, DTypeError, ShapeError, describe
 
-__all__ = ["Load", "Wire", "send_loads"]
+WireKind = Literal["bfloat16", "float16", "int8"]
+Segments = Sequence[tuple[int, int]]
+
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_KINDS = ("bfloat16", "float16", "int8", None)
+_SCALE_BYTES = 4
+_STEPS = 127
+
+
+def check_wire_kind(kind: str | None) -> None:
+    """Refuse a kind that is none.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(
+            describe(
+                "precision on the wire",
+                got=repr(kind),
+                allowed=", ".join(str(known) for known in _KINDS),
+                remedy="None sends rows as they are.",
+            )
+        )
+
+
+def wire_dtype(kind: WireKind | None, real: torch.dtype) -> torch.dtype:
+    """The dtype of the wire of rows of dtype `real`."""
+    if kind is None:
+        return real
+    return _HALF.get(kind, torch.uint8)
+
+
+def wire_elements(rows: int, width: int, kind: WireKind | None) -> int:
+    """Elements of the wire's dtype that `rows` rows of `width` take."""
+    return rows * (width + _SCALE_BYTES if kind == "int8" else width)
+
+
+def encode(rows_E: Tensor, segments: Segments, kind: WireKind | None) -> Tensor:
+    """The wire of flat rows: 1-D of `wire_dtype`; for None, `rows_E` itself.
+
+    rows_E: float32 or float64 [sum of rows x width], any device.
+    segments: (rows, width) of each run of rows, in order.
+
+    Raises:
+        ShapeError, DTypeError: rows that are not so.
+        ConfigError: an unknown kind.
+    """
+    check_wire_kind(kind)
+    _check_real(rows_E.dtype)
+    _check_flat("rows", rows_E, sum(rows * width for rows, width in segments))
+    if kind is None:
+        return rows_E
+    if kind == "int8":
+        return _encode_bytes(rows_E, _merged(segments))
+    if kind == "float16":
+        largest = torch.finfo(torch.float16).max
+        rows_E = torch.where(rows_E.isinf(), rows_E, rows_E.clamp(-largest, largest))
+    return rows_E.to(_HALF[kind])
+
+
+def decode(
+    wire: Tensor, segments: Segments, kind: WireKind | None, real: torch.dtype = torch.float32
+) -> Tensor:
+    """Flat rows [sum of rows x width] of dtype `real` from their wire; the inverse of `encode`.
+
+    Raises:
+        ShapeError, DTypeError: a wire that is not of these segments and this kind.
+        ConfigError: an unknown kind.
+    """
+    check_wire_kind(kind)
+    _check_real(real)
+    if wire.dtype != wire_dtype(kind, real):
+        raise DTypeError(
+            describe(
+                f"dtype of a wire of kind {kind}",
+                got=wire.dtype,
+                allowed=wire_dtype(kind, real),
+                remedy="Both ends must use the same kind.",
+            )
+        )
+    _check_flat("wire", wire, sum(wire_elements(rows, width, kind) for rows, width in segments))
+    if kind is None:
+        return wire
+    if kind == "int8":
+        return _decode_bytes(wire, _merged(segments), real)
+    return wire.to(real)
+
+
+def _encode_bytes(rows_E: Tensor, segments: Segments) -> Tensor:
+    size = sum(wire_elements(rows, width, "int8") for rows, width in segments)
+    wire = torch.empty(size, dtype=torch.uint8, device=rows_E.device)
+    read = written = 0
+    for rows, width in segments:
+        if not rows * width:  # rows of no columns: scales alone
+            size = wire_elements(rows, width, "int8")
+            wire[written : written + size] = 0
+            written += size
+            continue
+        values_ND = rows_E[read : read + rows * width].view(rows, width)
+        read += rows * width
+        size = wire_elements(rows, width, "int8")
+        row_bytes = wire[written : written + size].view(rows, _SCALE_BYTES + width)
+        written += size
+        scales_N1, steps_ND = _quantised(values_ND)
+        row_bytes[:, :_SCALE_BYTES] = scales_N1.view(torch.uint8)
+        row_bytes[:, _SCALE_BYTES:] = steps_ND.view(torch.uint8)
+    return wire
+
+
+def _quantised(values_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales float32 [N, 1] and steps int8 [N, D] with value = step x scale.
+
+    A row with an infinity or NaN has that as its scale; its steps are 1 or -1 where such values
+    are and 0 elsewhere.
+    """
+    largest_N1 = values_ND.abs().amax(dim=1, keepdim=True)
+    scales_N1 = (largest_N1 / _STEPS).to(torch.float32)
+    # float64 rows may lie beyond float32: such a row saturates.
+    beyond_N1 = scales_N1.isinf() & largest_N1.isfinite()
+    scales_N1 = torch.where(beyond_N1, torch.finfo(torch.float32).max, scales_N1)
+    whole_N1 = scales_N1.isfinite()
+    divisor_N1 = torch.where(whole_N1 & (scales_N1 > 0), scales_N1, 1.0).to(values_ND.dtype)
+    finite_ND = values_ND.isfinite()
+    steps_ND = (values_ND / divisor_N1).round_().clamp_(-_STEPS, _STEPS)
+    marks_ND = torch.where(values_ND < 0, -1.0, 1.0).masked_fill_(finite_ND, 0.0)
+    steps_ND = torch.where(whole_N1, steps_ND, marks_ND.to(steps_ND.dtype))
+    return scales_N1, steps_ND.to(torch.int8)
+
+
+def _decode_bytes(wire: Tensor, segments: Segments, real: torch.dtype) -> Tensor:
+    size = sum(rows * width for rows, width in segments)
+    rows_E = torch.empty(size, dtype=real, device=wire.device)
+    read = written = 0
+    for rows, width in segments:
+        size = wire_elements(rows, width, "int8")
+        row_bytes = wire[read : read + size].view(rows, _SCALE_BYTES + width)
+        read += size
+        if not rows * width:
+            continue
+        scale_bytes = torch.empty((rows, _SCALE_BYTES), dtype=torch.uint8, device=wire.device)
+        scale_bytes.copy_(row_bytes[:, :_SCALE_BYTES])  # at an address a float may have
+        scales_N1 = scale_bytes.view(torch.float32).to(real)
+        steps_ND = row_bytes[:, _SCALE_BYTES:].view(torch.int8).to(real)
+        values_ND = rows_E[written : written + rows * width].view(rows, width)
+        torch.mul(steps_ND, scales_N1, out=values_ND)
+        values_ND.masked_fill_(steps_ND == 0, 0.0)  # 0 x infinity
+        written += rows * width
+    return rows_E
+
+
+def _merged(segments: Segments) -> list[tuple[int, int]]:
+    """The segments with neighbours of one width as one: fewer, larger operations."""
+    merged: list[tuple[int, int]] = []
+    for rows, width in segments:
+        if rows and merged and merged[-1][1] == width:
+            merged[-1] = (merged[-1][0] + rows, width)
+        elif rows:
+            merged.append((rows, width))
+    return merged
+
+
+def _check_real(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise DTypeError(
+            describe(
+                "dtype of rows to exchange",
+                got=dtype,
+                allowed="torch.float32, torch.float64",
+                remedy="Convert them.",
+            )
+        )
+
+
+def _check_flat(name: str, values: Tensor, size: int) -> None:
+    if values.dim() != 1 or values.numel() != size:
+        raise ShapeError(
+            describe(
+                f"flat {name} of an exchange",
+                got=tuple(values.shape),
+                allowed=f"[{size}], as their segments add up to",
+                remedy="Give the segments of exactly these rows.",
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,23 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.indexed_segments import in_order, index_reduce_backward, offsets_of
-from shoal.kernels.launching import launch
-from shoal.kernels.row_tiles import blocks_of, columns_per_program, rows_of_tile, step_of, wide_of
-from shoal.kernels.segments import UNROLL, add_span, write_span
-from shoal.kernels.transfer import sent
-
-__all__ = [
-    "index_sum_split",
-    "index_sum_split_backward",
-    "segment_offsets",
-    "segment_sum",
-    "segment_sum_backward",
-]
+from shoal.kernels.launch import (
+    blocks_of,
+    columns_per_program,
+    launch,
+    rows_of_tile,
+    sent,
+    step_of,
+    wide_of,
+)
+from shoal.kernels.segments import (
+    UNROLL,
+    add_span,
+    in_order,
+    index_reduce_backward,
+    offsets_of,
+    write_span,
+)
 
 FIELDS = 6  # of a table: values, offsets, order, segments, steps, first entry in `columns`
 ELEMENTS = {

@@ -1,13 +1,8 @@
-"""Rows of ids, pooled per example and laid out as model inputs, in one launch.
-
-A program pools the rows of one feature for a block of examples and stores each slice where it
-belongs; for "addn" outputs a program of its own pools all slices of one example and adds them, so
-no output is added to by two programs. The int64 tables are described in `ops.layout_specs` and
-`ops.layout_index`; buffers and outputs are reached through a table of addresses.
-"""
+"""Rows of ids pooled per example and laid out as model inputs; their gradients."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
-from shoal.kernels.row_tiles import blocks_of, power_of_2
-from shoal.kernels.transfer import sent
-
-__all__ = ["addresses_of", "layout_forward", "tile_of"]
+from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
 
 FIRSTN = tl.constexpr(3)
 MEAN = tl.constexpr(1)
@@ -336,3 +327,412 @@ def _requests(batch_sizes: Sequence[int], device: torch.device) -> Tensor:
     """int64 [B, 2]: each example's request, and its number there."""
     pairs = [(r, b) for r, size in enumerate(batch_sizes) for b in range(size)]
     return sent(torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2), device)
+
+
+NOWHERE = tl.constexpr(2**63 - 1)
+TILE = 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_shared(
+    grads: tl.tensor,
+    sums: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    EXAMPLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """For each slice of a shared feature, its gradient summed over the batch."""
+    piece = slices + tl.program_id(0) * 9
+    feature = tl.load(piece)
+    address = tl.load(grads + tl.load(piece + 3))
+    if (tl.load(cells + feature * 3 + 2) != 0) & (address != 0):
+        width = tl.load(piece + 2)
+        stride = tl.load(piece + 8)
+        length = tl.maximum(tl.load(features + feature * 6 + 3), 1)
+        for j in range(length):
+            grad = address.to(tl.pointer_type(ELEMENT)) + tl.load(piece + 4)
+            grad += j * tl.load(piece + 5)
+            for column in range(0, width, COLUMNS):
+                columns = column + tl.arange(0, COLUMNS)
+                total = tl.zeros((COLUMNS,), SUM)
+                for b in range(0, n_examples, EXAMPLES):
+                    examples = b + tl.arange(0, EXAMPLES)
+                    mask = (examples < n_examples)[:, None] & (columns < width)[None, :]
+                    at = (examples.to(tl.int64) * stride)[:, None] + columns[None, :]
+                    part = tl.load(grad + at, mask=mask, other=0.0)
+                    total += tl.sum(part.to(SUM), axis=0)
+                at = tl.load(piece + 7) + j * width + columns
+                tl.store(sums + at, total, mask=columns < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _file_ids(
+    keys: tl.tensor,
+    entries: tl.tensor,
+    begins: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    crowded: tl.tensor,
+    n_examples: tl.tensor,
+    n_blocks: tl.tensor,
+    n_features: tl.tensor,
+    EXAMPLES: tl.constexpr,
+) -> None:
+    """For each id that passes a gradient on: its row's address, and its (feature, example).
+
+    Where features share cells, that of any of them, and `crowded` becomes 1.
+    """
+    feature = tl.program_id(0) // n_blocks
+    if tl.program_id(0) % n_blocks == 0:
+        first, many = tl.load(cells + feature * 3), tl.load(cells + feature * 3 + 1)
+        for start in range(feature + 1, n_features, EXAMPLES):
+            others = start + tl.arange(0, EXAMPLES)
+            begin = tl.load(cells + others * 3, mask=others < n_features, other=0)
+            end = begin + tl.load(cells + others * 3 + 1, mask=others < n_features, other=0)
+            if tl.max(((begin < first + many) & (first < end)).to(tl.int32), axis=0) != 0:
+                tl.store(crowded, 1)
+    examples = (tl.program_id(0) % n_blocks) * EXAMPLES + tl.arange(0, EXAMPLES)
+    row = features + feature * 6
+    cell = tl.load(cells + feature * 3) + examples
+    # A shared feature has one cell: that of example 0.
+    filled = (examples < n_examples) & (examples < tl.load(cells + feature * 3 + 1))
+    filled = filled & (tl.load(row) < tl.load(row + 1))
+    start = tl.load(splits + cell, mask=filled, other=0)
+    count = tl.load(splits + cell + 1, mask=filled, other=0) - start
+    if tl.load(row + 2) == FIRSTN:
+        count = tl.minimum(count, tl.load(row + 3))
+    entry = feature.to(tl.int64) * n_examples + examples
+    for j in range(tl.max(count, 0)):
+        ids, valid = start + j, j < count
+        buffers = tl.load(buffer_N + ids, mask=valid, other=0)
+        begin = tl.load(begins + buffers, mask=valid, other=0)
+        key = begin + tl.load(rows_N + ids, mask=valid, other=0)
+        tl.store(keys + ids, key, mask=valid)
+        tl.store(entries + ids, entry, mask=valid)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share(
+    id_: tl.tensor,
+    entry: tl.tensor,
+    grads: tl.tensor,
+    shared_sums: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
+    columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """One id's part of its cell's gradient, for some columns of its row."""
+    feature = entry // n_examples
+    example = entry % n_examples
+    row = features + feature * 6
+    pooling = tl.load(row + 2)
+    start = tl.load(splits + tl.load(cells + feature * 3) + example)
+    stop = tl.load(splits + tl.load(cells + feature * 3) + example + 1)
+    step = tl.where(pooling == FIRSTN, id_ - start, 0)
+    shared = tl.load(cells + feature * 3 + 2) != 0
+    share = tl.zeros((COLUMNS,), SUM)
+    for s in range(tl.load(row), tl.load(row + 1)):
+        piece = slices + s * 9
+        address = tl.load(grads + tl.load(piece + 3))
+        if address != 0:
+            offset = columns - tl.load(piece + 1)
+            width = tl.load(piece + 2)
+            mask = (offset >= 0) & (offset < width)
+            if shared:
+                at = tl.load(piece + 7) + step * width
+                share += tl.load(shared_sums + at + offset, mask=mask, other=0.0)
+            else:
+                at = example * tl.load(piece + 8) + tl.load(piece + 4) + step * tl.load(piece + 5)
+                grad = address.to(tl.pointer_type(ELEMENT)) + at
+                share += tl.load(grad + offset, mask=mask, other=0.0).to(SUM)
+    mean = (pooling == MEAN) | (pooling % BY_ROW == SHARES)
+    divisor = tl.where(mean, stop - start, 1)
+    return share / divisor.to(SUM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shares(
+    id_: tl.tensor,
+    entry: tl.tensor,
+    grads: tl.tensor,
+    shared_sums: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """`_share` of all features that the id's cell belongs to, and how far into the row they go."""
+    total = tl.zeros((COLUMNS,), SUM)
+    reach = tl.zeros((), tl.int64)
+    cell = tl.load(cells + (entry // n_examples) * 3) + entry % n_examples
+    step = id_ - tl.load(splits + cell)
+    for feature in range(n_features):
+        example = cell - tl.load(cells + feature * 3)
+        row = features + feature * 6
+        read = (example >= 0) & (example < tl.load(cells + feature * 3 + 1))
+        read = read & (tl.load(row) < tl.load(row + 1))
+        if read & ((tl.load(row + 2) != FIRSTN) | (step < tl.load(row + 3))):
+            # In 64 bits, as the cell is.
+            own = (cell * 0 + feature) * n_examples + example
+            total += _share(
+                id_, own, grads, shared_sums, splits, cells, features, slices, n_examples, columns,
+                ELEMENT, SUM, COLUMNS,
+            )  # fmt: skip
+            reach = tl.maximum(reach, tl.load(row + 5))
+    return total, reach
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(
+    total: tl.tensor,
+    id_: tl.tensor,
+    reach: tl.tensor,
+    targets: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    scale: tl.tensor,
+    columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    if SCALED:
+        total = total * tl.load(scale).to(total.dtype)
+    row = row_pointers(targets, rows_N, buffer_N, id_, id_ >= 0, ELEMENT)
+    tl.store(row + columns, total.to(ELEMENT), mask=columns < reach)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave(total: tl.tensor, reach: tl.tensor, part: tl.tensor, reached: tl.tensor) -> None:
+    """Part of a row that other tiles have parts of, too."""
+    tl.store(part, total)
+    tl.store(reached, reach)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _opening(keys: tl.tensor, base: tl.tensor) -> tl.tensor:
+    """A tile's first key, and whether the tile before ends with it."""
+    opened = tl.load(keys + base)
+    return opened, tl.load(keys + base - 1, mask=base > 0, other=-1) == opened
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_tiles(
+    order: tl.tensor,
+    keys: tl.tensor,
+    entries: tl.tensor,
+    grads: tl.tensor,
+    targets: tl.tensor,
+    shared_sums: tl.tensor,
+    parts: tl.tensor,
+    reaches: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    splits: tl.tensor,
+    cells: tl.tensor,
+    features: tl.tensor,
+    slices: tl.tensor,
+    scale: tl.tensor,
+    crowded: tl.tensor,
+    n_ids: tl.tensor,
+    n_examples: tl.tensor,
+    n_features: tl.tensor,
+    n_columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    SUM: tl.constexpr,
+    IDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Sums rows within a tile; `parts` gets what a row's first or last tile leaves to others."""
+    tile = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    head = parts + tile * 2 * n_columns + columns
+    base = tile * IDS
+    opened, continued = _opening(keys, base)
+    total = tl.zeros((COLUMNS,), SUM)
+    reach = tl.zeros((), tl.int64)
+    last = tl.zeros((), tl.int64)
+    for i in range(IDS):
+        key = tl.load(keys + base + i, mask=base + i < n_ids, other=NOWHERE)
+        if key != opened:
+            if continued:
+                _leave(total, reach, head, reaches + tile * 2)
+            elif opened != NOWHERE:
+                _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
+            total = tl.zeros((COLUMNS,), SUM)
+            reach = tl.zeros((), tl.int64)
+            opened = key
+            continued = key < 0
+        if key != NOWHERE:
+            last = tl.load(order + base + i)
+            entry = tl.load(entries + last)
+            if tl.load(crowded) != 0:
+                several, far = _shares(
+                    last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
+                    n_features, columns, ELEMENT, SUM, COLUMNS,
+                )  # fmt: skip
+                total += several
+                reach = tl.maximum(reach, far)
+            else:
+                total += _share(
+                    last, entry, grads, shared_sums, splits, cells, features, slices, n_examples,
+                    columns, ELEMENT, SUM, COLUMNS,
+                )  # fmt: skip
+                reach = tl.maximum(reach, tl.load(features + (entry // n_examples) * 6 + 5))
+    if opened != NOWHERE:
+        if continued:
+            _leave(total, reach, head, reaches + tile * 2)
+        elif tl.load(keys + base + IDS, mask=base + IDS < n_ids, other=NOWHERE) == opened:
+            _leave(total, reach, head + n_columns, reaches + tile * 2 + 1)
+        else:
+            _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_tiles(
+    order: tl.tensor,
+    keys: tl.tensor,
+    targets: tl.tensor,
+    parts: tl.tensor,
+    reaches: tl.tensor,
+    rows_N: tl.tensor,
+    buffer_N: tl.tensor,
+    scale: tl.tensor,
+    n_ids: tl.tensor,
+    n_columns: tl.tensor,
+    ELEMENT: tl.constexpr,
+    IDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Sums each row that begins in one tile and ends in a later one."""
+    tile = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tile * IDS + IDS
+    key = tl.load(keys + end - 1, mask=end < n_ids, other=NOWHERE)
+    after = tl.load(keys + end, mask=end < n_ids, other=NOWHERE)
+    before = tl.load(keys + tile * IDS - 1, mask=tile > 0, other=-1)
+    if (key == after) & (key != NOWHERE) & (before != key):
+        total = tl.load(parts + (tile * 2 + 1) * n_columns + columns)
+        reach = tl.load(reaches + tile * 2 + 1)
+        other = tile + 1
+        while after == key:
+            total += tl.load(parts + other * 2 * n_columns + columns)
+            reach = tl.maximum(reach, tl.load(reaches + other * 2))
+            other += 1
+            after = tl.load(keys + other * IDS, mask=other * IDS < n_ids, other=NOWHERE)
+        last = tl.load(order + end - 1)
+        _put(total, last, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT, SCALED)
+
+
+def layout_backward(
+    grads: Sequence[Tensor],
+    scale: Tensor | None,
+    sizes: Sequence[int],
+    rows_N: Tensor,
+    buffer_N: Tensor,
+    cell_splits: Tensor,
+    cells: Tensor,
+    features: Tensor,
+    slices: Tensor,
+    sums: Tensor,
+    batch_sizes: Sequence[int],
+    shapes: Sequence[int],
+    limits: Sequence[int],
+) -> list[Tensor]:
+    """`shoal::layout_backward`; never waits for the device."""
+    like, size, ids = grads[0], sum(batch_sizes), rows_N.shape[0]
+    targets = [like.new_zeros(floats) for floats in sizes]
+    if size == 0 or ids == 0:
+        return targets
+    sources = [grad.contiguous() for grad in grads]
+    element, summed = ELEMENTS[like.dtype]
+    examples, columns = tile_of(size, limits[0])
+    wide = blocks_of(max(limits[0], 1), columns)
+    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    of_grads, of_targets = addresses_of(sources), addresses_of(targets)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
+    launch(
+        _sum_shared,
+        (slices.shape[0],),
+        *(of_grads, shared_sums, index[3], features, slices, size),
+        ELEMENT=element,
+        SUM=summed,
+        EXAMPLES=examples,
+        COLUMNS=columns,
+    )
+    keys, order, entries, crowded = _filed(sizes, index, features, size)
+    tiles = blocks_of(ids, TILE)
+    parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
+    reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
+    scaled, factor = scale is not None, like if scale is None else scale
+    options = {"num_warps": 1 if columns <= 128 else 4}
+    launch(
+        _sum_tiles,
+        (tiles, wide),
+        *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
+        *(features, slices, factor, crowded, ids, size, features.shape[0], wide * columns),
+        ELEMENT=element,
+        SUM=summed,
+        IDS=TILE,
+        COLUMNS=columns,
+        SCALED=scaled,
+        **options,
+    )
+    launch(
+        _join_tiles,
+        (tiles, wide),
+        *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),
+        ELEMENT=element,
+        IDS=TILE,
+        COLUMNS=columns,
+        SCALED=scaled,
+        **options,
+    )
+    return targets
+
+
+def _filed(
+    sizes: Sequence[int], index: Sequence[Tensor], features: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorted keys of the ids' rows, the ids in that order, the cell of each id, and whether
+    features share cells: int32 [1], 1 if so."""
+    keys = torch.full_like(index[0], NOWHERE.value)
+    entries = torch.empty_like(keys)
+    crowded = torch.zeros(1, dtype=torch.int32, device=keys.device)
+    blocks = blocks_of(size, 64)
+    launch(
+        _file_ids,
+        (features.shape[0] * blocks,),
+        *(keys, entries, _begins(sizes, keys.device), *index, features, crowded),
+        *(size, blocks, features.shape[0]),
+        EXAMPLES=64,
+    )
+    keys, order = torch.sort(keys, stable=True)
+    return keys, order, entries, crowded
+
+
+def _begins(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """int64: where each buffer begins when they follow each other."""
+    return sent(list(itertools.accumulate(sizes, initial=0)), device)

@@ -1,337 +1,568 @@
-"""Rows by id and by index on CUDA: a hash table of row numbers, a tiled gather, sums over runs.
-
-Sums use no float atomics: items are sorted by destination (stable), each destination's run is added
-in order, and a long run is cut into pieces whose sums are added in order.
-"""
+"""Whole rows and weights of a GPU shard by row index: read, written, copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launching import launch
-from shoal.kernels.row_tiles import blocks_of, power_of_2
+from shoal.kernels.index import first_bucket, stored_key, walk
+from shoal.kernels.initial_values import as_read, device_form, initial_tile, retrieved
+from shoal.kernels.launch import blocks_of, launch, power_of_2
+from shoal.kernels.rounding import (
+    STORED_BFLOAT16,
+    STORED_FLOAT16,
+    load_weights,
+    nearest_bits,
+    row_pointers,
+    storage_of,
+    store_nearest,
+    stream_key,
+    wide_of_bits,
+    words_at,
+)
+from shoal.kernels.tables import (
+    CHUNK_COUNTS,
+    CHUNK_IDS,
+    CHUNK_SEEN,
+    CHUNK_STATE,
+    CHUNK_VERSIONS,
+    CHUNK_WEIGHTS,
+    TABLE_ENTRIES,
+    TABLE_FIRST_COLUMN,
+    TABLE_MASK,
+    TABLE_SALT,
+    TABLE_SEED,
+    CallGroups,
+    RowForm,
+    ShardLayout,
+    group_of,
+    row_address,
+    search_steps,
+    table_word,
+)
 
-__all__ = ["gather_rows", "match_rows", "scatter_rows", "sum_runs"]
+_TILE = 4096  # elements of a program's block: 16 KB of rows in flight
+_HEAVY_TILE = 1024  # where values are computed, which takes registers
+_FIND_TILE = 2048  # of one warp
+_FIND_ROWS = 32  # few: a program waits for its longest search
+_MOST_COLUMNS = 256
+_MOST_ROWS = 512
 
-_PIECE = 128  # items of a run that one program adds in turn
-_SCRATCH = 1 << 14  # where idle lanes of an insert swap: spread, so that they do not queue
+_ENTRIES = tl.constexpr(TABLE_ENTRIES)
+_MASK = tl.constexpr(TABLE_MASK)
+_SALT = tl.constexpr(TABLE_SALT)
+_SEED = tl.constexpr(TABLE_SEED)
+_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
+_WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
 
 
 @triton.jit
-def _slot_of(id, slots):  # type: ignore[no-untyped-def]
-    h = id.to(tl.uint64, bitcast=True)
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EB
-    h = h ^ (h >> 31)
-    return (h & (slots - 1).to(tl.uint64)).to(tl.int64)
+def find_handle(tables_ptr, table_R, id_R, live_R):  # type: ignore[no-untyped-def]
+    """int32 handle of each id in its table, -1 where it has none; nobody inserts meanwhile."""
+    entries = table_word(tables_ptr, table_R, live_R, _ENTRIES)
+    mask = table_word(tables_ptr, table_R, live_R, _MASK)
+    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, _SALT), mask)
+    _slot, handle, there = walk(entries, bucket, mask, stored_key(id_R), live_R)
+    return tl.where(there, handle, -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _insert(ids, table, m, slots, scratch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    seeking = row < m
-    id = tl.load(ids + row, mask=seeking, other=0)
-    slot = _slot_of(id, slots)
-    idle = slots + (row & (scratch - 1))
-    free = tl.full([BLOCK], -1, tl.int64)
-    never = tl.full([BLOCK], -3, tl.int64)
-    while tl.max(seeking.to(tl.int32), 0) > 0:
-        # A slot that holds a row keeps its id for good; only a smaller row of that id replaces it.
-        held = tl.atomic_cas(
-            table + tl.where(seeking, slot, idle), tl.where(seeking, free, never), row
-        )
-        taken = seeking & (held >= 0)
-        same = taken & (tl.load(ids + held, mask=taken, other=0) == id)
-        tl.atomic_min(table + slot, row, mask=same)
-        seeking = taken & (same == 0)
-        slot = (slot + 1) & (slots - 1)
+def initial_rows(  # type: ignore[no-untyped-def]
+    tables_ptr, table_R, id_R, live_R, column_C, segments_ptr, segments, quantiles_ptr,
+    STORAGE: tl.constexpr,
+):  # fmt: skip
+    """[R, C] values that the ids' rows would hold when new, as they read from storage."""
+    seed = table_word(tables_ptr, table_R, live_R, _SEED)
+    key = stream_key(seed, table_word(tables_ptr, table_R, live_R, _SALT))
+    start = table_word(tables_ptr, table_R, live_R, _FIRST_COLUMN).to(tl.int32)
+    word = words_at(key[:, None], id_R[:, None], start[:, None] + column_C[None, :], 0)
+    value = tl.zeros(word.shape, tl.float32)
+    value = initial_tile(value, word, column_C, segments_ptr, segments, quantiles_ptr)
+    return as_read(value, STORAGE)
+
+
+@triton.jit(do_not_specialize=["columns", "groups", "first", "last", "step"])  # type: ignore[untyped-decorator]
+def _gather(  # type: ignore[no-untyped-def]
+    tables_ptr, chunks_ptr, columns, ids_ptr, splits_ptr, group_tables_ptr, groups,
+    rows_ptr, handles_ptr, found_ptr, out_ptr, first, last,
+    segments_ptr, segments, quantiles_ptr, step,
+    DIM: tl.constexpr, WEIGHT_BYTES: tl.constexpr, STORAGE: tl.constexpr, PLAIN: tl.constexpr,
+    FIND: tl.constexpr, INITIAL: tl.constexpr, PLACED: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = first + row
+    live = at < last
+    group = at * 0
+    if PLACED or FIND or INITIAL:
+        group = group_of(splits_ptr, groups, at, live, STEPS)
+    if PLACED:
+        start = tl.load(rows_ptr + group, mask=live, other=-1)
+        row = start + at - tl.load(splits_ptr + group, mask=live, other=0)
+        live = live & (start >= 0)
+    if FIND:
+        table = tl.load(group_tables_ptr + group, mask=live, other=0)
+        handle = find_handle(tables_ptr, table, tl.load(ids_ptr + at, mask=live, other=0), live)
+        tl.store(found_ptr + at, (handle >= 0).to(tl.uint8), mask=live)
+    else:
+        handle = tl.load(handles_ptr + at, mask=live, other=-1)
+    there = live & (handle >= 0)
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, _WEIGHTS)
+    for begin in range(0, DIM, BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)
+        inside = (column < DIM)[None, :]
+        value = load_weights(address, column, there[:, None] & inside, STORAGE)
+        if INITIAL:
+            absent = live & (handle < 0)
+            if tl.max(absent.to(tl.int32), axis=0) > 0:
+                table = tl.load(group_tables_ptr + group, mask=absent, other=0)
+                id = tl.load(ids_ptr + at, mask=absent, other=0)
+                fresh = initial_rows(
+                    tables_ptr, table, id, absent, column, segments_ptr, segments, quantiles_ptr,
+                    STORAGE,
+                )  # fmt: skip
+                value = tl.where(absent[:, None], fresh, value)
+        if not PLAIN:
+            value = retrieved(value, column, segments_ptr, segments, step)
+        tl.store(out_ptr + row[:, None] * DIM + column[None, :], value, mask=live[:, None] & inside)
+
+
+def gather(
+    layout: ShardLayout,
+    form: RowForm,
+    groups: CallGroups,
+    handles_N: Tensor,
+    out: Tensor,
+    out_rows_G: Tensor | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    initial: bool = False,
+    global_step: int = 0,
+) -> None:
+    """Rows of positions [start, stop) of a call, as training reads them, into `out`. One launch.
+
+    Args:
+        form: of the tables read; keep the object, it is a cache key.
+        groups: the call; read only with `out_rows_G` or `initial`.
+        handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value, which
+            costs registers: leave it off where every id has a row.
+        out: contiguous [n, D] in the form's real dtype.
+        out_rows_G: int64 [G], the row of `out` that takes the group's first row, -1 for groups
+            whose tables have another form; those are left alone. None: position p goes to row
+            p - start, and all positions are of this form.
+        stop: default N.
+        global_step: what OneBit's scale goes by.
+    """
+    last = handles_N.numel() if stop is None else stop
+    _launch(
+        layout, form, groups, handles_N, None, out, out_rows_G,
+        (start, last), initial=initial, step=global_step,
+    )  # fmt: skip
+
+
+def gather_found(
+    layout: ShardLayout,
+    form: RowForm,
+    groups: CallGroups,
+    found_N: Tensor,
+    out: Tensor,
+    out_rows_G: Tensor | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    global_step: int = 0,
+) -> None:
+    """Search the index for ids and copy out their rows, zeros for missing ones. One launch.
+
+    found_N: bool [N], set for the positions read. Other arguments as for `gather`; the index must
+    not change meanwhile.
+    """
+    last = found_N.numel() if stop is None else stop
+    _launch(
+        layout, form, groups, None, found_N, out, out_rows_G,
+        (start, last), initial=False, step=global_step,
+    )  # fmt: skip
+
+
+def _launch(
+    layout: ShardLayout,
+    form: RowForm,
+    groups: CallGroups,
+    handles_N: Tensor | None,
+    found_N: Tensor | None,
+    out: Tensor,
+    out_rows_G: Tensor | None,
+    span: tuple[int, int],
+    *,
+    initial: bool,
+    step: int,
+) -> None:
+    first, last = span
+    if last <= first or out.numel() == 0:
+        return
+    ready = device_form(form, out.device)
+    find = found_N is not None
+    rows, block_d, warps = _shape(form.dim, find, ready.plain and not initial)
+    count = groups.tables_G.numel()
+    unused: Any = groups.ids_N
+    launch(
+        _gather, (blocks_of(last - first, rows),),
+        layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+        groups.ids_N, groups.splits_G1, groups.tables_G, count,
+        unused if out_rows_G is None else out_rows_G,
+        unused if handles_N is None else handles_N,
+        unused if found_N is None else found_N.view(torch.uint8),
+        out, first, last,
+        ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
+        DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
+        PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
+        STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
+    """Rows and columns of a program's block, and its warps."""
+    block_d = min(power_of_2(dim), _MOST_COLUMNS)
+    if find:
+        rows = max(min(_FIND_TILE // block_d, _FIND_ROWS), 8)
+        return rows, block_d, 1
+    tile = _TILE if light else _HEAVY_TILE
+    return max(min(tile // block_d, _MOST_ROWS), 8), block_d, 4
+
+
+_WRITE_TILE = 2048  # elements of a program's block
+_WRITE_COLUMNS = 128
+
+_SEEN = tl.constexpr(CHUNK_SEEN)
+_VERSIONS = tl.constexpr(CHUNK_VERSIONS)
+_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _probe(  # type: ignore[no-untyped-def]
-    ids,
-    table,
-    query,
-    index,
+def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A value as it is after it was stored."""
+    if (STORAGE == _FLOAT16) | (STORAGE == _BFLOAT16):
+        value = wide_of_bits(nearest_bits(value, STORAGE), STORAGE)
+    return value
+
+
+@triton.jit
+def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ignore[no-untyped-def]
+    """Version and last-seen time of written rows."""
+    version = row_address(chunks_ptr, columns, handle, 4, live, _VERSIONS)
+    stamp = (handle.to(tl.int64) * 0 + epoch).to(tl.int32)
+    tl.store(version.to(tl.pointer_type(tl.int32)), stamp, mask=live)
+    address = row_address(chunks_ptr, columns, handle, 4, live, _SEEN)
+    seen = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
+    seen = tl.maximum(seen, seen * 0 + event_time_s)
+    tl.store(address.to(tl.pointer_type(tl.int32)), seen.to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["n", "columns", "epoch", "event_time_s"])  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    handles_ptr,
+    order_ptr,
+    values_ptr,
+    chunks_ptr,
+    columns,
     n,
-    slots,
+    width,
+    row_bytes,
+    epoch,
+    event_time_s,
+    ADD: tl.constexpr,
+    STORAGE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    wanted = tl.load(query + i, mask=inside, other=0)
-    slot = _slot_of(wanted, slots)
-    found = tl.full([BLOCK], -1, tl.int64)
-    seeking = inside
-    while tl.max(seeking.to(tl.int32), 0) > 0:
-        row = tl.load(table + slot, mask=seeking, other=-1)
-        taken = seeking & (row >= 0)
-        same = taken & (tl.load(ids + row, mask=taken, other=0) == wanted)
-        found = tl.where(same, row, found)
-        seeking = taken & (same == 0)
-        slot = (slot + 1) & (slots - 1)
-    tl.store(index + i, found, mask=inside)
-
-
-def match_rows(
-    ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
-) -> Tensor:
-    """First row of each id, -1 where there is none."""
-    ids_M = ids[0] if len(ids) == 1 else torch.cat(list(ids))
-    m, n = ids_M.numel(), query_N.numel()
-    index_N = torch.empty_like(query_N)
-    if n == 0:
-        return index_N
-    if m == 0:
-        return index_N.fill_(-1)
-    ids_M, query_N = ids_M.contiguous(), query_N.contiguous()
-    slots = power_of_2(2 * m)
-    scratch = min(_SCRATCH, power_of_2(m))
-    table = torch.full((slots + scratch,), -1, dtype=torch.int64, device=ids_M.device)
-    block = 256
-    launch(_insert, (blocks_of(m, block),), ids_M, table, m, slots, scratch, BLOCK=block)
-    launch(_probe, (blocks_of(n, block),), ids_M, table, query_N, index_N, n, slots, BLOCK=block)
-    return index_N
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    rows,
-    index,
-    out,
-    n,
-    m,
-    d,
-    FLOATS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row = tl.load(index + i, mask=i < n, other=-1)
-    there = (row >= 0) & (row < m)
-    source = rows + row[:, None] * d + c[None, :]
-    mask = there[:, None] & (c < d)[None, :]
-    if FLOATS:
-        value = tl.load(source, mask=mask, other=float("nan"))
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
+    # A run of equal handles is added from its first position on, or its last position is copied.
+    side = at + 1
+    if ADD:
+        side = at - 1
+    beside = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
+    edge = (handle >= 0) & (beside != handle)
+    address = row_address(chunks_ptr, columns, handle, row_bytes, edge, _WEIGHTS)
+    inside = (column < width)[None, :]
+    mask = edge[:, None] & inside
+    if ADD:
+        value = load_weights(address, column, mask, STORAGE)
+        reading = edge
+        further = at
+        while tl.max(reading.to(tl.int32), axis=0) > 0:
+            position = tl.load(order_ptr + further, mask=reading, other=0)
+            source = values_ptr + position[:, None] * width + column[None, :]
+            delta = tl.load(source, mask=reading[:, None] & inside, other=0.0)
+            total = _rounded(value + delta, STORAGE)
+            value = tl.where(reading[:, None], total, value)
+            further += 1
+            other = tl.load(handles_ptr + further, mask=reading & (further < n), other=-1)
+            reading = reading & (other == handle)
     else:
-        value = tl.load(source, mask=mask, other=0)
-    tl.store(out + i[:, None] * d + c[None, :], value, mask=(i < n)[:, None] & (c < d)[None, :])
-
-
-def gather_rows(
-    shards: Sequence[Tensor], index_N: Tensor, multi_threads: bool, what: str
-) -> Tensor:
-    """Rows by index; an index outside reads as NaN, or 0 for integers."""
-    rows_MD = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-    if rows_MD.is_complex():
-        pairs = gather_rows(
-            [torch.view_as_real(rows_MD).flatten(1)], index_N, multi_threads, what
-        ).view(index_N.numel(), rows_MD.shape[1], 2)
-        return torch.view_as_complex(pairs)
-    if rows_MD.dtype is torch.bool:
-        return gather_rows([rows_MD.view(torch.uint8)], index_N, multi_threads, what).view(
-            torch.bool
+        position = tl.load(order_ptr + at, mask=edge, other=0)
+        value = tl.load(
+            values_ptr + position[:, None] * width + column[None, :], mask=mask, other=0.0
         )
-    rows_MD, index_N = rows_MD.contiguous(), index_N.contiguous()
-    (m, d), n = rows_MD.shape, index_N.numel()
-    out_ND = rows_MD.new_empty(n, d)
-    if out_ND.numel() == 0:
-        return out_ND
-    block_d = min(power_of_2(d), 256)
-    block_n = max(1, 2048 * 4 // rows_MD.element_size() // block_d)
-    grid = (blocks_of(n, block_n), blocks_of(d, block_d))
-    launch(
-        _gather,
-        grid,
-        rows_MD,
-        index_N,
-        out_ND,
-        n,
-        m,
-        d,
-        FLOATS=rows_MD.is_floating_point(),
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-    )
-    return out_ND
+    store_nearest(address, column, value, mask, STORAGE)
+    if tl.program_id(1) == 0:
+        _stamp(chunks_ptr, columns, handle, edge, epoch, event_time_s)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_runs(  # type: ignore[no-untyped-def]
-    source,
-    place,
-    stride,
-    begins,
-    ends,
-    target,
-    width,
-    out,
-    runs,
-    d,
-    longest,
-    PLACED: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out of run r = sum of the source rows at place[begins[r]:ends[r]], in order.
-
-    Runs longer than `longest` are left alone. With PLACED, run r has width[r] columns, goes to
-    target[r], and goes nowhere when it is empty; else it is row r of out.
-    """
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    here = r < runs
-    begin = tl.load(begins + r, mask=here, other=0)
-    count = tl.load(ends + r, mask=here, other=0) - begin
-    here = here & (count <= longest)
-    count = tl.where(here, count, 0)
-    if PLACED:
-        here = here & (count > 0)
-        to = tl.load(target + r, mask=here, other=0)
-        columns = tl.load(width + r, mask=here, other=0)
-    else:
-        to = r * d
-        columns = tl.where(here, d, 0).to(tl.int64)
-    inside = c[None, :] < columns[:, None]
-    total = tl.zeros([BLOCK_R, BLOCK_D], dtype=SUM)
-    for j in range(tl.max(count, 0)):
-        going = j < count
-        at = tl.load(place + begin + j, mask=going, other=0) * stride
-        row = tl.load(source + at[:, None] + c[None, :], mask=going[:, None] & inside, other=0.0)
-        total += row.to(SUM)
-    tl.store(
-        out + to[:, None] + c[None, :],
-        total.to(out.dtype.element_ty),
-        mask=here[:, None] & inside,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_pieces(  # type: ignore[no-untyped-def]
-    partial,
-    lengths,
-    runs,
-    target,
-    width,
-    out,
-    d,
-    PLACED: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """A long run's sum: rows q .. q + lengths[q] - 1 of partial, where q is its first piece."""
-    q = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    length = tl.load(lengths + q)
-    if length > 0:
-        run = tl.load(runs + q)
-        to = run * d
-        columns = c * 0 + d
-        if PLACED:
-            to = tl.load(target + run)
-            columns = c * 0 + tl.load(width + run)
-        total = tl.zeros([BLOCK_R, BLOCK_D], dtype=SUM)
-        r = tl.arange(0, BLOCK_R).to(tl.int64)
-        for j in range(0, length, BLOCK_R):
-            total += tl.load(
-                partial + (q + j + r)[:, None] * d + c[None, :],
-                mask=((j + r) < length)[:, None] & (c < columns)[None, :],
-                other=0.0,
-            )
-        tl.store(out + to + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < columns)
-
-
-def sum_runs(
-    source: Tensor,
-    place_N: Tensor,
-    stride: int,
-    begins_R: Tensor,
-    ends_R: Tensor,
-    out: Tensor,
-    width: int,
+def write_weights(
+    layout: ShardLayout,
+    form: RowForm,
+    handles_N: Tensor,
+    values_ND: Tensor,
     *,
-    placed: tuple[Tensor, Tensor] | None = None,
-    cut: bool = True,
+    add: bool,
+    epoch: int,
+    event_time_s: int,
 ) -> None:
-    """Write to `out` the sum of each run of rows; every sum in a fixed order.
+    """Set rows to values, or add values to them; rows of one form.
 
-    Row j of the runs lies `place_N[j] * stride` elements after the start of `source`. Run r is rows
-    begins_R[r] to ends_R[r]. It has `width` columns and is row r of `out`; or, with placed =
-    (target_R, width_R), it has width_R[r] <= width columns, starts at element target_R[r], and an
-    empty run is not written. `cut`: the runs do not overlap, so long ones may be cut into pieces.
+    Of positions with one handle, the last is set, or all are added in their order. Values that a
+    16-bit row cannot hold are rounded to the nearest, ties to even. The row's version becomes
+    `epoch`, its last-seen time no less than `event_time_s`; its state and count stay.
+
+    Args:
+        handles_N: int32 [N]; -1 is passed over.
+        values_ND: [N, D] of `form.real`, contiguous.
     """
-    runs, n = begins_R.numel(), place_N.numel()
-    if runs == 0 or width == 0:
+    n, width = values_ND.shape
+    if n == 0:
         return
-    target_R, width_R = placed if placed is not None else (begins_R, begins_R)
-    total = torch.float64 if source.dtype is torch.float64 else torch.float32
-    sum_type = tl.float64 if total is torch.float64 else tl.float32
-    block_d = min(power_of_2(width), 128)
-    block_r = max(1, 1024 // block_d)
-    tiles = blocks_of(width, block_d)
-    kinds = {"SUM": sum_type, "BLOCK_R": block_r, "BLOCK_D": block_d}
-    pieces = 2 * n // _PIECE if cut else 0
-    longest = _PIECE if pieces > 0 else n + 1
+    sorted_N, order_N = handles_N.sort(stable=True)
+    block = min(power_of_2(width), _WRITE_COLUMNS)
+    rows = max(_WRITE_TILE // block, 1)
     launch(
-        _add_runs, (blocks_of(runs, block_r), tiles),
-        source, place_N, stride, begins_R, ends_R, target_R, width_R, out, runs, width,
-        longest, PLACED=placed is not None, **kinds,
-    )  # fmt: skip
-    if pieces == 0:
+        _write,
+        (blocks_of(n, rows), blocks_of(width, block)),
+        sorted_N,
+        order_N,
+        values_ND,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        n,
+        width,
+        form.weight_bytes,
+        epoch,
+        event_time_s,
+        ADD=add,
+        STORAGE=storage_of(form.dtype),
+        ROWS=rows,
+        BLOCK=block,
+    )
+
+
+# elements of a program's block
+
+_BLOCK = 256
+# Rows move as words of their elements' size: a copy must not change the bits of a NaN.
+_WORDS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32), 8: (torch.int64, tl.int64)}
+
+_IDS = tl.constexpr(CHUNK_IDS)
+_COUNTS = tl.constexpr(CHUNK_COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """int64 [R] each; what is None is not written."""
+
+    versions: Tensor | None = None
+    last_seen_s: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
+def _values(  # type: ignore[no-untyped-def]
+    handles_ptr,
+    dense_ptr,
+    chunks_ptr,
+    columns,
+    n,
+    width,
+    row_bytes,
+    CHUNK_WORD: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    READ: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
+    there = handle >= 0
+    address = row_address(chunks_ptr, columns, handle, row_bytes, there, CHUNK_WORD)
+    stored = row_pointers(address, column, ELEMENT)
+    dense = dense_ptr + at[:, None] * width + column[None, :]
+    inside = (column < width)[None, :]
+    if READ:
+        values = tl.load(stored, mask=there[:, None] & inside, other=0)
+        tl.store(dense, values, mask=(at < n)[:, None] & inside)
+    else:
+        values = tl.load(dense, mask=there[:, None] & inside, other=0)
+        tl.store(stored, values, mask=there[:, None] & inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_word(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, there, out_ptr, at, live, WORD: tl.constexpr
+):
+    address = row_address(chunks_ptr, columns, handle, 4, there, WORD)
+    value = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=there, other=0)
+    tl.store(out_ptr + at, value.to(tl.int64), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_word(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handle, there, source_ptr, at, WORD: tl.constexpr
+):
+    address = row_address(chunks_ptr, columns, handle, 4, there, WORD)
+    value = tl.load(source_ptr + at, mask=there, other=0)
+    tl.store(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), mask=there)
+
+
+@triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
+def _read_metadata(  # type: ignore[no-untyped-def]
+    handles_ptr, out_ptr, chunks_ptr, columns, n, IDS_ONLY: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    handle = tl.load(handles_ptr + at, mask=live, other=-1)
+    there = handle >= 0
+    address = row_address(chunks_ptr, columns, handle, 8, there, _IDS)
+    ids = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    tl.store(out_ptr + at, ids, mask=live)
+    if not IDS_ONLY:
+        size = at * 0 + n
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, _VERSIONS)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, _SEEN)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, _COUNTS)
+
+
+@triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
+def _write_metadata(  # type: ignore[no-untyped-def]
+    handles_ptr,
+    versions_ptr,
+    seen_ptr,
+    counts_ptr,
+    chunks_ptr,
+    columns,
+    n,
+    HAS_VERSIONS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
+    there = handle >= 0
+    if HAS_VERSIONS:
+        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, _VERSIONS)
+    if HAS_SEEN:
+        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, _SEEN)
+    if HAS_COUNTS:
+        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, _COUNTS)
+
+
+def _copy(
+    layout: ShardLayout, handles_R: Tensor, dense: Tensor, row_bytes: int, word: int, *, read: bool
+) -> None:
+    rows, width = dense.shape
+    if rows == 0 or width == 0:
         return
-    run_Q, begin_Q, end_Q, length_Q = _pieces(begins_R, ends_R, pieces)
-    partial_QD = torch.empty(pieces, width, dtype=total, device=out.device)
-    target_Q, width_Q = begin_Q, end_Q
-    if placed is not None:  # a piece is as wide as its run: no reads behind a narrow row
-        target_Q, width_Q = torch.arange(pieces, device=out.device) * width, width_R[run_Q]
+    torch_word, element = _WORDS[dense.element_size()]
+    block = min(power_of_2(width), _MOST_COLUMNS)
+    tile_rows = max(_TILE // block, 1)
     launch(
-        _add_runs, (blocks_of(pieces, block_r), tiles),
-        source, place_N, stride, begin_Q, end_Q, target_Q, width_Q, partial_QD, pieces, width,
-        longest, PLACED=placed is not None, **kinds,
-    )  # fmt: skip
-    kinds["BLOCK_R"] = 16
+        _values,
+        (blocks_of(rows, tile_rows), blocks_of(width, block)),
+        handles_R,
+        dense.view(torch_word),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        rows,
+        width,
+        row_bytes,
+        CHUNK_WORD=word,
+        ELEMENT=element,
+        READ=read,
+        ROWS=tile_rows,
+        BLOCK=block,
+    )
+
+
+def read_values(layout: ShardLayout, form: RowForm, handles_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [R, D] as stored and state [R, S] of rows of one form; zeros for handle -1."""
+    rows, device = len(handles_R), handles_R.device
+    weights = torch.empty(rows, form.dim, dtype=form.dtype, device=device)
+    state = torch.empty(rows, form.state_width, dtype=form.real, device=device)
+    _copy(layout, handles_R, weights, form.weight_bytes, CHUNK_WEIGHTS, read=True)
+    _copy(layout, handles_R, state, form.state_bytes, CHUNK_STATE, read=True)
+    return weights, state
+
+
+def write_values(
+    layout: ShardLayout, form: RowForm, handles_R: Tensor, weights: Tensor, state: Tensor
+) -> None:
+    """Put weights [R, D] as stored and state [R, S] into distinct rows; -1 is passed over."""
+    _copy(layout, handles_R, weights.contiguous(), form.weight_bytes, CHUNK_WEIGHTS, read=False)
+    _copy(layout, handles_R, state.contiguous(), form.state_bytes, CHUNK_STATE, read=False)
+
+
+def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
+    """int64 [4, R]: ids, versions, last-seen seconds, counts; zeros for handle -1."""
+    return _metadata(layout, handles_R, words=4)
+
+
+def read_ids(layout: ShardLayout, handles_R: Tensor) -> Tensor:
+    """Ids int64 [R]; zeros for handle -1."""
+    return _metadata(layout, handles_R, words=1)[0]
+
+
+def _metadata(layout: ShardLayout, handles_R: Tensor, *, words: int) -> Tensor:
+    rows = len(handles_R)
+    out_WR = torch.empty(words, rows, dtype=torch.int64, device=handles_R.device)
+    if rows:
+        launch(
+            _read_metadata,
+            (blocks_of(rows, _BLOCK),),
+            handles_R,
+            out_WR,
+            layout.chunks_WC,
+            layout.chunks_WC.shape[1],
+            rows,
+            IDS_ONLY=words == 1,
+            BLOCK=_BLOCK,
+        )
+    return out_WR
+
+
+def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -> None:
+    """Put metadata into rows; rows that come twice must get the same. -1 is passed over."""
+    rows, unused = len(handles_R), handles_R
+    parts = (metadata.versions, metadata.last_seen_s, metadata.counts)
+    if rows == 0 or all(part is None for part in parts):
+        return
     launch(
-        _add_pieces, (pieces, tiles),
-        partial_QD, length_Q, run_Q, target_R, width_R, out, width,
-        PLACED=placed is not None, **kinds,
-    )  # fmt: skip
-
-
-def _pieces(begins_R: Tensor, ends_R: Tensor, pieces: int) -> tuple[Tensor, ...]:
-    """Cuts of the long runs: run, begin and end of each piece, and pieces of a run at its first."""
-    counts_R = ends_R - begins_R
-    cuts_R = ((counts_R + _PIECE - 1) // _PIECE).masked_fill(counts_R <= _PIECE, 0)
-    stops_R = cuts_R.cumsum(0)
-    piece_Q = torch.arange(pieces, device=begins_R.device)
-    run_Q = torch.searchsorted(stops_R, piece_Q, right=True)
-    used_Q = run_Q < counts_R.numel()
-    run_Q = run_Q.clamp(max=counts_R.numel() - 1)
-    within_Q = piece_Q - (stops_R - cuts_R)[run_Q]
-    begin_Q = begins_R[run_Q] + within_Q * _PIECE
-    end_Q = torch.minimum(begin_Q + _PIECE, ends_R[run_Q])
-    begin_Q, end_Q = begin_Q.where(used_Q, 0), end_Q.where(used_Q, 0)
-    length_Q = cuts_R[run_Q].where(used_Q & (within_Q == 0), 0)
-    return run_Q, begin_Q, end_Q, length_Q
-
-
-def scatter_rows(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
-    """Sum of the gradients of each row."""
-    d = grad_ND.shape[1]
-    out_MD = grad_ND.new_empty(rows, d)
-    if out_MD.numel() == 0:
-        return out_MD
-    if index_N.numel() == 0:
-        return out_MD.zero_()
-    sorted_N, order_N = torch.sort(index_N, stable=True)
-    edges = torch.arange(rows + 1, device=index_N.device)
-    bounds = torch.searchsorted(sorted_N, edges)
-    sum_runs(grad_ND.contiguous(), order_N, d, bounds[:-1], bounds[1:], out_MD, d)
-    return out_MD
+        _write_metadata,
+        (blocks_of(rows, _BLOCK),),
+        handles_R,
+        *(unused if part is None else part for part in parts),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        rows,
+        HAS_VERSIONS=parts[0] is not None,
+        HAS_SEEN=parts[1] is not None,
+        HAS_COUNTS=parts[2] is not None,
+        BLOCK=_BLOCK,
+    )

@@ -18,16 +18,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import launch
-from shoal.kernels.piece_sums import add_pieces
-from shoal.kernels.row_form import RowForm
-from shoal.kernels.row_tiles import blocks_of
-from shoal.kernels.runs import Runs
-from shoal.kernels.step_plan import Stamp, programs_of, step_form
+from shoal.kernels.gradients import Runs, Sources
+from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.step_rules import stepped
-from shoal.kernels.step_sums import compose
+from shoal.kernels.step_sums import add_pieces, compose
 from shoal.kernels.step_tiles import (
+    Stamp,
     accepted,
     count_nonfinite,
     item_rows,
@@ -36,15 +32,15 @@ from shoal.kernels.step_tiles import (
     load_rows,
     load_stamps,
     payload_of,
+    programs_of,
     rates_of,
     run_words,
     runs_listed,
+    step_form,
     store_rows,
     store_stamps,
 )
-from shoal.kernels.table_layout import CHUNK_TABLE, ShardLayout, chunk_word
-
-__all__ = ["Stamp", "apply"]
+from shoal.kernels.tables import CHUNK_TABLE, RowForm, ShardLayout, chunk_word
 
 _TABLE = tl.constexpr(CHUNK_TABLE)
 

@@ -17,11 +17,9 @@ import triton.language as tl  # type: ignore[import-untyped]
 from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
 from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.gradient_descent import SGD, Momentum, SignSGD
-from shoal.rules.optimizers import Optimizer
+from shoal.rules.rule import Optimizer
 from shoal.rules.running import BatchSoftmax, MovingAverage
 from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
-
-__all__ = ["KernelRule", "kernel_rule", "stepped"]
 
 _NUMBERS = {
     SGD: 0,

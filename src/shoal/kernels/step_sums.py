@@ -1,9 +1,4 @@
-"""Sums of a call's gradients per row in memory, and optimizer steps that start from them.
-
-What `step` cannot do in one go: rows of several segments (a non-finite component anywhere leaves
-the whole row as it is, so all columns are summed before any is stepped), rules that kernels do not
-know, very wide rows. Runs are taken a slab at a time, so that sums never take [N, D].
-"""
+"""Sums of a call's gradients per row in memory, and optimizer steps that start from them."""
 
 from __future__ import annotations
 
@@ -14,43 +9,374 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.grad_sources import Sources
-from shoal.kernels.launching import launch
-from shoal.kernels.piece_sums import add_pieces
-from shoal.kernels.row_form import RowForm, SegmentForm
-from shoal.kernels.row_tiles import blocks_of
-from shoal.kernels.runs import Runs
-from shoal.kernels.step_plan import (
-    Stamp,
-    columns_of_tile,
-    programs_of,
-    rows_of_tile,
-    step_form,
-)
-from shoal.kernels.step_rows import step_in_torch
+from shoal.kernels.gradients import Runs, Sources, piece_room
+from shoal.kernels.launch import blocks_of, launch
+from shoal.kernels.rounding import storage_of
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_tiles import (
+    Stamp,
     accepted,
+    columns_of_tile,
     describe_rows,
     item_rows,
     item_tallies,
     item_where,
     load_rows,
+    load_weights,
     payload_of,
+    programs_of,
     rates_of,
+    rows_of_tile,
     run_words,
     runs_listed,
     settle_rows,
+    step_form,
     store_rows,
+    store_weights,
 )
-from shoal.kernels.table_layout import CHUNK_TABLE, ShardLayout, chunk_word
+from shoal.kernels.tables import (
+    CHUNK_STATE,
+    CHUNK_TABLE,
+    CHUNK_WEIGHTS,
+    RowForm,
+    SegmentForm,
+    ShardLayout,
+    chunk_word,
+    row_address,
+)
+from shoal.rules.rule import RuleContext
 
-__all__ = ["compose", "sum_runs"]
+_MOST_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["form", "begin", "room"])  # type: ignore[untyped-decorator]
+def _add_pieces(  # type: ignore[no-untyped-def]
+    pieces_ptr, room, cursors_ptr, form, begin,
+    addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
+    DIM: tl.constexpr, PITCH: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr,
+    FACTORS: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    end = tl.load(cursors_ptr + 4 * form + 2)
+    for piece in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        start = tl.load(pieces_ptr + piece)
+        stop = tl.load(pieces_ptr + room + piece)
+        total = tl.zeros([ROWS, BLOCK_D], REAL)
+        tally = tl.zeros([ROWS], tl.int64)
+        for place in range(start, stop, ROWS):
+            at = (place + tl.arange(0, ROWS)).to(tl.int64)
+            on = at < stop
+            address = tl.load(addresses_ptr + at, mask=on, other=0)
+            total += item_rows(address, factors_ptr, at, on, column, DIM, ALIGN, REAL, FACTORS)
+            if COUNTED:
+                tally += tl.load(counts_ptr + at, mask=on, other=0).to(tl.int64)
+        slot = (piece - begin).to(tl.int64)
+        tl.store(partials_ptr + slot * PITCH + column, tl.sum(total, axis=0), mask=column < DIM)
+        if COUNTED:
+            tl.store(tallies_ptr + slot, tl.sum(tally, axis=0))
+
+
+def add_pieces(
+    number: int, form: RowForm, runs: Runs, sources: Sources, counts_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sums of the pieces of a form's runs, [P, pitch], and what they stand for, int64 [P].
+
+    counts_N: int32 [N] in the order of the runs, or None.
+    """
+    plan, real = step_form(form), form.real
+    room = piece_room(runs.rooms[number])
+    device = runs.order_N.device
+    partials = torch.empty(room, plan.pitch, dtype=real, device=device)
+    tallies = torch.empty(room if counts_N is not None else 0, dtype=torch.int64, device=device)
+    if room == 0:
+        return partials, tallies
+    columns = columns_of_tile(form.dim)
+    unused = sources.addresses_N
+    launch(
+        _add_pieces,
+        (programs_of(room, device), blocks_of(form.dim, columns)),
+        runs.pieces_WP,
+        runs.pieces_WP.shape[1],
+        runs.cursors_FW,
+        number,
+        runs.first_piece(number),
+        sources.addresses_N,
+        unused if sources.factors_N is None else sources.factors_N,
+        unused if counts_N is None else counts_N,
+        partials,
+        tallies,
+        DIM=form.dim,
+        PITCH=plan.pitch,
+        ALIGN=sources.alignments[number],
+        REAL=plan.real,
+        FACTORS=sources.factors_N is not None,
+        COUNTED=counts_N is not None,
+        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
+        BLOCK_D=columns,
+    )
+    return partials, tallies
+
+
+@triton.jit(do_not_specialize=["room", "last_run", "rows"])  # type: ignore[untyped-decorator]
+def _write_rows(  # type: ignore[no-untyped-def]
+    sums_ptr, runs_ptr, room, cursors_ptr, last_run, addresses_ptr, factors_ptr, partials_ptr, rows,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    size = runs_listed(cursors_ptr, 0, 0)
+    partials = partials_ptr.to(tl.int64)
+    for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
+        run = tile * ROWS + tl.arange(0, ROWS)
+        live = run < size
+        row, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, 0, 0, last_run, run, live
+        )
+        hot = items < length
+        first = first.to(tl.int64)
+        most_items = tl.max(items, axis=0)
+        live = live & (row < rows)
+        out = sums_ptr + row.to(tl.int64) * DIM
+        for start in range(0, DIM, BLOCK_D):
+            column = start + tl.arange(0, BLOCK_D)
+            g = tl.zeros([ROWS, BLOCK_D], REAL)
+            for item in range(most_items):
+                at, _on, cold, address = item_where(
+                    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
+                )
+                g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            inside = live[:, None] & (column < DIM)[None, :]
+            tl.store(out[:, None] + column[None, :], g, mask=inside)
+
+
+def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
+    """Sum of each row's gradients over its positions, `form.real` [rows, D].
+
+    Runs are cut and added as a step does it. Rows without a position are left as they are.
+
+    Args:
+        runs: of one form; the handles are the rows' numbers.
+        rows: how many there are; positions of others are left out.
+    """
+    device, most = runs.order_N.device, runs.rooms[0]
+    sums = torch.empty(rows, form.dim, dtype=form.real, device=device)
+    if most == 0 or rows == 0:
+        return sums
+    plan, tile = step_form(form), rows_of_tile(form.dim, form.real)
+    partials, _ = add_pieces(0, form, runs, sources, None)
+    unused: Any = sources.addresses_N
+    launch(
+        _write_rows,
+        (programs_of(blocks_of(min(most, rows), tile), device),),
+        sums,
+        runs.runs_WN,
+        runs.runs_WN.shape[1],
+        runs.cursors_FW,
+        runs.last_run(0),
+        sources.addresses_N,
+        unused if sources.factors_N is None else sources.factors_N,
+        partials,
+        rows,
+        DIM=form.dim,
+        PITCH_BYTES=plan.pitch * form.real.itemsize,
+        ALIGN=sources.alignments[0],
+        REAL=plan.real,
+        FACTORS=sources.factors_N is not None,
+        ROWS=tile,
+        BLOCK_D=columns_of_tile(form.dim),
+        # As a step rounds: each operation by itself.
+        enable_fp_fusion=False,
+    )
+    return sums
+
+
+_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
+_TABLE = tl.constexpr(CHUNK_TABLE)
+
+
+@triton.jit(do_not_specialize=["columns", "size"])  # type: ignore[untyped-decorator]
+def _read(  # type: ignore[no-untyped-def]
+    chunks_ptr, columns, handles_ptr, payloads_ptr, addresses_ptr, out_ptr, tables_ptr, size,
+    WIDTH: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, WORD: tl.constexpr,
+    STORAGE: tl.constexpr, REAL: tl.constexpr, CACHED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[U, WIDTH] of rows' columns COLUMN on; from chunks, or from addresses if WORD is negative."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    handle = tl.load(handles_ptr + row, mask=row < size, other=-1)
+    live = handle >= 0
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    if WORD < 0:
+        address = tl.load(addresses_ptr + row, mask=live, other=0)
+        rows = address.to(tl.pointer_type(REAL))
+        value = tl.load(rows[:, None] + (COLUMN + column)[None, :], mask=inside, other=0.0)
+    else:
+        handle = tl.where(live, handle, 0)
+        payload = payload_of(payloads_ptr, handle, live, CACHED)
+        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, WORD)
+        value = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
+        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        tl.store(tables_ptr + row, table, mask=row < size)
+    inside = (row < size)[:, None] & (column < WIDTH)[None, :]
+    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["columns", "size", "domain"])  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    layout_ptr, chunks_ptr, columns, handles_ptr, payloads_ptr, values_ptr, size, domain,
+    WIDTH: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, STATE: tl.constexpr,
+    STORAGE: tl.constexpr, REAL: tl.constexpr, CACHED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Write [U, WIDTH] to rows' weights, or to their STATE, columns COLUMN on."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * BLOCK_D
+    column = start + tl.arange(0, BLOCK_D)
+    handle = tl.load(handles_ptr + row, mask=row < size, other=-1)
+    live = handle >= 0
+    handle = tl.where(live, handle, 0)
+    payload = payload_of(payloads_ptr, handle, live, CACHED)
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    value = tl.load(values_ptr + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    if STATE:
+        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, _STATE)
+        rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
+        tl.store(rows[:, None] + (COLUMN + column)[None, :], value, mask=inside)
+    else:
+        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        store_weights(
+            layout_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside,
+            value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
+        )  # fmt: skip
+
+
+def step_in_torch(
+    layout: ShardLayout,
+    form: RowForm,
+    segment: SegmentForm,
+    handles_U: Tensor,
+    sums_UD: Tensor,
+    rates_KR: Tensor,
+    stamp: Stamp,
+    seen_U: Tensor | None,
+    payload_H: Tensor | None,
+) -> None:
+    """One step of a segment by `rule.step`; waits for the device.
+
+    Args:
+        handles_U: int32 [U]; rows of negative ones stay as they are.
+        sums_UD: [U, >= D] summed gradients of whole rows.
+        rates_KR: float64 [K, R].
+        seen_U: int64 [U], addresses of the whole rows that the gradients were computed at.
+    """
+    size = handles_U.numel()
+    if size == 0:
+        return
+    column, dim = segment.column, segment.dim
+    tables_U = torch.zeros(size, dtype=torch.int64, device=handles_U.device)
+    w_UD = _fetched(layout, form, handles_U, payload_H, None, tables_U, dim, column, CHUNK_WEIGHTS)
+    state_US = w_UD[:, :0]
+    if segment.state_width:
+        width, start = segment.state_width, segment.state_column
+        state_US = _fetched(
+            layout, form, handles_U, payload_H, None, tables_U, width, start, CHUNK_STATE
+        )
+    seen_UD = None
+    if seen_U is not None:
+        seen_UD = _fetched(layout, form, handles_U, payload_H, seen_U, tables_U, dim, column, -1)
+    g_UD = sums_UD[:, column : column + dim]
+    g_UD = segment.compressor.retrieve_backward(w_UD, g_UD, stamp.global_step)
+    rates_U = rates_KR[:, segment.rate][tables_U]
+    rates = torch.unique(rates_U).tolist()
+    new_w_UD, new_state_US = torch.empty_like(w_UD), torch.empty_like(state_US)
+    for rate in rates:
+        chosen = slice(None) if len(rates) == 1 else (rates_U == rate).nonzero().flatten()
+        context = RuleContext(stamp.global_step, None if seen_UD is None else seen_UD[chosen])
+        new_w_UD[chosen], new_state_US[chosen] = segment.optimizer.step(
+            w_UD[chosen], state_US[chosen], g_UD[chosen], rate, context
+        )
+    _stored(layout, form, handles_U, payload_H, new_w_UD, column, False, stamp)
+    if segment.state_width:
+        _stored(layout, form, handles_U, payload_H, new_state_US, segment.state_column, True, stamp)
+
+
+def _fetched(
+    layout: ShardLayout,
+    form: RowForm,
+    handles_U: Tensor,
+    payload_H: Tensor | None,
+    addresses_U: Tensor | None,
+    tables_U: Tensor,
+    width: int,
+    column: int,
+    word: int,
+) -> Tensor:
+    size = handles_U.numel()
+    out = torch.empty(size, width, dtype=form.real, device=handles_U.device)
+    state = word == CHUNK_STATE
+    rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
+    launch(
+        _read,
+        (blocks_of(size, rows), blocks_of(width, columns)),
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        handles_U,
+        handles_U if payload_H is None else payload_H,
+        tables_U if addresses_U is None else addresses_U,
+        out,
+        tables_U,
+        size,
+        WIDTH=width,
+        COLUMN=column,
+        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        WORD=word,
+        STORAGE=storage_of(form.real if state else form.dtype),
+        REAL=step_form(form).real,
+        CACHED=payload_H is not None,
+        ROWS=rows,
+        BLOCK_D=columns,
+    )
+    return out
+
+
+def _stored(
+    layout: ShardLayout,
+    form: RowForm,
+    handles_U: Tensor,
+    payload_H: Tensor | None,
+    values: Tensor,
+    column: int,
+    state: bool,
+    stamp: Stamp,
+) -> None:
+    size, width = values.shape
+    rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
+    launch(
+        _write,
+        (blocks_of(size, rows), blocks_of(width, columns)),
+        layout.tables_KT,
+        layout.chunks_WC,
+        layout.chunks_WC.shape[1],
+        handles_U,
+        handles_U if payload_H is None else payload_H,
+        values,
+        size,
+        stamp.domain,
+        WIDTH=width,
+        COLUMN=column,
+        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        STATE=state,
+        STORAGE=storage_of(form.dtype),
+        REAL=step_form(form).real,
+        CACHED=payload_H is not None,
+        ROWS=rows,
+        BLOCK_D=columns,
+        SHIFT=form.shift,
+    )
+
 
 _SLAB = 1 << 18  # runs of a slab at most
 _SLAB_BYTES = 1 << 28  # of their sums
-
-_TABLE = tl.constexpr(CHUNK_TABLE)
 
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run"])  # type: ignore[untyped-decorator]

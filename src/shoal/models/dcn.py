@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, describe
 from shoal.models.mlp import MLP, Inputs
 
-__all__ = ["DCN", "CrossMixture", "CrossNetwork"]
-
 
 class CrossNetwork(nn.Module):
     """Full-matrix crosses: x' = x0 * (W x + b) + x, [B, X] -> [B, X].

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from shoal.models.mlp import MLP, Inputs
 from shoal.models.wide import Wide
 
-__all__ = ["DeepFM", "fm_second_order"]
-
 
 def fm_second_order(embeddings_BFD: Tensor) -> Tensor:
     """Sum of the dot products of all pairs of features, [B].

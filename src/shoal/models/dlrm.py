@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from shoal.models.mlp import MLP, Inputs
 
-__all__ = ["DLRM", "dot_interaction"]
-
 
 def dot_interaction(vectors_BFD: Tensor) -> Tensor:
     """Dot product of each pair of vectors, [B, F(F-1)/2]; pair order (1,0), (2,0), (2,1), ..."""

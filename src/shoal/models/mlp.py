@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ShapeError, describe
 
-__all__ = ["MLP", "Inputs"]
-
 
 class Inputs(NamedTuple):
     """Widths a model is built for; a plain (num_dense, num_features, dim) tuple will do.

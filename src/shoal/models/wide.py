@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from shoal.errors import ShapeError, describe
 from shoal.models.mlp import Inputs
 
-__all__ = ["LogisticRegression", "Wide"]
-
 
 class Wide(nn.Module):
     """A bias, a linear map of dense features and a sum of first-order weights; starts at zero.

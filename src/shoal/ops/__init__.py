@@ -24,8 +24,7 @@ from shoal.ops.indexed_segments import (
     segment_offsets,
 )
 from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
-from shoal.ops.layout_index import LayoutIndex
-from shoal.ops.layout_specs import FeatureConfig, FeatureConfigs, OutConfig, SliceConfig
+from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
 from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import (
     Dedup,
@@ -40,14 +39,16 @@ from shoal.ops.reference import (
     ValueOffset,
     pooled_layout,
 )
+from shoal.ops.reference.rows import GatheredRows
 from shoal.ops.reorder import (
     fused_reorder_by_indices,
     fused_reorder_by_indices_into,
     reorder_by_indices,
     reorder_by_indices_into,
+    unique_key_with_value_and_offset,
+    unique_key_with_value_and_offset_into,
 )
 from shoal.ops.rows import (
-    GatheredRows,
     gather_embeddings_by_ids_gradient_back_prop,
     gather_embeddings_by_input,
     gather_rows,
@@ -72,10 +73,6 @@ from shoal.ops.splits import (
     ragged_split_by_indices,
     split_by_indices,
     unpermute_rows,
-)
-from shoal.ops.unique_keys import (
-    unique_key_with_value_and_offset,
-    unique_key_with_value_and_offset_into,
 )
 
 __all__ = [

@@ -1,14 +1,10 @@
-"""Operators `torch.ops.shoal.*`: one definition, four implementations, one gradient.
-
-An operator's CPU implementation is the compiled core, its CUDA implementation a Triton launcher;
-both equal the plain-torch reference. The fake implementation and the gradient make it work under
-`torch.compile`, `torch.export` and `gradcheck`.
-"""
+"""Operators `torch.ops.shoal.*`: one definition, four implementations, one gradient."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
@@ -16,18 +12,25 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import DeviceUnavailable, InputError, describe, unknown_name
 
-__all__ = [
-    "Backend",
-    "backend_on",
-    "bounds_checks",
-    "checks_bounds",
-    "forced",
-    "one_device",
-    "operator",
-    "set_bounds_checks",
-]
+# From here on memory is kept for the next output of its size: fresh pages cost more than filling
+# them.
+_KEPT_BYTES = 1 << 19
+
+
+def fresh(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor; a large one reuses memory."""
+    size = math.prod(shape)
+    if size * dtype.itemsize < _KEPT_BYTES:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    words = -(-size * dtype.itemsize // 8)
+    kept: Tensor = _core.pooled64(1, words)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # No view: autograd lets nobody change a view that a custom operator returned.
+    return torch.empty(0, dtype=dtype, device="cpu").set_(kept.untyped_storage(), 0, shape, strides)
+
 
 Backend = Literal["reference", "core", "triton"]
 Implementation = Callable[..., Any]

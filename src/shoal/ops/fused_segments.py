@@ -15,18 +15,11 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, ShapeError, describe
-from shoal.ops import segment_checks as checks
-from shoal.ops.dispatch import one_device, operator
+from shoal.ops import checks
+from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.indexed_segments import index_sum_split, write_offsets
-from shoal.ops.outputs import fresh
-from shoal.ops.reference import segments as reference
+from shoal.ops.reference import rows as reference
 from shoal.ops.segments import is_double, widened
-
-__all__ = [
-    "fused_reduce_and_split_gpu",
-    "fused_reduce_sum_and_split",
-    "fused_sorted_segment_sum",
-]
 
 
 def fused_sorted_segment_sum(
@@ -106,7 +99,7 @@ def fused_reduce_and_split_gpu(
     if not embeddings:
         return []
     for offsets_B1, rows_ND, widths in zip(splits, embeddings, slice_dims, strict=True):
-        checks.check_rows(op, rows_ND, offsets_B1)
+        checks.check_segments(op, rows_ND, offsets_B1)
         checks.check_widths(op, widths, rows_ND.shape[1])
     _check_alike(op, embeddings)
     flat = [width for widths in slice_dims for width in widths]

@@ -11,13 +11,10 @@ from shoal import _core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import reference
-from shoal.ops.dispatch import one_device, operator
-from shoal.ops.id_checks import check_ids, check_out, shape_error
-from shoal.ops.outputs import fresh
+from shoal.ops.checks import check_ids, check_out, shape_error
+from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.reference import Dedup
 from shoal.ragged import Ragged
-
-__all__ = ["dedup", "dedup_into", "fused_value_rowids", "normalize_merged_split"]
 
 _GOOD = -1  # what the core returns when it found nothing wrong
 _ROWIDS = "fused_value_rowids"

@@ -16,21 +16,10 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.ops import segment_checks as checks
-from shoal.ops.dispatch import operator
-from shoal.ops.outputs import fresh
-from shoal.ops.reference import segments as reference
+from shoal.ops import checks
+from shoal.ops.dispatch import fresh, operator
+from shoal.ops.reference import rows as reference
 from shoal.ops.segments import MODES, is_double, kept_alive, share_of, widened
-
-__all__ = [
-    "index_sum_split",
-    "reduce_mean",
-    "reduce_mean_sqrtn",
-    "reduce_sqrtn",
-    "reduce_sum",
-    "segment_offsets",
-    "write_offsets",
-]
 
 _NAMES = {
     "sum": "reduce_sum",
@@ -147,7 +136,7 @@ def _run_reduce(
         torch.get_num_threads(),
     )
     if bad >= 0 or unsorted >= 0:
-        raise checks.bad_index(op, index_M, length, bad if bad >= 0 else unsorted)
+        raise checks.bad_segment_index(op, index_M, length, bad if bad >= 0 else unsorted)
     return [out.to(values_MD.dtype) for out in outs]
 
 
@@ -188,7 +177,7 @@ def _run_backward(
         torch.get_num_threads(),
     )
     if bad >= 0:
-        raise checks.bad_index(op, index_M, length, bad)
+        raise checks.bad_segment_index(op, index_M, length, bad)
     return out_MD.to(grads[0].dtype)
 
 
@@ -355,7 +344,7 @@ def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Te
         )
         if bad >= 0 or unsorted >= 0:
             at = bad if bad >= 0 else unsorted
-            raise checks.bad_index(checks.table_of(op, k, indices), index_M, length, at)
+            raise checks.bad_segment_index(checks.table_of(op, k, indices), index_M, length, at)
         outs.append(offsets_B1)
     return outs
 

@@ -17,15 +17,12 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.errors import InputError, describe
+from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
-from shoal.ops.layout_checks import check_layout
-from shoal.ops.layout_index import LayoutIndex
-from shoal.ops.layout_specs import FeatureConfigs
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
 from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import layout as reference
-
-__all__ = ["fused_embedding_to_layout", "fused_embedding_to_layout_grad"]
 
 
 def fused_embedding_to_layout(

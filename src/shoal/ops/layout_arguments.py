@@ -10,11 +10,8 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe
-from shoal.ops.layout_index import LayoutIndex
-from shoal.ops.layout_specs import FeatureConfigs, LayoutPlan
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, LayoutPlan
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
-
-__all__ = ["forward_arguments", "gradient_arguments", "reshaped"]
 
 _OP = "fused_embedding_to_layout"
 

@@ -51,11 +51,8 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
-from shoal.kernels.transfer import sent
-from shoal.ops.layout_index import LayoutIndex, on_device
-from shoal.ops.layout_specs import FeatureConfigs
-
-__all__ = ["MonolithOffsets", "Version", "decode_monolith"]
+from shoal.kernels.launch import sent
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, on_device
 
 Version = Literal[1, 2, 3, 4, 5]
 

@@ -3,25 +3,200 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.ops.dispatch import one_device
-from shoal.ops.id_checks import check_ids, check_out, shape_error, value_error
-from shoal.ops.ids import dedup_into
-from shoal.ops.reference import FusedReorder, Reorder, ShardBy
-from shoal.ops.reorder_operators import fused_reorder, fused_reorder_into
-from shoal.ops.splits import check_lengths, check_num, check_shards
-from shoal.placement import floormod, unsigned_mod
+from shoal import _core
+from shoal.address import address
+from shoal.kernels.launch import sent
+from shoal.ops import reference
+from shoal.ops.checks import check_ids, check_out, shape_error, value_error
+from shoal.ops.dispatch import fresh, one_device, operator
+from shoal.ops.ids import check_offsets_values, dedup_into, value_rowids
+from shoal.ops.reference import FusedReorder, Reorder, ShardBy, UniqueKeys, ValueOffset
+from shoal.ops.splits import (
+    check_lengths,
+    check_num,
+    check_shards,
+    partition,
+    raise_bad_shards,
+    shard_error,
+)
+from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
 from shoal.ragged import Ragged
 
-__all__ = [
-    "fused_reorder_by_indices",
-    "fused_reorder_by_indices_into",
-    "reorder_by_indices",
-    "reorder_by_indices_into",
-]
+_GOOD = -1  # what the core returns when it found nothing wrong
+_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
+_WHAT = "fused_reorder_by_indices: shard_by's result"  # what errors of given shards name
+
+
+def _operation(what: str) -> str:
+    return what.split(": ", 1)[0]
+
+
+def _spans(what: str, ids: Sequence[Tensor], offsets_K1: Tensor | None) -> list[Tensor]:
+    """Ids of each table, contiguous."""
+    if offsets_K1 is None:
+        return [part.contiguous() for part in ids]
+    check_offsets_values(_operation(what), offsets_K1, ids[0].numel())
+    return list(torch.split(ids[0].contiguous(), offsets_K1.diff().tolist()))
+
+
+def _core_started(
+    ids: Sequence[Tensor],
+    offsets_K1: Tensor | None,
+    dims: Sequence[int],
+    num: int,
+    rule: str,
+    shards_N: Tensor | None,
+    offsets_N: Tensor,
+    what: str,
+) -> tuple[_core.FusedReorder, list[Tensor]]:
+    spans = _spans(what, ids, offsets_K1)
+    if shards_N is not None:
+        shards_N = shards_N.contiguous()
+    found = _core.FusedReorder(
+        [address(span) for span in spans],
+        [span.numel() for span in spans],
+        list(dims),
+        num,
+        _RULE_NUMBERS[rule],
+        0 if shards_N is None else address(shards_N),
+        address(offsets_N),
+        torch.get_num_threads(),
+    )
+    if found.bad != _GOOD and shards_N is not None:  # only of given ones
+        raise shard_error(what, shards_N, num, found.bad)
+    return found, spans
+
+
+def _core_fused_reorder(
+    ids: Sequence[Tensor],
+    offsets_K1: Tensor | None,
+    dims: Sequence[int],
+    num: int,
+    rule: str,
+    shards_N: Tensor | None,
+    what: str = _WHAT,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    offsets_N = fresh(sum(part.numel() for part in ids), dtype=torch.int64)
+    found, _spans_alive = _core_started(ids, offsets_K1, dims, num, rule, shards_N, offsets_N, what)
+    ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
+    sizes_WK = fresh(num * len(dims), dtype=torch.int64)
+    found.write(address(ids_U), address(counts_U), address(sizes_WK))
+    return ids_U, counts_U, sizes_WK, offsets_N
+
+
+def _reference_fused_reorder(
+    ids: Sequence[Tensor],
+    offsets_K1: Tensor | None,
+    dims: Sequence[int],
+    num: int,
+    rule: str,
+    shards_N: Tensor | None,
+    what: str = _WHAT,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spans = _spans(what, ids, offsets_K1)
+    if rule == "hash_ranges" and shards_N is not None:
+        owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
+        found = reference.fused_reorder_given(spans, num, dims, owners)
+    elif shards_N is None:
+        shard_by = floormod if rule == "floormod" else unsigned_mod
+        found = reference.fused_reorder_by_indices(spans, num, dims, shard_by=shard_by)
+    else:
+        lengths = [span.numel() for span in spans]
+        found = reference.fused_reorder_given(spans, num, dims, torch.split(shards_N, lengths))
+    return found.ids_U, found.counts_U, found.slot_sizes_WK, found.offsets_N
+
+
+def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
+    shares_N = (buckets_of(mix64(ids_N ^ line[0])) * line[1]) >> BUCKET_BITS
+    return line[2 + shares_N]
+
+
+def _fake_fused_reorder(
+    ids: Sequence[Tensor], offsets_K1: Tensor | None, dims: Sequence[int], num: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size, like = torch.library.get_ctx().new_dynamic_size(), ids[0]
+    n = sum(part.numel() for part in ids)
+    return (
+        like.new_empty(size),
+        like.new_empty(size),
+        like.new_empty(num * len(dims)),
+        like.new_empty(n),
+    )
+
+
+def _parts(arguments: tuple[Any, ...]) -> tuple[Any, Any, str]:
+    """Inputs, outputs, and what errors name, of the form with outputs."""
+    return arguments[:6], arguments[6:11], arguments[11] if len(arguments) > 11 else _WHAT
+
+
+def _core_fused_reorder_into(*arguments: Any) -> None:
+    inputs, outputs, what = _parts(arguments)
+    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = outputs
+    found, _spans_alive = _core_started(*(*inputs, offsets_out_N, what))
+    found.write(address(ids_out_N), address(counts_out_N), address(sizes_out_WK))
+    size_out_1.fill_(found.unique)
+
+
+def _reference_fused_reorder_into(*arguments: Any) -> None:
+    inputs, outputs, what = _parts(arguments)
+    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = outputs
+    ids_U, counts_U, sizes_WK, offsets_N = _reference_fused_reorder(*(*inputs, what))
+    ids_out_N[: ids_U.numel()] = ids_U
+    counts_out_N[: ids_U.numel()] = counts_U
+    sizes_out_WK.copy_(sizes_WK)
+    offsets_out_N.copy_(offsets_N)
+    size_out_1.fill_(ids_U.numel())
+
+
+def _check_fused_reorder(
+    ids: Sequence[Tensor],
+    offsets_K1: Tensor | None,
+    dims: Sequence[int],
+    num: int,
+    rule: str,
+    shards_N: Tensor | None,
+    what: str = _WHAT,
+) -> None:
+    if shards_N is not None and rule == "given":
+        raise_bad_shards(what, shards_N, num)
+    if offsets_K1 is not None:
+        check_offsets_values(_operation(what), offsets_K1, ids[0].numel())
+
+
+def _check_fused_reorder_into(*arguments: Any) -> None:
+    inputs, _, what = _parts(arguments)
+    _check_fused_reorder(*(*inputs, what))
+
+
+_ARGUMENTS = "Tensor[] ids, Tensor? offsets_K1, int[] dims_K, int num, str rule, Tensor? shards_N"
+_NAMED = f'str what="{_WHAT}"'
+
+fused_reorder = operator(
+    f"fused_reorder({_ARGUMENTS}, {_NAMED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    from_host=True,
+    reference=_reference_fused_reorder,
+    core=_core_fused_reorder,
+    triton="ids:fused_reorder",
+    fake=_fake_fused_reorder,
+    check=_check_fused_reorder,
+)
+
+fused_reorder_into = operator(
+    f"fused_reorder_into({_ARGUMENTS}, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
+    f"Tensor(c!) sizes_out_WK, Tensor(d!) offsets_out_N, Tensor(e!) size_out_1, {_NAMED}) -> ()",
+    from_host=True,
+    reference=_reference_fused_reorder_into,
+    core=_core_fused_reorder_into,
+    triton="ids:fused_reorder_into",
+    fake=lambda *_: None,
+    check=_check_fused_reorder_into,
+)
+
 
 Tables = tuple[list[Tensor], Tensor | None, list[int]]
 
@@ -279,3 +454,112 @@ def _rows_by_key(ids_NC: Tensor, keys_N: Tensor) -> Tensor:
     rows_NC = torch.empty_like(ids_NC, memory_format=torch.contiguous_format)
     rows_NC[keys_N] = ids_NC
     return rows_NC
+
+
+def unique_key_with_value_and_offset(
+    key: Ragged, dims: Sequence[int], generate_buffer: bool = True
+) -> UniqueKeys:
+    """Distinct keys of each of K slots, and where the row of each occurrence goes.
+
+    key: a ragged of K rows, one per slot; dims: K row widths -> `UniqueKeys(unique_key,
+    value_offset, value_buffer)`. value_buffer float32 [sum n_k * d_k] holds one row per
+    occurrence, slot after slot, to be filled by `fill_with_offset_map`; it is not initialised.
+    None without generate_buffer.
+
+    On CUDA it waits for the device, because U depends on the keys;
+    `unique_key_with_value_and_offset_into` does not. No gradient. Monolith:
+    `unique_key_with_value_and_offset`.
+
+    Raises:
+        ShapeError: dims and slots of different number; offsets that do not start at 0, fall, or
+            do not end at N.
+        InputError: no slots, or a width below 1.
+    """
+    op = "unique_key_with_value_and_offset"
+    parts, _, widths = tables_of(op, key, dims)
+    starts_N, floats_K = _row_starts(op, key, widths)
+    keys_U, counts_U, sizes_K, inverse_N = fused_reorder(
+        parts, key.offsets_B1, [1] * len(widths), 1, "floormod", None
+    )
+    unique_key = Ragged.from_lengths(keys_U, sizes_K)
+    splits_U1 = torch.nn.functional.pad(counts_U.cumsum(0), (1, 0))
+    value_offset = ValueOffset(_by_key(starts_N, inverse_N), splits_U1, unique_key.offsets_B1)
+    buffer = None
+    if generate_buffer:
+        buffer = torch.empty(int(floats_K.sum()), dtype=torch.float32, device=keys_U.device)
+    return UniqueKeys(unique_key, value_offset, buffer)
+
+
+def unique_key_with_value_and_offset_into(
+    key: Ragged,
+    dims: Sequence[int],
+    *,
+    keys_out_N: Tensor,
+    key_splits_out_K1: Tensor,
+    offsets_out_N: Tensor,
+    splits_out_N1: Tensor,
+    size_out_1: Tensor,
+) -> None:
+    """`unique_key_with_value_and_offset` into given tensors; nothing waits for the device.
+
+    All int64. keys_out_N [N]: its first U entries are written, the distinct keys of slot k from
+    key_splits_out_K1[k] to [k+1]. offsets_out_N [N] is `value_offset`'s, and so are the first U+1
+    entries of splits_out_N1 [N+1]; the others become N. size_out_1 [1] receives U. The outputs
+    share no memory with each other or with the key. The buffer, sum n_k * d_k, is the caller's.
+
+    Raises:
+        as `unique_key_with_value_and_offset`; DTypeError and ShapeError also for outputs that are
+        not so, InputError for some on another device.
+    """
+    op = "unique_key_with_value_and_offset_into"
+    parts, _, widths = tables_of(op, key, dims)
+    n, slots = key.values.numel(), len(widths)
+    check_out(op, "keys_out_N", keys_out_N, n)
+    check_out(op, "key_splits_out_K1", key_splits_out_K1, slots + 1)
+    check_out(op, "offsets_out_N", offsets_out_N, n)
+    check_out(op, "splits_out_N1", splits_out_N1, n + 1)
+    check_out(op, "size_out_1", size_out_1, 1)
+    splits = {"key_splits_out_K1": key_splits_out_K1, "splits_out_N1": splits_out_N1}
+    outs = {"keys_out_N": keys_out_N, "offsets_out_N": offsets_out_N, "size_out_1": size_out_1}
+    one_device(op, key=parts[0], **splits, **outs)
+    starts_N, _ = _row_starts(op, key, widths)
+    counts_N = torch.zeros_like(keys_out_N)  # behind the last key there are none
+    sizes_K, inverse_N = keys_out_N.new_empty(slots), torch.empty_like(keys_out_N)
+    fused_reorder_into(
+        parts,
+        key.offsets_B1,
+        [1] * slots,
+        1,
+        "floormod",
+        None,
+        keys_out_N,
+        counts_N,
+        sizes_K,
+        inverse_N,
+        size_out_1,
+    )
+    offsets_out_N.copy_(_by_key(starts_N, inverse_N))
+    for out, sizes in ((key_splits_out_K1, sizes_K), (splits_out_N1, counts_N)):
+        out[:1].zero_()
+        out[1:].copy_(sizes.cumsum(0))
+
+
+def _row_starts(op: str, key: Ragged, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where each occurrence's row starts in the buffer [N], and floats of each slot [K]."""
+    rows_N = value_rowids(op, key)
+    device = rows_N.device
+    if torch.compiler.is_compiling():  # a constant of the graph
+        dims_K = torch.tensor(widths, device=device)
+    else:
+        dims_K = sent(widths, device)
+    floats_K = key.lengths * dims_K
+    # Occurrence i of slot k starts at (floats before the slot) + d_k * (i - first of the slot).
+    bases_K = floats_K.cumsum(0) - floats_K - dims_K * key.offsets_B1[:-1]
+    places_N = torch.arange(rows_N.numel(), device=device)
+    return bases_K[rows_N] + dims_K[rows_N] * places_N, floats_K
+
+
+def _by_key(starts_N: Tensor, inverse_N: Tensor) -> Tensor:
+    # N, not U, bounds the numbers: it is known when the graph is compiled.
+    order_N, _ = partition(inverse_N, max(inverse_N.numel(), 1))
+    return starts_N[order_N]

@@ -10,34 +10,22 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.ops.dispatch import operator
-from shoal.ops.id_checks import check_ids
-from shoal.ops.outputs import fresh
-from shoal.ops.reference import rows as reference
-from shoal.ops.reference.rows import GatheredRows
-from shoal.ops.rows_checks import (
-    bad_index,
+from shoal.ops.checks import (
+    bad_row_index,
     check_devices,
+    check_ids,
     check_index_values,
     check_lists,
     check_match_values,
-    check_rows,
+    check_row_shape,
     check_same_dtype,
     floating,
     missing_id,
     refuse,
 )
-
-__all__ = [
-    "GatheredRows",
-    "gather_embeddings_by_ids_gradient_back_prop",
-    "gather_embeddings_by_input",
-    "gather_rows",
-    "map_id_to_embedding",
-    "map_id_to_embedding_gradient_back_prop",
-    "match_rows",
-    "scatter_rows",
-]
+from shoal.ops.dispatch import fresh, operator
+from shoal.ops.reference import rows as reference
+from shoal.ops.reference.rows import GatheredRows
 
 
 def threads(many: bool = True) -> int:
@@ -90,7 +78,7 @@ def _core_gather(
         threads(multi_threads),
     )
     if bad >= 0:
-        raise bad_index(what, bad, int(index_N[bad]), sum(counts))
+        raise bad_row_index(what, bad, int(index_N[bad]), sum(counts))
     return out_ND
 
 
@@ -109,7 +97,7 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
         threads(),
     )
     if bad >= 0:
-        raise bad_index(what, bad, int(index_N[bad]), rows)
+        raise bad_row_index(what, bad, int(index_N[bad]), rows)
     return out_MD.to(grad_ND.dtype)
 
 
@@ -382,7 +370,7 @@ def _check_id_lists(op: str, ids: Sequence[Tensor], input: Tensor) -> None:
 
 def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
     for s, rows_MD in enumerate(shards):
-        check_rows(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
+        check_row_shape(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
     check_same_dtype(op, name, shards)
     widths = {rows_MD.shape[1] for rows_MD in shards}
     if len(widths) > 1:

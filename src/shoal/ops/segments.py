@@ -17,26 +17,9 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, describe
-from shoal.ops import segment_checks as checks
-from shoal.ops.dispatch import operator
-from shoal.ops.outputs import fresh
-from shoal.ops.reference import segments as reference
-
-__all__ = [
-    "MODES",
-    "is_double",
-    "kept_alive",
-    "row_ids",
-    "segment_first_n",
-    "segment_l2",
-    "segment_mean",
-    "segment_reduce",
-    "segment_reduce_backward",
-    "segment_sqrtn",
-    "segment_sum",
-    "share_of",
-    "widened",
-]
+from shoal.ops import checks
+from shoal.ops.dispatch import fresh, operator
+from shoal.ops.reference import rows as reference
 
 MODES = ("sum", "mean", "sqrtn", "l2")
 
@@ -52,7 +35,7 @@ def segment_sum(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
         DTypeError: rows not floating, or offsets not int64.
         InputError: on two devices.
     """
-    checks.check_rows("segment_sum", rows_ND, offsets_B1)
+    checks.check_segments("segment_sum", rows_ND, offsets_B1)
     return segment_reduce(rows_ND, offsets_B1, "sum")  # type: ignore[no-any-return]
 
 
@@ -65,7 +48,7 @@ def segment_mean(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_rows("segment_mean", rows_ND, offsets_B1)
+    checks.check_segments("segment_mean", rows_ND, offsets_B1)
     return segment_reduce(rows_ND, offsets_B1, "mean")  # type: ignore[no-any-return]
 
 
@@ -78,7 +61,7 @@ def segment_sqrtn(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_rows("segment_sqrtn", rows_ND, offsets_B1)
+    checks.check_segments("segment_sqrtn", rows_ND, offsets_B1)
     return segment_reduce(rows_ND, offsets_B1, "sqrtn")  # type: ignore[no-any-return]
 
 
@@ -91,7 +74,7 @@ def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_rows("segment_l2", rows_ND, offsets_B1)
+    checks.check_segments("segment_l2", rows_ND, offsets_B1)
     return segment_reduce(rows_ND, offsets_B1, "l2")  # type: ignore[no-any-return]
 
 
@@ -105,7 +88,7 @@ def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
         ShapeError: as `segment_sum`, or length below 1.
         DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_rows("segment_first_n", rows_ND, offsets_B1)
+    checks.check_segments("segment_first_n", rows_ND, offsets_B1)
     checks.check_length("segment_first_n", length, least=1)
     return _first_n(rows_ND, offsets_B1, length)  # type: ignore[no-any-return]
 

@@ -16,13 +16,10 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, describe, unknown_name
-from shoal.ops.layout_index import LayoutIndex, cells_of, check_shared
-from shoal.ops.layout_specs import FeatureConfigs
+from shoal.ops.checks import read_offsets
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, cells_of, check_shared
 from shoal.ops.monolith_layout import MonolithOffsets, Version
-from shoal.ops.segment_checks import read_offsets
 from shoal.ragged import KeyedRagged
-
-__all__ = ["ShardRule", "ShardedFids", "sharding_sparse_fids"]
 
 ShardRule = Literal["unsigned_mod", "floormod"]
 

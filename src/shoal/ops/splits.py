@@ -11,21 +11,11 @@ from shoal import _core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError, describe
 from shoal.ops import reference
-from shoal.ops.dispatch import one_device, operator
-from shoal.ops.id_checks import check_ids, shape_error, value_error
+from shoal.ops.checks import check_ids, shape_error, value_error
+from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.ids import value_rowids
-from shoal.ops.outputs import fresh
 from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
 from shoal.ragged import Ragged
-
-__all__ = [
-    "partition",
-    "permute_rows",
-    "ragged_partition",
-    "ragged_split_by_indices",
-    "split_by_indices",
-    "unpermute_rows",
-]
 
 _GOOD = -1  # what the core returns when it found nothing wrong
 _MOST_SHARDS = (1 << 31) - 1

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from shoal.optim.clipping import clip_grad_norm_
 from shoal.optim.joint import JointOptimizer
-from shoal.optim.proxies import FiniteFlag, TableGradient
-from shoal.optim.sparse import SparseOptimizer
+from shoal.optim.sparse import FiniteFlag, SparseOptimizer, TableGradient
 
 __all__ = [
     "FiniteFlag",

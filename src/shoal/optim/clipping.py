@@ -7,13 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.ledger import GradientLedger
-from shoal.optim.agreement import shared, summed, worst
-from shoal.optim.proxies import TableGradient
-from shoal.optim.sparse import SparseOptimizer
+from shoal.embedding.gradients import GradientLedger
+from shoal.optim.sparse import SparseOptimizer, TableGradient, shared, summed, worst
 from shoal.uncompiled import uncompiled
-
-__all__ = ["clip_grad_norm_"]
 
 
 @uncompiled

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 from shoal.errors import CheckpointError, ConfigError, describe
-from shoal.optim.proxies import not_copied
-from shoal.optim.sparse import SparseOptimizer
+from shoal.optim.sparse import SparseOptimizer, not_copied
 from shoal.uncompiled import uncompiled
-
-__all__ = ["JointOptimizer"]
 
 
 @uncompiled

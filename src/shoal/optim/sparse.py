@@ -2,35 +2,432 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.gradients import GradientLedger
 from shoal.errors import (
     CheckpointError,
+    ConfigError,
     NonFiniteGradient,
     ShoalError,
     describe,
     unknown_name,
 )
-from shoal.ledger import GradientLedger
-from shoal.optim.agreement import anywhere, shared
-from shoal.optim.binding import (
-    RateKey,
-    find_collections,
-    group_rates,
-    hosted_rates,
-    share_ledgers,
-)
-from shoal.optim.proxies import FiniteFlag, TableGradient, not_copied
-from shoal.optim.rates import check_groups, load_groups, saved_groups
-from shoal.rules.schedules import Schedule
-from shoal.table.shard import NanPolicy, StepContext
+from shoal.rules.schedules import Constant, Schedule
+from shoal.table import shard
+from shoal.table.shard import NanPolicy, Shard, StepContext
+from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
-__all__ = ["NAN_POLICIES", "SparseOptimizer"]
+
+def shared(ledgers: Sequence[GradientLedger]) -> GradientLedger | None:
+    """One of the ledgers whose tables are spread over ranks; None if there is none."""
+    return next((ledger for ledger in ledgers if ledger.world_size > 1), None)
+
+
+def anywhere(ledgers: Sequence[GradientLedger], here: Sequence[Tensor]) -> Tensor:
+    """Which ranks say yes to any of some bool scalars, uint8 [W]; a collective call."""
+    ledger = shared(ledgers)
+    device = ledgers[0].shard.device
+    mine = torch.stack([flag.to(device) for flag in here]).any().to(torch.uint8)
+    if ledger is None or ledger.collectives is None:
+        return mine.reshape(1)
+    collectives = ledger.collectives
+    said_W = torch.zeros(collectives.world_size, dtype=torch.uint8, device=collectives.device)
+    said_W[collectives.rank] = mine
+    return _reduced(ledger, said_W, "max", "vote on finite gradients")
+
+
+def summed(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
+    """A scalar, added up over ranks; a collective call."""
+    ledger = shared(ledgers)
+    return value if ledger is None else _reduced(ledger, value, "sum", "norm of gradients")
+
+
+def worst(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
+    """The largest of a scalar over ranks, NaN if any is; a collective call."""
+    ledger = shared(ledgers)
+    if ledger is None:
+        return value
+    # Whether the maximum of a NaN is one depends on what carries it.
+    pair = torch.stack([value.nan_to_num(0.0, posinf=torch.inf), value.isnan().to(value.dtype)])
+    found = _reduced(ledger, pair, "max", "norm of gradients")
+    return torch.where(found[1] > 0, torch.nan, found[0])
+
+
+def _reduced(ledger: GradientLedger, values: Tensor, op: str, what: str) -> Tensor:
+    collectives = ledger.collectives
+    assert collectives is not None
+    collectives.step = ledger.global_step
+    asked = values.to(collectives.device)
+    if op == "max":
+        (found,) = collectives.all_reduce(asked, "max", what=what).wait()
+    else:
+        (found,) = collectives.all_reduce(asked, "sum", what=what).wait()
+    return found.to(ledger.shard.device)
+
+
+_OWN = ("params", "name")
+
+
+class RateGroup:
+    """A segment of a table among an optimizer's `param_groups`: the group's "lr" is its rate.
+
+    A number may be written there; the rate of a schedule is shown there, and may not.
+
+    Args:
+        name: of the group.
+        table: name of the table.
+        rate: of the coming steps while nobody writes another.
+        named: the rate is not the spec's own.
+    """
+
+    def __init__(self, name: str, table: str, rate: Schedule, named: bool) -> None:
+        self.name, self.table, self.named, self._rate = name, table, named, rate
+        self._shown = rate(0)
+        self.group: dict[str, Any] = {"params": [], "lr": self._shown, "name": name}
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the group's own rate is the same at every step."""
+        return isinstance(self._rate, Constant)
+
+    @property
+    def written(self) -> bool:
+        """Whether the group has another rate than its own."""
+        return bool(self.group["lr"] != self._shown)
+
+    @property
+    def touched(self) -> bool:
+        """Whether the rate was written, or a scheduler keeps something of its own in the group."""
+        return self.written or len(self.group) > len(_OWN) + 1
+
+    def at(self, step: int) -> float:
+        """The rate at a step; shown in the group.
+
+        Raises:
+            ConfigError: somebody wrote a rate where a schedule says it.
+            DTypeError, InputError: what was written is not a finite number.
+        """
+        written = self.group["lr"]
+        if not self.written:
+            self.show(step)
+        elif not self.is_number:
+            raise ConfigError(
+                describe(
+                    f"lr of param group {self.name!r}",
+                    got=f"{written!r}, written where the schedule {self._rate!r} gives "
+                    f"{self._shown:g}",
+                    allowed="one that says the rate: the table's schedule, or who writes lr",
+                    remedy="Give the table a number as its rate, or keep a torch scheduler to the "
+                    "other optimizers.",
+                )
+            )
+        value = self.group["lr"]
+        value = value.item() if isinstance(value, Tensor) else value
+        shard.finite_rates({self.table: (value,)})
+        return float(value)
+
+    def show(self, step: int) -> None:
+        """Put the group's own rate there."""
+        self._shown = self.group["lr"] = self._rate(step)
+
+
+def saved_groups(groups: Iterable[RateGroup]) -> list[dict[str, Any]]:
+    """Settings by name of the groups that somebody touched."""
+    return [
+        {key: value for key, value in one.group.items() if key != "params"}
+        for one in groups
+        if one.touched
+    ]
+
+
+def check_groups(groups: Iterable[RateGroup], saved: object) -> None:
+    """Check what `load_groups` is about to get.
+
+    Raises:
+        CheckpointError: not what `saved_groups` returns of such groups.
+    """
+    here = [one.name for one in groups]
+    parts = saved if isinstance(saved, list | tuple) else (saved,)
+    names = [part.get("name") if isinstance(part, dict) else part for part in parts]
+    strangers = [name for name in names if name not in here]
+    if strangers:
+        raise CheckpointError(
+            describe(
+                "param groups of a SparseOptimizer's state",
+                got=", ".join(map(repr, strangers)),
+                allowed=", ".join(map(repr, here)),
+                remedy="Load it into an optimizer of the same tables and segments.",
+            )
+        )
+
+
+def load_groups(groups: Iterable[RateGroup], saved: Iterable[Mapping[str, Any]], step: int) -> None:
+    """Take over what `saved_groups` returned; other groups get their own rate at a step."""
+    settings = {group["name"]: group for group in saved}
+    for one in groups:
+        own = settings.get(one.name, {})
+        one.group.update({k: v for k, v in own.items() if k not in _OWN})
+        if "lr" not in own or not one.is_number:
+            one.show(step)
+
+
+def not_copied(what: str) -> ConfigError:
+    """What pickle, deepcopy and torch.save of a part of a sparse optimizer raise."""
+    remedy = "Make a new optimizer over the copied modules and load the state."
+    got, allowed = "pickle, torch.save or deepcopy", "state_dict and load_state_dict"
+    return ConfigError(describe(f"copy of {what}", got=got, allowed=allowed, remedy=remedy))
+
+
+class _Proxy(nn.Parameter):
+    """A parameter that stands for rows elsewhere, so that it cannot be copied by itself."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied("a SparseOptimizer's parameter")
+
+    __deepcopy__ = __reduce_ex__
+
+
+class TableGradient(_Proxy):
+    """Stands for a table among an optimizer's parameters; holds no weights.
+
+    `grad` is the gradient summed per id, [U, D] float32 (float64 for float64 tables) on the
+    shard's device, of all backward passes since the last step; None before the first. It is
+    worked out when read, and changes made to it in place are what `step()` applies. Setting None
+    drops it. Where tables are spread over ranks, it has the rows that this rank owns.
+    """
+
+    _ledger: GradientLedger
+    _table: int
+
+    def __new__(cls, ledger: GradientLedger, table: int) -> TableGradient:
+        spec = ledger.shard.specs[table]
+        dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+        device = ledger.shard.device
+        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=dtype, device=device))
+        made._ledger, made._table = ledger, table
+        return made
+
+    def __init__(self, ledger: GradientLedger, table: int) -> None:
+        """All is done in `__new__`, as tensors are."""
+
+    @property
+    def shard(self) -> Shard:
+        """Whose rows these are."""
+        return self._ledger.shard
+
+    @property
+    def table(self) -> str:
+        """The table's name; a column slice of one is named "table[start:stop]"."""
+        return self._ledger.shard.specs[self._table].name
+
+    @property
+    def speaks_for_itself(self) -> bool:
+        """Whether no other rank has the same rows to count."""
+        return self.table not in self._ledger.silent
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The ids of `grad`'s rows, int64 [U], or None."""
+        if self.grad is None:
+            return None
+        summed = self._ledger.summed()
+        return summed.ids[summed.tables.index(self._table)]
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._ledger.sums_of(self._table)
+
+    @grad.setter
+    def grad(self, sums_UD: Tensor | None) -> None:
+        self._ledger.replace_sums(self._table, sums_UD)
+
+
+class FiniteFlag(_Proxy):
+    """Tells a loss scaler on every rank that some rank's rows have a gradient that is not finite.
+
+    `grad` is float32 [1] on the shard's device: infinity if so, else 0. Reading it the first time
+    in a step is a collective call of all ranks; None before the first backward.
+    """
+
+    _ledgers: tuple[GradientLedger, ...]
+    _known: tuple[tuple[int, ...], Tensor] | None
+
+    def __new__(cls, ledgers: Sequence[GradientLedger]) -> FiniteFlag:
+        made = super().__new__(
+            cls, torch.zeros(1, dtype=torch.float32, device=ledgers[0].shard.device)
+        )
+        made._ledgers, made._known = tuple(ledgers), None
+        return made
+
+    def __init__(self, ledgers: Sequence[GradientLedger]) -> None:
+        """All is done in `__new__`, as tensors are."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if not any(len(ledger) for ledger in self._ledgers):
+            return None
+        # What was written is the same on every rank, so all ask again or none.
+        at = tuple(ledger.revision for ledger in self._ledgers)
+        if self._known is None or self._known[0] != at:
+            # A scaler reads the sums: they may overflow where the gradients do not.
+            for ledger in self._ledgers:
+                ledger.summed()
+            bad_W = anywhere(self._ledgers, [~ledger.all_finite() for ledger in self._ledgers])
+            flag = torch.where(bad_W.any().bool(), torch.inf, 0.0).to(torch.float32).reshape(1)
+            self._known = at, flag.to(self.device)
+        return self._known[1]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._known = None
+
+
+RateKey = str | tuple[str, str]
+
+
+def find_collections(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
+    found: dict[int, EmbeddingCollection] = {}
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, EmbeddingCollection):
+                found[id(part)] = part
+    if not found:
+        raise ConfigError(
+            describe(
+                "modules of a SparseOptimizer",
+                got="no EmbeddingCollection",
+                allowed="modules with one or more",
+                remedy="Pass the model that holds the collection.",
+            )
+        )
+    return list(found.values())
+
+
+def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientLedger, ...]:
+    """One ledger per shard: rows that two collections touch take one step."""
+    ledgers: dict[int, GradientLedger] = {}
+    for collection in collections:
+        ledger = ledgers.setdefault(id(collection.shard), collection.ledger)
+        if ledger.inserts != collection.init_on_lookup:
+            raise ConfigError(
+                describe(
+                    "init_on_lookup of collections on one shard",
+                    got="True and False",
+                    allowed="one mode",
+                    remedy="Build both with the same init_on_lookup.",
+                )
+            )
+        if ledger is not collection.ledger:
+            ledger.take_over(collection.ledger)
+            collection.ledger = ledger
+    return tuple(ledgers.values())
+
+
+def bind_rates(
+    collections: Sequence[EmbeddingCollection], rates: Mapping[RateKey, float | Schedule]
+) -> dict[str, dict[str, Schedule]]:
+    """Of the tables that `rates` names: the rate of each segment by name."""
+    specs: dict[str, TableSpec] = {}
+    owners: dict[str, set[int]] = {}
+    for collection in collections:
+        specs.update(collection.tables)
+        for name in collection.tables:
+            owners.setdefault(name, set()).add(id(collection.shard))
+    bound: dict[str, dict[str, Schedule]] = {}
+    for key, rate in sorted(rates.items(), key=lambda item: isinstance(item[0], tuple)):
+        name, segment = (key, None) if isinstance(key, str) else key
+        if name not in specs:
+            raise unknown_name("table in rates", name, specs)
+        if len(owners[name]) > 1:
+            raise ConfigError(
+                describe(
+                    f"rate of table {name!r}",
+                    got=f"a name that {len(owners[name])} shards have",
+                    allowed="a name of one table",
+                    remedy="Use one SparseOptimizer per module, or rename a table.",
+                )
+            )
+        own = own_rates(specs[name])
+        if segment is not None and segment not in own:
+            raise unknown_name(f"segment of table {name!r} in rates", segment, own)
+        call = rate if isinstance(rate, Schedule) else Constant(rate)
+        chosen = bound.setdefault(name, own)
+        chosen.update(dict.fromkeys([segment] if segment is not None else own, call))
+    return bound
+
+
+def own_rates(spec: TableSpec) -> dict[str, Schedule]:
+    """The rate of each segment's own rule, by name; 1 for a rule without one."""
+    rates = {part.name: getattr(part.optimizer, "lr", 1.0) for part in spec.segments}
+    return {
+        name: rate if isinstance(rate, Schedule) else Constant(rate) for name, rate in rates.items()
+    }
+
+
+def group_rates(
+    collections: Sequence[EmbeddingCollection],
+    proxies: Iterable[TableGradient],
+    rates: Mapping[RateKey, float | Schedule],
+) -> dict[tuple[int, str], tuple[RateGroup, ...]]:
+    """The param groups of every table, one per segment, by the id of its shard and its name.
+
+    A table's proxies are in its first group. Groups are named "table", or "table/segment" where
+    there are several; "#2" and so on tells tables of one name on several shards apart.
+    """
+    named, taken = bind_rates(collections, rates), Counter[str]()
+    groups: dict[tuple[int, str], tuple[RateGroup, ...]] = {}
+    for collection in collections:
+        for table, spec in collection.tables.items():
+            key = (id(collection.shard), table)
+            if key in groups:
+                continue
+            taken[table] += 1
+            name = table if taken[table] == 1 else f"{table}#{taken[table]}"
+            own = named.get(table) or own_rates(spec)
+            groups[key] = tuple(
+                RateGroup(
+                    f"{name}/{segment}" if len(own) > 1 else name, table, rate, table in named
+                )
+                for segment, rate in own.items()
+            )
+    (first, *_), *_ = groups.values()
+    for proxy in proxies:
+        slice_of = (id(proxy.shard), proxy.table.rpartition("[")[0])
+        (group, *_) = groups.get((id(proxy.shard), proxy.table)) or groups.get(slice_of) or (first,)
+        group.group["params"].append(proxy)
+    return groups
+
+
+def hosted_rates(
+    specs: Sequence[TableSpec],
+    rates: Mapping[str, tuple[float, ...]],
+    tables: Mapping[str, TableSpec],
+) -> dict[str, tuple[float, ...]]:
+    """The rates of a shard's tables, which may be column slices of those that were named.
+
+    Args:
+        specs: the shard's.
+        rates: whole table -> one rate per segment.
+        tables: the whole tables by name.
+    """
+    found = {}
+    for spec in specs:
+        name = spec.name if spec.name in tables else spec.name.rpartition("[")[0]
+        if name in rates:
+            by_segment = dict(
+                zip([s.name for s in tables[name].segments], rates[name], strict=True)
+            )
+            found[spec.name] = tuple(by_segment[segment.name] for segment in spec.segments)
+    return found
+
 
 NAN_POLICIES: tuple[NanPolicy, ...] = ("raise", "skip", "clip")
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from shoal.pipeline.commands import Settings
+from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import Step
 from shoal.pipeline.train_pipeline import (
     PredictPipeline,

@@ -1,9 +1,10 @@
-"""Runs what the scheduler says: loads in a thread, all else in the caller's, in one fixed order."""
+"""Runs what the scheduler says, on threads and streams, in one fixed order."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +12,54 @@ import torch
 
 from shoal.comm.collectives import Pending
 from shoal.pipeline import batches
-from shoal.pipeline.commands import Command, Done, Event, Loaded, Settings, Settled
-from shoal.pipeline.loading import Loader, Reading
-from shoal.pipeline.scheduler import advance, start
+from shoal.pipeline.batches import Loader, Reading
+from shoal.pipeline.scheduler import Command, Done, Event, Loaded, Settings, Settled, advance, start
 from shoal.pipeline.stages import Stages, Step
-from shoal.pipeline.streams import Lanes
 from shoal.pipeline.voting import Ballot, Ballots, Rules, Tally
 
-__all__ = ["Asking", "Executor", "Round"]
+
+class Lanes:
+    """The streams of a run.
+
+    device: where batches go.
+    beside: early stages run on a stream of their own; only on CUDA.
+    """
+
+    def __init__(self, device: torch.device, *, beside: bool) -> None:
+        self.device = device
+        self._early: torch.cuda.Stream | None = None
+        if beside and device.type == "cuda":
+            self._early = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """All that read batches."""
+        if self.device.type != "cuda":
+            return ()
+        main = torch.cuda.current_stream(self.device)
+        return (main,) if self._early is None else (main, self._early)
+
+    def early(self) -> AbstractContextManager[Any]:
+        """Run on the early stream, after all that the main stream was given."""
+        if self._early is None:
+            return nullcontext()
+        self._early.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._early)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point in the early stream."""
+        return None if self._early is None else self._early.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the present stream wait for a point in another."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self) -> None:
+        """Let the main stream wait for all early stages."""
+        if self._early is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._early)
+
 
 _log = logging.getLogger(__name__)
 

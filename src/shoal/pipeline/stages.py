@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.distributed.batch_norm import resting
-from shoal.embedding import EmbeddingCollection
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError, describe
 from shoal.pipeline.batches import detached, event_time_of, ids_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
-
-__all__ = ["InferenceStages", "Losses", "Stages", "Step", "TrainingStages"]
 
 Losses = Tensor | Mapping[str, Tensor]
 

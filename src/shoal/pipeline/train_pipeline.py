@@ -23,22 +23,14 @@ import torch
 from torch import nn
 
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.embedding import EmbeddingCollection
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError, InputError, describe
 from shoal.pipeline import batches
-from shoal.pipeline.commands import Settings
-from shoal.pipeline.executor import Asking, Executor, Round
+from shoal.pipeline.executor import Asking, Executor, Lanes, Round
+from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import InferenceStages, Losses, Stages, Step, TrainingStages
-from shoal.pipeline.streams import Lanes
 from shoal.pipeline.voting import Ballots, Rules
 from shoal.ragged import KeyedRagged
-
-__all__ = [
-    "PredictPipeline",
-    "TrainPipeline",
-    "create_predict_pipeline",
-    "create_train_pipeline",
-]
 
 
 class TrainPipeline:

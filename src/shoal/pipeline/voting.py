@@ -13,9 +13,7 @@ import torch
 
 from shoal.comm.collectives import Collectives, Pending
 from shoal.errors import ConfigError, DataError, describe
-from shoal.pipeline.commands import Facts
-
-__all__ = ["Ballot", "Ballots", "Rules", "Tally"]
+from shoal.pipeline.scheduler import Facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from shoal.placement.arithmetic import (
+from shoal.ids import mix64, salt
+from shoal.placement.values import (
     BUCKET_BITS,
     BUCKETS,
-    bucket_hashes,
-    buckets_of,
-    floormod,
-    hash_ids,
-    mix64,
-    rank_buckets,
-    ranks_of,
-    salt,
-    sort_key,
-    unsigned_mod,
-)
-from shoal.placement.values import (
     Hosted,
     Placement,
+    bucket_hashes,
+    buckets_of,
     column_wise,
     data_parallel,
+    floormod,
     grid,
+    hash_ids,
     owners,
+    rank_buckets,
+    ranks_of,
     row_wise,
+    sort_key,
     table_row_wise,
     table_wise,
+    unsigned_mod,
 )
 
 __all__ = [

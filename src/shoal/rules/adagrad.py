@@ -13,8 +13,6 @@ from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext, rest_of
 from shoal.rules.schedules import Schedule, check_rate
 
-__all__ = ["Adadelta", "Adagrad", "DynamicWdAdagrad", "RMSprop", "RowWiseAdagrad"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adagrad(Optimizer):

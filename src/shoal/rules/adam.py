@@ -16,8 +16,6 @@ from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext, rest_of
 from shoal.rules.schedules import Schedule, check_rate
 
-__all__ = ["LAMB", "Adam", "AdamW", "Amsgrad"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam(Optimizer):

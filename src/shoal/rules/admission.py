@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.hashing import mix64, salt, to_signed
+from shoal.ids import mix64, salt, to_signed
 from shoal.rules import checks
-from shoal.rules.slots import FidLayout, check_per_slot, lookup_per_slot, slots_of
+from shoal.rules.expiry import FidLayout, check_per_slot, lookup_per_slot, slots_of
 
 __all__ = ["Admission", "Counter", "ExactCounter", "SketchCounter", "make_counter", "sketch_block"]
 

@@ -6,8 +6,6 @@ import math
 
 from shoal.errors import ConfigError, describe
 
-__all__ = ["at_least", "choice", "finite", "fraction", "positive", "power_of_two", "whole"]
-
 
 def finite(owner: object, name: str, value: float) -> None:
     """The value is a finite number."""

@@ -13,8 +13,6 @@ from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext
 from shoal.rules.schedules import Schedule, check_rate
 
-__all__ = ["SGD", "DelayCompensated", "Momentum", "SignSGD"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGD(Optimizer):

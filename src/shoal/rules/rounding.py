@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, describe
-from shoal.rules.philox import column_words
-
-__all__ = ["rounding_domain", "stochastic_round"]
+from shoal.rules.initializers import column_words
 
 _FLOAT16_MAX = 65504.0
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from shoal.errors import ConfigError, describe
 from shoal.rules.schedules import as_rate
 
-__all__ = ["Coupling", "Optimizer", "RuleContext", "rest_of"]
-
 Coupling = Literal["element", "segment", "row"]
 
 

@@ -13,8 +13,6 @@ from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext, rest_of
 from shoal.rules.schedules import Schedule, check_rate
 
-__all__ = ["BatchSoftmax", "MovingAverage"]
-
 _LOW_BITS = 20
 
 

@@ -17,8 +17,6 @@ from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext
 from shoal.rules.schedules import Schedule, check_rate
 
-__all__ = ["FTRL", "GroupAdagrad", "GroupFTRL"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FTRL(Optimizer):

@@ -18,30 +18,15 @@ from shoal.errors import (
     describe,
     unknown_name,
 )
-from shoal.hashing import salt
-from shoal.table import scalars
-from shoal.table.shard import POOLINGS, IdGroups, PoolPlan, RowChunk, StepContext, SummedGrads
+from shoal.ids import salt
+from shoal.table import shard
+from shoal.table.shard import POOLINGS, IdGroups, PoolPlan, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
+from shoal.table.values import RowChunk
 
 _CPU = torch.device("cpu")
 _MAX_COUNT = (1 << 31) - 1
 _MAX_UINT32 = (1 << 32) - 1
-
-__all__ = [
-    "bags",
-    "chunk",
-    "counts",
-    "distinct_names",
-    "expected_rows",
-    "grads",
-    "groups",
-    "plan",
-    "rates",
-    "seed",
-    "single_output",
-    "summed_groups",
-    "table_index",
-]
 
 
 def seed(value: object) -> None:
@@ -52,7 +37,7 @@ def seed(value: object) -> None:
         InputError: it does not fit 64 bits.
     """
     remedy = "Pass a whole number of at most 64 bits."
-    scalars.whole("seed", value, -(1 << 63), (1 << 64) - 1, remedy=remedy)
+    shard.whole("seed", value, -(1 << 63), (1 << 64) - 1, remedy=remedy)
 
 
 def distinct_names(specs: Sequence[TableSpec]) -> None:
@@ -76,7 +61,7 @@ def expected_rows(rows: object) -> int:
         DTypeError: not an int.
         InputError: negative.
     """
-    scalars.whole("rows to expect", rows, 0, scalars.MAX_ID, remedy="Pass how many will come.")
+    shard.whole("rows to expect", rows, 0, shard.MAX_ID, remedy="Pass how many will come.")
     assert isinstance(rows, int)
     return min(rows, _MAX_COUNT - 1)
 
@@ -158,7 +143,7 @@ def table_index(index: int, tables: int) -> None:
         InputError: no such table.
     """
     remedy = "Count the tables as in Shard.specs."
-    scalars.whole("table index", index, 0, tables - 1, remedy=remedy)
+    shard.whole("table index", index, 0, tables - 1, remedy=remedy)
 
 
 def _within(what: str, values_N: Tensor, high: int) -> None:
@@ -352,7 +337,7 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
                     remedy="Order them as the spec's segments.",
                 )
             )
-    scalars.finite_rates(ctx.learning_rates)
+    shard.finite_rates(ctx.learning_rates)
 
 
 def summed_groups(summed: SummedGrads) -> IdGroups:
@@ -397,7 +382,7 @@ def chunk(
                     remedy="Load rows of a table with the same segments, rules and dtype.",
                 )
             )
-    _within(f"versions of rows for table {spec.name!r}", value.versions, scalars.LAST_VERSION)
+    _within(f"versions of rows for table {spec.name!r}", value.versions, shard.LAST_VERSION)
     for name in ("last_seen_s", "counts"):
         _within(f"{name} of rows for table {spec.name!r}", expected[name][0], _MAX_UINT32)
     ready = tuple(tensor.contiguous() for tensor, _, _ in expected.values())

@@ -17,13 +17,12 @@ from shoal.errors import (
     describe,
     unknown_name,
 )
-from shoal.table import scalars
+from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
-from shoal.table.shard import Entry, IdGroups, RowChunk, Shard, StepContext, TableStats, Ticket
+from shoal.table.shard import IdGroups, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
+from shoal.table.values import Entry, RowChunk, TableStats
 from shoal.uncompiled import uncompiled
-
-__all__ = ["Ids", "Rates", "Rows", "Table"]
 
 Ids = Tensor | Sequence[int]
 Rows = Tensor | Sequence[Sequence[float]]

@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 
 from shoal.errors import ConfigError, DeviceUnavailable, describe
-from shoal.table.shard import AdmissionState, RowChunk, Shard
+from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
-
-__all__ = ["make_shard", "remake_shard", "resolve_device", "shard_copied", "shard_like"]
+from shoal.table.values import AdmissionState, RowChunk
 
 _KNOWN = "cpu, cuda, cuda:N"
 
@@ -29,13 +28,13 @@ def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu"
     where = _parsed(device)
     # Each shard is imported here only: specs and rules work where its machinery is missing.
     if where.type == "cpu":
-        from shoal.table.cpu import CpuShard
+        from shoal.table.cpu.shard import CpuShard
 
         return CpuShard(specs, seed=seed)
     missing = _missing(where)
     if missing is not None:
         raise missing
-    cuda = importlib.import_module("shoal.table.cuda")
+    cuda = importlib.import_module("shoal.table.cuda.shard")
     return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device))
 
 

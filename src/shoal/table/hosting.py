@@ -1,4 +1,4 @@
-"""The sub-tables that a placement puts on a rank, and whether tables may be placed so."""
+"""The sub-tables that a placement puts on a rank, and whole tables split and joined for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
+from torch import Tensor
 
 from shoal.errors import ConfigError, describe, unknown_name
 from shoal.placement import (
@@ -15,23 +18,18 @@ from shoal.placement import (
     column_wise,
     data_parallel,
     grid,
+    hash_ids,
+    owners,
     rank_buckets,
     row_wise,
+    sort_key,
     table_row_wise,
     table_wise,
 )
 from shoal.rules.admission import sketch_block
 from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
-
-__all__ = [
-    "HostedTables",
-    "Sharding",
-    "check_placement",
-    "hosted_spec",
-    "hosted_specs",
-    "plan_placement",
-]
+from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
 Sharding = Literal[
     "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
@@ -278,3 +276,199 @@ def _share(rows: int | None, shares: int) -> int | None:
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
     return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entry | None:
+    """One row of its column slices; None unless all are there.
+
+    Version and last-seen are the latest of any slice's, the count the largest.
+    """
+    parts = sorted(found, key=lambda part: part[0].start)
+    if sum(one.stop - one.start for one, _ in parts) != spec.dim:
+        return None
+    entries = [entry for _, entry in parts]
+    states = [(one, entry.state) for one, entry in parts]
+    return Entry(
+        entries[0].id,
+        torch.cat([entry.weights for entry in entries]),
+        joined_state(spec, states),
+        max(entry.version for entry in entries),
+        max(entry.last_seen_s for entry in entries),
+        max(entry.count for entry in entries),
+    )
+
+
+def joined_state(spec: TableSpec, parts: Sequence[tuple[Hosted, Tensor]]) -> Tensor:
+    """Optimizer state [..., S] of a whole row, of the states of its column slices.
+
+    A segment's state is runs as long as the segment, then single floats; where it is cut, each
+    run is cut with it and the single floats are the same in every slice.
+    """
+    pieces = []
+    at = [0] * len(parts)
+    first = 0
+    for segment in spec.segments:
+        runs: list[list[Tensor]] = []
+        rest: Tensor | None = None
+        for i, (one, state) in enumerate(parts):
+            width = min(one.stop, first + segment.dim) - max(one.start, first)
+            if width <= 0:
+                continue
+            whole = segment.optimizer.state_width(width)
+            own = state[..., at[i] : at[i] + whole]
+            at[i] += whole
+            if width == segment.dim:
+                runs, rest = [[own]], None
+                break
+            many = segment.optimizer.state_width(2) - segment.optimizer.state_width(1)
+            runs = runs or [[] for _ in range(many)]
+            for k, run in enumerate(runs):
+                run.append(own[..., k * width : (k + 1) * width])
+            rest = own[..., many * width :]
+        pieces += [torch.cat(run, dim=-1) for run in runs]
+        pieces += [] if rest is None else [rest]
+        first += segment.dim
+    return torch.cat(pieces, dim=-1)
+
+
+def joined_stats(spec: TableSpec, found: Sequence[tuple[Hosted, int, TableStats]]) -> TableStats:
+    """Counters of a whole table, of (slice, rank, counters).
+
+    Rows are counted in the leftmost slice, replicas once; bytes are all that is allocated.
+    """
+    counted = [
+        stats
+        for one, rank, stats in found
+        if one.start == 0 and (not one.replicated or rank == one.ranks[0])
+    ]
+    everything = [stats for _, _, stats in found]
+    return TableStats(
+        name=spec.name,
+        rows=sum(stats.rows for stats in counted),
+        bytes_total=sum(stats.bytes_total for stats in everything),
+        bytes_weights=sum(stats.bytes_weights for stats in everything),
+        bytes_state=sum(stats.bytes_state for stats in everything),
+        bytes_metadata=sum(stats.bytes_metadata for stats in everything),
+        bytes_index=sum(stats.bytes_index for stats in everything),
+        index_load=max(stats.index_load for stats in everything),
+        inserted=sum(stats.inserted for stats in counted),
+        refused=sum(stats.refused for stats in counted),
+        evicted=sum(stats.evicted for stats in counted),
+        nonfinite_skipped=sum(stats.nonfinite_skipped for stats in counted),
+        on_host=any(stats.on_host for stats in everything),
+    )
+
+
+def joined_chunk(spec: TableSpec, found: Sequence[tuple[Hosted, RowChunk]]) -> RowChunk:
+    """All rows of a table, ordered by hash, of the chunks of its slices on all ranks."""
+    by_start: dict[int, list[tuple[Hosted, RowChunk]]] = {}
+    for one, chunk in found:
+        by_start.setdefault(one.start, []).append((one, chunk))
+    columns = []
+    for start in sorted(by_start):
+        chunks = [chunk for _, chunk in by_start[start]]
+        ids = torch.cat([chunk.ids for chunk in chunks])
+        order = sort_key(hash_ids(spec.hash_name, ids)).argsort()
+        columns.append((by_start[start][0][0], chunks, order))
+    return RowChunk(
+        spec.name,
+        _joined("ids", columns)[0],
+        torch.cat(_joined("weights", columns), dim=1),
+        joined_state(
+            spec,
+            [
+                (one, part)
+                for (one, _, _), part in zip(columns, _joined("state", columns), strict=True)
+            ],
+        ),
+        torch.stack(_joined("versions", columns)).amax(dim=0),
+        torch.stack(_joined("last_seen_s", columns)).amax(dim=0),
+        torch.stack(_joined("counts", columns)).amax(dim=0),
+    )
+
+
+def _joined(name: str, columns: Sequence[tuple[Hosted, list[RowChunk], Tensor]]) -> list[Tensor]:
+    """A field of each column slice, its ranks' rows together, in order of hash."""
+    return [
+        torch.cat([getattr(chunk, name) for chunk in chunks])[order] for _, chunks, order in columns
+    ]
+
+
+def slice_rates(spec: TableSpec, hosted: Hosted, rates: Sequence[float]) -> tuple[float, ...]:
+    """Learning rates of a slice: of a table's, those of the segments it has columns of."""
+    first, kept = 0, []
+    for segment, rate in zip(spec.segments, rates, strict=True):
+        if max(first, hosted.start) < min(first + segment.dim, hosted.stop):
+            kept.append(rate)
+        first += segment.dim
+    return tuple(kept)
+
+
+def move_in(whole: Shard, part: Shard, placement: Placement, rank: int) -> None:
+    """Load a rank's shard with its share of the rows, state and sights of a shard of whole tables.
+
+    part: hosts `hosted_specs(whole.specs, placement, rank)`.
+    """
+    indices = {spec.name: k for k, spec in enumerate(part.specs)}
+    for k, spec in enumerate(whole.specs):
+        chunk, sights = whole.export(k), whole.admission_state(k)
+        for hosted in placement.of(spec.name):
+            if rank in hosted.ranks:
+                at = indices[hosted_spec(spec, hosted).name]
+                part.load(at, hosted_rows(spec, hosted, rank, chunk))
+                part.load_admission_state(at, hosted_sights(spec, hosted, rank, sights))
+    part.last_step = whole.last_step
+
+
+def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> RowChunk:
+    """The rows of a chunk of a whole table that a rank holds, their columns and state only."""
+    kept_R = _kept(spec, hosted, rank, chunk.ids)
+    state_RS = chunk.state[kept_R]
+    columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64, device="cpu")
+    return RowChunk(
+        table=hosted_spec(spec, hosted).name,
+        ids=chunk.ids[kept_R],
+        weights=chunk.weights[kept_R, hosted.start : hosted.stop].contiguous(),
+        state=state_RS[:, columns].contiguous(),
+        versions=chunk.versions[kept_R],
+        last_seen_s=chunk.last_seen_s[kept_R],
+        counts=chunk.counts[kept_R],
+    )
+
+
+def hosted_sights(
+    spec: TableSpec, hosted: Hosted, rank: int, sights: AdmissionState
+) -> AdmissionState:
+    """A rank's sights of ids without rows. A sketch, which cannot be split, goes to every rank."""
+    kept_P = _kept(spec, hosted, rank, sights.ids)
+    return AdmissionState(sights.ids[kept_P], sights.counts[kept_P], sights.cells)
+
+
+def _kept(spec: TableSpec, hosted: Hosted, rank: int, ids_R: Tensor) -> Tensor:
+    if hosted.replicated:
+        return torch.ones_like(ids_R, dtype=torch.bool)
+    return owners(hosted, hash_ids(spec.hash_name, ids_R)) == rank
+
+
+def _state_columns(spec: TableSpec, hosted: Hosted) -> list[int]:
+    """Columns of the whole table's state that go with the columns of a slice, segment by segment.
+
+    A segment's state is blocks of one number per column, then numbers for the segment. Only
+    segments with an element-wise rule, whose state is so in each part, may be cut.
+    """
+    columns: list[int] = []
+    first = at = 0
+    for segment in spec.segments:
+        rule, dim = segment.optimizer, segment.dim
+        width = rule.state_width(dim)
+        start, stop = max(first, hosted.start) - first, min(first + dim, hosted.stop) - first
+        if start < stop:
+            blocks = rule.state_width(1) - rule.state_width(0) if stop - start < dim else 0
+            if stop - start == dim:
+                columns.extend(range(at, at + width))
+            else:
+                for block in range(blocks):
+                    columns.extend(range(at + block * dim + start, at + block * dim + stop))
+                columns.extend(range(at + blocks * dim, at + width))
+        first, at = first + dim, at + width
+    return columns

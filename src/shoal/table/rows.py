@@ -1,4 +1,4 @@
-"""Rows that leave or enter a CPU shard whole, with their metadata."""
+"""Rows that leave or enter a CPU shard whole, and memory for what a lookup returns."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shoal import _core
 from shoal.address import address
 from shoal.errors import ShapeError, describe
-from shoal.table import pooled
-from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
 from shoal.table.spec import TableSpec
+from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
-__all__ = [
-    "admission_of",
-    "chunk_of",
-    "empty_chunk",
-    "entry_of",
-    "load_admission",
-    "pointers",
-    "real_dtype",
-    "stats_of",
-    "weight_dtype",
-]
+# Below this the allocator's own free lists are warm and cheaper than a pooled buffer.
+_POOLED_BYTES = 1 << 19
+
+
+def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised [rows, columns] float32 or float64 tensor; a large one reuses memory."""
+    if rows * columns * dtype.itemsize < _POOLED_BYTES:
+        return torch.empty(rows, columns, dtype=dtype, device="cpu")
+    make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
+    tensor: Tensor = make(rows, columns)
+    return tensor
+
 
 _LINE = 64  # bytes
 
@@ -53,7 +55,7 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
     columns = [((count,), whole)] * 4 + [((count, width), dtype) for dtype, width in wide]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in columns]
     starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
-    memory = pooled.empty(starts[-1] // 4, 1, torch.float32).view(-1).view(torch.uint8)
+    memory = empty(starts[-1] // 4, 1, torch.float32).view(-1).view(torch.uint8)
     parts = [
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, columns, strict=False)

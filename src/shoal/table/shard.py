@@ -1,43 +1,19 @@
-"""The Shard interface: the only owner of row state, and the values that cross it.
-
-A shard hosts K tables. Ids of several tables travel in one call as `IdGroups`: groups of ids,
-each of one table (one feature is one group; several groups may name the same table).
-"""
+"""The Shard interface: the only owner of row state, and the values that cross it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from types import TracebackType
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from shoal.table import scalars
-from shoal.table.changes import ChangeFeed, Cursor
-from shoal.table.row_values import AdmissionState, Entry, RowChunk, TableStats
-from shoal.table.snapshot import Snapshot
+from shoal.errors import DTypeError, InputError, describe
 from shoal.table.spec import TableSpec
-
-__all__ = [
-    "POOLINGS",
-    "AdmissionState",
-    "Entry",
-    "Found",
-    "GradRecord",
-    "IdGroups",
-    "NanPolicy",
-    "Output",
-    "Pool",
-    "PoolPlan",
-    "RowChunk",
-    "Shard",
-    "Slice",
-    "StepContext",
-    "SummedGrads",
-    "TableStats",
-    "Ticket",
-]
+from shoal.table.values import AdmissionState, ChangeFeed, Cursor, Entry, RowChunk, TableStats
 
 NanPolicy = Literal["raise", "skip", "clip"]
 Pooling = Literal["sum", "mean", "first_n"]
@@ -70,7 +46,7 @@ class StepContext:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        scalars.step(self)
+        step(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,3 +372,216 @@ class Shard(ChangeFeed, Protocol):
             NonFiniteGradient: a row's sum of gradients was not finite under nan_policy="raise".
         """
         ...
+
+
+MIN_ID, MAX_ID = -(1 << 63), (1 << 63) - 1
+MAX_TIME_S = (1 << 32) - 1
+LAST_VERSION = (1 << 32) - 2  # one epoch must remain above that of any row
+
+_POLICIES = ("raise", "skip", "clip")
+_MAX_STEP = (1 << 63) - 1
+
+
+def whole(what: str, value: object, low: int, high: int, *, remedy: str) -> None:
+    """Check that a value is a Python int of low..high; bools and floats are none.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        got = f"{value!r} of type {type(value).__name__}"
+        raise DTypeError(describe(what, got=got, allowed=f"an int, {low}..{high}", remedy=remedy))
+    if not low <= value <= high:
+        raise InputError(describe(what, got=value, allowed=f"{low}..{high}", remedy=remedy))
+
+
+def event_time(value: object, what: str = "event_time_s") -> None:
+    """Check whole seconds since 1970 that 32 bits hold.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: outside 0..2^32-1.
+    """
+    whole(what, value, 0, MAX_TIME_S, remedy="Pass seconds since 1970.")
+
+
+def finite_rates(rates: Mapping[str, tuple[float, ...]]) -> None:
+    """Check that learning rates are finite numbers.
+
+    Raises:
+        DTypeError: not a number.
+        InputError: NaN or infinity.
+    """
+    for name, row in rates.items():
+        for rate in row:
+            _finite(f"learning rate of table {name!r}", rate, "finite numbers")
+
+
+def step(ctx: StepContext) -> None:
+    """Check the values of a step's context.
+
+    Raises:
+        DTypeError: a wrong type.
+        InputError: a value out of range, or an unknown policy.
+    """
+    remedy = "Pass the number of optimizer steps done."
+    whole("global_step", ctx.global_step, 0, _MAX_STEP, remedy=remedy)
+    event_time(ctx.event_time_s)
+    if ctx.nan_policy not in _POLICIES:
+        allowed, remedy = ", ".join(_POLICIES), "Name one of them."
+        got = repr(ctx.nan_policy)
+        raise InputError(describe("nan_policy", got=got, allowed=allowed, remedy=remedy))
+    _finite("nan_clip", ctx.nan_clip, "a finite number above 0")
+    if ctx.nan_clip <= 0:
+        remedy = "Pass what infinities become, say 1.0."
+        allowed = "a finite number above 0"
+        raise InputError(describe("nan_clip", got=ctx.nan_clip, allowed=allowed, remedy=remedy))
+    finite_rates(ctx.learning_rates)
+
+
+def _finite(what: str, value: Any, allowed: str) -> None:
+    try:
+        if math.isfinite(value):
+            return
+    except TypeError:
+        got = f"{value!r} of type {type(value).__name__}"
+        remedy = "Pass a Python float."
+        raise DTypeError(describe(what, got=got, allowed=allowed, remedy=remedy)) from None
+    except OverflowError:
+        pass
+    remedy = "Check the schedule or the setting it comes from."
+    raise InputError(describe(what, got=value, allowed=allowed, remedy=remedy))
+
+
+HASHES = 1 << 64  # hashes are in [0, HASHES)
+MOST_BITS = 20  # of a histogram
+BUFFER_BYTES = 64 << 20  # memory for rows that verbs change, before they go to a file
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStats:
+    """What keeping the rows of a cut has cost so far.
+
+    Args:
+        copied_rows: rows copied before a verb changed them.
+        spilled_bytes: bytes of such rows that went to the temporary file.
+        waited_s: seconds that verbs waited for that file.
+    """
+
+    copied_rows: int
+    spilled_bytes: int
+    waited_s: float
+
+
+def check_buffer(buffer_bytes: int) -> None:
+    """Check the memory for copied rows.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: outside 0..2^40.
+    """
+    remedy = "Leave it out for 64 MiB."
+    whole("buffer_bytes of a snapshot", buffer_bytes, 0, 1 << 40, remedy=remedy)
+
+
+def check_range(start: int, stop: int) -> None:
+    """Check a range of hashes, 0 <= start <= stop <= HASHES.
+
+    Raises:
+        DTypeError: not ints.
+        InputError: outside, or out of order.
+    """
+    remedy = "Cut [0, 2^64) into ranges as Python ints."
+    whole("stop of a range of hashes", stop, 0, HASHES, remedy=remedy)
+    whole("start of a range of hashes", start, 0, stop, remedy=remedy)
+
+
+def check_bits(bits: int) -> None:
+    """Check the bits of a histogram, 0..MOST_BITS.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: outside.
+    """
+    remedy = f"A histogram has at most 2^{MOST_BITS} bins."
+    whole("bits of a histogram", bits, 0, MOST_BITS, remedy=remedy)
+
+
+class Snapshot(Protocol):
+    """The rows that a shard had when `Shard.snapshot` closed an epoch.
+
+    Between its making and `close` each row is kept as it was at the cut, whatever later verbs do
+    to it: it is read here, or copied away by the first verb that changes it. Copies that do not
+    fit the memory set aside for them go to an unlinked file. One thread reads; others train.
+
+    Attributes:
+        epoch: the closed epoch it shows.
+        since: rows stamped in `(since, epoch]` are in it; 0: all rows.
+        concurrent: whether verbs that change rows may be called before `close`. Where not, they
+            raise `InputError`; reading verbs never do.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def since(self) -> int: ...
+    @property
+    def concurrent(self) -> bool: ...
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20]."""
+        ...
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
+
+        Ranges may be asked for in any order, each as often as wanted; ascending order is quick.
+        """
+        ...
+
+    def deleted(self, table: int) -> Tensor:
+        """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`."""
+        ...
+
+    def give_way(self) -> None:
+        """Leave cores to training: later reads use the calling thread only, where they had more."""
+        ...
+
+    def close(self) -> None:
+        """Forget it; nothing is copied from now on. May be called twice."""
+        ...
+
+    def __enter__(self) -> Snapshot: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTicket:
+    """A lookup that holds no rows; its ids, and how often each occurs, are needed later.
+
+    Args:
+        groups: the ids.
+        counts_N: int64 [N], occurrences each position stands for; None: 1 each.
+    """
+
+    groups: IdGroups
+    counts_N: Tensor | None = None
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N]: the id has a row; none is held."""
+        return torch.zeros_like(self.groups.ids_N, dtype=torch.bool)
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N]: the id had a row; none is held."""
+        return torch.zeros_like(self.groups.ids_N, dtype=torch.bool)
+
+    def end(self) -> None:
+        """Nothing is held."""

@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from shoal.errors import ConfigError, describe, unknown_name
+from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform
-from shoal.rules.optimizers import Adagrad, Optimizer
-
-__all__ = ["OnFull", "RowDType", "Segment", "TableSpec"]
+from shoal.rules.rule import Optimizer
 
 RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 OnFull = Literal["raise", "lru", "lfu"]

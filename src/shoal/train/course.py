@@ -11,9 +11,7 @@ import torch
 from shoal.telemetry import Telemetry
 from shoal.train.learner import Learner
 from shoal.train.ranks import ALONE, Ranks
-from shoal.train.recorder import Recorder
-
-__all__ = ["Course"]
+from shoal.train.summary import Recorder
 
 _COUNTED = ("examples", "ids")
 

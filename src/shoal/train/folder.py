@@ -14,23 +14,11 @@ from typing import Any
 
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
-from shoal.checkpoint.claiming import claim
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import claim
 from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError, describe
-
-__all__ = [
-    "RunFolder",
-    "checkpoint_of",
-    "checkpoints_of",
-    "create",
-    "existing",
-    "find",
-    "hold",
-    "made_by",
-    "unfinished",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
-from shoal.embedding import EmbeddingCollection
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError, describe
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.rules.schedules import as_rate
-from shoal.table.hosting import plan_placement
+from shoal.table.hosting import HostedTables, hosted_spec, plan_placement
 from shoal.train.ranks import ALONE, Ranks
-
-__all__ = ["Learner", "Scorer", "window_weight"]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -137,7 +136,7 @@ class Learner:
     def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
         """One optimizer step over the batches of a window; their losses add as one batch's would.
 
-        For one rank; several go through `shoal.train.driving`.
+        For one rank; several go through `shoal.train.loop`.
 
         Returns:
             the logits [B] of each batch, as they were before the step; detached, on the run's
@@ -266,3 +265,43 @@ def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> tor
         weight_decay=settings.weight_decay,
         fused=True if fused else None,
     )  # type: ignore[call-arg]
+
+
+def contents_of(
+    learners: Sequence[Learner],
+    state: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    *,
+    trains: bool = True,
+) -> Contents:
+    """Tables, dense weights and optimizers by the names of models; a collective call over ranks.
+
+    Args:
+        learners: the models.
+        state, rank_state: what else is saved.
+        trains: with the optimizers.
+    """
+    return Contents(
+        tables={one.name: one.tables.hosted for one in learners},
+        modules={one.name: one.module for one in learners},
+        optimizers={one.name: one.optimizer for one in learners} if trains else {},
+        state=state or {},
+        rank_state=rank_state or {},
+    )
+
+
+def skipped_in_slices(tables: HostedTables) -> int | None:
+    """Rows that column slices on this rank have left as they were for their gradient's sake.
+
+    Their other slices have changed, so that slices differ in which rows a delta has. None: no
+    table lies in column slices.
+    """
+    placed = [] if tables.placement is None else [
+        (spec, tables.placement.of(spec.name)) for spec in tables.specs
+    ]  # fmt: skip
+    names = {
+        hosted_spec(spec, one).name for spec, slices in placed if len(slices) > 1 for one in slices
+    }
+    if not names:
+        return None
+    return sum(one.nonfinite_skipped for one in tables.shard.stats() if one.name in names)

@@ -13,12 +13,10 @@ import torch
 
 from shoal.config import RunConfig
 from shoal.errors import ConfigError, describe
-from shoal.exchange import AllToAllExchange
+from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.partition import Trip
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
-
-__all__ = ["Observer", "RunObserver", "Unobserved"]
 
 _log = logging.getLogger("shoal.train")
 

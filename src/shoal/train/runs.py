@@ -1,11 +1,14 @@
-"""Whole runs: train with baselines, judge again, predict."""
+"""Whole runs: train with baselines, evaluate again, predict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 
@@ -15,17 +18,17 @@ from shoal.checkpoint.matching import LoadOptions
 from shoal.comm.launch import early_votes
 from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
-from shoal.config.build import AnyModel, build_parts
-from shoal.config.data import RunData, open_data
+from shoal.config.build import AnyModel, RunData, build_parts, open_data
 from shoal.config.tree import LogisticSettings
-from shoal.data import Loader
-from shoal.errors import ConfigError, describe
+from shoal.data import Batch, Loader
+from shoal.errors import ConfigError, DataError, describe
 from shoal.metrics import BinaryResult
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
     JsonLines,
     Progress,
+    ProgressState,
     ScalarSink,
     Telemetry,
     TensorBoard,
@@ -33,22 +36,101 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
-from shoal.train.contents import contents_of
 from shoal.train.course import Course
-from shoal.train.driving import Overlap
 from shoal.train.folder import RunFolder
-from shoal.train.garbage import old_objects_set_aside
-from shoal.train.learner import Learner
-from shoal.train.loop import Watch, judge, train
+from shoal.train.learner import Learner, contents_of
+from shoal.train.loop import Overlap, Watch, judge, train
 from shoal.train.observing import RunObserver
-from shoal.train.predictions import write_predictions
-from shoal.train.ranks import Ranks, gather_ranks, seed_rank
-from shoal.train.resuming import find_beginning, go_on, job_of
+from shoal.train.ranks import ALONE, Ranks, gather_ranks, seed_rank
+from shoal.train.resuming import LOGISTIC, find_beginning, go_on, job_of
 from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
-from shoal.train.warming import LOGISTIC
 
-__all__ = ["evaluate", "predict", "run"]
+_PYTHONS_OWN = 10_000  # Python 3.12 begins with some hundred objects set aside
+
+
+@contextmanager
+def old_objects_set_aside() -> Iterator[None]:
+    """Leave what exists now out of collections.
+
+    Libraries bring hundreds of thousands of objects that stay for good: to look through them takes
+    a tenth of a second, now and then, in the midst of a step. Does nothing where somebody did so
+    before.
+    """
+    if gc.get_freeze_count() > _PYTHONS_OWN:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+SCHEMA = pa.schema(
+    [("prediction", pa.float32()), ("label", pa.float32()), ("event_time_s", pa.int64())]
+)
+
+
+def write_predictions(
+    path: Path,
+    learner: Learner,
+    batches: Iterable[Batch],
+    progress: Progress,
+    ranks: Ranks = ALONE,
+) -> int:
+    """Write one row an example, in the order of the batches; returns how many.
+
+    The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
+    batch, what all have predicted of their shares.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    if not ranks.leads:
+        for batch in batches:
+            ranks.gathered(_rows(learner, batch), what="predictions of a batch")
+        return 0
+    partial, examples = Path(f"{path}.partial"), 0
+    try:
+        with progress, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+            for batch in batches:
+                mine = _rows(learner, batch)
+                every = [mine]
+                if ranks.many:
+                    every = ranks.gathered(mine, what="predictions of a batch")
+                for rows in every:
+                    writer.write_batch(rows)
+                    examples += rows.num_rows
+                if progress.due():
+                    progress.show(ProgressState(examples=examples))
+            progress.show(ProgressState(examples=examples), final=True)
+        partial.replace(path)
+    except (OSError, ValueError) as error:  # also a path that no file can have
+        raise DataError(
+            describe(
+                "file of predictions",
+                got=f"{path} ({getattr(error, 'strerror', None) or error})",
+                allowed="a path in a folder that exists and can be written",
+                remedy="Choose another with --out.",
+            )
+        ) from error
+    finally:
+        with suppress(OSError, ValueError):
+            partial.unlink()
+    return examples
+
+
+def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
+    columns = (
+        learner.predict(batch).cpu().numpy(),
+        batch.labels.float().cpu().numpy(),
+        batch.event_times_B.cpu().numpy(),
+    )
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=SCHEMA)
+
 
 Metrics = Mapping[str, Mapping[str, float]]
 

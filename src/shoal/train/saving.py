@@ -12,20 +12,16 @@ import torch
 
 from shoal.checkpoint import CheckpointStore, Manifest
 from shoal.checkpoint.manifest import Kind
-from shoal.checkpoint.saving import Saving
+from shoal.checkpoint.saving import Saving, begin
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
-from shoal.checkpoint.writing import begin
 from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
-from shoal.table.changes import Cursor
-from shoal.train.contents import contents_of, skipped_in_slices
+from shoal.table.values import Cursor
 from shoal.train.course import Course
-from shoal.train.learner import Learner
+from shoal.train.learner import Learner, contents_of, skipped_in_slices
 from shoal.train.ranks import Ranks
-
-__all__ = ["Chain", "Saver"]
 
 _log = logging.getLogger("shoal.train")
 
@@ -117,12 +113,12 @@ class Saver:
             self._saving.abort()
 
     def due_after(self, step: int) -> bool:
-        """See `shoal.train.driving.Rests`."""
+        """See `shoal.train.loop.Rests`."""
         every = self._settings.every_steps
         return every is not None and step % every == 0
 
     def asked(self) -> bool:
-        """See `shoal.train.driving.Rests`."""
+        """See `shoal.train.loop.Rests`."""
         every_s = self._settings.every_s
         if every_s is None or not self._ranks.leads or self._clock() - self._began_s < every_s:
             return False

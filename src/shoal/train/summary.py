@@ -1,31 +1,286 @@
-"""What a finished run amounts to: its result, the table at the end, the charts of its report."""
+"""What is remembered of a run: running metrics, curves, its result and its report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
+from torch import Tensor
 
 from shoal.config import RunConfig, to_yaml
-from shoal.metrics import BinaryResult
+from shoal.data import Batch
+from shoal.errors import InputError, describe
+from shoal.metrics import BinaryMetrics, BinaryResult, log_loss
 from shoal.report import Chart, RunReport, Series
 from shoal.telemetry import human_bytes, human_count
-from shoal.train.recorder import Curves
+from shoal.train.ranks import ALONE, Ranks
 
-__all__ = [
-    "BASE_RATE",
-    "RunResult",
-    "base_rate_figures",
-    "build_report",
-    "closing_line",
-    "figures",
-    "metric_table",
-    "table_title",
-]
+_TOGETHER = 1 << 18  # examples that wait for their sums, at most
+
+
+@dataclass(slots=True)
+class Curves:
+    """Points of a run, one per entry of `examples`; by model or by table.
+
+    `loss` is the mean since the previous point, `auc` is that of all examples so far.
+    """
+
+    examples: list[int] = field(default_factory=list)
+    loss: dict[str, list[float]] = field(default_factory=dict)
+    auc: dict[str, list[float]] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Gathers logits of named models batch by batch; `point` turns them into figures.
+
+    Over several ranks a point is a collective call, the only one: what happened on all ranks is
+    added up there, and figures between points are those of the last.
+
+    Attributes:
+        examples: of this rank so far.
+        total_examples, total_ids, row_bytes: over all ranks, at the last point.
+    """
+
+    def __init__(self, names: Sequence[str], ranks: Ranks = ALONE) -> None:
+        self.curves = Curves()
+        self._ranks = ranks
+        self._pending: dict[str, list[Tensor]] = {name: [] for name in names}
+        self._labels: list[Tensor] = []
+        self._weights: list[Tensor | None] = []
+        self._waiting = 0  # examples of these
+        self._metrics = {name: BinaryMetrics(exact_auc=False) for name in names}
+        self._shown = self._metrics
+        self._loss_sum = dict.fromkeys(names, 0.0)
+        self._weight_sum = 0.0
+        self._loss = dict.fromkeys(names, math.nan)
+        self.examples = self.ids = 0
+        self.total_examples = self.total_ids = self.row_bytes = 0
+
+    def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
+        """Remember the batches of a step and what each model said of them.
+
+        Raises:
+            InputError: a prediction is not a number: the model has diverged.
+        """
+        for name, per_batch in logits.items():
+            self._pending[name] += per_batch
+        for batch in window:
+            self._labels.append(batch.labels)
+            self._weights.append(batch.weights)
+            self._waiting += batch.labels.numel()
+            self.examples += batch.labels.numel()
+            self.ids += batch.ids.values_N.numel()
+        if self._waiting >= _TOGETHER:
+            self._drain()
+
+    def figures(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Per model the loss since the last point (or that point's) and the AUC so far.
+
+        It may be asked at any time: no figure to come depends on it.
+
+        Raises:
+            InputError: a prediction is not a number: the model has diverged.
+        """
+        now = self
+        if not self._ranks.many:
+            now = self._settled() if self._labels else self
+            now._set_loss(now._loss_sum, now._weight_sum)
+        return now._loss, {name: metrics.running_auc() for name, metrics in now._shown.items()}
+
+    def _set_loss(self, loss_sum: Mapping[str, float], weight_sum: float) -> None:
+        if weight_sum:
+            self._loss = {name: total / weight_sum for name, total in loss_sum.items()}
+
+    def _drain(self) -> None:
+        labels_B = _together(self._labels)
+        weights_B = _joined(self._labels, self._weights)
+        weight = float(labels_B.numel() if weights_B is None else weights_B.sum())
+        for name, logits in self._pending.items():
+            probabilities_B = _together(logits).sigmoid()
+            logits.clear()
+            if not probabilities_B.numel():  # this rank's shares were empty
+                continue
+            if not bool(probabilities_B.isfinite().all()):
+                raise _diverged(name, self.examples)
+            self._metrics[name].update(probabilities_B, labels_B, weights_B)
+            if weight:
+                self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
+        self._weight_sum += weight
+        self._labels.clear()
+        self._weights.clear()
+        self._waiting = 0
+
+    def point(
+        self, rows: Mapping[str, int], row_bytes: int, beside: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Add a point to the curves; returns it as scalars for the logs.
+
+        Args:
+            rows: of this rank that count, by table.
+            row_bytes: of all tables of this rank.
+            beside: further scalars of this rank; over several ranks their means are logged.
+        """
+        if self._labels:
+            self._drain()
+        rows, beside = self._meet(dict(rows), row_bytes, dict(beside or {}))
+        loss, auc = self.figures()
+        self._loss_sum = dict.fromkeys(self._loss_sum, 0.0)
+        self._weight_sum = 0.0
+        self.curves.examples.append(self.total_examples)
+        for name in self._pending:
+            self.curves.loss.setdefault(name, []).append(loss[name])
+            self.curves.auc.setdefault(name, []).append(auc[name])
+        for table, count in rows.items():
+            self.curves.rows.setdefault(table, []).append(count)
+        scalars = {"examples": float(self.total_examples)}
+        for name in self._pending:
+            scalars |= {f"loss/{name}": loss[name], f"auc/{name}": auc[name]}
+        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()} | beside
+
+    def _meet(
+        self, rows: dict[str, int], row_bytes: int, beside: dict[str, float]
+    ) -> tuple[dict[str, int], dict[str, float]]:
+        """Make totals and shown figures those of all ranks; rows and further scalars, too."""
+        if not self._ranks.many:
+            self.total_examples, self.total_ids, self.row_bytes = self.examples, self.ids, row_bytes
+            return rows, beside
+        own = [self.examples, self.ids, row_bytes, self._weight_sum]
+        numbers = [*own, *self._loss_sum.values(), *rows.values(), *beside.values()]
+        every = [metrics.totals() for metrics in self._metrics.values()]
+        head = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        summed = self._ranks.total(torch.cat([head, *every]), what="metrics of a point")
+        found = summed[: len(numbers)].tolist()
+        self.total_examples, self.total_ids, self.row_bytes = (int(n) for n in found[:3])
+        names, at = list(self._metrics), len(own)
+        self._set_loss(dict(zip(names, found[at : at + len(names)], strict=True)), found[3])
+        at += len(names)
+        counts = [int(n) for n in found[at : at + len(rows)]]
+        means = [n / self._ranks.world_size for n in found[at + len(rows) :]]
+        parts = summed[len(numbers) :].chunk(len(names))
+        self._shown = {
+            name: BinaryMetrics.of_totals(part) for name, part in zip(names, parts, strict=True)
+        }
+        return dict(zip(rows, counts, strict=True)), dict(zip(beside, means, strict=True))
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What it has gathered, as (that of all ranks, this rank's own part).
+
+        Tensors, numbers, lists and dicts. What steps appended stays as it is: where sums are made
+        changes their last bits. Over several ranks a collective call.
+        """
+        labels = _together(self._labels).cpu() if self._labels else torch.empty(0, device="cpu")
+        weights = _joined(self._labels, self._weights)
+        own = {
+            "pending": {name: _together(every).cpu() for name, every in self._pending.items()}
+            if self._labels
+            else {},
+            "labels": labels,
+            "weights": None if weights is None else weights.cpu(),
+            "sums": self._sums(),
+        }
+        sums = self._ranks.total(self._settled()._sums(), what="metrics to save")
+        curves: dict[str, Any] = {"examples": list(self.curves.examples)}
+        for field_name in ("loss", "auc", "rows"):
+            lines: dict[str, list[Any]] = getattr(self.curves, field_name)
+            curves[field_name] = {name: list(line) for name, line in lines.items()}
+        shown = {name: metrics.totals() for name, metrics in self._shown.items()}
+        totals = (self.total_examples, self.total_ids, self.row_bytes)
+        whole = {
+            "sums": sums,
+            "curves": curves,
+            "shown": shown,
+            "loss": dict(self._loss),
+            "totals": totals,
+        }
+        return whole, own
+
+    def load_state(self, whole: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from what `state` returned.
+
+        Args:
+            whole: that of all ranks.
+            own: this rank's part; None where there were other ranks: then rank 0 takes it all.
+        """
+        curves = whole["curves"]
+        self.curves = Curves(
+            list(curves["examples"]),
+            *({k: list(v) for k, v in curves[name].items()} for name in ("loss", "auc", "rows")),
+        )
+        self.total_examples, self.total_ids, self.row_bytes = whole["totals"]
+        self._loss = dict(whole["loss"])
+        mine = whole if own is None else own
+        nothing = own is None and not self._ranks.leads
+        self._set_sums(torch.zeros_like(mine["sums"]) if nothing else mine["sums"])
+        if self._ranks.many:
+            self._shown = {n: BinaryMetrics.of_totals(part) for n, part in whole["shown"].items()}
+        if own is not None and own["labels"].numel():
+            for name, logits in own["pending"].items():
+                self._pending[name] = [logits]
+            self._labels, self._weights = [own["labels"]], [own["weights"]]
+            self._waiting = own["labels"].numel()
+
+    def _sums(self) -> Tensor:
+        """float64: examples, ids, weight, the loss sums, then the totals of each metric."""
+        head = [self.examples, self.ids, self._weight_sum, *self._loss_sum.values()]
+        every = [metrics.totals() for metrics in self._metrics.values()]
+        return torch.cat([torch.tensor(head, dtype=torch.float64, device="cpu"), *every])
+
+    def _set_sums(self, sums: Tensor) -> None:
+        names = list(self._metrics)
+        head = sums[: 3 + len(names)].tolist()
+        self.examples, self.ids, self._weight_sum = int(head[0]), int(head[1]), head[2]
+        self._loss_sum = dict(zip(names, head[3:], strict=True))
+        parts = sums[3 + len(names) :].chunk(len(names))
+        self._metrics = {n: BinaryMetrics.of_totals(p) for n, p in zip(names, parts, strict=True)}
+        self._shown = self._metrics
+
+    def _settled(self) -> Recorder:
+        """A copy that has made all sums."""
+        copy = Recorder(list(self._metrics), self._ranks)
+        copy._set_sums(self._sums())
+        copy._loss = dict(self._loss)
+        if self._labels:
+            copy._pending = {name: list(every) for name, every in self._pending.items()}
+            copy._labels, copy._weights = list(self._labels), list(self._weights)
+            copy._drain()
+        return copy
+
+    @property
+    def base_rate(self) -> float:
+        """Weighted mean label of all examples so far; over several ranks, at the last point."""
+        if self._labels and not self._ranks.many:
+            self._drain()
+        return next(iter(self._shown.values())).compute().mean_label
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """As one, on the device of the last: what was loaded may lie elsewhere."""
+    return torch.cat([part.to(parts[-1].device) for part in parts])
+
+
+def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    if all(weight is None for weight in weights):
+        return None
+    pairs = zip(labels, weights, strict=True)
+    return _together([torch.ones_like(y) if w is None else w for y, w in pairs])
+
+
+def _diverged(name: str, examples: int) -> InputError:
+    return InputError(
+        describe(
+            f"predictions of {name!r} after {examples} examples",
+            got="NaN or infinity",
+            allowed="finite numbers",
+            remedy="Lower the learning rates, or set clip_norm.",
+        )
+    )
+
 
 BASE_RATE = "base_rate"
 _GROWTH_TABLES = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import ops
-from shoal.hashing import to_signed
+from shoal.ids import to_signed
 from shoal.ops import reference
 from support.backends import BACKENDS, COMPILED, Implementation
 from support.ids import all_equal
@@ -57,7 +57,7 @@ def test_dedup_numbers_ids_across_many_blocks(
     impl: Implementation, span: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if impl.name == "triton":
-        kernels = importlib.import_module("shoal.kernels.dedup")
+        kernels = importlib.import_module("shoal.kernels.ids")
         for size in ("_INSERT_BLOCK", "_RANK_BLOCK", "_RANKS_A_WARP"):
             monkeypatch.setattr(kernels, size, 16)
     ids_N = torch.randint(-span, span, (901,), generator=torch.manual_seed(span % 7))

@@ -101,7 +101,7 @@ def test_the_first_bad_row_is_named_whatever_the_threads() -> None:
 
 @pytest.mark.parametrize("impl", BACKENDS[-1:])
 def test_triton_reads_a_missing_row_as_nan(impl: Implementation) -> None:
-    from shoal.kernels import rows as kernels
+    from shoal.kernels import flat_rows as kernels
 
     rows, index = on(impl, torch.ones(2, 3), T([-1, 1, 2]))
     got = kernels.gather_rows([rows], index, True, "test")

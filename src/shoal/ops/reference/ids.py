@@ -1,43 +1,18 @@
-"""Reordering of ids and rows in plain torch: the oracle of `shoal.ops.ids` and `shoal.ops.reorder`.
-
-Written to be read: one table or one shard at a time, nothing fused.
-"""
+"""Reordering and splitting of ids in plain torch: the oracle of the fast operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.ops.reference.segments import dedup, row_ids
-from shoal.placement import floormod
-from shoal.ragged import Ragged
-
-__all__ = [
-    "FusedReorder",
-    "Partition",
-    "RaggedPartition",
-    "RaggedSplit",
-    "Reorder",
-    "ShardBy",
-    "UniqueKeys",
-    "ValueOffset",
-    "dedup_into",
-    "fused_reorder_by_indices",
-    "fused_reorder_given",
-    "fused_value_rowids",
-    "normalize_merged_split",
-    "partition",
-    "permute_rows",
-    "ragged_partition",
-    "ragged_split_by_indices",
-    "reorder_by_indices",
-    "split_by_indices",
-    "unique_key_with_value_and_offset",
-    "unpermute_rows",
-]
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
+from shoal.ops.reference.rows import dedup, row_ids
+from shoal.ops.sparse_fids import ShardedFids, ShardRule, completed
+from shoal.placement import floormod, unsigned_mod
+from shoal.ragged import KeyedRagged, Ragged
 
 ShardBy = Callable[[Tensor, int], Tensor]
 """From ids int64 [N] and a number of shards to shards int64 [N] in [0, shards)."""
@@ -299,3 +274,52 @@ def _first_places(inverse_N: Tensor, size: int) -> Tensor:
     places_N = torch.arange(inverse_N.numel(), device=inverse_N.device)
     first_U = torch.full((size,), inverse_N.numel(), device=inverse_N.device)
     return first_U.scatter_reduce(0, inverse_N, places_N, "amin")
+
+
+def sharding_sparse_fids(
+    batch: KeyedRagged,
+    ps_num: int,
+    feature_cfgs: FeatureConfigs,
+    *,
+    unique: bool = True,
+    shared: Collection[str] = (),
+    rule: ShardRule = "unsigned_mod",
+) -> ShardedFids:
+    """`shoal.ops.sharding_sparse_fids` in plain Python."""
+    batch, cells = completed(batch, ps_num, feature_cfgs, shared, rule)
+    tables = feature_cfgs.tables
+    lists: list[list[int]] = [[] for _ in range(len(tables) * ps_num)]
+    floats = [0] * len(lists)
+    shard_N = (floormod if rule == "floormod" else unsigned_mod)(batch.values_N, ps_num).tolist()
+    ids_N, splits = batch.values_N.tolist(), batch.key_splits.tolist()
+    rows, buffers, row_splits = [], [], []
+    for f, name in enumerate(batch.keys):
+        config = feature_cfgs.feature_configs[name]
+        first = tables.index(config.table) * ps_num
+        row_splits.append([len(lists[first + p]) for p in range(ps_num)])
+        seen: dict[int, int] = {}
+        for n in range(splits[f], splits[f + 1]):
+            buffer = first + shard_N[n]
+            row = seen.get(ids_N[n]) if unique else None
+            if row is None:
+                row = seen[ids_N[n]] = floats[buffer]
+                floats[buffer] += config.width
+                lists[buffer].append(ids_N[n])
+            rows.append(row)
+            buffers.append(buffer)
+    index = LayoutIndex(
+        torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        torch.tensor(buffers, dtype=torch.int32, device="cpu"),
+        batch.offsets_FB1,
+        cells,
+        (batch.batch_size,),
+    )
+    return ShardedFids(
+        torch.tensor([id_ for part in lists for id_ in part], dtype=torch.int64, device="cpu"),
+        torch.tensor(row_splits, dtype=torch.int64, device="cpu"),
+        index,
+        torch.tensor([len(part) for part in lists], device="cpu").view(-1, ps_num),
+        torch.tensor(floats, device="cpu").view(-1, ps_num),
+        feature_cfgs,
+        batch,
+    )

@@ -13,19 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.ops.checks import check_layout
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
-from shoal.ops.layout_checks import check_layout
-from shoal.ops.layout_index import LayoutIndex
-from shoal.ops.layout_specs import FeatureConfigs
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
 from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reference.segments import row_ids, segment_first_n, segment_mean, segment_sum
-
-__all__ = [
-    "fused_embedding_to_layout",
-    "fused_embedding_to_layout_grad",
-    "layout_backward",
-    "layout_forward",
-]
+from shoal.ops.reference.rows import row_ids, segment_first_n, segment_mean, segment_sum
 
 _MEAN, _FIRSTN = 1, 3
 # A mean as shards take it, and rows that go to the output one by one.

@@ -1,0 +1,255 @@
+"""Plain dumps of (id, vector): .npz, text, weights of torch embeddings."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
+from shoal.errors import unknown_name
+
+_PIECE_BYTES = 8 << 20
+_DELIMITERS = (",", "\t", ";", " ")
+
+
+def rows_at_once(dim: int) -> int:
+    """Rows of D columns to hand on together: some MiB of them."""
+    return max(1, _PIECE_BYTES // (8 * (dim + 4)))
+
+
+def open_npz(path: Path, table: str) -> Source:
+    """Open an .npz with one array of ids [N], integers, and one of vectors [N, D], floats.
+
+    Raises:
+        DataError: no such file, or other arrays in it.
+    """
+    need_file(path, "an .npz file with ids [N] and vectors [N, D]")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise malformed(path, " ".join(str(error).split()), "an .npz file", "Check it.") from error
+    ids = [a for a in arrays.values() if a.ndim == 1 and a.dtype.kind in "iu"]
+    vectors = [a for a in arrays.values() if a.ndim == 2 and a.dtype.kind == "f"]
+    if len(ids) != 1 or len(vectors) != 1 or len(ids[0]) != len(vectors[0]):
+        got = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
+        allowed = "one array of ids, integers [N], and one of vectors, floats [N, D]"
+        raise malformed(path, got or "no arrays", allowed, "Save it with those two only.")
+    return _Arrays(table, ids[0], vectors[0])
+
+
+def open_text(path: Path, table: str) -> Source:
+    """Open lines "id, v1, ..., vD", between them a comma, tab, semicolon or space.
+
+    A first line that begins with no number is a header and is skipped, unless fractions follow:
+    that is a row with a wrong id.
+
+    Raises:
+        DataError: no such file, or a first line of another form.
+    """
+    need_file(path, "a text file with lines of an id and its vector")
+    allowed = "lines of an integer and at least one number"
+    try:
+        with path.open(encoding="utf-8") as file:
+            first, second = file.readline().strip(), file.readline().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise malformed(path, error, allowed, "Check the file.") from error
+    begins, *others = _split(first)
+    fractions = any(_is_number(field) and not _is_whole(field) for field in others)
+    skipped = not _is_number(begins) and not fractions
+    line = second if skipped else first
+    fields = _split(line)
+    if len(fields) < 2 or not _is_whole(fields[0]):
+        raise malformed(path, repr(line[:60]), allowed, "Put the id before its vector.")
+    delimiter = next(one for one in _DELIMITERS if one in line)
+    return _Lines(path, table, len(fields) - 1, delimiter, skipped)
+
+
+class _Arrays:
+    def __init__(self, table: str, ids: Any, vectors: Any) -> None:
+        self._ids, self._vectors = ids, vectors
+        self._offered = Offered(name=table, dim=vectors.shape[1])
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return (self._offered,)
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        many = rows_at_once(self._offered.dim)
+        for start in range(0, len(self._ids) if self._offered.name in wanted else 0, many):
+            ids = self._ids[start : start + many].astype(np.int64)
+            vectors = np.array(self._vectors[start : start + many], order="C")
+            yield (
+                self._offered.name,
+                Entries(ids=torch.from_numpy(ids), weights=torch.from_numpy(vectors)),
+            )
+
+
+class _Lines:
+    def __init__(self, path: Path, table: str, dim: int, delimiter: str, skipped: bool) -> None:
+        self._path, self._delimiter, self._skipped = path, delimiter, skipped
+        self._offered = Offered(name=table, dim=dim)
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return (self._offered,)
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        import pyarrow as pa
+
+        if self._offered.name not in wanted:
+            return
+        allowed = f"lines of an integer and {self._offered.dim} numbers"
+        try:
+            for batch in self._batches():
+                columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+                weights = np.stack(columns[1:], axis=1)
+                yield (
+                    self._offered.name,
+                    Entries(
+                        ids=torch.from_numpy(columns[0].copy()),
+                        weights=torch.from_numpy(np.ascontiguousarray(weights)),
+                    ),
+                )
+        except pa.ArrowException as error:
+            got = " ".join(str(error).split())
+            raise malformed(self._path, got, allowed, "Correct that line.") from error
+
+    def _batches(self) -> Iterator[Any]:
+        import pyarrow as pa
+        from pyarrow import csv
+
+        names = ["id", *(f"v{index}" for index in range(self._offered.dim))]
+        types = {name: pa.float64() for name in names} | {"id": pa.int64()}
+        with csv.open_csv(
+            self._path,
+            read_options=csv.ReadOptions(column_names=names, skip_rows=int(self._skipped)),
+            parse_options=csv.ParseOptions(delimiter=self._delimiter),
+            convert_options=csv.ConvertOptions(column_types=types, null_values=[]),
+        ) as reader:
+            yield from reader
+
+
+def _split(line: str) -> list[str]:
+    delimiter = next((one for one in _DELIMITERS if one in line), " ")
+    return [field.strip() for field in line.split(delimiter)]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        return math.isfinite(float(field))
+    except ValueError:
+        return False
+
+
+def _is_whole(field: str) -> bool:
+    return field.lstrip("+-").isdigit()
+
+
+def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> Source:
+    """Open a file that `torch.save(model.state_dict(), path)` wrote.
+
+    Args:
+        path: the file; dicts in it may be nested, as in `{"model": state_dict}`.
+        tables: name of each table to be -> key of its weights, or the end of the key. Without a
+            key it is the one that ends in "NAME.weight" (as torchrec's
+            "embedding_bags.NAME.weight" does) or the only weights [rows, D] there are.
+
+    Raises:
+        DataError: no such file, or one that torch does not load.
+        UnknownName: no weights of that key or table.
+    """
+    need_file(path, "a file of torch.save")
+    every = dict(_flat(_load(path)))
+    weights = {key: value for key, value in every.items() if _is_matrix(value)}
+    for table, key in tables.items():
+        _check_form(path, f"{table}.weight" if key is None else key, every)
+    return _Embeddings(
+        {table: weights[_key_of(path, table, key, weights)] for table, key in tables.items()}
+    )
+
+
+class _Embeddings:
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+
+    @property
+    def tables(self) -> tuple[Offered, ...]:
+        return tuple(
+            Offered(name=name, dim=weights.shape[1]) for name, weights in self._weights.items()
+        )
+
+    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        for name, weights in self._weights.items():
+            many = rows_at_once(weights.shape[1])
+            for start in range(0, len(weights) if name in wanted else 0, many):
+                piece = weights[start : start + many].detach().contiguous()
+                yield (
+                    name,
+                    Entries(
+                        ids=torch.arange(start, start + len(piece), device="cpu"), weights=piece
+                    ),
+                )
+
+
+def _load(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        except RuntimeError:  # a file of before torch 1.6 cannot be mapped
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        got = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "Save the state dict: torch.save(model.state_dict(), path)."
+        raise malformed(path, got, "tensors by name, in dicts", remedy) from error
+
+
+def _flat(part: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(part, Tensor):
+        yield prefix or "weight", part
+    elif isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _is_matrix(value: Tensor) -> bool:
+    return value.ndim == 2 and value.dtype.is_floating_point and value.layout is torch.strided
+
+
+def _check_form(path: Path, ending: str, every: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are there, of another form than a table's."""
+    for name, value in every.items():
+        if (name == ending or name.endswith(f".{ending}")) and not _is_matrix(value):
+            layout = "" if value.layout is torch.strided else f", {value.layout}"
+            raise malformed(
+                f"weights {name} in {path}",
+                f"{value.dtype} of shape {list(value.shape)}{layout}",
+                "floats of shape [rows, columns]",
+                "Name other weights with --key, or save them in this form.",
+            )
+
+
+def _key_of(path: Path, table: str, key: str | None, weights: Mapping[str, Tensor]) -> str:
+    ending = f"{table}.weight" if key is None else key
+    if ending in weights:
+        return ending
+    found = [name for name in weights if name.endswith(f".{ending}")]
+    if key is None and not found and len(weights) == 1:
+        found = list(weights)
+    if len(found) > 1:
+        remedy = "Name one with --key."
+        raise malformed(
+            f"table {table!r} in {path}", f"weights {', '.join(found)}", "weights of one", remedy
+        )
+    if not found:
+        remedy = "Name the key of its weights with --key."
+        raise unknown_name(f"weights of table {table!r} in {path}", ending, weights, remedy=remedy)
+    return found[0]

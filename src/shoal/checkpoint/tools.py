@@ -1,0 +1,494 @@
+"""What is done with checkpoints that lie there: verify, compare, compact."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.checkpoint import contents
+from shoal.checkpoint.chain import ChainRows
+from shoal.checkpoint.dense import DenseReader
+from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTable, commit
+from shoal.checkpoint.plan import FilePlan, TableRows, bits_for, pieces, split
+from shoal.checkpoint.row_files import (
+    ReadBuffer,
+    RowFileWriter,
+    check_streaming,
+    damaged,
+    read_ids,
+    read_rows,
+)
+from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import WRITER, CheckpointStore, folder_name, locate
+from shoal.errors import CheckpointError, describe
+from shoal.placement import hash_ids, sort_key
+from shoal.table.values import RowChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a file: the checkpoint's folder, the file's path in it, and why."""
+
+    checkpoint: str
+    file: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Args:
+        url: of the checkpoint.
+        checkpoints: folders that were looked at, the full one first.
+        files, bytes: that were read; `manifest.json` not counted.
+        rows: rows and ids whose order was checked.
+        problems: empty where all is well.
+        unlisted: files in the folders that no manifest names, as "folder/path"; harmless.
+    """
+
+    url: str
+    checkpoints: tuple[str, ...]
+    files: int
+    bytes: int
+    rows: int
+    problems: tuple[Problem, ...]
+    unlisted: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """No problems."""
+        return not self.problems
+
+
+def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
+    """Read every file of a checkpoint and compare it with what was saved.
+
+    Sizes and checksums first; then, of files that are well, that rows and ids are ordered by
+    hash, lie in their file's range, and add up to what the manifest counts.
+
+    Args:
+        url: a checkpoint's folder, or that of a store: its newest checkpoint.
+        chain: of a delta, look at all it is made of.
+        rows: look into row files and files of ids; False: sizes and checksums only.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `url`.
+    """
+    store, name = locate(url)
+    problems: list[Problem] = []
+    links = _links(store, name, chain, problems)
+    looked, unlisted = _Looked(), []
+    buffer = ReadBuffer()
+    for folder, manifest in links:
+        storage = store.folder(folder)
+        wrong = _look(storage, manifest, rows, buffer, looked)
+        problems.extend(Problem(folder, *why) for why in wrong)
+        named = {file.path for file in manifest.files} | {MANIFEST, WRITER}
+        unlisted += [f"{folder}/{path}" for path in storage.files() if path not in named]
+    return Report(
+        url=store.folder(name).url,
+        checkpoints=tuple(folder for folder, _ in links) or (name,),
+        files=looked.files,
+        bytes=looked.bytes,
+        rows=looked.rows,
+        problems=tuple(problems),
+        unlisted=tuple(unlisted),
+    )
+
+
+@dataclass(slots=True)
+class _Looked:
+    files: int = 0
+    bytes: int = 0
+    rows: int = 0
+
+
+def _links(
+    store: CheckpointStore, name: str, chain: bool, problems: list[Problem]
+) -> list[tuple[str, Manifest]]:
+    """Folders and manifests, the full one first; those that cannot be read are problems."""
+    links: list[tuple[str, Manifest]] = []
+    folder: str | None = name
+    while folder is not None:
+        try:
+            manifest = store.manifest(folder)
+        except CheckpointError as error:
+            problems.append(Problem(folder, MANIFEST, str(error)))
+            break
+        links.insert(0, (folder, manifest))
+        folder = manifest.parent.folder if chain and manifest.parent else None
+        if len(links) > 1 and folder in {one for one, _ in links}:
+            break  # a circle, which the chain below tells of
+    if chain and not problems:
+        try:
+            ChainRows(store.storage, store.chain(name), name)
+        except CheckpointError as error:
+            problems.append(Problem(name, MANIFEST, str(error)))
+    return links
+
+
+def _look(
+    storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer, looked: _Looked
+) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) of one checkpoint."""
+    found: dict[str, Counter[str]] = {"rows": Counter(), "deleted": Counter()}
+    sound = True
+    for file in manifest.files:
+        ordered = rows and file.kind in ("rows", "deleted", "sights")
+        try:
+            if ordered:
+                own = found.get(file.kind, Counter())
+                for why in _look_inside(storage, file, manifest, buffer, own):
+                    sound = False
+                    yield file.path, why
+                looked.rows += file.rows
+            else:
+                check_streaming(storage, file)
+        except CheckpointError as error:
+            sound = False
+            yield file.path, str(error)
+        looked.files += 1
+        looked.bytes += file.bytes
+    yield from _overlaps(manifest)
+    if rows and sound:
+        yield from _look_at_values(storage, manifest)
+    for table in manifest.tables if rows and sound else ():
+        for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
+            if (got := found[kind][table.key]) != wanted:
+                yield MANIFEST, f"{wanted} {kind} of table {table.key!r}, but {got} in its files"
+
+
+def _look_at_values(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What is dense, and the state of the job, read as a load would."""
+
+    def dense() -> None:
+        reader = DenseReader(storage)
+        for name in reader.names():
+            reader.value(name)
+
+    paths = {file.kind: file.path for file in manifest.files}
+    if "dense" in paths:
+        yield from _told(paths["dense"], dense)
+    if "state" in paths:
+        yield from _told(paths["state"], lambda: contents.read(storage, manifest))
+
+
+def _told(path: str, read: Callable[[], object]) -> Iterator[tuple[str, str]]:
+    try:
+        read()
+    except CheckpointError as error:
+        yield path, str(error)
+
+
+def _look_inside(
+    storage: Storage,
+    file: SavedFile,
+    manifest: Manifest,
+    buffer: ReadBuffer,
+    found: Counter[str],
+) -> Iterator[str]:
+    names = {table.key: table.hash_name for table in manifest.tables}
+    last_table, last_key = -1, 0
+    low, high = file.start - (1 << 63), file.stop - 1 - (1 << 63)
+    for table, ids_U in _ids(storage, file, manifest, buffer):
+        key = file.tables[table]
+        keys = sort_key(hash_ids(names[key], ids_U))
+        first, last = int(keys[0]), int(keys[-1])
+        follows = last_key < first if table == last_table else table > last_table
+        if not follows or not bool((keys[1:] > keys[:-1]).all()):
+            yield f"rows of table {key!r} are not in the order of their hashes"
+            return
+        if first < low or last > high:
+            yield f"rows of table {key!r} outside the file's hashes [{file.start}, {file.stop})"
+            return
+        found[key] += len(ids_U)
+        last_table, last_key = table, last
+
+
+def _ids(
+    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
+) -> Iterator[tuple[int, Tensor]]:
+    if file.kind == "rows":
+        layout = next(RowLayout.of(table) for table in manifest.tables if table.key in file.tables)
+        for table, chunk in read_rows(storage, file, layout, buffer, epoch=manifest.epoch):
+            yield table, chunk.ids
+    else:
+        for table, ids_U, _ in read_ids(storage, file, buffer):
+            yield table, ids_U
+
+
+def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Files of one kind and table whose ranges meet, so that a row could be there twice."""
+    stops: dict[tuple[str, str], tuple[int, str]] = {}
+    ordered = [file for file in manifest.files if file.kind in ("rows", "deleted", "sights")]
+    for file in sorted(ordered, key=lambda file: file.start):
+        for key in file.tables:
+            stop, other = stops.get((file.kind, key), (0, ""))
+            if file.start < stop:
+                yield file.path, f"its hashes meet those of {other} of table {key!r}"
+            stops[file.kind, key] = (max(stop, file.stop), file.path)
+
+
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableDiff:
+    """Rows of one table in two checkpoints.
+
+    Args:
+        key: "collection/table".
+        only_a, only_b: rows that the other one lacks.
+        equal: rows with the same weights, state, last-seen time and count.
+        changed: rows whose weights or state differ.
+        touched: rows that differ in their last-seen time or count only.
+        weights_difference, state_difference: the largest |a - b| of changed rows; infinite where
+            one of the two is not a number.
+    """
+
+    key: str
+    only_a: int
+    only_b: int
+    equal: int
+    changed: int
+    touched: int
+    weights_difference: float
+    state_difference: float
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_a or self.only_b or self.changed or self.touched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableDiffs:
+    """What `diff` found.
+
+    Args:
+        tables: that are in both, in the order of a.
+        only_a, only_b: keys of tables that the other one lacks.
+        reshaped: keys of tables whose rows have another layout or hash in b; not compared.
+    """
+
+    tables: tuple[TableDiff, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    reshaped: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether the tables of both hold the same rows."""
+        others = self.only_a or self.only_b or self.reshaped
+        return not others and all(table.same for table in self.tables)
+
+
+def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None) -> TableDiffs:
+    """Compare the rows of two checkpoints, deltas with their whole chain.
+
+    Row versions, which count cuts, are not compared. Rows stream: memory does not grow with them.
+
+    Args:
+        a, b: a checkpoint's folder, or that of a store: its newest checkpoint.
+        tables: keys of the tables to look at; None: all.
+
+    Raises:
+        CheckpointError: no checkpoint there, or a file of it is missing or damaged.
+    """
+    rows_a, rows_b = _opened(a), _opened(b)
+    keys_a, keys_b = (
+        [table.key for table in rows.tables if tables is None or table.key in tables]
+        for rows in (rows_a, rows_b)
+    )
+    compared, reshaped = [], []
+    for key in keys_a:
+        if key not in keys_b:
+            continue
+        one, other = rows_a.tables[rows_a.index(key)], rows_b.tables[rows_b.index(key)]
+        if (RowLayout.of(one), one.hash_name) == (RowLayout.of(other), other.hash_name):
+            compared.append(_compared(key, rows_a, rows_b))
+        else:
+            reshaped.append(key)
+    return TableDiffs(
+        tables=tuple(compared),
+        only_a=tuple(key for key in keys_a if key not in keys_b),
+        only_b=tuple(key for key in keys_b if key not in keys_a),
+        reshaped=tuple(reshaped),
+    )
+
+
+def _opened(url: str | Path) -> ChainRows:
+    store, name = locate(url)
+    return ChainRows(store.storage, store.chain(name), name)
+
+
+def _compared(key: str, rows_a: ChainRows, rows_b: ChainRows) -> TableDiff:
+    a, b = rows_a.index(key), rows_b.index(key)
+    hash_name = rows_a.tables[a].hash_name
+    piece = max(1, _PIECE_BYTES // RowLayout.of(rows_a.tables[a]).row_bytes)
+    ranges = max(list(rows_a.ranges(a, piece)), list(rows_b.ranges(b, piece)), key=len)
+    only_a = only_b = equal = changed = touched = 0
+    weights = state = 0.0
+    for start, stop in ranges:
+        one, other = rows_a.read(a, start, stop), rows_b.read(b, start, stop)
+        in_a, in_b = _common(hash_name, one.ids, other.ids)
+        only_a += len(one.ids) - len(in_a)
+        only_b += len(other.ids) - len(in_b)
+        weights_R = _differences(one.weights[in_a], other.weights[in_b])
+        state_R = _differences(one.state[in_a], other.state[in_b])
+        changed_R = (weights_R > 0) | (state_R > 0)
+        touched_R = ~changed_R & _touched(one, in_a, other, in_b)
+        changed += int(changed_R.sum())
+        touched += int(touched_R.sum())
+        equal += int((~changed_R & ~touched_R).sum())
+        if len(in_a):
+            weights = max(weights, float(weights_R.max()))
+            state = max(state, float(state_R.max()))
+    return TableDiff(
+        key=key,
+        only_a=only_a,
+        only_b=only_b,
+        equal=equal,
+        changed=changed,
+        touched=touched,
+        weights_difference=weights,
+        state_difference=state,
+    )
+
+
+def _common(hash_name: str, ids_a: Tensor, ids_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the ids that are in both lie in each."""
+    keys_a, keys_b = (sort_key(hash_ids(hash_name, ids)) for ids in (ids_a, ids_b))
+    if not len(keys_a) or not len(keys_b):
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return none, none
+    at = torch.searchsorted(keys_b, keys_a).clamp_(max=len(keys_b) - 1)
+    in_a = (keys_b[at] == keys_a).nonzero().squeeze(1)
+    return in_a, at[in_a]
+
+
+def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:
+    """float64 [R]: the largest |a - b| of each row; infinite where one is not a number."""
+    if not a_RD.shape[1]:
+        return torch.zeros(len(a_RD), dtype=torch.float64, device="cpu")
+    a_RD, b_RD = a_RD.double(), b_RD.double()
+    difference = (a_RD - b_RD).abs().nan_to_num_(nan=float("inf"))
+    difference[(a_RD == b_RD) | (a_RD.isnan() & b_RD.isnan())] = 0.0
+    return difference.amax(1)
+
+
+def _touched(one: RowChunk, in_a: Tensor, other: RowChunk, in_b: Tensor) -> Tensor:
+    seen_R = one.last_seen_s[in_a] != other.last_seen_s[in_b]
+    return seen_R | (one.counts[in_a] != other.counts[in_b])
+
+
+_COMPACTED_BYTES = 16 << 20
+
+
+def compact(store: CheckpointStore, name: str) -> Manifest:
+    """Write what a delta and its chain stand for as a full checkpoint of the same step.
+
+    Row files have the bytes that a full save at that cut would have given them; dense weights,
+    state and admission counters are the delta's. The manifest is written last: until then
+    nothing but leftovers for `CheckpointStore.clean` are there. The chain stays.
+
+    Args:
+        name: folder of the delta.
+
+    Raises:
+        CheckpointError: a full checkpoint, one of that step exists already, a link of the chain
+            is missing or damaged, or no space; nothing is left behind then.
+    """
+    chain = store.chain(name)
+    last = chain[-1]
+    target = folder_name(last.step, "full")
+    taken = any(entry.name == target for entry in store.list())
+    if last.kind == "full" or taken:
+        raise CheckpointError(
+            describe(
+                f"checkpoint {name} to compact in {store.url}",
+                got="a full one" if last.kind == "full" else f"a delta, with {target} beside it",
+                allowed="a delta without a full checkpoint of its step",
+                remedy="Nothing is left to do: load the full one.",
+            )
+        )
+    folder, held = store.folder(target), store.claim(target)
+    try:
+        manifest = _written(folder, store.folder(name), ChainRows(store.storage, chain, name), last)
+        commit(folder, manifest)
+    except BaseException:
+        folder.remove_tree()
+        held.release()
+        raise
+    held.release(keep=False)
+    return manifest
+
+
+def _written(folder: Storage, newest: Storage, rows: ChainRows, last: Manifest) -> Manifest:
+    """All files of the full checkpoint, and its manifest yet to be committed."""
+    folder.make()
+    counted = []
+    for k, table in enumerate(rows.tables):
+        bits = bits_for(rows.most_rows(k))
+        counted.append(TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits)))
+    files = [_write_rows(folder, plan, rows, counted) for plan in split(counted)]
+    copied = ("sights", "sketch", "dense", "state")
+    files += [_copied(newest, folder, file) for file in last.files if file.kind in copied]
+    return dataclasses.replace(
+        last,
+        id=secrets.token_hex(16),
+        kind="full",
+        parent=None,
+        created_s=int(time.time()),
+        tables=tuple(
+            _whole(table, one.rows) for table, one in zip(rows.tables, counted, strict=True)
+        ),
+        files=tuple(files),
+    )
+
+
+def _whole(table: SavedTable, rows: int) -> SavedTable:
+    return dataclasses.replace(table, rows=rows, deleted=0)
+
+
+def _write_rows(
+    folder: Storage, plan: FilePlan, rows: ChainRows, counted: list[TableRows]
+) -> SavedFile:
+    assert isinstance(plan.layout, RowLayout)
+    writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, (plan.start, plan.stop))
+    try:
+        for k, key in enumerate(plan.tables):
+            index = rows.index(key)
+            parts = pieces(counted[index], plan.start, plan.stop, piece_bytes=_COMPACTED_BYTES)
+            for start, stop, _ in parts:
+                writer.add(k, rows.read(index, start, stop))
+        return writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _copied(source: Storage, folder: Storage, saved: SavedFile) -> SavedFile:
+    """The same bytes in another folder, compared with the manifest on their way."""
+    crc32 = 0
+    with folder.create(saved.path) as new:
+        for piece in source.pieces(saved.path):
+            crc32 = _core.crc32(piece, crc32)
+            new.write(piece)
+        if (new.bytes, crc32) != (saved.bytes, saved.crc32):
+            got = f"{new.bytes} bytes, checksum {crc32:08x}"
+            raise damaged(
+                source, saved.path, got, f"{saved.bytes} bytes, checksum {saved.crc32:08x}"
+            )
+    return saved

@@ -1,0 +1,340 @@
+"""`shoal ckpt import` and `export`: rows from other systems, and to them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+from urllib.parse import quote
+
+from rich.console import Console
+
+from shoal import config as settings
+from shoal.checkpoint.formats import (
+    Offered,
+    Source,
+    TableForm,
+    form_of,
+    open_embeddings,
+    open_monolith,
+    open_npz,
+    open_parquet,
+    open_text,
+    receive,
+    write_parquet,
+)
+from shoal.checkpoint.manifest import SavedTable
+from shoal.cli.ckpt import chosen, find
+from shoal.config import RunConfig
+from shoal.config.build import table_spec
+from shoal.config.tree import OPTIMIZERS, build
+from shoal.errors import CheckpointError, ConfigError, describe, unknown_name
+from shoal.table.spec import RowDType, Segment, TableSpec
+
+_COLLECTION = "embeddings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The command line."""
+
+    source: Path
+    out: str
+    form: str
+    tables: tuple[str, ...]
+    collection: str | None
+    config: str | None
+    optimizer: str | None
+    dtype: str | None
+    keys: tuple[str, ...]
+    id_column: str | None
+    vector_column: str | None
+    weights_only: bool
+    seed: int | None
+    last_seen_s: int | None
+
+
+def import_rows(request: Request, *, tell: Console) -> None:
+    """Write the checkpoint and say what is in it.
+
+    Raises:
+        UnknownName: a format, table, column or rule that does not exist.
+        ConfigError: options that contradict each other.
+        DataError: the source is missing, damaged or of another form.
+        CheckpointError: the new checkpoint cannot be written where it should.
+    """
+    _check(request)
+    source = _open(request)
+    offered = {table.name: table for table in source.tables}
+    config = None if request.config is None else settings.load(request.config)
+    names = _chosen(request, offered)
+    forms = {name: _form(request, config, offered[name]) for name in names}
+    _check_apart(forms)
+    seed = _seed(request, config, [offered[name] for name in names])
+    now_s = int(time.time())
+    manifest, where = receive(
+        request.out,
+        source,
+        forms,
+        seed=seed,
+        created_s=now_s,
+        last_seen_s=now_s if request.last_seen_s is None else request.last_seen_s,
+        weights_only=request.weights_only,
+    )
+    for table in manifest.tables:
+        line = f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
+        tell.print(line, markup=False, highlight=False, soft_wrap=True)
+    tell.print(f"checkpoint: {where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
+    """Names of the tables to import; "collection/table" is good for any that says its own."""
+    keys = {one.saved.key: name for name, one in offered.items() if one.saved is not None}
+    names = {**keys, **{name: name for name in offered}}
+    for name in request.tables:
+        if name not in names:
+            raise unknown_name(f"table in {request.source}", name, names)
+    return tuple(dict.fromkeys(names[name] for name in request.tables)) or tuple(offered)
+
+
+def _check_apart(forms: Mapping[str, TableForm]) -> None:
+    """Refuse two tables that would become one."""
+    there: dict[str, str] = {}
+    for name, form in forms.items():
+        if (other := there.setdefault(form.table.key, name)) != name:
+            raise _refused(
+                "tables that come in",
+                f"{other} and {name} as {form.table.key}",
+                "a name for each",
+                "Leave --collection out, or pick one with --table.",
+            )
+
+
+def _check(request: Request) -> None:
+    if request.form not in _FORMATS:
+        raise unknown_name("format to import", request.form, _FORMATS)
+    if request.config is not None and (request.optimizer or request.dtype):
+        raise _refused(
+            "what the rows become",
+            "--config with --optimizer or --dtype",
+            "one of the two",
+            "The config says optimizers and dtype.",
+        )
+    if request.dtype is not None and request.dtype not in get_args(RowDType):
+        raise unknown_name("dtype", request.dtype, get_args(RowDType))
+    if request.keys and request.form != "embedding":
+        raise _refused("--key", f"--format {request.form}", "embedding", "Leave --key out.")
+    for name in ("seed", "last_seen_s"):
+        value = getattr(request, name)
+        if value is not None and not 0 <= value < 1 << 32:
+            option = f"--{name.replace('_', '-')}"
+            raise _refused(option, value, "0..2^32 - 1", "Give a whole number.")
+
+
+def _open(request: Request) -> Source:
+    return _FORMATS[request.form](request)
+
+
+def _open_parquet(request: Request) -> Source:
+    named = request.tables[0] if len(request.tables) == 1 else None
+    return open_parquet(request.source, named, ids=request.id_column, vectors=request.vector_column)
+
+
+def _open_monolith(request: Request) -> Source:
+    return open_monolith(request.source, request.tables[0] if len(request.tables) == 1 else None)
+
+
+def _open_embeddings(request: Request) -> Source:
+    if not request.tables or (request.keys and len(request.keys) != len(request.tables)):
+        raise _refused(
+            "--table and --key",
+            f"{len(request.tables)} and {len(request.keys)} of them",
+            "a --table or more, and a --key for each or none",
+            "Name the tables that the embeddings become.",
+        )
+    keys = request.keys or (None,) * len(request.tables)
+    return open_embeddings(request.source, dict(zip(request.tables, keys, strict=True)))
+
+
+def _open_text(request: Request) -> Source:
+    return open_text(request.source, _one_table(request))
+
+
+def _open_npz(request: Request) -> Source:
+    return open_npz(request.source, _one_table(request))
+
+
+def _one_table(request: Request) -> str:
+    if len(request.tables) != 1:
+        what = f"--table with --format {request.form}"
+        raise _refused(what, len(request.tables), "one", "Name the table that the rows become.")
+    return request.tables[0]
+
+
+_FORMATS: Mapping[str, Callable[[Request], Source]] = {
+    "parquet": _open_parquet,
+    "monolith": _open_monolith,
+    "embedding": _open_embeddings,
+    "npz": _open_npz,
+    "text": _open_text,
+}
+
+
+def _form(request: Request, config: RunConfig | None, offered: Offered) -> TableForm:
+    saved = offered.saved
+    table_name = saved.name if saved else offered.name
+    collection = request.collection or (saved.collection if saved else None)
+    if config is not None:
+        spec = table_spec(config, table_name)
+        form = form_of(collection or config.model.kind, spec)
+    elif request.optimizer is not None:
+        form = form_of(collection or _COLLECTION, _spec(request, offered, table_name))
+    elif saved is None:
+        raise _refused(
+            f"optimizer of table {offered.name!r}",
+            "none",
+            "--optimizer RULE, or --config FILE",
+            "Rows need its initial state; say --optimizer sgd for tables without state.",
+        )
+    else:
+        table = replace(saved, collection=collection or _COLLECTION, admission=None)
+        form = TableForm(table=table, initial_state=None)
+    _check_fits(request, offered, form)
+    return form
+
+
+def _seed(request: Request, config: RunConfig | None, tables: Sequence[Offered]) -> int:
+    if request.seed is not None:
+        return request.seed
+    if config is not None:
+        return config.seed
+    seeds = {table.seed for table in tables if table.seed is not None}
+    if len(seeds) > 1:
+        got = ", ".join(map(str, sorted(seeds)))
+        raise _refused("seeds of the tables", got, "one", "Name one with --seed.")
+    return seeds.pop() if seeds else 0
+
+
+def _spec(request: Request, offered: Offered, name: str) -> TableSpec:
+    from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
+
+    text = request.optimizer or ""
+    try:
+        rule = build(safe_load(text), OPTIMIZERS)
+    except YAMLError as error:
+        allowed = "a rule's name, or {kind: name, ...}"
+        raise _refused("--optimizer", repr(text), allowed, "Correct it.") from error
+    dtype = request.dtype or (offered.saved.dtype if offered.saved else "float32")
+    segment = Segment(dim=offered.dim, optimizer=rule)
+    return TableSpec(name=name, segments=(segment,), dtype=dtype)  # type: ignore[arg-type]
+
+
+def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
+    """State that comes along must be that of the rules named."""
+    if form.table.dim != offered.dim:
+        raise _refused(
+            f"columns of table {offered.name!r}",
+            f"{offered.dim} in {request.source}",
+            f"{form.table.dim}, as the config has it",
+            "Correct dim in the config, or pick the tables that are in it with --table.",
+        )
+    if request.weights_only or not offered.has_state or offered.saved is None:
+        return
+    ours = [(one.dim, one.optimizer, one.state_width) for one in form.table.segments]
+    theirs = [(one.dim, one.optimizer, one.state_width) for one in offered.saved.segments]
+    if ours != theirs:
+        raise _refused(
+            f"optimizers of table {offered.name!r}",
+            ", ".join(f"{dim} columns with {rule}" for dim, rule, _ in theirs),
+            ", ".join(f"{dim} columns with {rule}" for dim, rule, _ in ours),
+            "Leave the state behind with --weights-only, or keep the optimizers.",
+        )
+
+
+def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def export(
+    path: str,
+    out: Path,
+    *,
+    form: str,
+    tables: Sequence[str],
+    weights_only: bool,
+    tell: Console,
+) -> None:
+    """Write a folder for each table into `out`, which appears whole or not at all.
+
+    Raises:
+        UnknownName: no such format or table.
+        CheckpointError: no checkpoint, it is damaged, or `out` is not empty or not writable.
+    """
+    if form != "parquet":
+        raise unknown_name("format to export", form, ["parquet"])
+    place = find(path)
+    chain = place.chain()
+    rows = place.rows(chain)
+    indices = chosen(chain[-1].tables, tables)
+    partial = _partial(out)
+    try:
+        for index in indices:
+            saved = chain[-1].tables[index]
+            folder = partial / _folder_of(saved)
+            # Of a delta the chain's rows are written, so its own counts do not hold.
+            whole = replace(saved, rows=0, deleted=0)
+            count = write_parquet(
+                folder,
+                whole,
+                rows.chunks(index),
+                seed=chain[-1].seed,
+                place=index,
+                weights_only=weights_only,
+            )
+            line = f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}"
+            tell.print(line, markup=False, highlight=False, soft_wrap=True)
+        os.replace(partial, out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _folder_of(saved: SavedTable) -> str:
+    return f"{quote(saved.collection, safe='')}.{quote(saved.name, safe='')}"
+
+
+def _partial(out: Path) -> Path:
+    """A folder beside the one to be, with its permissions."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            describe(
+                "folder to export to",
+                got=f"{out}, which is {'not empty' if out.is_dir() else 'a file'}",
+                allowed="a new or empty folder",
+                remedy="Choose another one.",
+            )
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        partial.chmod(0o755)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    return partial
+
+
+def _unwritable(out: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        describe(
+            "folder to export to",
+            got=f"{out}: {error.strerror or error}",
+            allowed="a folder that can be written",
+            remedy="Choose another one, or make room.",
+        )
+    )

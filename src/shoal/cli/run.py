@@ -1,0 +1,126 @@
+"""`shoal train`, `shoal eval` and `shoal predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.shell import Debug, Overrides, console, one_job
+
+
+def train(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|latest",
+            help="Go on with an interrupted run: its folder, or the newest one of this name.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model, judge it against its baselines, and write a run folder.
+
+    The folder runs/<name>-<time>/ gets the resolved config, metrics.json, report.html, logs and
+    checkpoints, the last of which is the trained model. Settings come from the YAML file, then
+    from SHOAL_DEVICE, SHOAL_SEED, SHOAL_THREADS and SHOAL_OUTPUT_DIR, then from the command line.
+
+    Examples:
+
+      shoal train examples/flights.yaml
+
+      shoal train examples/flights.yaml model.kind=dcn tables.default.dim=8
+
+      shoal train examples/flights.yaml 'tables.default.optimizer={kind: adam, lr: 0.01}'
+
+      shoal train examples/flights.yaml '~features.history' data.max_examples=20000
+
+    With a checkpoint every 1,000 steps, and going on from the last one of an interrupted run:
+
+      shoal train examples/flights.yaml checkpoint.every_steps=1000
+
+      shoal train examples/flights.yaml checkpoint.every_steps=1000 --resume latest
+
+    On several ranks (also under mpirun and srun), with the same result:
+
+      torchrun --nproc-per-node 2 -m shoal.cli train examples/flights.yaml
+    """
+    with one_job(debug):
+        from shoal import config as settings
+        from shoal import train as training
+        from shoal.comm.launch import early_votes
+
+        synced = settings.load_synced_config(
+            early_votes(), lambda: settings.load(config, overrides or ())
+        )
+        training.run(synced, console=console(), resume=resume)
+
+
+def evaluate(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="Run folder, or a config file: then its latest run.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Judge a trained model on its evaluation examples again.
+
+    Prints the same table as training did; with overrides, the model is judged on other data.
+
+    Examples:
+
+      shoal eval runs/flights-20131101-120000
+
+      shoal eval examples/flights.yaml eval.max_examples=10000
+    """
+    with one_job(debug):
+        from shoal import train as training
+
+        training.evaluate(run, overrides or (), console=console())
+
+
+def predict(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="Run folder, or a config file: then its latest run.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Parquet file to write; predictions.parquet in the run folder if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a trained model's predictions for its evaluation examples as Parquet.
+
+    One row an example, in order: prediction (a probability), label, event_time_s.
+
+    Examples:
+
+      shoal predict runs/flights-20131101-120000 --out predictions.parquet
+
+      shoal predict examples/flights.yaml eval.max_examples=10000
+    """
+    with one_job(debug):
+        from shoal import train as training
+
+        training.predict(run, overrides or (), out=out, console=console())

@@ -1,0 +1,1 @@
+"""What carries collectives: torch.distributed, MPI, shared memory."""

@@ -1,0 +1,475 @@
+"""Collectives of ranks on one host, through memory that they share."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.address import address
+from shoal.comm.collectives import (
+    Collectives,
+    Done,
+    Part,
+    Pending,
+    PendingSizes,
+    ReduceOp,
+    Sizes,
+    check_parts,
+    check_sizes,
+    check_source,
+    check_values,
+    gathered_objects,
+)
+from shoal.comm.watch import ALIKE, Group
+from shoal.errors import CollectiveFailed, ConfigError, ShapeError, collective_failed, describe
+
+logger = logging.getLogger(__name__)
+
+_SLOT_BYTES = 256 << 10
+_LEAST_SLOT_BYTES = 16 << 10
+_MOST_BYTES = 256 << 20  # of all rings of a group
+_SLOTS = 4
+_MOST_S = 1e9  # of a timeout; the core counts nanoseconds in 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """What ranks that can share memory and see each other's processes have in common."""
+
+    host: str
+    boot: str
+    processes: str
+
+    @classmethod
+    def here(cls) -> _Home:
+        return cls(
+            socket.gethostname(),
+            _text_of(Path("/proc/sys/kernel/random/boot_id")),
+            os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What each rank tells before the region is opened; only rank 0 has a name or an error."""
+
+    home: _Home
+    name: str = ""
+    token: int = 0
+    error: str = ""
+
+
+def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
+    """Create the region on rank 0, open it everywhere, and take its name away again.
+
+    Raises:
+        ConfigError: the ranks cannot share memory; on every rank alike.
+        CollectiveFailed: `bootstrap` failed.
+    """
+    what = "shared memory"
+    mine = _Offer(_Home.here())
+    region: _core.SharedRegion | None = None
+    if bootstrap.rank == 0:
+        region, mine = _create(bootstrap.world_size, mine.home)
+    try:
+        offers: list[_Offer] = bootstrap.gather_objects(mine, what=what)
+        homes = {offer.home for offer in offers}
+        if len(homes) > 1:
+            hosts = ", ".join(f"{offer.home.host}" for offer in offers)
+            raise refusal(
+                "hosts of the ranks", hosts, "one host, and one container, for all of them"
+            )
+        first = offers[0]
+        if first.error:
+            raise refusal("memory for the rings between ranks", first.error, "some MB in /dev/shm")
+        error = ""
+        if region is None:
+            try:
+                region = _core.SharedRegion.open(first.name, first.token)
+            except OSError as failure:
+                error = str(failure)
+        most_s = min(timeout_s, _MOST_S)
+        group = _core.SharedGroup(region, bootstrap.rank, most_s) if region else None
+        errors = bootstrap.gather_objects(error, what=what)
+    finally:
+        if mine.name:
+            _core.SharedRegion.unlink(mine.name)
+    if group is None or any(errors):
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+        raise refusal("shared memory of the ranks", told, "memory that all of them can open")
+    group.watch_peers()
+    return group
+
+
+def _create(world_size: int, home: _Home) -> tuple[_core.SharedRegion | None, _Offer]:
+    name, token = f"/shoal-{secrets.token_hex(8)}", secrets.randbits(63)
+    pairs = max(1, world_size * (world_size - 1))
+    slot_bytes = _SLOT_BYTES
+    while slot_bytes > _LEAST_SLOT_BYTES and pairs * _SLOTS * slot_bytes > _MOST_BYTES:
+        slot_bytes //= 2
+    while True:
+        try:
+            region = _core.SharedRegion.create(name, token, world_size, slot_bytes)
+            return region, _Offer(home, name, token)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or slot_bytes <= _LEAST_SLOT_BYTES:
+                return None, _Offer(home, error=str(error))
+        slot_bytes //= 2
+        logger.warning("little room for shared memory: trying slots of %d KiB", slot_bytes >> 10)
+
+
+def refusal(what: str, got: object, allowed: str) -> ConfigError:
+    """Build the error that says why there is no shared memory and what to use instead."""
+    remedy = "Use the collectives over torch.distributed."
+    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+_POOLED_BYTES = 1 << 20  # results from here on take memory whose pages are warm
+_REDUCED_WHOLE_BYTES = 64 << 10  # every rank combines such values whole
+_CLOSED = "the collectives were closed or belong to another process"
+_calls: dict[int, str] = {}  # by tag, those of this process
+_LOOK_S = 0.1  # between looks at signals while waiting
+
+# Where a part's rows are and go, the bytes of a row, rows to and from each rank.
+_Runs = tuple[int, int, int, Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    """A call that may not be done, and the tensors whose memory it uses."""
+
+    call: _core.SharedCall
+    what: str
+    step: int
+    start_s: float
+    number: int
+    tensors: tuple[Tensor, ...]
+
+
+class SharedMemoryCollectives:
+    """Collectives through one shared-memory object, for CPU tensors of ranks on one host.
+
+    Bytes go through a ring of slots for each ordered pair of ranks, so that messages of any size
+    use little memory and sender and receiver work at the same time. What fits into the rings is
+    sent in the call itself; a thread moves the rest beside the caller's work. The object's name is
+    gone once all ranks have opened it, so that nothing stays behind, however they end.
+
+    A copy in a forked child is of no use there, and harmless.
+
+    Args:
+        bootstrap: any collectives of the same ranks, used here only.
+        timeout_s: how long a collective may take once its turn has come.
+        device: the CPU.
+        watched: notes the calls; see `Watch`.
+
+    Raises:
+        ConfigError: not the CPU, ranks on several hosts or in several containers, or no room for
+            the memory; on every rank alike.
+        CollectiveFailed: `bootstrap` failed.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Collectives,
+        *,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        watched: Group | None = None,
+    ) -> None:
+        self.rank = bootstrap.rank
+        self.world_size = bootstrap.world_size
+        self.device = torch.device(device)
+        self.step = 0
+        self.timeout_s = timeout_s
+        self.watched = watched or Group()
+        if self.device.type != "cpu":
+            raise refusal("device of shared-memory collectives", device, "cpu")
+        self._process = os.getpid()
+        self._closed = False
+        self._failure: CollectiveFailed | None = None
+        self._under_way: deque[_UnderWay] = deque()
+        self._group = join(bootstrap, timeout_s)
+
+    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
+        """See `Collectives`."""
+        check_parts(parts, self, what)
+        rank = self.rank
+        runs: list[_Runs] = []
+        sources, results = [], []
+        for part in parts:
+            if part.send[rank] != part.receive[rank]:
+                raise ShapeError(
+                    describe(
+                        f"rows that rank {rank} receives from itself in {what!r}",
+                        got=part.receive[rank],
+                        allowed=f"what it sends, {part.send[rank]}",
+                        remedy="Give both the same.",
+                    )
+                )
+            source = part.data.detach().contiguous()
+            shape = source.shape[1:]
+            row_bytes = prod(shape) * source.element_size()
+            result = _empty((sum(part.receive), *shape), source.dtype)
+            sources.append(source)
+            results.append(result)
+            runs.append((address(source), address(result), row_bytes, part.send, part.receive))
+        under_way = self._start(runs, what, (*sources, *results))
+        return _Arriving(self, under_way, tuple(results))
+
+    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
+        """See `Collectives`."""
+        check_sizes(sizes_WX, self, what)
+        sent_WX = sizes_WX.detach().clone(memory_format=torch.contiguous_format)
+        received_WX = torch.empty_like(sent_WX)
+        ones = (1,) * self.world_size
+        row_bytes = sent_WX.shape[1] * 8
+        runs: list[_Runs] = [(address(sent_WX), address(received_WX), row_bytes, ones, ones)]
+        return _ArrivingSizes(self, self._start(runs, what, (sent_WX, received_WX)))
+
+    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
+        """See `Collectives`; combined in order of rank, the same bits on every rank.
+
+        Large values are combined before this returns.
+        """
+        check_values(values, op, self, what)
+        source = values.detach().contiguous()
+        if source.numel() * source.element_size() <= _REDUCED_WHOLE_BYTES:
+            return _Combining(self, op, source.shape, *self._all_gather(source.view(-1), what))
+        count, ranks = source.numel(), self.world_size
+        edges = [count * rank // ranks for rank in range(ranks + 1)]
+        shares = tuple(edges[rank + 1] - edges[rank] for rank in range(ranks))
+        mine = shares[self.rank]
+        flat = source.view(-1)
+        (parts,) = self.all_to_all([Part(flat, shares, (mine,) * ranks)], what=what).wait()
+        combined = _combine(parts.view(ranks, mine), op)
+        result = torch.empty(count, dtype=source.dtype, device="cpu")
+        runs = [*_same_to_all(combined, ranks), _from_all(result, shares)]
+        _Arriving(self, self._start(runs, what, (combined, result)), ()).wait()
+        return Done((result.view(source.shape),))
+
+    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
+        """See `Collectives`."""
+        check_source(values, source, self, what)
+        whole = values.detach().contiguous()
+        flat = whole.view(-1)
+        if self.rank == source:
+            runs = _same_to_all(flat, self.world_size)
+            runs[source] = (0, 0, 0, runs[source][3], runs[source][4])
+        else:
+            shares = tuple(flat.numel() if rank == source else 0 for rank in range(self.world_size))
+            runs = [_from_all(flat, shares)]
+        _Arriving(self, self._start(runs, what, (whole,)), ()).wait()
+        if whole.data_ptr() != values.data_ptr():
+            values.detach().copy_(whole)
+
+    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
+        """See `Collectives`."""
+        return gathered_objects(self, value, what)
+
+    def barrier(self, *, what: str) -> None:
+        """See `Collectives`."""
+        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        under_way, gathered_WN = self._all_gather(byte, what)
+        _Arriving(self, under_way, (gathered_WN,)).wait()
+
+    def close(self) -> None:
+        """See `Collectives`; ranks that still wait for this one fail."""
+        self._closed = True
+        self._group.close()
+        self._under_way.clear()
+
+    def __del__(self) -> None:
+        # The group's thread stops before the tensors that it may be moving go.
+        if hasattr(self, "_group"):
+            self.close()
+
+    def _all_gather(self, flat_N: Tensor, what: str) -> tuple[_UnderWay, Tensor]:
+        """Begin to give `flat_N` to all ranks; the second is what comes, [W, N]."""
+        ranks, count = self.world_size, flat_N.numel()
+        gathered_WN = torch.empty((ranks, count), dtype=flat_N.dtype, device="cpu")
+        sent_N = flat_N.clone()  # the caller's may change before all have read it
+        runs = [*_same_to_all(sent_N, ranks), _from_all(gathered_WN, (count,) * ranks)]
+        return self._start(runs, what, (sent_N, gathered_WN)), gathered_WN
+
+    def _start(self, runs: Sequence[_Runs], what: str, tensors: tuple[Tensor, ...]) -> _UnderWay:
+        self._forget_done()
+        start_s = time.monotonic()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed or os.getpid() != self._process:
+            raise self._failed(what, self.step, start_s, _CLOSED)
+        call = self._group.start(runs, self.world_size, _tag(what))
+        under_way = _UnderWay(call, what, self.step, start_s, self.watched.begin(what), tensors)
+        self._under_way.append(under_way)
+        return under_way
+
+    def _wait(self, under_way: _UnderWay) -> None:
+        while not self._group.wait(under_way.call, _LOOK_S):
+            if self._failure is not None:
+                raise self._failure
+            if self._closed or os.getpid() != self._process:
+                raise self._failed(under_way.what, under_way.step, under_way.start_s, _CLOSED)
+            fault, peer, theirs, blamed, detail = self._group.failure()
+            if fault:
+                first = next(
+                    (u for u in self._under_way if not self._group.wait(u.call, 0)), under_way
+                )
+                reason = _reason(fault, peer, theirs, blamed, detail, self.watched.name)
+                remedy = {"remedy": ALIKE} if "mismatch" in (fault, theirs) else {}
+                raise self._failed(first.what, first.step, first.start_s, reason, **remedy)
+            told = self.watched.look(under_way.number)
+            if told is not None:
+                raise self._failed(
+                    under_way.what, under_way.step, under_way.start_s, told, remedy=ALIKE
+                )
+        self._forget_done()
+
+    def _forget_done(self) -> None:
+        while self._under_way and self._group.wait(self._under_way[0].call, 0):
+            self._under_way.popleft()
+
+    def _failed(
+        self, what: str, step: int, start_s: float, reason: str, **remedy: str
+    ) -> CollectiveFailed:
+        self._failure = collective_failed(
+            what,
+            rank=self.rank,
+            world_size=self.world_size,
+            step=step,
+            elapsed_s=time.monotonic() - start_s,
+            timeout_s=self.timeout_s,
+            reason=reason,
+            **remedy,
+        )
+        return self._failure
+
+
+class _Arriving:
+    """A `Pending` of rows."""
+
+    def __init__(
+        self, owner: SharedMemoryCollectives, under_way: _UnderWay, results: tuple[Tensor, ...]
+    ) -> None:
+        self._owner, self._results = owner, results
+        self._under_way: _UnderWay | None = under_way
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See `Pending`."""
+        if self._under_way is not None:
+            self._owner._wait(self._under_way)
+            self._under_way = None
+        return self._results
+
+
+class _ArrivingSizes:
+    """A `PendingSizes`; its call's tensors are the two sizes."""
+
+    def __init__(self, owner: SharedMemoryCollectives, under_way: _UnderWay) -> None:
+        self._owner, self._under_way = owner, under_way
+
+    def wait(self) -> Sizes:
+        """See `PendingSizes`."""
+        self._owner._wait(self._under_way)
+        sent_WX, received_WX = self._under_way.tensors
+        return Sizes(sent_WX, received_WX)
+
+
+class _Combining:
+    """A `Pending` of values that are combined once all have come."""
+
+    def __init__(
+        self,
+        owner: SharedMemoryCollectives,
+        op: ReduceOp,
+        shape: torch.Size,
+        under_way: _UnderWay,
+        gathered_WN: Tensor,
+    ) -> None:
+        self._arriving = _Arriving(owner, under_way, (gathered_WN,))
+        self._op: ReduceOp = op
+        self._shape = shape
+        self._result: Tensor | None = None
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See `Pending`."""
+        if self._result is None:
+            (gathered_WN,) = self._arriving.wait()
+            self._result = _combine(gathered_WN, self._op).view(self._shape)
+        return (self._result,)
+
+
+def _combine(values_WN: Tensor, op: ReduceOp) -> Tensor:
+    result_N = values_WN[0].clone()
+    for row_N in values_WN[1:]:
+        if op == "sum":
+            result_N.add_(row_N)
+        elif op == "max":
+            torch.maximum(result_N, row_N, out=result_N)
+        else:
+            torch.minimum(result_N, row_N, out=result_N)
+    return result_N
+
+
+def _same_to_all(values: Tensor, ranks: int) -> list[_Runs]:
+    """Runs that send the same values to every rank, one run for each."""
+    none = (0,) * ranks
+    row_bytes = values.numel() * values.element_size()
+    return [
+        (address(values), 0, row_bytes, tuple(int(to == rank) for to in range(ranks)), none)
+        for rank in range(ranks)
+    ]
+
+
+def _from_all(values: Tensor, counts: Sequence[int]) -> _Runs:
+    """A run that receives `counts[w]` elements from rank w."""
+    return (0, address(values), values.element_size(), (0,) * len(counts), counts)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    size = prod(shape) * dtype.itemsize
+    if size < _POOLED_BYTES:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return _core.pooled_bytes(size).view(dtype).view(shape)
+
+
+def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str, name: str) -> str:
+    if fault == "failed":
+        told = _reason(theirs, blamed, "", 0, "its messages differ", name)
+        return f"rank {peer} gave up ({told})"
+    call = _calls.get(blamed & 0xFFFFFFFF, "another call")
+    return {
+        "timeout": f"rank {peer} did not come",
+        "dead": f"the process of rank {peer} is gone",
+        "closed": f"rank {peer} left",
+        "mismatch": f"rank {peer} is not in the same call of {name} but in {call!r}: {detail}",
+    }.get(fault, detail or f"rank {peer} gave up")
+
+
+@lru_cache(maxsize=1024)
+def _tag(what: str) -> int:
+    tag = zlib.crc32(what.encode())
+    _calls[tag] = what
+    return tag

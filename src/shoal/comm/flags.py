@@ -1,0 +1,216 @@
+"""Monolith's flags of what carries its collectives, and what each choice becomes here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shoal.comm import launch
+from shoal.comm.launchers import SWITCH, choice
+from shoal.errors import DeviceUnavailable, describe
+
+_log = logging.getLogger("shoal.comm")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One variable.
+
+    Args:
+        variable: its name in the environment.
+        default: its value when it is not set.
+        allowed: every value that it may have.
+        here: what it does in Shoal.
+    """
+
+    variable: str
+    default: int
+    allowed: tuple[int, ...]
+    here: str
+
+
+_WAY = "accepted; tensors travel between the devices where they are, whatever it says"
+
+FLAGS: Mapping[str, Flag] = {
+    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports"),
+    "optimized_horovod": Flag(
+        "MONOLITH_WITH_OPTIMIZED_HOROVOD",
+        0,
+        SWITCH,
+        "as MONOLITH_WITH_HOROVOD: sizes are exchanged with the data here",
+    ),
+    "horovod_fid_g2g": Flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY),
+    "horovod_fwd_g2g": Flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY),
+    "horovod_bwd_g2g": Flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY),
+    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place"),
+    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids"),
+    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows"),
+    "byteps_bwd": Flag("MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"),
+    "byteps_bwd_cast": Flag(
+        "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
+    ),
+    "byteps_bwd_fake_cast": Flag(
+        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, SWITCH, "accepted; nothing is cast twice"
+    ),
+    "byteps_fwd_gdr": Flag(
+        "MONOLITH_WITH_BYTEPS_FWD_GDR",
+        0,
+        SWITCH,
+        "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
+    ),
+    "byteps_fwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY),
+    "byteps_bwd_gdr": Flag(
+        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
+    ),
+    "byteps_bwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, SWITCH, _WAY),
+    "byteps_bcast": Flag(
+        "MONOLITH_WITH_BYTEPS_BCAST",
+        1,
+        (-1, 0, 1),
+        "-1: no run hooks at all; 1: telemetry too when all is synchronous",
+    ),
+    "byteps_allreduce": Flag(
+        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, beside BytePS"
+    ),
+    "force_gpu_compatible": Flag(
+        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are page-locked"
+    ),
+}
+"""Field of `BackendFlags` -> its variable."""
+
+_FAMILIES = ("MONOLITH_WITH_HOROVOD", "MONOLITH_WITH_OPTIMIZED", "MONOLITH_WITH_BYTEPS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendFlags:
+    """The values of `FLAGS`, by field, each with its default."""
+
+    horovod: int = FLAGS["horovod"].default
+    optimized_horovod: int = FLAGS["optimized_horovod"].default
+    horovod_fid_g2g: int = FLAGS["horovod_fid_g2g"].default
+    horovod_fwd_g2g: int = FLAGS["horovod_fwd_g2g"].default
+    horovod_bwd_g2g: int = FLAGS["horovod_bwd_g2g"].default
+    byteps: int = FLAGS["byteps"].default
+    byteps_fid: int = FLAGS["byteps_fid"].default
+    byteps_fwd: int = FLAGS["byteps_fwd"].default
+    byteps_bwd: int = FLAGS["byteps_bwd"].default
+    byteps_bwd_cast: int = FLAGS["byteps_bwd_cast"].default
+    byteps_bwd_fake_cast: int = FLAGS["byteps_bwd_fake_cast"].default
+    byteps_fwd_gdr: int = FLAGS["byteps_fwd_gdr"].default
+    byteps_fwd_gdr_g2g: int = FLAGS["byteps_fwd_gdr_g2g"].default
+    byteps_bwd_gdr: int = FLAGS["byteps_bwd_gdr"].default
+    byteps_bwd_gdr_g2g: int = FLAGS["byteps_bwd_gdr_g2g"].default
+    byteps_bcast: int = FLAGS["byteps_bcast"].default
+    byteps_allreduce: int = FLAGS["byteps_allreduce"].default
+    force_gpu_compatible: int = FLAGS["force_gpu_compatible"].default
+
+    @property
+    def gdr(self) -> bool:
+        """Whether rows or gradients should go from card to card over GPUDirect RDMA."""
+        return bool(self.byteps_fwd_gdr or self.byteps_bwd_gdr)
+
+    @property
+    def wants_horovod(self) -> bool:
+        """Whether Horovod is asked for, alone or for what BytePS is told not to do."""
+        beside = self.byteps and not (self.byteps_bcast and self.byteps_allreduce)
+        return bool(beside or (not self.byteps and (self.horovod or self.optimized_horovod)))
+
+    @property
+    def gradient_wire(self) -> Literal["float16"] | None:
+        """How gradients should travel: as float16, or as they are (None)."""
+        return "float16" if self.byteps and self.byteps_bwd_cast == 16 else None
+
+
+def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:
+    """Read the variables of `FLAGS`. One that looks like them but is not there is warned about.
+
+    Raises:
+        ConfigError: a value that the variable cannot have.
+    """
+    environ = os.environ if environ is None else environ
+    known = {flag.variable for flag in FLAGS.values()}
+    for name in environ:
+        if name.startswith(_FAMILIES) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            _log.warning("%s is no known variable%s", name, f"; {near[0]} is" if near else "")
+    return BackendFlags(
+        **{
+            field: choice(environ, flag.variable, flag.default, flag.allowed)
+            for field, flag in FLAGS.items()
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What carries the collectives: "torch" (torch.distributed) or "horovod", and why."""
+
+    backend: Literal["torch", "horovod"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A backend that runs: its name, and this rank among all."""
+
+    backend: str
+    rank: int
+    size: int
+
+
+def choose(flags: BackendFlags, *, load: Callable[[str], Any] = importlib.import_module) -> Choice:
+    """Which backend the flags come to on this machine; logs it.
+
+    Args:
+        flags: what was asked for.
+        load: imports a module by name; ImportError says that it is not here.
+    """
+    if flags.wants_horovod:
+        try:
+            load("horovod.torch")
+            choice = Choice("horovod", "asked for, and it imports")
+        except ImportError as error:
+            choice = Choice("torch", f"Horovod is asked for but does not import ({error})")
+    elif flags.byteps:
+        choice = Choice("torch", "it takes the place of BytePS")
+    else:
+        choice = Choice("torch", "no other backend is asked for")
+    _log.info("collectives over %s: %s", _SPELLED[choice.backend], choice.reason)
+    return choice
+
+
+_SPELLED = {"torch": "torch.distributed", "horovod": "Horovod"}
+
+
+def start(
+    choice: Choice, *, load: Callable[[str], Any] = importlib.import_module, device: str = "auto"
+) -> Started:
+    """Start a backend: `shoal.comm.init`, or Horovod's init.
+
+    Raises:
+        ImportError: Horovod is not here after all.
+        DeviceUnavailable: this torch has no distributed package.
+        LaunchError, CollectiveFailed: as `shoal.comm.init`.
+    """
+    if choice.backend == "horovod":
+        horovod = load("horovod.torch")
+        horovod.init()
+        return Started("horovod", int(horovod.rank()), int(horovod.size()))
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise DeviceUnavailable(
+            describe(
+                "backend of synchronous training",
+                got="a torch without torch.distributed",
+                allowed="a torch built with USE_DISTRIBUTED=1",
+                remedy="Install torch from its own wheels.",
+            )
+        )
+    mesh = launch.init(device=device)
+    return Started("torch", mesh.rank, mesh.world_size)

@@ -1,0 +1,1 @@
+"""The names of other systems, as wrappers over Shoal."""

@@ -1,0 +1,131 @@
+"""How the rows of one feature become one model input per example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shoal.errors import ConfigError, describe
+from shoal.ops import segment_first_n, segment_mean, segment_sum
+from shoal.ragged import Ragged
+
+Pooling = Literal["sum", "mean", "first_n"]
+
+
+@runtime_checkable
+class Combiner(Protocol):
+    """What a feature's rows are pooled with; `pooling` is the name shards know it by."""
+
+    @property
+    def pooling(self) -> Pooling: ...
+
+    @property
+    def max_seq_length(self) -> int:
+        """Rows kept per example; 0 when all are reduced to one."""
+        ...
+
+    def output_shape(self, dim: int) -> tuple[int | None, ...]:
+        """Static shape of `combine`'s result for row dim D; None is the batch."""
+        ...
+
+    def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
+        """Pool rows [N, D], one per id of `ragged`; differentiable.
+
+        Raises:
+            ShapeError: not one row per id.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceSum:
+    """Sum of an example's rows, [B, D]; zeros without ids."""
+
+    pooling: ClassVar[Pooling] = "sum"
+
+    @property
+    def max_seq_length(self) -> int:
+        """0: all rows are reduced to one."""
+        return 0
+
+    def output_shape(self, dim: int) -> tuple[int | None, ...]:
+        """(None, D)."""
+        return (None, dim)
+
+    def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
+        """Pool rows [N, D] to [B, D].
+
+        Raises:
+            ShapeError: not one row per id.
+        """
+        return segment_sum(embeddings_ND, ragged.offsets_B1)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceMean:
+    """Mean of an example's rows, [B, D]; zeros without ids."""
+
+    pooling: ClassVar[Pooling] = "mean"
+
+    @property
+    def max_seq_length(self) -> int:
+        """0: all rows are reduced to one."""
+        return 0
+
+    def output_shape(self, dim: int) -> tuple[int | None, ...]:
+        """(None, D)."""
+        return (None, dim)
+
+    def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
+        """Pool rows [N, D] to [B, D].
+
+        Raises:
+            ShapeError: not one row per id.
+        """
+        return segment_mean(embeddings_ND, ragged.offsets_B1)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstN:
+    """First `length` rows of an example as a sequence, [B, length, D], zero padded.
+
+    Raises:
+        ConfigError: length below 1.
+    """
+
+    length: int
+    pooling: ClassVar[Pooling] = "first_n"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(
+                describe(
+                    "length of FirstN",
+                    got=self.length,
+                    allowed="1 or more",
+                    remedy="Use ReduceSum to pool all rows into one.",
+                )
+            )
+
+    @property
+    def max_seq_length(self) -> int:
+        """`length`."""
+        return self.length
+
+    def output_shape(self, dim: int) -> tuple[int | None, ...]:
+        """(None, L, D)."""
+        return (None, self.length, dim)
+
+    def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
+        """Take rows [N, D] to [B, L, D].
+
+        Raises:
+            ShapeError: not one row per id.
+        """
+        return segment_first_n(embeddings_ND, ragged.offsets_B1, self.length)
+
+
+COMBINERS: tuple[type[Combiner], ...] = (ReduceSum, ReduceMean, FirstN)
+"""What shards can pool with."""

@@ -1,0 +1,581 @@
+"""Sparse gradients between backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shoal.comm.collectives import Collectives
+from shoal.errors import ConfigError, InputError, ShapeError, describe
+from shoal.exchange.request import PendingRecords, Route
+from shoal.ops import segment_sum
+from shoal.ragged import KeyedRagged
+from shoal.table.shard import (
+    GradRecord,
+    IdGroups,
+    Pool,
+    PoolPlan,
+    ReadTicket,
+    Shard,
+    StepContext,
+    SummedGrads,
+    Ticket,
+)
+
+
+def position_grads(record: GradRecord, dims_G: Sequence[int]) -> list[Tensor]:
+    """One [n_g, D_g] per group: what each looked-up row gets; the record's scale is in it.
+
+    dims_G: row dim of each group's table.
+    """
+    if record.plan is None or record.offsets_GB1 is None:
+        return [grad * record.scale for grad in record.grads]
+    offsets_GB1, pools = record.offsets_GB1, record.plan.pools
+    batch_size = (offsets_GB1.numel() - 1) // len(pools)
+    cuts = record.ticket.groups.splits_G1.tolist()
+    parts = []
+    for g, (pool, dim) in enumerate(zip(pools, dims_G, strict=True)):
+        offsets_B1 = offsets_GB1[g * batch_size : (g + 1) * batch_size + 1]
+        rows = _rows_of(pool, record.grads, offsets_B1, (cuts[g + 1] - cuts[g], dim))
+        if record.weights_N is not None:
+            weights = record.weights_N[cuts[g] : cuts[g + 1]]
+            rows = rows * weights.to(rows.dtype)[:, None]
+        parts.append(rows * record.scale if record.scale != 1.0 else rows)
+    return parts
+
+
+def _rows_of(
+    pool: Pool, grads: Sequence[Tensor], offsets_B1: Tensor, shape: tuple[int, int]
+) -> Tensor:
+    count, device = shape[0], offsets_B1.device
+    lengths_B = offsets_B1.diff()
+    bags_B = torch.arange(lengths_B.numel(), device=device)
+    # The size is known on the host: a device need not be asked for it.
+    bags_N = bags_B.repeat_interleave(lengths_B, output_size=count)
+    # Outputs differ in dtype where tables do.
+    like = next((part.output for part in pool.slices), 0)
+    rows = grads[like].new_zeros(shape)
+    for part in pool.slices:
+        width = part.stop - part.start
+        floats = width * (pool.length if pool.pooling == "first_n" else 1)
+        block = grads[part.output][:, part.column : part.column + floats]
+        if pool.pooling == "first_n":
+            lane_N = torch.arange(count, device=device) + offsets_B1[0] - offsets_B1[bags_N]
+            lanes = block.reshape(-1, pool.length, width)
+            taken = lanes[bags_N, lane_N.clamp(max=pool.length - 1)]
+            rows[:, part.start : part.stop] += taken.where(lane_N[:, None] < pool.length, 0)
+        else:
+            rows[:, part.start : part.stop] += block[bags_N]
+    if pool.pooling == "mean":
+        rows = rows / lengths_B[bags_N, None]
+    return rows
+
+
+def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGrads:
+    """Sums and counts per id over all records, whether the id has a row or not.
+
+    Every table a record names is in the result, also with no ids. Ids come in rising order.
+    dims_K: row dim of each table of the shard.
+    """
+    ids: dict[int, list[Tensor]] = {}
+    grads: dict[int, list[Tensor]] = {}
+    counts: dict[int, list[Tensor]] = {}
+    counted: set[int] = set()
+    for record in records:
+        groups = record.ticket.groups
+        tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
+        rows = position_grads(record, [dims_K[k] for k in tables])
+        # One lookup is one sight of its ids, however many losses read it.
+        sights = 0 if id(record.ticket) in counted else 1
+        counted.add(id(record.ticket))
+        counts_N = _counts(record.ticket) if sights else None
+        for g, k in enumerate(tables):
+            ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
+            grads.setdefault(k, []).append(rows[g])
+            seen = slice(cuts[g], cuts[g + 1])
+            counts.setdefault(k, []).append(
+                torch.full_like(ids[k][-1], sights) if counts_N is None else counts_N[seen]
+            )
+    order = tuple(sorted(ids))
+    summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
+    return SummedGrads(
+        tables=order,
+        ids=tuple(part[0] for part in summed),
+        sums=tuple(part[1] for part in summed),
+        counts=tuple(part[2] for part in summed),
+    )
+
+
+def sums_finite(records: Sequence[GradRecord]) -> bool | None:
+    """Whether sums per row over records are finite, whatever rows their ids have; fast.
+
+    False where a gradient is not finite, None where it is not sure: then form the sums.
+    """
+    total, limit = 0.0, torch.finfo(torch.float64).max
+    for record in records:
+        factor = abs(record.scale) * record.ticket.groups.ids_N.numel()
+        if record.weights_N is not None and record.weights_N.numel():
+            factor *= max(1.0, float(record.weights_N.abs().max()))
+        pools = () if record.plan is None else record.plan.pools
+        factor *= max([1, *(len(pool.slices) for pool in pools)])
+        grads = [grad for grad in record.grads if grad.numel()]
+        found = [float(torch.linalg.vector_norm(grad, torch.inf)) for grad in grads]
+        if not all(map(math.isfinite, found)):
+            return False
+        total += factor * max([1.0, *found])
+        limit = min([limit, *(torch.finfo(grad.dtype).max for grad in grads)])
+    # A quarter: rounding may add to a sum as it grows.
+    return True if total <= limit / 4 else None
+
+
+def _counts(ticket: Ticket) -> Tensor | None:
+    """Occurrences that each position of a lookup without rows stands for; None: 1 each."""
+    return ticket.counts_N if isinstance(ticket, ReadTicket) else None
+
+
+def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Sorted runs instead of atomic adds: the order of a sum is that of the positions.
+    order_N = ids_N.argsort(stable=True)
+    ids_U, lengths_U = torch.unique_consecutive(ids_N[order_N], return_counts=True)
+    offsets_U1 = pad(lengths_U.cumsum(0), (1, 0))
+    sums_UD = segment_sum(rows_ND[order_N], offsets_U1)
+    counts_U = pad(counts_N[order_N].cumsum(0), (1, 0))[offsets_U1].diff()
+    return ids_U, sums_UD, counts_U
+
+
+_MANY = 1024  # backward passes that hardly anybody means to add up
+
+
+class Steps(Protocol):
+    """Who steps rows."""
+
+    def resume(self, step: int) -> None:
+        """Go on as after so many steps."""
+
+
+class GradientLedger:
+    """Open routes and gradient records of one shard within the present step.
+
+    Args:
+        shard: the shard whose rows the records are about.
+        inserts: lookups insert unknown ids; else rows come into being when records are applied.
+        collectives: of the ranks that share the tables, for what a step decides together; None
+            in one process. It must not be the one that batches travel through.
+        silent: tables of the shard, by name, that another rank speaks for: replicas.
+
+    Attributes:
+        global_step: optimizer steps done; the optimizer keeps it current.
+        generation: times `apply` ended tickets.
+        revision: times something was written or cleared.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_claim",
+        "_context",
+        "_event_time_s",
+        "_pending",
+        "_resolved",
+        "_resumed",
+        "_routes",
+        "_summed",
+        "_summed_records",
+        "_turns",
+        "_versions",
+        "_warned",
+        "_written",
+        "collectives",
+        "generation",
+        "global_step",
+        "inserts",
+        "revision",
+        "shard",
+        "silent",
+    )
+
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        inserts: bool = True,
+        collectives: Collectives | None = None,
+        silent: Collection[str] = (),
+    ) -> None:
+        self.shard = shard
+        self.inserts = inserts
+        self.collectives = collectives
+        self.silent = frozenset(silent)
+        self.global_step = 0
+        self.generation = 0
+        self.revision = 0
+        self._claim: weakref.ref[Steps] | None = None
+        self._resumed = 0
+        self._warned = False
+        self._context = StepContext()
+        # Weak: a route lives as long as a graph or a record holds it, so that dropping a graph
+        # ends its ticket.
+        self._routes: weakref.WeakValueDictionary[tuple[int, int], Route] = (
+            weakref.WeakValueDictionary()
+        )
+        self._written: list[Route] = []
+        self._pending: list[PendingRecords] = []
+        self._resolved = 0
+        # Records that are applied together; several lists where each sender steps on its own.
+        self._turns: list[list[GradRecord]] = []
+        self._versions: list[tuple[GradRecord, tuple[int, ...]]] = []
+        self._event_time_s = 0
+        self._summed: SummedGrads | None = None
+        self._summed_records = 0
+
+    def __len__(self) -> int:
+        """Backward passes of the step; the same on every rank."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a lookup or a gradient of the present step is open."""
+        return bool(self._pending) or bool(self._routes)
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether an optimizer that still exists steps these rows."""
+        return self._claim is not None and self._claim() is not None
+
+    def claim(self, optimizer: Steps) -> int:
+        """Note who steps these rows; after how many steps it goes on: those of a load before it."""
+        self._claim = weakref.ref(optimizer)
+        step, self._resumed = self._resumed, 0
+        return step
+
+    def resume(self, step: int) -> None:
+        """The rows were loaded as they were after so many steps: whoever steps them goes on."""
+        optimizer = None if self._claim is None else self._claim()
+        if optimizer is None:
+            self.global_step = self._resumed = step
+        else:
+            optimizer.resume(step)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the tables."""
+        return 1 if self.collectives is None else self.collectives.world_size
+
+    @property
+    def records(self) -> tuple[GradRecord, ...]:
+        """The step's records, turn by turn, in the order backward wrote them; waits for them."""
+        self._resolve()
+        return tuple(record for turn in self._turns for record in turn)
+
+    @property
+    def event_time_s(self) -> int:
+        """Latest event time of the step's lookups that have a gradient."""
+        return self._event_time_s
+
+    def context(self, event_time_s: int) -> StepContext:
+        """The context of a lookup at this time in the present step."""
+        last = self._context
+        if last.event_time_s != event_time_s or last.global_step != self.global_step:
+            last = StepContext(global_step=self.global_step, event_time_s=event_time_s)
+            self._context = last
+        return last
+
+    def route_of(self, batch: KeyedRagged, plan: PoolPlan) -> Route | None:
+        """The open route of this very batch: a forward that is computed again reuses it."""
+        return self._routes.get((id(batch), id(plan)))
+
+    def opened(self, route: Route) -> None:
+        """Remember a route until its gradient is applied or dropped, or its graph goes away.
+
+        Gradients of earlier lookups that no optimizer is there to apply are dropped.
+        """
+        if self._pending and not self.is_claimed:
+            self._drop_unclaimed()
+        self._routes[id(route.request.batch), id(route.request.plan)] = route
+
+    def _drop_unclaimed(self) -> None:
+        self._warn(
+            "a backward pass, and no SparseOptimizer over them: these rows do not train, and their "
+            "gradients are dropped when the next forward begins",
+            "one that steps them; torch's own optimizers do not see rows",
+            "Make a SparseOptimizer(model) and step it, alone or in a JointOptimizer; or look up "
+            "in eval() or under no_grad.",
+        )
+        self.clear()
+
+    def _warn(self, got: str, allowed: str, remedy: str) -> None:
+        if not self._warned:
+            self._warned = True
+            what = f"gradients of tables {', '.join(repr(spec.name) for spec in self.shard.specs)}"
+            text = describe(what, got=got, allowed=allowed, remedy=remedy)
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def write(self, route: Route, pending: PendingRecords) -> None:
+        """Add what one backward pass sent back; it may still be on its way."""
+        self._pending.append(pending)
+        self._written.append(route)
+        if len(self._pending) == _MANY:
+            self._warn(
+                f"{_MANY} backward passes since the last step, all of which take memory",
+                "a step, or zero_grad of the SparseOptimizer, now and then",
+                "Call its step(), alone or in a JointOptimizer; a model's zero_grad() does not "
+                "reach rows.",
+            )
+        self.revision += 1
+        if self.collectives is None:
+            self._resolve()
+        if route.event_time_s > self._event_time_s:
+            self._event_time_s = route.event_time_s
+
+    def take_over(self, other: GradientLedger) -> None:
+        """Add another ledger's records and routes of the same shard, and empty it."""
+        for route, pending in zip(other._written, other._pending, strict=True):
+            self.write(route, pending)
+        self._routes.update(other._routes)
+        self._resumed = max(self._resumed, other._resumed)
+        other.clear()
+
+    def summed(self) -> SummedGrads:
+        """Sums per id over all records so far; what is changed in them is what gets applied.
+
+        Raises:
+            ConfigError: each sender steps on its own, so nothing is summed over them.
+            InputError: a gradient was changed in place since backward.
+        """
+        self._resolve()
+        if len(self._turns) > 1:
+            raise ConfigError(
+                describe(
+                    "summed gradients of tables",
+                    got="per_sender_steps=True, whose senders' gradients are applied one by one",
+                    allowed="one step for the gradients of all ranks",
+                    remedy="Clip and scale losses with per_sender_steps=False.",
+                )
+            )
+        records = self._turns[0] if self._turns else []
+        if self._summed is None or self._summed_records < len(records):
+            self._check_unchanged()
+            fresh = self._sum(records[self._summed_records :])
+            if self._summed is not None and self._summed_records:
+                fresh = _merge(self._summed, fresh, self._sum(records))
+            self._summed = fresh
+            self._summed_records = len(records)
+        return self._summed
+
+    def sums_of(self, table: int) -> Tensor | None:
+        """Sums [U, D] of one table; None before any backward, or when they were dropped."""
+        if not self._pending:
+            return None
+        summed = self.summed()
+        return summed.sums[summed.tables.index(table)] if table in summed.tables else None
+
+    def replace_sums(self, table: int, sums_UD: Tensor | None) -> None:
+        """Put other sums in the place of a table's; None drops its gradients.
+
+        Raises:
+            ShapeError: not the shape of the sums they replace.
+        """
+        if not self._pending:
+            if sums_UD is None:
+                return
+            raise _no_sums(table, sums_UD)
+        summed = self.summed()
+        kept = [i for i, k in enumerate(summed.tables) if sums_UD is not None or k != table]
+        sums = [sums_UD if summed.tables[i] == table else summed.sums[i] for i in kept]
+        if sums_UD is not None:
+            old = self.sums_of(table)
+            if old is None or old.shape != sums_UD.shape:
+                raise _no_sums(table, sums_UD)
+        self._summed = SummedGrads(
+            tables=tuple(summed.tables[i] for i in kept),
+            ids=tuple(summed.ids[i] for i in kept),
+            sums=tuple(part for part in sums if part is not None),
+            counts=tuple(summed.counts[i] for i in kept),
+        )
+
+    def finite(self) -> bool:
+        """Whether this rank's gradients and their sums per row, as applied, are finite.
+
+        Waits for the device.
+        """
+        self._resolve()
+        if self._summed is not None:
+            return bool(self.all_finite())
+        self._check_unchanged()
+        return all(self._turn_finite(turn) for turn in self._turns)
+
+    def all_finite(self) -> Tensor:
+        """Whether all sums are finite: a bool scalar on the shard's device, not waited for."""
+        sums = self.summed().sums
+        return _finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.shard.device)
+
+    def _turn_finite(self, records: list[GradRecord]) -> bool:
+        known = sums_finite(records)
+        return bool(_finite(self._sum(records).sums)) if known is None else known
+
+    def apply(self, ctx: StepContext) -> None:
+        """One optimizer step of every row that has a gradient, or one per sender; ends the tickets.
+
+        Raises:
+            NonFiniteGradient: under the policy "raise"; nothing was changed. A CUDA shard raises
+                it later (`StepContext.nan_policy`).
+            InputError: a gradient was changed in place since backward.
+        """
+        if not self._pending:
+            self.shard.last_step = ctx.global_step
+            return
+        self._resolve()
+        if len(self._turns) > 1:
+            for turn in self._turns:
+                self._apply_turn(turn, ctx)
+        elif self._turns and (self._summed is not None or not self.inserts):
+            self._apply_sums(self.summed(), self._turns[0], ctx)
+        elif self._turns:
+            self._check_unchanged()
+            self._apply_turn(self._turns[0], ctx)
+        # Also where no gradient came to this rank: later reads are as on the others.
+        self.shard.last_step = ctx.global_step
+        self.generation += 1
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all records and sums. A ticket ends unless a retained graph still holds it."""
+        for route in self._written:
+            self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
+        self.revision += 1
+        self._written = []
+        self._pending = []
+        self._resolved = 0
+        self._turns = []
+        self._versions = []
+        self._event_time_s = 0
+        self._summed = None
+        self._summed_records = 0
+
+    def _resolve(self) -> None:
+        """Wait for what was written since the last time."""
+        while self._resolved < len(self._pending):
+            records = self._pending[self._resolved].wait()
+            while len(self._turns) < len(records):
+                self._turns.append([])
+            # A rank that has no table of a request gets no record of it.
+            for turn, record in zip(self._turns, records, strict=False):
+                turn.append(record)
+                if self.collectives is None:
+                    # Autograd may share this gradient; one that was received is ours alone.
+                    versions = tuple([grad._version for grad in record.grads])
+                    self._versions.append((record, versions))
+            self._resolved += 1
+
+    def _apply_turn(self, records: list[GradRecord], ctx: StepContext) -> None:
+        if self.inserts:
+            self.shard.apply(records, ctx=ctx)
+        else:
+            self._apply_sums(self._sum(records), records, ctx)
+
+    def _apply_sums(self, summed: SummedGrads, records: list[GradRecord], ctx: StepContext) -> None:
+        if self.inserts:
+            self.shard.apply_summed(summed, records, ctx=ctx)
+        else:
+            self._apply_ids(summed, ctx)
+
+    def _sum(self, records: list[GradRecord]) -> SummedGrads:
+        if self.inserts:
+            summed = self.shard.sum_grads(records)
+        else:
+            summed = sum_by_id(records, [spec.dim for spec in self.shard.specs])
+        named = {k for record in records for k in record.ticket.groups.tables_G.tolist()}
+        missing = sorted(named - set(summed.tables))
+        if not missing:
+            return summed
+        # A lookup without ids has an empty gradient, not none.
+        device = self.shard.device
+        none = tuple(_no_ids(self.shard) for _ in missing)
+        sums = []
+        for spec in (self.shard.specs[k] for k in missing):
+            dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+            sums.append(torch.empty(0, spec.dim, dtype=dtype, device=device))
+        return SummedGrads(
+            tables=summed.tables + tuple(missing),
+            ids=summed.ids + none,
+            sums=summed.sums + tuple(sums),
+            counts=summed.counts + none,
+        )
+
+    def _apply_ids(self, summed: SummedGrads, ctx: StepContext) -> None:
+        sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], device="cpu")
+        groups = IdGroups(
+            torch.cat(summed.ids) if summed.ids else _no_ids(self.shard),
+            sizes.cumsum(0),
+            torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
+        )
+        counts = torch.cat(summed.counts) if summed.counts else None
+        self.shard.apply_ids(groups, summed.sums, counts, ctx=ctx)
+
+    def _check_unchanged(self) -> None:
+        for record, versions in self._versions:
+            if tuple([grad._version for grad in record.grads]) != versions:
+                raise InputError(
+                    describe(
+                        "gradient of an embedding output",
+                        got="a change in place between backward and step",
+                        allowed="reading it",
+                        remedy="Change a clone: autograd may share one gradient among tensors.",
+                    )
+                )
+
+
+def _finite(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.isfinite().all() for part in parts]).all()
+
+
+def _no_ids(shard: Shard) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=shard.device)
+
+
+def _merge(old: SummedGrads, fresh: SummedGrads, whole: SummedGrads) -> SummedGrads:
+    """Add fresh sums to old ones that may have been changed; `whole` has all ids and counts."""
+    tables, ids, sums, counts = [], [], [], []
+    for k, ids_U, sums_UD, counts_U in zip(
+        whole.tables, whole.ids, whole.sums, whole.counts, strict=True
+    ):
+        if k in old.tables and k in fresh.tables:
+            i, j = old.tables.index(k), fresh.tables.index(k)
+            joined = torch.zeros_like(sums_UD)
+            joined[_positions(ids_U, old.ids[i])] += old.sums[i]
+            joined[_positions(ids_U, fresh.ids[j])] += fresh.sums[j]
+            part = (ids_U, joined, counts_U)
+        elif k in old.tables or k in fresh.tables:
+            source = old if k in old.tables else fresh
+            i = source.tables.index(k)
+            part = (source.ids[i], source.sums[i], source.counts[i])
+        else:
+            continue
+        tables.append(k)
+        ids.append(part[0])
+        sums.append(part[1])
+        counts.append(part[2])
+    return SummedGrads(tuple(tables), tuple(ids), tuple(sums), tuple(counts))
+
+
+def _positions(ids_U: Tensor, wanted_V: Tensor) -> Tensor:
+    """Where each wanted id stands among distinct ids."""
+    sorted_U, order_U = ids_U.sort()
+    return order_U[torch.searchsorted(sorted_U, wanted_V)]
+
+
+def _no_sums(table: int, sums_UD: Tensor) -> ShapeError:
+    return ShapeError(
+        describe(
+            f"sums of table {table}",
+            got=tuple(sums_UD.shape),
+            allowed="the shape of the gradient it replaces",
+            remedy="Read .grad first and change it in place.",
+        )
+    )

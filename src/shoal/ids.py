@@ -1,0 +1,401 @@
+"""Feature ids that carry their slot, hashed strings, and the one bijective mix of 64-bit words."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.address import check_dense
+from shoal.errors import ConfigError, DTypeError, InputError, describe, unknown_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = [
+    "FidLayout",
+    "SlotRegistry",
+    "convert_v1_to_v2",
+    "hash_strings",
+    "ids_of_text",
+    "make_fid",
+    "max_slot",
+    "signature_of",
+    "slot_of",
+    "switch_slot",
+]
+
+
+_MASK = (1 << 64) - 1
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR = 0x94D049BB133111EB
+
+
+def to_signed(word: int) -> int:
+    """The int64 with the same 64 bits as `word` (any Python int, taken modulo 2^64)."""
+    word &= _MASK
+    return word - (1 << 64) if word >> 63 else word
+
+
+@overload
+def mix64(word: int) -> int: ...
+@overload
+def mix64(word: Tensor) -> Tensor: ...
+
+
+def mix64(word: int | Tensor) -> int | Tensor:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words.
+
+    An int is taken modulo 2^64 and gives 0..2^64-1. An int64 tensor of any shape is read as
+    uint64 bits and gives a new int64 tensor of the same shape that holds uint64 bits.
+    """
+    if isinstance(word, Tensor):
+        word = (word ^ _shifted(word, 30)) * to_signed(_FIRST_FACTOR)
+        word = (word ^ _shifted(word, 27)) * to_signed(_SECOND_FACTOR)
+        return word ^ _shifted(word, 31)
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _FIRST_FACTOR) & _MASK
+    word = ((word ^ (word >> 27)) * _SECOND_FACTOR) & _MASK
+    return word ^ (word >> 31)
+
+
+def salt(table: str) -> int:
+    """The salt of a table, 0..2^64-1: first 8 bytes, little-endian, of SHA-256 of its name."""
+    return int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "little")
+
+
+def _shifted(word: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's shift of int64 copies the sign bit, which is masked off."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)
+
+
+FidLayout = Literal["v1", "v2"]
+
+# layout -> (slot bits, signature bits)
+BITS: dict[str, tuple[int, int]] = {"v1": (10, 54), "v2": (15, 48)}
+TEXT_TYPES = (
+    "string",
+    "large_string",
+    "string_view",
+    "binary",
+    "large_binary",
+    "binary_view",
+    "null",
+)
+
+# What vectorised parsing reads at once; the rest goes one by one: up to 20 digits, blanks around.
+_SHORT_INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")
+_BOOLEANS = {b"true": 1, b"True": 1, b"TRUE": 1, b"false": 0, b"False": 0, b"FALSE": 0}
+
+
+def max_slot(layout: FidLayout = "v2") -> int:
+    """Largest slot of a layout: 1023 (v1) or 32767 (v2)."""
+    return (1 << _bits(layout)[0]) - 1
+
+
+@overload
+def make_fid(slot: int, signature: int, layout: FidLayout = ...) -> int: ...
+@overload
+def make_fid(slot: Tensor, signature: int, layout: FidLayout = ...) -> Tensor: ...
+@overload
+def make_fid(slot: int | Tensor, signature: Tensor, layout: FidLayout = ...) -> Tensor: ...
+
+
+def make_fid(slot: int | Tensor, signature: int | Tensor, layout: FidLayout = "v2") -> int | Tensor:
+    """Join slot and signature; signature bits above the layout's width are dropped.
+
+    Args:
+        slot: int, or int64 [N].
+        signature: any 64-bit int, or int64 [N].
+
+    Raises:
+        InputError: a slot outside 0..`max_slot(layout)`.
+    """
+    _, width = _bits(layout)
+    _check_slots(slot, layout)
+    low = _bits_of(signature) & ((1 << width) - 1)
+    high = slot << width
+    if isinstance(high, Tensor):
+        return high | low
+    # torch takes Python ints of at most 63 bits, so an int slot becomes signed first
+    return _signed(high | low) if isinstance(low, int) else _signed(high) | low
+
+
+@overload
+def slot_of(fids: int, layout: FidLayout = ...) -> int: ...
+@overload
+def slot_of(fids: Tensor, layout: FidLayout = ...) -> Tensor: ...
+
+
+def slot_of(fids: int | Tensor, layout: FidLayout = "v2") -> int | Tensor:
+    """Slot of an id, or of each id of an int64 tensor."""
+    _, width = _bits(layout)
+    return (_bits_of(fids) >> width) & max_slot(layout)
+
+
+@overload
+def signature_of(fids: int, layout: FidLayout = ...) -> int: ...
+@overload
+def signature_of(fids: Tensor, layout: FidLayout = ...) -> Tensor: ...
+
+
+def signature_of(fids: int | Tensor, layout: FidLayout = "v2") -> int | Tensor:
+    """Bits below the slot: 54 (v1) or 48 (v2) of them."""
+    _, width = _bits(layout)
+    return _bits_of(fids) & ((1 << width) - 1)
+
+
+@overload
+def switch_slot(fids: int, slot: int, layout: FidLayout = ...) -> int: ...
+@overload
+def switch_slot(fids: Tensor, slot: int, layout: FidLayout = ...) -> Tensor: ...
+
+
+def switch_slot(fids: int | Tensor, slot: int, layout: FidLayout = "v2") -> int | Tensor:
+    """The same signatures under another slot.
+
+    Raises:
+        InputError: a slot outside 0..`max_slot(layout)`.
+    """
+    return make_fid(slot, fids, layout)
+
+
+@overload
+def convert_v1_to_v2(fids: int) -> int: ...
+@overload
+def convert_v1_to_v2(fids: Tensor) -> Tensor: ...
+
+
+def convert_v1_to_v2(fids: int | Tensor) -> int | Tensor:
+    """Move a v1 id to the v2 layout: same slot, and the low 48 of its 54 signature bits.
+
+    Two v1 ids that differ only in signature bits 48..53 become one.
+    """
+    return make_fid(slot_of(fids, "v1"), fids, "v2")
+
+
+def hash_strings(
+    strings: Sequence[str] | Sequence[bytes] | np.ndarray[Any, Any] | pa.Array | pa.ChunkedArray,
+    *,
+    slot: int | None = None,
+    layout: FidLayout = "v2",
+) -> Tensor:
+    """Ids of strings: blake2b of their UTF-8 bytes, 8 bytes little-endian, as int64 [N].
+
+    Each distinct string is hashed once, so dictionary-encoded columns are cheapest. With `slot`
+    the hash is cut to the layout's signature and carries the slot; without, all 64 bits are hash.
+
+    Raises:
+        DTypeError: not strings or bytes.
+        InputError: a missing value, or a slot outside 0..`max_slot(layout)`.
+    """
+    if slot is not None:
+        _check_slots(slot, layout)
+    uniques, inverse_N = _uniques_of(strings)
+    words = [_hash(unique) for unique in uniques.to_pylist()]
+    hashes_U = torch.tensor(words, dtype=torch.int64, device="cpu")
+    ids_N = hashes_U[inverse_N]
+    return ids_N if slot is None else make_fid(slot, ids_N, layout)
+
+
+def ids_of_text(
+    strings: Sequence[str] | Sequence[bytes] | np.ndarray[Any, Any] | pa.Array | pa.ChunkedArray,
+) -> Tensor:
+    """Ids of text, int64 [N]: the integer that a text spells, or else the text's hash.
+
+    Each text is read by itself: its id depends on no other one and on no file. These spell
+    integers, also with blanks around them: decimal digits without a plus sign or leading zeros,
+    from -2^63 to 2^64-1 (2^63 and more keep their 64 bits, as uint64 columns do), and true and
+    false (also True, TRUE, False, FALSE), which are 1 and 0. All other text ("05", "+5", "5.0",
+    "-0", "A7") is hashed as `hash_strings` does.
+
+    Raises:
+        DTypeError: not strings or bytes.
+        InputError: a missing value.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    uniques, inverse_N = _uniques_of(strings)
+    uniques = uniques.cast(pa.large_binary())
+    plain = pc.match_substring_regex(uniques, _SHORT_INTEGER)
+    plain_U = np.array(plain.to_numpy(zero_copy_only=False), dtype=bool)
+    ids_U = np.empty(len(uniques), dtype=np.int64)
+    ids_U[plain_U] = uniques.filter(plain).cast(pa.large_string()).cast(pa.int64()).to_numpy()
+    ids_U[~plain_U] = [_id_of(text) for text in uniques.filter(pc.invert(plain)).to_pylist()]
+    return torch.from_numpy(ids_U)[inverse_N]
+
+
+class SlotRegistry:
+    """Feature names and their slots, one to one, each registered by hand.
+
+    A slot never follows from a name or from the order of calls, so ids mean the same in every
+    run.
+
+    Args:
+        slots: name -> slot, registered at once.
+        layout: bounds the slots.
+
+    Raises:
+        ConfigError: as `register`.
+    """
+
+    def __init__(self, slots: Mapping[str, int] | None = None, *, layout: FidLayout = "v2") -> None:
+        self.layout: FidLayout = layout
+        self._max_slot = max_slot(layout)
+        self._slots: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        for name, slot in (slots or {}).items():
+            self.register(name, slot)
+
+    def register(self, name: str, slot: int) -> None:
+        """Bind a name to a slot; the same pair again is fine.
+
+        Raises:
+            ConfigError: a slot out of range, or a name or slot that is bound otherwise.
+        """
+        if not 0 <= slot <= self._max_slot:
+            allowed = f"0..{self._max_slot} ({self.layout})"
+            raise ConfigError(
+                describe(f"slot of {name!r}", got=slot, allowed=allowed, remedy="Pick a free slot.")
+            )
+        if self._slots.get(name, slot) != slot:
+            bound = f"{self._slots[name]}, its slot so far"
+            raise ConfigError(
+                describe(f"slot of {name!r}", got=slot, allowed=bound, remedy="Register it once.")
+            )
+        if self._names.get(slot, name) != name:
+            bound = f"{self._names[slot]!r}, its name so far"
+            raise ConfigError(
+                describe(
+                    f"name of slot {slot}", got=name, allowed=bound, remedy="Pick a free slot."
+                )
+            )
+        self._slots[name] = slot
+        self._names[slot] = name
+
+    def slot(self, name: str) -> int:
+        """Slot of a name.
+
+        Raises:
+            UnknownName: the name was never registered.
+        """
+        if name not in self._slots:
+            raise unknown_name("slot name", name, self._slots, remedy="Register it first.")
+        return self._slots[name]
+
+    def name(self, slot: int) -> str:
+        """Name of a slot.
+
+        Raises:
+            UnknownName: the slot was never registered.
+        """
+        if slot not in self._names:
+            known = [str(known) for known in self._names]
+            raise unknown_name("slot", str(slot), known, remedy="Register it first.")
+        return self._names[slot]
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """(name, slot) pairs in order of registration."""
+        return iter(tuple(self._slots.items()))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
+
+
+def _bits(layout: str) -> tuple[int, int]:
+    if layout not in BITS:
+        raise unknown_name("fid layout", layout, BITS)
+    return BITS[layout]
+
+
+def _check_slots(slot: int | Tensor, layout: FidLayout) -> None:
+    top = max_slot(layout)
+    if not isinstance(slot, int):
+        _bits_of(slot)
+        wrong = slot[(slot < 0) | (slot > top)]
+        if wrong.numel() == 0:
+            return
+        slot = int(wrong[0])
+    if not 0 <= slot <= top:
+        remedy = "Slots above that need the v2 layout." if layout == "v1" else "Renumber the slots."
+        raise InputError(
+            describe(f"slot of a {layout} id", got=slot, allowed=f"0..{top}", remedy=remedy)
+        )
+
+
+@overload
+def _bits_of(value: int) -> int: ...
+@overload
+def _bits_of(value: Tensor) -> Tensor: ...
+@overload
+def _bits_of(value: int | Tensor) -> int | Tensor: ...
+
+
+def _bits_of(value: int | Tensor) -> int | Tensor:
+    """The 64 bits of an id: a tensor as it is, an int as unsigned."""
+    if not isinstance(value, int):
+        check_dense("ids", value)
+        if value.dtype != torch.int64:
+            raise DTypeError(
+                describe("dtype of ids", got=value.dtype, allowed="int64", remedy="Call .long().")
+            )
+        return value
+    if not -(1 << 63) <= value < (1 << 64):
+        raise InputError(
+            describe("id", got=value, allowed="64 bits", remedy="Hash longer keys first.")
+        )
+    return value & ((1 << 64) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _hash(text: str | bytes) -> int:
+    data = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _id_of(text: bytes) -> int:
+    spelled = text.strip()
+    if spelled in _BOOLEANS:
+        return _BOOLEANS[spelled]
+    if _INTEGER.fullmatch(spelled) and -(1 << 63) <= (number := int(spelled)) < 1 << 64:
+        return _signed(number & ((1 << 64) - 1))
+    return _hash(text)
+
+
+def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
+    """Distinct strings, and int64 [N] of each string's place among them."""
+    import pyarrow as pa  # `import shoal` needs torch and numpy only
+
+    remedy = "Numbers are ids already: give them a slot with make_fid."
+    try:
+        column = strings if isinstance(strings, pa.ChunkedArray) else pa.array(strings)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        message = describe("strings", got=error, allowed="one column of strings", remedy=remedy)
+        raise DTypeError(message) from error
+    if isinstance(column, pa.ChunkedArray):
+        column = column.unify_dictionaries().combine_chunks()
+    if len(column) == 0:
+        return pa.array([], pa.string()), torch.empty(0, dtype=torch.int64, device="cpu")
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if str(kind) not in TEXT_TYPES and not pa.types.is_fixed_size_binary(kind):
+        allowed = "strings or bytes"
+        raise DTypeError(describe("type of strings", got=kind, allowed=allowed, remedy=remedy))
+    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    if column.null_count or encoded.dictionary.null_count:
+        fill = "Fill them first: pyarrow.compute.fill_null(column, '')."
+        raise InputError(describe("strings", got="nulls", allowed="no nulls", remedy=fill))
+    places = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return encoded.dictionary, torch.from_numpy(places)

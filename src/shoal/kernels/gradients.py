@@ -1,0 +1,591 @@
+"""Where the gradient of each position of a call lies, and the positions of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from shoal.kernels.launch import blocks_of, launch, staged
+from shoal.kernels.tables import (
+    CHUNK_TABLE,
+    TABLE_FORM,
+    ShardLayout,
+    chunk_word,
+    group_of,
+    search_steps,
+    table_word,
+)
+
+COLD_RUN = 8  # positions of a run that one program adds in turn
+SHORTEST_PIECE = 64
+
+_BLOCK = 1024
+_SHORT = tl.constexpr(2)  # as many as the step asks for at a time
+_COLD = tl.constexpr(COLD_RUN)
+_SHORTEST = tl.constexpr(SHORTEST_PIECE)
+_DOUBLINGS = tl.constexpr(12)  # pieces of up to 2^18 positions
+_TABLE = tl.constexpr(CHUNK_TABLE)
+_FORM = tl.constexpr(TABLE_FORM)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of N positions, listed by row form: form f has a region of its own.
+
+    A region is filled from both ends: runs of one or two places from its first column on, longer
+    ones from its last column backwards, so that those of a tile are about as long.
+
+    order_N: int64 [N], the call's positions sorted by handle. "Place" means an index into it.
+    runs_WN: int32 [4, N]: handle; first place, or first piece of a run that is cut; number of
+        places or pieces; number of places.
+    pieces_WP: int32 [2, P]: first place of each piece and the one behind its last.
+    cursors_FW: int32 [F, 4]: behind the last short run; number of long runs; behind the last piece;
+        behind the region's last column.
+    rooms: most runs that each form can have, known without asking the device.
+    """
+
+    order_N: Tensor
+    runs_WN: Tensor
+    pieces_WP: Tensor
+    cursors_FW: Tensor
+    rooms: tuple[int, ...]
+
+    def first_run(self, form: int) -> int:
+        """Where the region of a form begins in `runs_WN`."""
+        return sum(self.rooms[:form])
+
+    def last_run(self, form: int) -> int:
+        """Where it ends: its last column."""
+        return sum(self.rooms[: form + 1]) - 1
+
+    def first_piece(self, form: int) -> int:
+        """Where the region of a form begins in `pieces_WP`."""
+        return sum(piece_room(room) for room in self.rooms[:form])
+
+
+def piece_room(positions: int) -> int:
+    """Most pieces that so many positions can have."""
+    return positions // (COLD_RUN + 1)
+
+
+@triton.jit
+def run_columns(runs_ptr, room, run):  # type: ignore[no-untyped-def]
+    """Pointers to the words of each run; multiples of `room`, an int32, need not be one."""
+    handles = runs_ptr + run.to(tl.int64)
+    firsts = handles + room
+    numbers = firsts + room
+    return handles, firsts, numbers, numbers + room
+
+
+@triton.jit
+def _piece_length(length):  # type: ignore[no-untyped-def]
+    # About four times the root: adding pieces then takes no longer than adding up one of them.
+    piece = length * 0 + _SHORTEST
+    for _ in tl.static_range(_DOUBLINGS):
+        piece = tl.where(piece * piece < 16 * length, 2 * piece, piece)
+    return piece
+
+
+@triton.jit
+def _run_length(sorted_ptr, handle, at, head, n):  # type: ignore[no-untyped-def]
+    """Places of each run that starts at `at`; 0 for lanes where none does."""
+    same = head
+    length = head.to(tl.int64)
+    for step in tl.static_range(1, _COLD + 1):
+        following = tl.load(sorted_ptr + at + step, mask=same & (at + step < n), other=-1)
+        same = same & (following == handle)
+        length += same.to(tl.int64)
+    low = at
+    high = tl.where(same, n, at + 1).to(tl.int64)
+    while tl.max(high - low, axis=0) > 1:
+        middle = (low + high) // 2
+        open_ = high - low > 1
+        held = tl.load(sorted_ptr + middle, mask=open_, other=-1)
+        low = tl.where(open_ & (held == handle), middle, low)
+        high = tl.where(open_ & (held != handle), middle, high)
+    return tl.where(same, high - at, length)
+
+
+@triton.jit(do_not_specialize=["columns", "n", "room", "piece_room"])  # type: ignore[untyped-decorator]
+def _list_runs(  # type: ignore[no-untyped-def]
+    tables_ptr,
+    chunks_ptr,
+    columns,
+    sorted_ptr,
+    runs_ptr,
+    pieces_ptr,
+    cursors_ptr,
+    n,
+    room,
+    piece_room,
+    FORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    handle = tl.load(sorted_ptr + at, mask=live, other=-1)
+    before = tl.load(sorted_ptr + at - 1, mask=live & (at > 0), other=-1)
+    head = (handle >= 0) & (handle != before)
+    length = _run_length(sorted_ptr, handle, at, head, n)
+    hot = length > _COLD
+    piece = _piece_length(length)
+    items = tl.where(hot, (length + piece - 1) // piece, length)
+    form = handle * 0
+    if FORMS > 1:
+        table = chunk_word(chunks_ptr, columns, handle, head, _TABLE)
+        form = table_word(tables_ptr, table, head, _FORM).to(tl.int32)
+    for number in range(FORMS):
+        mine = head & (form == number)
+        shorts = (mine & (length <= _SHORT)).to(tl.int32)
+        longs = (mine & (length > _SHORT)).to(tl.int32)
+        pieces = tl.where(mine & hot, items, 0).to(tl.int32)
+        cursors = cursors_ptr + 4 * number
+        first_short = tl.atomic_add(cursors, tl.sum(shorts, axis=0), sem="relaxed")
+        first_long = tl.atomic_add(cursors + 1, tl.sum(longs, axis=0), sem="relaxed")
+        first_piece = tl.atomic_add(cursors + 2, tl.sum(pieces, axis=0), sem="relaxed")
+        last = tl.load(cursors + 3) - 1
+        short = first_short + tl.cumsum(shorts, axis=0) - 1
+        long = last - first_long - tl.cumsum(longs, axis=0) + 1
+        run = tl.where(length > _SHORT, long, short).to(tl.int64)
+        slot = (first_piece + tl.cumsum(pieces, axis=0) - pieces).to(tl.int64)
+        first = tl.where(hot, slot, at)
+        handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
+        tl.store(handles, handle, mask=mine)
+        tl.store(firsts, first.to(tl.int32), mask=mine)
+        tl.store(numbers, items.to(tl.int32), mask=mine)
+        tl.store(lengths, length.to(tl.int32), mask=mine)
+        for step in range(tl.max(pieces, axis=0)):
+            cut = step < pieces
+            start = at + step * piece
+            stop = tl.minimum(start + piece, at + length)
+            tl.store(pieces_ptr + slot + step, start.to(tl.int32), mask=cut)
+            tl.store(pieces_ptr + piece_room + slot + step, stop.to(tl.int32), mask=cut)
+
+
+def runs_of(
+    handles_N: Tensor,
+    layout: ShardLayout | None = None,
+    rooms: Sequence[int] | None = None,
+    *,
+    starts_FW: Tensor | None = None,
+) -> Runs:
+    """Sort a call's positions by row and list the runs; negative handles are left out.
+
+    Args:
+        handles_N: int32 [N], N < 2^31; those of several lookups may follow one another.
+        layout: the shard's, wanted where its tables have more than one row form.
+        rooms: positions of each form, on the host; [N] if there is one form.
+        starts_FW: `region_starts` of the rooms; sent from here if None, which a captured graph
+            would do from memory that is gone.
+    """
+    n = handles_N.numel()
+    bounds = (n,) if rooms is None else tuple(rooms)
+    room, most_pieces = sum(bounds), sum(piece_room(count) for count in bounds)
+    device = handles_N.device
+    sorted_N, order_N = torch.sort(handles_N, stable=True)
+    words = torch.empty(4 * room + 2 * most_pieces, dtype=torch.int32, device=device)
+    runs = Runs(
+        order_N,
+        words[: 4 * room].view(4, room),
+        words[4 * room :].view(2, most_pieces),
+        region_starts(bounds, device) if starts_FW is None else starts_FW.clone(),
+        bounds,
+    )
+    if n == 0:
+        return runs
+    unused = sorted_N if layout is None else layout.tables_KT
+    chunks_WC = sorted_N if layout is None else layout.chunks_WC
+    launch(
+        _list_runs,
+        (blocks_of(n, _BLOCK),),
+        unused,
+        chunks_WC,
+        chunks_WC.shape[-1],
+        sorted_N,
+        runs.runs_WN,
+        runs.pieces_WP,
+        runs.cursors_FW,
+        n,
+        room,
+        most_pieces,
+        FORMS=len(bounds),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    return runs
+
+
+def region_starts(rooms: Sequence[int], device: torch.device) -> Tensor:
+    """`Runs.cursors_FW` before any run is listed, on the device."""
+    words, run, piece = [], 0, 0
+    for count in rooms:
+        words += [run, 0, piece, run + count]
+        run, piece = run + count, piece + piece_room(count)
+    pairs = np.array(words, dtype=np.int32).view(np.int64)
+    return staged(pairs, device).view(torch.int32).view(-1, 4)
+
+
+_SOURCES_BLOCK = 512
+_GROUPS_KEPT = 64
+_WORDS = 12
+_BASE, _STRIDE, _KIND = 0, 1, 2  # address of bag or position 0, bytes to the next, what follows
+_LENGTH, _LANE = 3, 4  # first_n: lanes, bytes from one to the next
+_BAGS, _OFFSETS, _WEIGHTS = 5, 6, 7  # addresses, or 0: int32, int64, float32
+_WITHIN = 8  # first position of the record in the call
+_SCALE = 9  # bits of a float64
+_POSITION, _SUM, _MEAN, _FIRST_N = 0, 1, 2, 3
+_KINDS = {"sum": _SUM, "mean": _MEAN, "first_n": _FIRST_N}
+
+_T_WORDS = tl.constexpr(_WORDS)
+_T_BASE, _T_STRIDE, _T_KIND = tl.constexpr(_BASE), tl.constexpr(_STRIDE), tl.constexpr(_KIND)
+_T_LENGTH, _T_LANE, _T_BAGS = tl.constexpr(_LENGTH), tl.constexpr(_LANE), tl.constexpr(_BAGS)
+_T_OFFSETS, _T_WEIGHTS = tl.constexpr(_OFFSETS), tl.constexpr(_WEIGHTS)
+_T_WITHIN, _T_SCALE = tl.constexpr(_WITHIN), tl.constexpr(_SCALE)
+_T_MEAN, _T_FIRST_N = tl.constexpr(_MEAN), tl.constexpr(_FIRST_N)
+
+
+@dataclass(frozen=True, slots=True)
+class GradSlice:
+    """Columns [start, stop) of a row take their gradient from `column` on of output `output`."""
+
+    start: int
+    stop: int
+    output: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGroup:
+    """How one group was pooled ("sum", "mean", "first_n"), and its table's row dim and form."""
+
+    pooling: str
+    slices: tuple[GradSlice, ...]
+    dim: int
+    length: int = 1
+    form: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradGroups:
+    """The groups of one record: where their gradients lie. Made by `per_position` or `pooled`.
+
+    words_GW: numpy int64 [G, words]; counts: positions of each group; forms: row form of each;
+    scaled: some factor is not 1; kept: what the addresses point into.
+    """
+
+    words_GW: Any
+    counts: tuple[int, ...]
+    forms: tuple[int, ...]
+    scaled: bool
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Gradients of the N positions of a call, in the order of its sorted runs.
+
+    addresses_N: int64 [N], 0 where a position has no gradient; factors_N: float32 or float64 [N],
+    None if all are 1; alignments: bytes that all addresses of a form are multiples of (16 at most).
+    """
+
+    addresses_N: Tensor
+    factors_N: Tensor | None
+    alignments: tuple[int, ...]
+    kept: tuple[Tensor, ...]
+
+
+@triton.jit(do_not_specialize=["n", "bounds", "batch", "steps"])  # type: ignore[untyped-decorator]
+def _find_bags(offsets_ptr, bags_ptr, n, bounds, batch, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    bag = at * 0
+    for step in range(steps):
+        further = bag + ((at * 0 + 1) << (steps - 1 - step))
+        inside = live & (further < bounds)
+        start = tl.load(offsets_ptr + further, mask=inside, other=0)
+        bag = tl.where(inside & (start <= at), further, bag)
+    tl.store(bags_ptr + at, (bag % batch).to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
+def _write_sources(  # type: ignore[no-untyped-def]
+    words_ptr,
+    order_ptr,
+    addresses_ptr,
+    factors_ptr,
+    n,
+    groups,
+    STEPS: tl.constexpr,
+    POOLED: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < n
+    position = tl.load(order_ptr + at, mask=live, other=0)
+    splits_ptr = words_ptr + groups.to(tl.int64) * _T_WORDS
+    group = group_of(splits_ptr, groups, position, live, STEPS)
+    words = words_ptr + group * _T_WORDS
+    bag = position - tl.load(splits_ptr + group, mask=live, other=0)
+    address = tl.load(words + _T_BASE, mask=live, other=0)
+    stride = tl.load(words + _T_STRIDE, mask=live, other=0)
+    if POOLED:
+        kind = tl.load(words + _T_KIND, mask=live, other=0)
+        within = position - tl.load(words + _T_WITHIN, mask=live, other=0)
+        bags_ptr = tl.load(words + _T_BAGS, mask=live, other=0).to(tl.pointer_type(tl.int32))
+        found = tl.load(bags_ptr + within, mask=live & (kind > 0), other=0)
+        bag = tl.where(kind > 0, found.to(tl.int64), bag)
+        starts = tl.load(words + _T_OFFSETS, mask=live, other=0).to(tl.pointer_type(tl.int64)) + bag
+        start = tl.load(starts, mask=live & (kind >= _T_MEAN), other=0)
+        lane = tl.where(kind == _T_FIRST_N, within - start, 0)
+        address += lane * tl.load(words + _T_LANE, mask=live, other=0)
+        length = tl.load(words + _T_LENGTH, mask=live, other=0)
+        dropped = (kind == _T_FIRST_N) & ((lane < 0) | (lane >= length))
+        stride = tl.where(dropped, 0, stride)
+        address = tl.where(dropped, 0, address)
+    tl.store(addresses_ptr + at, address + bag * stride, mask=live)
+    if FACTORS:
+        real = factors_ptr.dtype.element_ty
+        scale = tl.load(words + _T_SCALE, mask=live, other=0)
+        factor = scale.to(tl.float64, bitcast=True).to(real)
+        if POOLED:
+            weights = tl.load(words + _T_WEIGHTS, mask=live, other=0)
+            weighted = live & (weights != 0)
+            weights_ptr = weights.to(tl.pointer_type(tl.float32)) + within
+            factor *= tl.load(weights_ptr, mask=weighted, other=1.0).to(real)
+            averaged = live & (kind == _T_MEAN)
+            stop = tl.load(starts + 1, mask=averaged, other=1)
+            share = tl.maximum(tl.where(averaged, stop - start, 1), 1).to(real)
+            factor = tl.div_rn(factor, share) if real == tl.float32 else factor / share
+        tl.store(factors_ptr + at, factor, mask=live)
+
+
+def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
+    """Each position's bag in its group, int32 [N]; needs no gradient.
+
+    Args:
+        offsets_GB1: int64 [G*B+1] on the device, group-major.
+        batch: B, bags of a group.
+        positions: N, the last offset.
+    """
+    bags_N = torch.empty(positions, dtype=torch.int32, device=offsets_GB1.device)
+    if positions == 0:
+        return bags_N
+    bounds = offsets_GB1.numel() - 1
+    launch(
+        _find_bags,
+        (blocks_of(positions, _SOURCES_BLOCK),),
+        offsets_GB1,
+        bags_N,
+        positions,
+        bounds,
+        batch,
+        search_steps(bounds),
+        BLOCK=_SOURCES_BLOCK,
+    )
+    return bags_N
+
+
+def per_position(
+    grads: Sequence[Tensor], *, scale: float = 1.0, forms: Sequence[int] | None = None
+) -> GradGroups:
+    """Groups whose gradient has a row of its own for each position.
+
+    Args:
+        grads: [n_g, D_g] per group, in the row form's `real` dtype.
+        scale: factor on every gradient.
+        forms: row form of each group's table; None means 0.
+    """
+    words = np.zeros((len(grads), _WORDS), dtype=np.int64)
+    kept = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    words[:, _BASE] = [grad.data_ptr() for grad in kept]
+    words[:, _STRIDE] = [grad.stride(0) * grad.element_size() for grad in kept]
+    words[:, _SCALE] = np.float64(scale).view(np.int64)
+    counts = tuple(grad.shape[0] for grad in kept)
+    forms_G = (0,) * len(kept) if forms is None else tuple(forms)
+    return GradGroups(words, counts, forms_G, scale != 1.0, kept)
+
+
+def pooled(
+    groups: Sequence[PooledGroup],
+    grads: Sequence[Tensor],
+    offsets_GB1: Tensor,
+    counts: Sequence[int],
+    *,
+    bags_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
+    scale: float = 1.0,
+) -> GradGroups:
+    """Groups whose gradient is that of their pooled outputs.
+
+    Args:
+        groups: one per group of the record; the same tuple at every call saves the host work.
+        grads: [B, width] per output, in the row form's `real` dtype.
+        offsets_GB1: int64 [G*B+1] on the device, group-major.
+        counts: positions of each group, on the host.
+        bags_N: `bags_of` these offsets; found here if None.
+        weights_N: float32 [N] on the device, or None.
+        scale: factor on every gradient.
+    """
+    batch = (offsets_GB1.numel() - 1) // max(len(groups), 1)
+    if bags_N is None:
+        bags_N = bags_of(offsets_GB1, batch, sum(counts))
+    rows = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+    kept = [bags_N, offsets_GB1, *rows]
+    fixed = _pool_words(groups)
+    words = fixed.words_GW.copy()
+    facts = [(grad.data_ptr(), grad.stride(0), grad.element_size()) for grad in rows]
+    starts, strides, sizes = np.array(facts, dtype=np.int64).reshape(-1, 3).T
+    size = sizes[fixed.outputs_G]
+    words[:, _BASE] = starts[fixed.outputs_G] + fixed.columns_G * size
+    words[:, _STRIDE] = strides[fixed.outputs_G] * size
+    words[:, _LANE] *= size
+    for g in fixed.parted:
+        source = flatten_slices(groups[g], rows)
+        words[g, _BASE] = source.data_ptr()
+        words[g, _STRIDE] = source.stride(0) * source.element_size()
+        kept.append(source)
+    words[:, _BAGS] = bags_N.data_ptr()
+    words[:, _OFFSETS] = offsets_GB1.data_ptr() + 8 * batch * np.arange(len(groups))
+    if weights_N is not None:
+        words[:, _WEIGHTS] = weights_N.data_ptr()
+        kept.append(weights_N)
+    words[:, _SCALE] = np.float64(scale).view(np.int64)
+    scaled = scale != 1.0 or weights_N is not None or fixed.averaged
+    return GradGroups(words, tuple(counts), fixed.forms, scaled, tuple(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolWords:
+    """What is the same at every call of some pooled groups.
+
+    words_GW: KIND, LENGTH and LANE (in columns) are filled; outputs_G, columns_G: where the only
+    slice of a group that is read in place starts; parted: groups that are not.
+    """
+
+    groups: Sequence[PooledGroup]
+    words_GW: Any
+    outputs_G: Any
+    columns_G: Any
+    parted: tuple[int, ...]
+    forms: tuple[int, ...]
+    averaged: bool
+
+
+_pool_words_kept: dict[int, _PoolWords] = {}
+
+
+def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
+    """Made once for each object that lists groups: pass the same tuple at every call."""
+    kept = _pool_words_kept.get(id(groups))
+    if kept is not None:
+        return kept
+    words = np.zeros((len(groups), _WORDS), dtype=np.int64)
+    parted = []
+    for g, group in enumerate(groups):
+        only = group.slices[0]
+        if len(group.slices) > 1 or only.start > 0 or only.stop < group.dim:
+            parted.append(g)
+        first_n = group.pooling == "first_n"
+        words[g, _KIND] = _KINDS[group.pooling]
+        words[g, _LENGTH], words[g, _LANE] = (group.length, group.dim) if first_n else (0, 0)
+    made = _PoolWords(
+        groups,
+        words,
+        np.array([group.slices[0].output for group in groups], dtype=np.int64),
+        np.array([group.slices[0].column for group in groups], dtype=np.int64),
+        tuple(parted),
+        tuple(group.form for group in groups),
+        any(group.pooling == "mean" for group in groups),
+    )
+    if isinstance(groups, tuple):
+        if len(_pool_words_kept) >= _GROUPS_KEPT:
+            _pool_words_kept.clear()
+        # The value holds its groups, so the identity in the key stays taken.
+        _pool_words_kept[id(groups)] = made
+    return made
+
+
+def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
+    """Gradient of a group's whole rows per bag: [B, D], or [B, length * D] for first_n."""
+    lanes = group.length if group.pooling == "first_n" else 1
+    like = grads[group.slices[0].output]
+    flat_BLD = like.new_zeros(like.shape[0], lanes, group.dim)
+    for part in group.slices:
+        width = part.stop - part.start
+        columns = grads[part.output][:, part.column : part.column + lanes * width]
+        flat_BLD[:, :, part.start : part.stop] += columns.reshape(-1, lanes, width)
+    return flat_BLD.flatten(1)
+
+
+def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
+    """Addresses and factors of all positions, in the order of the runs; one launch.
+
+    Args:
+        runs: of the handles of all records, one record after the other.
+        records: as many positions as the runs have.
+    """
+    n, device = runs.order_N.numel(), runs.order_N.device
+    lines, splits = _call_words(records)
+    scaled = any(record.scaled for record in records)
+    addresses_N = torch.empty(n, dtype=torch.int64, device=device)
+    kept = tuple(tensor for record in records for tensor in record.kept)
+    wide = any(tensor.dtype is torch.float64 for tensor in kept)
+    dtype = torch.float64 if wide else torch.float32
+    factors_N = torch.empty(n, dtype=dtype, device=device) if scaled else None
+    forms = [form for record in records for form in record.forms]
+    alignments = _alignments(lines, forms, len(runs.rooms))
+    sources = Sources(addresses_N, factors_N, alignments, kept)
+    if n == 0:
+        return sources
+    words = staged(np.concatenate([lines.reshape(-1), splits]), device)
+    launch(
+        _write_sources,
+        (blocks_of(n, _SOURCES_BLOCK),),
+        words,
+        runs.order_N,
+        addresses_N,
+        addresses_N if factors_N is None else factors_N,
+        n,
+        len(lines),
+        STEPS=search_steps(len(lines)),
+        POOLED=bool((lines[:, _KIND] != _POSITION).any()),
+        FACTORS=scaled,
+        BLOCK=_SOURCES_BLOCK,
+    )
+    return sources
+
+
+def _call_words(records: Sequence[GradGroups]) -> tuple[Any, Any]:
+    """Words of all groups, and where each group's positions begin in the call."""
+    lines = np.concatenate([record.words_GW for record in records])
+    counts = np.array([n for record in records for n in record.counts], dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    at = 0
+    for record in records:
+        groups = len(record.counts)
+        if groups:
+            lines[at : at + groups, _WITHIN] = starts[at]
+        at += groups
+    return lines, starts
+
+
+def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
+    bits = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE]
+    if number == 1:
+        return (_alignment(bits),)
+    own = np.array(forms)
+    return tuple(_alignment(bits[own == form]) for form in range(number))
+
+
+def _alignment(bits: Any) -> int:
+    """The power of two, 16 at most, that all addresses are multiples of."""
+    word = int(np.bitwise_or.reduce(bits)) | 16
+    return word & -word

@@ -1,0 +1,229 @@
+"""Launches at a fraction of the host time of Triton's own call, blocks of work, small host data."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+_INT32 = 1 << 31
+
+# Of each kernel, its run-time arguments by name and whether Triton ignores what they hold. Kernels
+# are held too, so that their identities stay theirs.
+_PARAMETERS: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+_KERNELS: list[Any] = []
+
+
+class _Compiled:
+    """A compiled kernel and the values of its constants."""
+
+    __slots__ = ("constants", "function", "kernel", "metadata", "run")
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        self.kernel = kernel
+        self.run = kernel.run
+        self.function = kernel.function
+        self.metadata = kernel.packed_metadata
+        self.constants = constants
+
+
+# (kernel, device, kinds of the arguments, constants and options) -> what Triton compiled for them.
+_COMPILED: dict[tuple[Any, ...], _Compiled] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Start `kernel[grid](*arguments, **options)` on the present stream of its first argument's
+    device; all tensors are on that device.
+
+    Args:
+        arguments: the kernel's run-time arguments, which come first in its signature; the last
+            of them, or all, may be among the options.
+        options: its constants, by name, and Triton's options (`num_warps`, ...); hashable. A
+            constant given by its place would be left out of what a compiled kernel is found by.
+    """
+    names, fixed = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
+    assert len(arguments) <= len(names), f"{kernel}: constants go by name"
+    if not isinstance(kernel, triton.JITFunction):
+        kernel[grid](*arguments, **options)
+        return
+    if len(arguments) < len(names):
+        arguments += tuple([options.pop(name) for name in names[len(arguments) :]])
+    device = arguments[0].get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **options)
+        return
+    key = (
+        id(kernel),
+        device,
+        *map(_kind, arguments, fixed),
+        *options.values(),
+        *options,
+    )
+    found = _COMPILED.get(key)
+    hooks = triton.knobs.runtime.launch_enter_hook
+    if found is None or hooks is None or hooks.calls:
+        compiled = kernel[grid](*arguments, **options)
+        constants = tuple([options[name] for name in kernel.arg_names[len(arguments) :]])
+        _COMPILED[key] = _Compiled(compiled, constants)
+        return
+    # As Triton's `CompiledKernel.__getitem__` starts it, with no hooks to call.
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    rest = (found.function, found.metadata, None, None, None)
+    found.run(x, y, z, stream, *rest, *arguments, *found.constants)
+
+
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    if isinstance(kernel, triton.JITFunction):
+        given = [p for p in kernel.params if not p.is_constexpr]
+        found = tuple(p.name for p in given), tuple(bool(p.do_not_specialize) for p in given)
+    else:  # interpreted: nothing is compiled, but callers are held to the same
+        kinds = inspect.get_annotations(kernel.fn)
+        names = [name for name in kernel.arg_names if "constexpr" not in str(kinds.get(name))]
+        found = tuple(names), (False,) * len(names)
+    assert [*kernel.arg_names[: len(found[0])]] == [*found[0]], f"{kernel}: constants come last"
+    _KERNELS.append(kernel)
+    _PARAMETERS[id(kernel)] = found
+    return found
+
+
+def _kind(value: Any, fixed: bool) -> Any:
+    """What Triton's choice of a compiled kernel depends on."""
+    kind = value.__class__
+    if kind is int:
+        wide = not -_INT32 <= value < _INT32
+        return wide if fixed else (wide, value == 1, value & 15 == 0)
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() & 15
+    return kind
+
+
+TILE = 1024  # elements of a program's block
+MOST_COLUMNS = 128
+
+
+def blocks_of(items: int, block: int) -> int:
+    """Blocks that hold all items, the last maybe not full."""
+    return (items + block - 1) // block
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of two of at least `least` >= 1."""
+    return 1 << (least - 1).bit_length()
+
+
+def step_of(dim: int) -> int:
+    """Columns that rows are a multiple of, up to 16: what lets loads be as wide as they can."""
+    step = 1
+    while step < 16 and dim % (2 * step) == 0:
+        step *= 2
+    return step
+
+
+def columns_per_program(dim: int) -> int:
+    """Width of a block of columns."""
+    return min(power_of_2(dim), MOST_COLUMNS)
+
+
+def wide_of(dtype: torch.dtype) -> Any:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def columns_of(dim: int) -> dict[str, int]:
+    step = step_of(dim)
+    return {"steps": dim // step, "step": step, "block_d": columns_per_program(dim)}
+
+
+def grid_of(items: int, block: int, dim: int) -> tuple[int, int]:
+    return blocks_of(items, block), blocks_of(dim, columns_per_program(dim))
+
+
+def rows_of_tile(dim: int) -> int:
+    return max(TILE // columns_per_program(dim), 1)
+
+
+_SLOTS = 64
+_PART = 16  # slots that share an event
+_SLOT_WORDS = 1024
+
+
+def sent(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """A host tensor, or numbers as int64, on a device.
+
+    Goes to CUDA from page-locked memory, so that the host does not wait. A captured graph would
+    replay the copy from memory that is gone: operators that call this say `from_host`.
+    """
+    made = (
+        values
+        if isinstance(values, Tensor)
+        else torch.tensor(values, dtype=torch.int64, device="cpu")
+    )
+    if made.device.type == "cpu" and device.type == "cuda":
+        return made.pin_memory().to(device, non_blocking=True)
+    return made.to(device)
+
+
+def retire(*tensors: Tensor) -> None:
+    """Have memory that is about to be dropped reused only after all that the present stream has
+    been given: it may have been allocated on another stream, which does not wait for this one.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class _Ring:
+    """Page-locked slots of one stream, used in turn and again only after their copies have run."""
+
+    def __init__(self) -> None:
+        block = torch.empty(_SLOTS * _SLOT_WORDS, dtype=torch.int64, pin_memory=True, device="cpu")
+        self._slots = torch.split(block, _SLOT_WORDS)
+        self._arrays = [slot.numpy() for slot in self._slots]
+        self._events: list[Any] = [None] * (_SLOTS // _PART)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def send(self, words: Any, device: torch.device) -> Tensor:
+        size = len(words)
+        out = torch.empty(size, dtype=torch.int64, device=device)
+        with self._lock:
+            at = self._next
+            self._next = (at + 1) % _SLOTS
+            event = self._events[at // _PART]
+            if at % _PART == 0 and event is not None:
+                event.synchronize()
+            self._arrays[at][:size] = words
+            out.copy_(self._slots[at][:size], non_blocking=True)
+            if at % _PART == _PART - 1:
+                event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call]
+                self._events[at // _PART] = event
+                # The present device may be another one.
+                event.record(torch.cuda.current_stream(device))
+        return out
+
+
+_RINGS: dict[tuple[int, int], _Ring] = {}
+
+
+def staged(words: Any, device: torch.device) -> Tensor:
+    """int64 words of a numpy array on a device, for data that changes with every call.
+
+    Cheaper than `sent`: the page-locked memory is there already.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(words).to(device)
+    if len(words) > _SLOT_WORDS:
+        return sent(torch.from_numpy(words), device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    ring = _RINGS.get(key)
+    if ring is None:
+        ring = _RINGS[key] = _Ring()
+    return ring.send(words, device)

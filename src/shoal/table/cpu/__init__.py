@@ -1,0 +1,1 @@
+"""Tables on the CPU, over the compiled core."""

@@ -1,0 +1,644 @@
+"""`CpuShard`: the Shard interface over the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _core
+from shoal.address import address
+from shoal.errors import ConfigError, InputError, describe
+from shoal.table import checks, native, rows, shard
+from shoal.table import native as refusals
+from shoal.table.cpu.snapshot import CpuSnapshot
+from shoal.table.factory import shard_copied
+from shoal.table.native import RateList, pool_dicts, table_dict
+from shoal.table.shard import (
+    BUFFER_BYTES,
+    Found,
+    GradRecord,
+    IdGroups,
+    PoolPlan,
+    StepContext,
+    SummedGrads,
+)
+from shoal.table.spec import MAX_THREADS, TableSpec
+from shoal.table.values import (
+    AdmissionState,
+    Changes,
+    Cursor,
+    DeletedIds,
+    Entry,
+    RowChunk,
+    TableStats,
+    checked_limit,
+    not_closed,
+    released,
+)
+from shoal.uncompiled import uncompiled
+
+
+class CpuTicket:
+    """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
+
+    __slots__ = ("core", "groups", "native", "shard")
+
+    def __init__(self, shard: object, core: Any, groups: IdGroups, native: Any) -> None:
+        self.shard = shard
+        self.core = core
+        self.groups = groups
+        self.native = native
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N]: the id has a row."""
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self.core.admitted(address(flags_N))
+        return flags_N
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N]: the id had a row before this lookup."""
+        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self.core.found(address(flags_N))
+        return flags_N
+
+    def end(self) -> None:
+        """Release the rows; a second call does nothing."""
+        self.core.end()
+
+
+def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: int) -> Changes:
+    """A page of a compiled shard.
+
+    Raises:
+        InputError: limit is below 1, or `to_epoch` is not closed yet.
+    """
+    at = (cursor.incarnation, cursor.from_epoch, cursor.to_epoch, cursor.position)
+    checked_limit(limit)
+    try:
+        page = core.changes(*at, limit)
+    except ValueError as error:
+        raise not_closed(cursor) from error
+    chunks = []
+    deleted = []
+    for table, spec in enumerate(specs):
+        if page.rows(table).n > 0:
+            chunks.append(rows.chunk_of(spec, page.rows(table)))
+        count = page.deleted_count(table)
+        if count > 0:
+            ids_U = torch.empty(count, dtype=torch.int64, device="cpu")
+            page.copy_deleted(table, address(ids_U))
+            deleted.append(DeletedIds(spec.name, ids_U))
+    return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
+
+
+def resumed(core: Any, epoch: int) -> Cursor:
+    """The cursor of a compiled shard's consumer that has everything up to `epoch`.
+
+    Raises:
+        DTypeError: not an int.
+        InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+    """
+    remedy = "Pass the epoch that the loaded rows were saved at."
+    shard.whole("epoch to resume at", epoch, 0, shard.LAST_VERSION, remedy=remedy)
+    try:
+        return Cursor(*core.resume(epoch))
+    except ValueError as error:
+        raise InputError(
+            describe(
+                "epoch to resume at",
+                got=epoch,
+                allowed="at least the version of every row",
+                remedy=remedy,
+            )
+        ) from error
+
+
+_CPU = torch.device("cpu")
+
+
+class CpuUpkeep:
+    """What `CpuShard` does between batches; see `shoal.table.shard.Shard` for every verb.
+
+    Args:
+        specs: the tables.
+        core: the compiled shard that holds them.
+        threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], core: Any, threads: int | None) -> None:
+        self._specs = tuple(specs)
+        self._core = core
+        self._threads = threads
+
+    def _lanes(self) -> int:
+        return self._threads or torch.get_num_threads()
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The tables, in the order their indices name them."""
+        return self._specs
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return _CPU
+
+    def evict(self, now_s: int) -> int:
+        """Drop expired rows; returns how many."""
+        return int(self._core.evict(now_s))
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one.
+
+        Raises:
+            InputError: the last of 2^32 - 2 epochs is open.
+        """
+        return int(native.cut(self._core.cut))
+
+    @property
+    def incarnation(self) -> int:
+        """Whose cursors are good; see `shoal.table.values.ChangeFeed`."""
+        return int(self._core.incarnation())
+
+    def changes(self, cursor: Cursor, limit: int) -> Changes:
+        """The next page of what changed: at most `limit` rows and deleted ids together.
+
+        Raises:
+            InputError: limit is below 1, or `to_epoch` is not closed yet.
+        """
+        return changes_of(self._specs, self._core, cursor, limit)
+
+    def release(self, epoch: int | None) -> None:
+        """Forget deletions up to `epoch`; None forgets all and keeps none until `changes`.
+
+        Raises:
+            InputError: not an int in [0, 2^32).
+        """
+        if epoch is None:
+            self._core.stop_changes()
+        else:
+            self._core.release(released(epoch))
+
+    def snapshot(
+        self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
+    ) -> CpuSnapshot:
+        """Make a cut and keep the rows as they are at it; see `shoal.table.shard.Shard`.
+
+        Args:
+            since: only what changed after `since.from_epoch`; None: all rows.
+            buffer_bytes: memory for copies of rows that change; what is beyond it goes to an
+                unlinked file in $TMPDIR.
+
+        Raises:
+            InputError: another snapshot is open, `since` is of another incarnation, older than
+                the deletions that are kept or not of a closed epoch, or the buffer is negative.
+        """
+        return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)
+
+    def resume(self, epoch: int) -> Cursor:
+        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+
+        Raises:
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+        """
+        return resumed(self._core, epoch)
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table, ordered by hash."""
+        checks.table_index(table, len(self._specs))
+        return rows.chunk_of(self._specs[table], self._core.export(table))
+
+    def expect(self, table: int, rows: int) -> None:
+        """Reserve memory for so many rows in all; what is not filled later is not resident.
+
+        Raises:
+            InputError: rows is negative.
+            DTypeError: no int.
+        """
+        checks.table_index(table, len(self._specs))
+        self._core.expect(table, checks.expected_rows(rows))
+
+    def load(self, table: int, chunk: RowChunk) -> None:
+        """Upsert rows with their state and metadata."""
+        checks.table_index(table, len(self._specs))
+        spec = self._specs[table]
+        ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
+        columns = [address(tensor) for tensor in ready]
+        count = ready[0].numel()
+        native.worded(lambda: self._core.load(table, count, columns, self._lanes()))
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None."""
+        checks.table_index(table, len(self._specs))
+        return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
+
+    def size(self, table: int) -> int:
+        """Rows of a table."""
+        checks.table_index(table, len(self._specs))
+        return int(self._core.size(table))
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table.
+
+        Raises:
+            TicketError: a live ticket holds rows.
+        """
+        checks.table_index(table, len(self._specs))
+        native.cleared(lambda: self._core.clear(table), self._specs[table].name)
+
+    def admission_state(self, table: int) -> AdmissionState:
+        """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        checks.table_index(table, len(self._specs))
+        return rows.admission_of(self._core, table)
+
+    def load_admission_state(self, table: int, state: AdmissionState) -> None:
+        """Restore what `admission_state` returned.
+
+        Raises:
+            ShapeError: the sketch has another size than the spec's.
+        """
+        checks.table_index(table, len(self._specs))
+        rows.load_admission(self._core, table, self._specs[table], state)
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update: what reads without a step use (OneBit's scale)."""
+        return int(self._core.last_step)
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._core.last_step = step
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of every table."""
+        return tuple(
+            rows.stats_of(spec.name, self._core.stats(table))
+            for table, spec in enumerate(self._specs)
+        )
+
+    def check(self) -> None:
+        """Nothing: what is wrong here is raised by the call itself."""
+
+
+_NAN_POLICY = {"raise": 0, "skip": 1, "clip": 2}
+_ASSIGN, _ADD, _REINITIALIZE = 0, 1, 2
+
+
+_PLANS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPlan:
+    """A compiled plan; `plan` and `tables_G` are held so that their identities stay theirs."""
+
+    plan: PoolPlan
+    tables_G: Tensor
+    core: Any
+    dtypes: tuple[torch.dtype, ...]
+
+
+@uncompiled
+class CpuShard(CpuUpkeep):
+    """Tables in this process's memory; see `shoal.table.shard.Shard` for every verb.
+
+    Args:
+        specs: the tables; names must be distinct.
+        seed: with the table's name and the id, the key of every initial value.
+        threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
+
+    Thread-safe. Lookups run side by side; a verb that changes rows has the shard to itself, first
+    come first served. Summation order is fixed, whatever the thread count.
+    """
+
+    def __init__(
+        self, specs: Sequence[TableSpec], *, seed: int = 0, threads: int | None = None
+    ) -> None:
+        checks.distinct_names(specs)
+        checks.seed(seed)
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise ConfigError(
+                describe(
+                    "threads of a CPU shard",
+                    got=threads,
+                    allowed=f"None or 1..{MAX_THREADS}",
+                    remedy="Leave it out to follow torch.get_num_threads().",
+                )
+            )
+        super().__init__(specs, _core.Shard([table_dict(spec, seed) for spec in specs]), threads)
+        self._seed = seed
+        self._dims = tuple(spec.dim for spec in self._specs)
+        self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
+        self._rate_list = RateList(self._specs)
+        self._plans: dict[tuple[int, int], _KeptPlan] = {}
+
+    __reduce__ = shard_copied
+
+    @property
+    def seed(self) -> int:
+        """Seed of initial values."""
+        return self._seed
+
+    def _groups(self, groups: IdGroups) -> Any:
+        return checks.groups(groups, len(self._specs))
+
+    def _per_group(self, groups: IdGroups) -> list[Tensor]:
+        if len(self._dims) == 1 and groups.tables_G.numel() == 1:
+            return [rows.empty(groups.ids_N.numel(), self._dims[0], self._reals[0])]
+        tables = groups.tables_G.tolist()
+        sizes = groups.splits_G1.diff().tolist()
+        rooms = [size * self._dims[t] for size, t in zip(sizes, tables, strict=True)]
+        # Rows of one dtype lie in one buffer, in group order: an exchange sends it as it is.
+        outputs: dict[int, Tensor] = {}
+        for real in {self._reals[t] for t in tables}:
+            members = [g for g, t in enumerate(tables) if self._reals[t] is real]
+            buffer = rows.empty(sum(rooms[g] for g in members), 1, real).view(-1)
+            parts = torch.split(buffer, [rooms[g] for g in members])
+            for g, part in zip(members, parts, strict=True):
+                outputs[g] = part.view(sizes[g], self._dims[tables[g]])
+        return [outputs[g] for g in range(len(tables))]
+
+    def _plan(self, plan: PoolPlan, groups: IdGroups) -> tuple[Any, tuple[torch.dtype, ...]]:
+        """The compiled plan, checked for the tables of these groups, and its outputs' dtypes."""
+        # A collection hands in the same two objects at every call; kept here, they stay distinct.
+        key = (id(plan), id(groups.tables_G))
+        kept = self._plans.get(key)
+        if kept is not None:
+            return kept.core, kept.dtypes
+        dtypes = checks.plan(plan, groups.tables_G.tolist(), self._dims, self._reals)
+        core = _core.Plan(pool_dicts(plan), [output.width for output in plan.outputs])
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[key] = _KeptPlan(plan, groups.tables_G, core, dtypes)
+        return core, dtypes
+
+    def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
+        """Read rows; never inserts. `out` [N, D] receives the rows of a single group."""
+        core = self._groups(groups)
+        if out is None:
+            outputs = self._per_group(groups)
+        else:
+            checks.single_output(out, groups, self._dims, self._reals)
+            outputs = [out]
+        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        self._core.find(core, [address(o) for o in outputs], address(found_N), self._lanes())
+        return Found(tuple(outputs), found_N)
+
+    def find_pooled(
+        self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`find`, pooled: one [B, width] per output."""
+        core = self._groups(groups)
+        native, dtypes = self._plan(plan, groups)
+        bags = checks.bags(groups, core, offsets_GB1, weights_N)
+        outputs = self._outputs(plan, dtypes, bags)
+        self._core.find_pooled(
+            core,
+            native,
+            address(offsets_GB1),
+            bags,
+            0 if weights_N is None else address(weights_N),
+            [address(o) for o in outputs],
+            self._lanes(),
+        )
+        return outputs
+
+    def _outputs(
+        self, plan: PoolPlan, dtypes: tuple[torch.dtype, ...], bags: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            rows.empty(bags, output.width, dtype)
+            for output, dtype in zip(plan.outputs, dtypes, strict=True)
+        )
+
+    def find_or_init(
+        self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
+    ) -> CpuTicket:
+        """Probe, decide admission once, insert admitted ids with their initial value."""
+        core = self._groups(groups)
+        checks.counts(groups, counts_N)
+        ticket = refusals.worded(
+            lambda: self._core.find_or_init(
+                core,
+                0 if counts_N is None else address(counts_N),
+                ctx.global_step,
+                ctx.event_time_s,
+                self._lanes(),
+            )
+        )
+        return CpuTicket(self, ticket, groups, core)
+
+    def _own(self, ticket: object) -> CpuTicket:
+        if not isinstance(ticket, CpuTicket) or ticket.shard is not self or not ticket.core.live:
+            raise refusals.foreign_ticket()
+        return ticket
+
+    def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Read the ticket's rows now: one [n_g, D_g] per group."""
+        own = self._own(ticket)
+        outputs = self._per_group(own.groups)
+        addresses = [address(o) for o in outputs]
+        refusals.worded(
+            lambda: self._core.gather(
+                own.core, None, 0, 0, 0, addresses, ctx.global_step, self._lanes()
+            )
+        )
+        return tuple(outputs)
+
+    def gather_pooled(
+        self,
+        ticket: object,
+        plan: PoolPlan,
+        offsets_GB1: Tensor,
+        weights_N: Tensor | None,
+        *,
+        ctx: StepContext,
+    ) -> tuple[Tensor, ...]:
+        """Read and pool the ticket's rows now: one [B, width] per output."""
+        own = self._own(ticket)
+        native, dtypes = self._plan(plan, own.groups)
+        bags = checks.bags(own.groups, own.native, offsets_GB1, weights_N)
+        outputs = self._outputs(plan, dtypes, bags)
+        self._core.gather(
+            own.core,
+            native,
+            address(offsets_GB1),
+            bags,
+            0 if weights_N is None else address(weights_N),
+            [address(o) for o in outputs],
+            ctx.global_step,
+            self._lanes(),
+        )
+        return outputs
+
+    def _records(self, records: Sequence[GradRecord]) -> tuple[list[Any], list[Tensor]]:
+        """Core records, and the contiguous gradients that must outlive the call."""
+        native = []
+        kept: list[Tensor] = []
+        for record in records:
+            own = self._own(record.ticket)
+            bags = plan = offsets = weights = None
+            if record.plan is not None:
+                plan, dtypes = self._plan(record.plan, own.groups)
+                if record.offsets_GB1 is None:
+                    raise refusals.plan_without_offsets()
+                bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
+                offsets, weights = record.offsets_GB1, record.weights_N
+                shapes = [
+                    ((bags, output.width), dtype)
+                    for output, dtype in zip(record.plan.outputs, dtypes, strict=True)
+                ]
+            else:
+                shapes = self._group_shapes(own.groups)
+            grads = checks.grads(record.grads, shapes)
+            kept.extend(grads)
+            native.append(
+                _core.Record(
+                    own.core,
+                    plan,
+                    0 if offsets is None else address(offsets),
+                    bags or 0,
+                    0 if weights is None else address(weights),
+                    [address(g) for g in grads],
+                    record.scale,
+                )
+            )
+        return native, kept
+
+    def _group_shapes(self, groups: IdGroups) -> list[tuple[tuple[int, int], torch.dtype]]:
+        splits = groups.splits_G1.tolist()
+        return [
+            ((splits[g + 1] - splits[g], self._dims[t]), self._reals[t])
+            for g, t in enumerate(groups.tables_G.tolist())
+        ]
+
+    def _rates(self, ctx: StepContext) -> list[float]:
+        checks.rates(ctx, self._specs)
+        return self._rate_list.at(ctx.global_step, ctx.learning_rates)
+
+    def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
+        """Sum the gradients per row over all records, one optimizer step per admitted row."""
+        native, kept = self._records(records)
+        refusals.worded(
+            lambda: self._core.apply(
+                native,
+                self._rates(ctx),
+                ctx.global_step,
+                ctx.event_time_s,
+                _NAN_POLICY[ctx.nan_policy],
+                ctx.nan_clip,
+                self._lanes(),
+            )
+        )
+        del kept
+
+    def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
+        """The per-row sums `apply` would use, materialised; tickets stay live."""
+        native, kept = self._records(records)
+        tables, ids, sums, counts = [], [], [], []
+        for part in self._core.sum(native):
+            ids_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
+            sums_UD = torch.empty(
+                part.n, self._dims[part.table], dtype=self._reals[part.table], device="cpu"
+            )
+            counts_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
+            part.copy_to(address(ids_U), address(sums_UD), address(counts_U))
+            tables.append(part.table)
+            ids.append(ids_U)
+            sums.append(sums_UD)
+            counts.append(counts_U)
+        del kept
+        return SummedGrads(tuple(tables), tuple(ids), tuple(sums), tuple(counts))
+
+    def apply_summed(
+        self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
+    ) -> None:
+        """`apply` with sums the caller may have changed; ends the records' tickets."""
+        owned = [self._own(record.ticket) for record in records]
+        if summed.tables:
+            # Tickets end only after the step, so every row the sums name is still there.
+            groups = checks.summed_groups(summed)
+            counts_N = torch.cat(summed.counts)
+            latest_s = max([ctx.event_time_s, *(ticket.core.event_time_s for ticket in owned)])
+            ctx = replace(ctx, event_time_s=latest_s)
+            self._apply_ids(groups, summed.sums, counts_N, (), ctx)
+        for ticket in owned:
+            ticket.end()
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`apply` without a ticket: inserts what is missing, sums duplicates."""
+        self._apply_ids(groups, grads, counts_N, seen_weights or (), ctx)
+
+    def _apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None,
+        seen: Sequence[Tensor],
+        ctx: StepContext,
+    ) -> None:
+        core = self._groups(groups)
+        checks.counts(groups, counts_N)
+        shapes = self._group_shapes(groups)
+        ready = checks.grads(grads, shapes)
+        latest = checks.grads(seen, shapes) if seen else []
+        refusals.worded(
+            lambda: self._core.apply_ids(
+                core,
+                0 if counts_N is None else address(counts_N),
+                [address(g) for g in ready],
+                [address(s) for s in latest],
+                self._rates(ctx),
+                ctx.global_step,
+                ctx.event_time_s,
+                _NAN_POLICY[ctx.nan_policy],
+                ctx.nan_clip,
+                self._lanes(),
+            )
+        )
+
+    def _write(
+        self, groups: IdGroups, mode: int, values: Sequence[Tensor], ctx: StepContext
+    ) -> Tensor:
+        core = self._groups(groups)
+        ready = checks.grads(values, self._group_shapes(groups)) if mode != _REINITIALIZE else []
+        status_N = torch.empty(
+            groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32, device="cpu"
+        )
+        refusals.worded(
+            lambda: self._core.write(
+                core,
+                mode,
+                [address(v) for v in ready],
+                address(status_N),
+                ctx.global_step,
+                ctx.event_time_s,
+                self._lanes(),
+            )
+        )
+        return status_N
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
+        self._write(groups, _ASSIGN, weights, ctx)
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Add to rows; a missing id is initialised first. Duplicates add up."""
+        self._write(groups, _ADD, deltas, ctx)
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
+        return self._write(groups, _REINITIALIZE, (), ctx)

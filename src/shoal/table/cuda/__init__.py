@@ -1,0 +1,1 @@
+"""Tables on a GPU, over Triton kernels."""

@@ -1,0 +1,176 @@
+"""Rows that leave or enter a GPU shard whole, in pieces through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.kernels.history import SPAN_ROWS, SPAN_WORDS
+from shoal.kernels.launch import sent
+from shoal.kernels.rows import (
+    Metadata,
+    read_ids,
+    read_metadata,
+    read_values,
+    write_metadata,
+    write_values,
+)
+from shoal.kernels.tables import RowForm, ShardLayout
+from shoal.placement import hash_ids, sort_key
+from shoal.table.values import Entry, RowChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows [first, stop) of a table, by the numbers in which it handed them out."""
+
+    table: int
+    first: int
+    stop: int
+
+    @property
+    def blocks(self) -> int:
+        """How many programs look at it."""
+        return -(-(self.stop - self.first) // SPAN_ROWS)
+
+
+def blocks_of_spans(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Spans cut into what one program looks at: int64 [B, SPAN_WORDS] on the device."""
+    parts = [_blocks(span) for span in spans]
+    words_BW = np.concatenate(parts) if parts else np.empty((0, SPAN_WORDS), dtype=np.int64)
+    return sent(torch.from_numpy(words_BW), device)
+
+
+def _blocks(span: Span) -> NDArray[np.int64]:
+    firsts_B = np.arange(span.first, span.stop, SPAN_ROWS, dtype=np.int64)
+    words_BW = np.empty((len(firsts_B), SPAN_WORDS), dtype=np.int64)
+    words_BW[:, 0], words_BW[:, 1] = span.table, firsts_B
+    words_BW[:, 2] = np.minimum(firsts_B + SPAN_ROWS, span.stop)
+    return words_BW
+
+
+_PIECE_BYTES = 32 << 20
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Page-locked room for one piece, and the event after which it is filled."""
+
+    rows: slice
+    parts: tuple[Tensor, ...]
+    arrived: torch.cuda.Event | None
+
+
+def export_rows(
+    layout: ShardLayout,
+    form: RowForm,
+    name: str,
+    handles_R: Tensor,
+    *,
+    hashed_as: str | None = None,
+) -> RowChunk:
+    """Rows in full, on the CPU, ordered by hash. Waits for the device.
+
+    Besides ids and handles, the device holds no more of them than two pieces.
+
+    Args:
+        name: of the table.
+        handles_R: int32 [R], distinct, of rows of one table.
+        hashed_as: the name that salts the hash; None means `name`.
+    """
+    keys_R = sort_key(hash_ids(hashed_as or name, read_ids(layout, handles_R)))
+    return read_rows(layout, form, name, handles_R[keys_R.argsort()])
+
+
+def read_rows(layout: ShardLayout, form: RowForm, name: str, handles_R: Tensor) -> RowChunk:
+    """Rows of these handles, in full and in this order, on the CPU. Waits for the device."""
+
+    def gather(piece: slice) -> Parts:
+        own_R = handles_R[piece]
+        return *read_values(layout, form, own_R), read_metadata(layout, own_R)
+
+    return gathered_rows(form, name, len(handles_R), gather)
+
+
+def gathered_rows(
+    form: RowForm, name: str, rows: int, gather: Callable[[slice], Parts]
+) -> RowChunk:
+    """So many rows, in full, on the CPU. Waits for the device.
+
+    gather: weights, state and metadata of a piece, good for the present stream: as `read_values`
+        and `read_metadata` give them.
+    """
+    weights = torch.empty(rows, form.dim, dtype=form.dtype, device="cpu")
+    state = torch.empty(rows, form.state_width, dtype=form.real, device="cpu")
+    metadata = torch.empty(4, rows, dtype=torch.int64, device="cpu")
+    waiting: _Landing | None = None
+    for piece in _pieces(form, rows):
+        landing = _landed(piece, gather(piece))
+        if waiting is not None:
+            _take(waiting, weights, state, metadata)
+        waiting = landing
+    if waiting is not None:
+        _take(waiting, weights, state, metadata)
+    ids, versions, last_seen_s, counts = metadata.unbind()
+    return RowChunk(name, ids, weights, state, versions, last_seen_s, counts)
+
+
+def write_rows(layout: ShardLayout, form: RowForm, handles_R: Tensor, chunk: RowChunk) -> None:
+    """Put rows in full into rows that have their ids already; version 0 becomes 1.
+
+    Args:
+        handles_R: int32 [R] on the device, distinct, in the order of `chunk`, whose tensors are
+            checked and on the CPU.
+    """
+    device = handles_R.device
+    for piece in _pieces(form, len(handles_R)):
+        own_R = handles_R[piece]
+        weights, state = sent(chunk.weights[piece], device), sent(chunk.state[piece], device)
+        write_values(layout, form, own_R, weights, state)
+        stamps = (chunk.versions.clamp(min=1), chunk.last_seen_s, chunk.counts)
+        write_metadata(layout, own_R, Metadata(*(sent(part[piece], device) for part in stamps)))
+
+
+def entry_of(layout: ShardLayout, form: RowForm, handle_1: Tensor) -> Entry | None:
+    """The row of a handle, int32 [1], in full; None for -1. Waits for the device."""
+    if int(handle_1) < 0:
+        return None
+    weights, state = read_values(layout, form, handle_1)
+    id_, version, last_seen_s, count = read_metadata(layout, handle_1)[:, 0].tolist()
+    return Entry(id_, weights[0].cpu(), state[0].cpu(), version, last_seen_s, count)
+
+
+def _pieces(form: RowForm, rows: int) -> Iterator[slice]:
+    step = max(_PIECE_BYTES // (form.weight_bytes + form.state_bytes + 32), 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _landed(rows: slice, parts: tuple[Tensor, ...]) -> _Landing:
+    """Send parts of a piece to the host; a CPU's are there already."""
+    if parts[0].device.type != "cuda":
+        return _Landing(rows, parts, None)
+    landing = tuple(
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True, device="cpu").copy_(
+            part, non_blocking=True
+        )
+        for part in parts
+    )
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(parts[0].device))
+    return _Landing(rows, landing, arrived)
+
+
+def _take(landing: _Landing, weights: Tensor, state: Tensor, metadata: Tensor) -> None:
+    if landing.arrived is not None:
+        landing.arrived.synchronize()
+    weights[landing.rows] = landing.parts[0]
+    state[landing.rows] = landing.parts[1]
+    metadata[:, landing.rows] = landing.parts[2]

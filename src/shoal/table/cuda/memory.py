@@ -1,0 +1,624 @@
+"""The memory of a GPU shard: indexes, chunks of rows, and how kernels are led to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.errors import OutOfDeviceMemory, describe
+from shoal.ids import salt, to_signed
+from shoal.kernels import index
+from shoal.kernels.launch import retire, sent
+from shoal.kernels.tables import (
+    BUCKET_BYTES,
+    BUCKET_SLOTS,
+    CHUNK_BITS,
+    CHUNK_CAPACITY,
+    CHUNK_COUNTS,
+    CHUNK_IDS,
+    CHUNK_ROWS,
+    CHUNK_SEEN,
+    CHUNK_STATE,
+    CHUNK_TABLE,
+    CHUNK_VERSIONS,
+    CHUNK_WEIGHTS,
+    CHUNK_WORDS,
+    COUNT_ERASED,
+    COUNT_WORDS,
+    FIRST_ROWS,
+    TABLE_DIRECTORY,
+    TABLE_ENTRIES,
+    TABLE_FIRST_COLUMN,
+    TABLE_FORM,
+    TABLE_FREE,
+    TABLE_MASK,
+    TABLE_SALT,
+    TABLE_SEED,
+    TABLE_STATE_BYTES,
+    TABLE_WEIGHT_BYTES,
+    TABLE_WORDS,
+    RowForm,
+    ShardLayout,
+)
+from shoal.table import native
+from shoal.table.cuda.counters import CounterReader, Counts
+from shoal.table.spec import TableSpec
+
+PIECE_BYTES = 64 << 20
+_FIRST_PIECE_BYTES = 1 << 20
+_ALIGNED = 512
+
+
+class PageLocked:
+    """Hands out page-locked memory; each part lives as long as the tensor that views it.
+
+    torch's allocator rounds page-locked sizes up to powers of two, so memory is taken from it in
+    pieces of such sizes, growing with what is in use up to PIECE_BYTES, and cut here.
+
+    device: where kernels read it; on the CPU, where they are interpreted, any memory will do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._piece = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used = 0
+        self.bytes_held = 0  # of all pieces ever taken
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], at a multiple of 512 bytes; contents are whatever was there.
+
+        Raises:
+            OutOfDeviceMemory: the system gives no more; nothing has changed.
+        """
+        if self._used + size > self._piece.numel():
+            wanted = min(max(_FIRST_PIECE_BYTES, _power(self.bytes_held + 1) // 2), PIECE_BYTES)
+            piece = self._allocated(max(_power(size), wanted))
+            self.bytes_held += piece.numel()
+            if piece.numel() - size < self._piece.numel() - self._used:
+                return piece[:size]  # what the present piece has left is more than this one's
+            self._piece, self._used = piece, 0
+        start = self._used
+        self._used = (start + size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+        return self._piece[start : start + size]
+
+    def _allocated(self, size: int) -> Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+            raise OutOfDeviceMemory(
+                describe(
+                    "page-locked host memory for rows of a tiered shard",
+                    got=f"{size} bytes wanted, {self.bytes_held} held, {_reason(error)}",
+                    allowed="what the system lets a process lock",
+                    remedy="Free host memory, raise the limit of locked memory (ulimit -l, or the "
+                    "container's), give the tables a row budget (capacity_rows with "
+                    "on_full='lru'), or spread them over more processes.",
+                )
+            ) from error
+
+
+def grouped(sizes: Sequence[int], row_bytes: int) -> list[list[int]]:
+    """Split chunks, given in rows, into runs whose bytes fit a piece: so that little is wasted."""
+    groups: list[list[int]] = []
+    room = 0
+    for rows in sizes:
+        if rows * row_bytes > room:
+            groups.append([])
+            room = PIECE_BYTES
+        groups[-1].append(rows)
+        room -= rows * row_bytes
+    return groups
+
+
+def _power(size: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+METADATA_BYTES = 20  # of a row: id, version, last-seen time, count
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation of several chunks: bytes of weights and of state, metadata in arrays."""
+
+    weights: Tensor
+    state: Tensor
+    ids: Tensor
+    versions: Tensor
+    seen: Tensor
+    counts: Tensor
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of everything but weights and state."""
+        parts = (self.ids, self.versions, self.seen, self.counts)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def chunks_for(present: int, rows: int, target: int) -> list[int]:
+    """Sizes of the chunks that take a table from `rows` to at least `target` rows.
+
+    present: chunks it has. The j-th chunk of a table has FIRST_ROWS << j rows, at most CHUNK_ROWS.
+    """
+    sizes: list[int] = []
+    while rows + sum(sizes) < target:
+        order = present + len(sizes)
+        full = FIRST_ROWS << order >= CHUNK_ROWS if order < 32 else True
+        if full:
+            missing = target - rows - sum(sizes)
+            return sizes + [CHUNK_ROWS] * (-(-missing // CHUNK_ROWS))
+        sizes.append(FIRST_ROWS << order)
+    return sizes
+
+
+def new_block(
+    form: RowForm, sizes: Sequence[int], device: torch.device, host: PageLocked | None
+) -> Block:
+    """Allocate chunks; contents are whatever was there.
+
+    host: where weights and state come from if not from the device.
+
+    Raises:
+        torch.OutOfMemoryError: no room on the device.
+        OutOfDeviceMemory: no more page-locked host memory.
+    """
+    rows = sum(sizes)
+
+    def large(row_bytes: int) -> Tensor:
+        if host is not None:
+            return host.take(rows * row_bytes)
+        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=device)
+
+    def words(dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, dtype=dtype, device=device)
+
+    return Block(
+        large(form.weight_bytes),
+        large(form.state_bytes),
+        words(torch.int64),
+        words(torch.int32),
+        words(torch.int32),
+        words(torch.int32),
+    )
+
+
+def chunk_columns(
+    block: Block, sizes: Sequence[int], form: RowForm, table: int
+) -> NDArray[np.int64]:
+    """The columns of `ShardLayout.chunks_WC` for the chunks of a block."""
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    columns = np.zeros((CHUNK_WORDS, len(sizes)), dtype=np.int64)
+    columns[CHUNK_WEIGHTS] = block.weights.data_ptr() + starts * form.weight_bytes
+    columns[CHUNK_STATE] = block.state.data_ptr() + starts * form.state_bytes
+    columns[CHUNK_IDS] = block.ids.data_ptr() + starts * 8
+    columns[CHUNK_VERSIONS] = block.versions.data_ptr() + starts * 4
+    columns[CHUNK_SEEN] = block.seen.data_ptr() + starts * 4
+    columns[CHUNK_COUNTS] = block.counts.data_ptr() + starts * 4
+    columns[CHUNK_TABLE] = table
+    columns[CHUNK_CAPACITY] = sizes
+    return columns
+
+
+_FIRST_SLOTS = 64
+
+
+class TableMemory:
+    """What one table has allocated."""
+
+    __slots__ = ("blocks", "chunks", "directory", "entries", "form", "free_list", "rows", "slots")
+
+    def __init__(self, form: RowForm, device: torch.device) -> None:
+        self.form = form
+        self.slots = _FIRST_SLOTS
+        self.entries: Tensor = index.new_entries(_FIRST_SLOTS, device)
+        self.directory: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
+        self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
+        self.blocks: list[Block] = []
+        self.chunks: list[int] = []
+        self.rows = 0  # that its chunks have room for
+
+    @property
+    def index_bytes(self) -> int:
+        return 8 * self.entries.numel() + 4 * (self.free_list.numel() + self.directory.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a table lacks: sizes of further chunks, slots of another index or 0."""
+
+    table: int
+    form: RowForm
+    sizes: tuple[int, ...]
+    slots: int
+
+    @property
+    def bytes_wanted(self) -> int:
+        """Bytes of its chunks and its index."""
+        row_bytes = bytes_of_row(self.form)
+        buckets = self.slots // BUCKET_SLOTS + 1 if self.slots else 0
+        return sum(self.sizes) * row_bytes + buckets * BUCKET_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A growth, the number of its first chunk, and what was allocated for it.
+
+    blocks: each with the sizes of its chunks, in their order.
+    """
+
+    growth: Growth
+    first: int
+    blocks: tuple[tuple[Block, tuple[int, ...]], ...]
+    directory: Tensor | None
+    entries: Tensor | None
+
+
+def bytes_of_row(form: RowForm) -> int:
+    """Bytes that a row takes in its chunk."""
+    return form.weight_bytes + form.state_bytes + METADATA_BYTES
+
+
+def longer_list(handles: Tensor, size: int) -> Tensor:
+    """A list of handles with room for `size` of them, and those of a shorter one at its head."""
+    longer = torch.zeros(size, dtype=torch.int32, device=handles.device)
+    longer[: handles.numel()] = handles
+    return longer
+
+
+# An index may fill to this share of its slots before walks get long; it is rebuilt well before.
+_HARD_SHARE = (7, 8)
+_SOFT_SHARE = (3, 4)
+_FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
+_NO_LIMIT = 1 << 31
+_GROWTH = 16  # a table grows by one such part of its rows at least
+_GROWTH_BYTES = 16 << 20  # at most: a step waits while the driver maps what a table grows by
+MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
+
+
+class DeviceMemory:
+    """Everything a GPU shard allocates for its tables.
+
+    Args:
+        specs: the tables.
+        forms, form_of: distinct row forms, and the index of each table's.
+        seed: of the initial values.
+        device: where.
+        host_rows: keep weights and state in page-locked host memory, which kernels reach through
+            the same addresses.
+
+    Attributes:
+        layout: what kernels get; replaced when it grows.
+        counters: what the host knows of the device's counters.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        forms: Sequence[RowForm],
+        form_of: Sequence[int],
+        *,
+        seed: int,
+        device: torch.device,
+        host_rows: bool = False,
+    ) -> None:
+        self.device = device
+        self._host = PageLocked(device) if host_rows else None
+        self._tables = [TableMemory(forms[form], device) for form in form_of]
+        limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
+        self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
+        self._limits_K: Counts = self._given_K
+        self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
+        self._columns_WC = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
+        self._chunks = 0
+        for k, spec in enumerate(specs):
+            form, line = forms[form_of[k]], self._lines_KT[k]
+            line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.hash_name)), to_signed(seed)
+            line[TABLE_WEIGHT_BYTES], line[TABLE_STATE_BYTES] = form.weight_bytes, form.state_bytes
+            line[TABLE_FORM], line[TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
+        counters_KC = torch.zeros(len(specs), COUNT_WORDS, dtype=torch.int64, device=device)
+        self.counters = CounterReader(counters_KC)
+        self.layout = ShardLayout(
+            torch.empty(self._lines_KT.shape, dtype=torch.int64, device=device),
+            counters_KC,
+            torch.empty(self._columns_WC.shape, dtype=torch.int64, device=device),
+        )
+        for k, table in enumerate(self._tables):
+            line = self._lines_KT[k]
+            line[TABLE_ENTRIES], line[TABLE_MASK] = table.entries.data_ptr(), table.slots - 1
+            line[TABLE_DIRECTORY] = table.directory.data_ptr()
+            line[TABLE_FREE] = table.free_list.data_ptr()
+        self._show(self._lines_KT, _staged(self._lines_KT, device))
+        expected_K = np.array([max(spec.expected_rows, 1) for spec in specs], dtype=np.int64)
+        self._make_room(expected_K, expected_K)
+
+    @property
+    def rows_room_K(self) -> Counts:
+        """Rows that each table's chunks have room for."""
+        return self._room_K
+
+    @property
+    def slots_K(self) -> Counts:
+        """Index slots of each table."""
+        return self._slots_K
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all tables."""
+        return self._chunks
+
+    @property
+    def columns_WC(self) -> Counts:
+        """The columns of all chunks, as in `layout.chunks_WC`."""
+        return self._columns_WC[:, : self._chunks]
+
+    def overdraw(self, rows_K: Counts) -> None:
+        """Let tables hold so many rows beyond their limits for a while, within one verb."""
+        self._limits_K = np.minimum(np.maximum(self._limits_K, self._given_K + rows_K), _NO_LIMIT)
+
+    def lend(self, columns_WC: Counts) -> int:
+        """Add chunks that are no table's rows, a cache's; returns the number of the first.
+
+        Raises:
+            OutOfDeviceMemory: handles have no room for so many chunks; nothing has changed.
+        """
+        more, first = columns_WC.shape[1], self._chunks
+        self._check_chunks(more)
+        wide = self._columns_WC.shape[1]
+        while wide < first + more:
+            wide *= 2
+        wider_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
+        wider_WC[:, :first] = self._columns_WC[:, :first]
+        wider_WC[:, first : first + more] = columns_WC
+        sent_WC = sent(torch.from_numpy(wider_WC), self.device)
+        self._columns_WC, self._chunks = wider_WC, first + more
+        self._show(self._lines_KT, self.layout.tables_KT, sent_WC)
+        return first
+
+    def reserve(self, new_K: Counts) -> None:
+        """Make sure that `new_K` more ids of each table can be inserted, and count them.
+
+        Raises:
+            OutOfDeviceMemory: no room on the device; nothing has changed.
+        """
+        counters = self.counters
+        counters.poll()
+        if not self._roomy(new_K):
+            # A host that is ahead knows little. It loses nothing by waiting until two calls are
+            # left under way: the device has those to do.
+            counters.wait(but=2)
+            if not self._roomy(new_K):
+                self._make_room(counters.rows_bound_K + new_K, new_K)
+        counters.launched_K += new_K
+
+    def _roomy(self, new_K: Counts) -> bool:
+        """Whether so many more ids fit as things are."""
+        counters = self.counters
+        flying_K, used_K = counters.flying_K + new_K, counters.used_K
+        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self._room_K
+        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        return not (lacking_K | crowded_K).any()
+
+    def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
+        with suppress(torch.OutOfMemoryError, OutOfDeviceMemory):
+            self._grow(rows_K)
+            return
+        # Out here, since an error holds what was allocated before it as long as it is handled.
+        # Bounds are loose while counters are under way: wait for them, ask for the least.
+        self.counters.wait()
+        least_K = self.counters.rows_bound_K + new_K
+        try:
+            self._grow(least_K, least=True)
+        except torch.OutOfMemoryError as error:
+            raise self._refused(least_K) from error
+
+    def _refused(self, rows_K: Counts) -> OutOfDeviceMemory:
+        wanted = sum(growth.bytes_wanted for growth in self._growths(rows_K, least=True))
+        return native.out_of_memory("rows of a GPU shard", wanted, self.device)
+
+    def _grow(self, rows_K: Counts, *, least: bool = False) -> None:
+        """Allocate first, then take effect: a failed allocation leaves everything as it was.
+
+        rows_K: rows in use and ids that may come; `capacity_rows` bounds what they all take.
+        """
+        growths = self._growths(rows_K, least=least)
+        if not growths:
+            return
+        self._check_chunks(sum(len(growth.sizes) for growth in growths))
+        parts, first = [], self._chunks
+        for growth in growths:
+            parts.append(self._allocated(growth, first))
+            first += len(growth.sizes)
+        columns_WC = self._columns_with(parts)
+        sent_WC = sent(torch.from_numpy(columns_WC), self.device)
+        lines_KT = self._lines_with(parts)
+        staged_KT = _staged(lines_KT, self.device)
+        old = [self._tables[part.growth.table].entries for part in parts]
+        self._columns_WC, self._chunks = columns_WC, first
+        for part in parts:
+            self._take(part)
+        for entries, part in zip(old, parts, strict=True):
+            if part.entries is not None:
+                self._move_index(part.growth.table, entries, part.entries)
+        retire(self.layout.chunks_WC, *old)
+        self._show(lines_KT, staged_KT, sent_WC)
+
+    def _growths(self, rows_K: Counts, *, least: bool) -> list[Growth]:
+        """What tables lack for so many rows."""
+        growths = []
+        # Steady tables are many and cost nothing here.
+        lacking_K = np.minimum(rows_K, self._limits_K) > self._room_K
+        flying_K = np.maximum(rows_K - self.counters.rows_K, 0)
+        used_K = self.counters.used_K
+        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        for k in np.flatnonzero(lacking_K | crowded_K).tolist():
+            table, limit = self._tables[k], int(self._limits_K[k])
+            want = min(int(rows_K[k]), limit)
+            sizes: list[int] = []
+            if want > table.rows:
+                ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
+                target = want if least else max(want, table.rows + ahead)
+                sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
+            slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
+            growths.append(Growth(k, table.form, tuple(sizes), slots))
+        return growths
+
+    def _slots_for(self, k: int, rows: int) -> int:
+        """Slots of the index to rebuild into: it leaves erased marks behind."""
+        known, slots = int(self.counters.rows_K[k]), self._tables[k].slots
+        while rows > _share(slots, _HARD_SHARE) or known > _share(slots, _FRESH_SHARE):
+            slots *= 2
+        return slots
+
+    def _check_chunks(self, more: int) -> None:
+        if self._chunks + more <= MOST_CHUNKS:
+            return
+        raise OutOfDeviceMemory(
+            describe(
+                "chunks of rows of a GPU shard",
+                got=f"{more} wanted beside {self._chunks}",
+                allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
+                remedy="Spread the tables over more shards, or give them a row budget "
+                "(capacity_rows with on_full='lru' or 'lfu').",
+            )
+        )
+
+    def _allocated(self, growth: Growth, first: int) -> Part:
+        """Everything on the device that a growth needs; its chunks are numbered from `first`."""
+        table, form, directory = self._tables[growth.table], growth.form, None
+        blocks = tuple(
+            (new_block(form, sizes, self.device, self._host), sizes)
+            for sizes in self._groups_of(growth)
+        )
+        if growth.sizes:
+            numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
+            directory = sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
+        entries = index.new_entries(growth.slots, self.device) if growth.slots else None
+        return Part(growth, first, blocks, directory, entries)
+
+    def _groups_of(self, growth: Growth) -> list[tuple[int, ...]]:
+        """Chunks that share an allocation."""
+        if not growth.sizes:
+            return []
+        if self._host is None:
+            return [growth.sizes]
+        row_bytes = max(growth.form.weight_bytes, growth.form.state_bytes)
+        return [tuple(sizes) for sizes in grouped(growth.sizes, row_bytes)]
+
+    def _columns_with(self, parts: Sequence[Part]) -> Counts:
+        last = max(part.first + len(part.growth.sizes) for part in parts)
+        wide = self._columns_WC.shape[1]
+        while wide < last:
+            wide *= 2
+        columns_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
+        columns_WC[:, : self._chunks] = self._columns_WC[:, : self._chunks]
+        for part in parts:
+            growth, at = part.growth, part.first
+            for block, sizes in part.blocks:
+                columns = chunk_columns(block, sizes, growth.form, growth.table)
+                columns_WC[:, at : at + len(sizes)] = columns
+                at += len(sizes)
+        return columns_WC
+
+    def _lines_with(self, parts: Sequence[Part]) -> Counts:
+        lines_KT = self._lines_KT.copy()
+        for part in parts:
+            line = lines_KT[part.growth.table]
+            if part.directory is not None:
+                line[TABLE_DIRECTORY] = part.directory.data_ptr()
+            if part.entries is not None:
+                line[TABLE_ENTRIES] = part.entries.data_ptr()
+                line[TABLE_MASK] = part.growth.slots - 1
+        return lines_KT
+
+    def _take(self, part: Part) -> None:
+        table, growth = self._tables[part.growth.table], part.growth
+        if part.directory is not None:
+            retire(table.directory)
+            table.blocks.extend(block for block, _ in part.blocks)
+            table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
+            table.rows += sum(growth.sizes)
+            table.directory = part.directory
+        if part.entries is not None:
+            table.entries, table.slots = part.entries, growth.slots
+
+    def _move_index(self, k: int, old_entries: Tensor, entries: Tensor) -> None:
+        index.rebuild(old_entries, entries, int(self._lines_KT[k, TABLE_SALT]))
+        self.layout.counters_KC[k, COUNT_ERASED].zero_()
+        self.counters.rebuilt(k)
+
+    def _show(self, lines_KT: Counts, staged_KT: Tensor, columns_WC: Tensor | None = None) -> None:
+        """Have kernels see new lines, and columns of chunks; allocates nothing on the device."""
+        self._lines_KT = lines_KT
+        self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
+        self._room_K: Counts = np.array([table.rows for table in self._tables], dtype=np.int64)
+        self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
+        self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
+        layout = self.layout
+        layout.tables_KT.copy_(staged_KT, non_blocking=True)
+        if columns_WC is not None:
+            self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, columns_WC)
+
+    def make_free_lists(self, tables: Sequence[int]) -> None:
+        """Make the free lists of these tables long enough for all their rows; before an erase.
+
+        Raises:
+            torch.OutOfMemoryError: nothing has changed.
+        """
+        longer: dict[int, Tensor] = {}
+        lines_KT = self._lines_KT.copy()
+        for k in tables:
+            table = self._tables[k]
+            if table.free_list.numel() < table.rows:
+                longer[k] = longer_list(table.free_list, table.rows)
+                lines_KT[k, TABLE_FREE] = longer[k].data_ptr()
+        if longer:
+            staged_KT = _staged(lines_KT, self.device)
+            for k, free_list in longer.items():
+                retire(self._tables[k].free_list)
+                self._tables[k].free_list = free_list
+            self._show(lines_KT, staged_KT)
+
+    def forget(self, k: int) -> None:
+        """Empty a table's index; its chunks stay. The caller resets the counters.
+
+        Raises:
+            torch.OutOfMemoryError: nothing has changed.
+        """
+        table, lines_KT = self._tables[k], self._lines_KT.copy()
+        entries = index.new_entries(table.slots, self.device)
+        lines_KT[k, TABLE_ENTRIES] = entries.data_ptr()
+        staged_KT = _staged(lines_KT, self.device)
+        retire(table.entries)
+        table.entries = entries
+        self._show(lines_KT, staged_KT)
+
+    def bytes_of(self, k: int) -> tuple[int, int, int, int]:
+        """Bytes a table has allocated: weights, state, metadata, index."""
+        table = self._tables[k]
+        return (
+            sum(block.weights.numel() for block in table.blocks),
+            sum(block.state.numel() for block in table.blocks),
+            sum(block.metadata_bytes for block in table.blocks),
+            table.index_bytes,
+        )
+
+
+def _staged(lines_KT: Counts, device: torch.device) -> Tensor:
+    """A copy on the host from which the device takes its own without waiting."""
+    staged_KT = torch.from_numpy(lines_KT.copy())
+    return staged_KT.pin_memory() if device.type == "cuda" else staged_KT
+
+
+def _share(slots: int, share: tuple[int, int]) -> int:
+    return slots * share[0] // share[1]

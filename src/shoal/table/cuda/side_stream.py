@@ -1,0 +1,137 @@
+"""Runs of a lookup's rows, found on another stream while rows are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.gradients import Runs, region_starts, runs_of
+
+_SEEN_BEFORE = 3  # lookups of a size before it is recorded
+_MOST_GRAPHS = 4  # of one size: lookups whose tickets are alive at a time
+_MOST_SIZES = 4
+_GRAPH_BYTES = 96  # a position, at most: sorted pairs, their scratch, runs and pieces
+
+
+class _Recorded:
+    """`runs_of` one size as a graph, with the memory it reads and writes."""
+
+    def __init__(self, n: int, rooms: Sequence[int], device: torch.device) -> None:
+        self.handles_N = torch.full((n,), -1, dtype=torch.int32, device=device)
+        # Held, for every replay reads it.
+        self._starts_FW = region_starts(rooms, device)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self.runs = runs_of(self.handles_N, None, rooms, starts_FW=self._starts_FW)
+        finally:
+            self.graph.capture_end()
+
+
+class _Lease:
+    """A recorded graph in use; goes back to its pool when nobody holds the lease."""
+
+    __slots__ = ("pool", "recorded")
+
+    def __init__(self, recorded: _Recorded, pool: list[_Recorded]) -> None:
+        self.recorded = recorded
+        self.pool = pool
+
+    def __del__(self) -> None:
+        self.pool.append(self.recorded)
+
+
+class _Size:
+    """Lookups of one size: how many came, and their graphs that are free."""
+
+    __slots__ = ("made", "pool", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.made = 0
+        self.pool: list[_Recorded] = []
+
+
+class SideStream:
+    """A stream beside the shard's, for work that only the step needs; none when interpreted.
+
+    device: the shard's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._begin = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, _Size] = {}
+
+    def start(
+        self,
+        work: Callable[[], Runs],
+        read: Sequence[Tensor],
+        rooms: Sequence[int],
+        main: torch.cuda.Stream | None,
+    ) -> Callable[[torch.cuda.Stream | None], Runs]:
+        """Start `runs_of` on the side, after all that `main` has been given.
+
+        Args:
+            work: calls `runs_of`.
+            read: what it reads: the handles, and whatever else may be dropped meanwhile.
+            rooms: positions of each row form; one form alone may be recorded.
+
+        Returns:
+            a call that makes the stream it gets wait for the runs, and returns them. They are
+            good for as long as that call is held.
+        """
+        side, begin = self._stream, self._begin
+        if side is None or begin is None or main is None:
+            made_already = work()
+            return lambda _: made_already
+        # Waiting for all of `main` also means that what an earlier step freed here, or an earlier
+        # replay wrote, is not written while that step still reads it.
+        begin.record(main)
+        side.wait_event(begin)
+        torch.cuda.set_stream(side)
+        try:
+            lease = self._leased(read[0].numel(), rooms) if len(rooms) == 1 else None
+            if lease is None:
+                made = work()
+            else:
+                lease.recorded.handles_N.copy_(read[0])
+                lease.recorded.graph.replay()
+                made = lease.recorded.runs
+        finally:
+            torch.cuda.set_stream(main)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(side)
+        for tensor in read:
+            tensor.record_stream(side)
+
+        def joined(stream: torch.cuda.Stream | None, _held: _Lease | None = lease) -> Runs:
+            (main if stream is None else stream).wait_event(done)
+            return made
+
+        return joined
+
+    def _leased(self, n: int, rooms: Sequence[int]) -> _Lease | None:
+        """A graph for lookups of n ids; None where they have not come often or graphs are out."""
+        size = self._sizes.get(n)
+        if size is None:
+            if len(self._sizes) >= _MOST_SIZES:
+                rare = min(self._sizes, key=lambda other: self._sizes[other].seen)
+                if self._sizes[rare].made:
+                    return None
+                del self._sizes[rare]
+            size = self._sizes[n] = _Size()
+        size.seen += 1
+        if n == 0 or size.seen <= _SEEN_BEFORE:
+            return None
+        if not size.pool:
+            free = torch.cuda.mem_get_info(self._device)[0]
+            if size.made >= _MOST_GRAPHS or free < 2 * _GRAPH_BYTES * n:
+                return None
+            size.made += 1
+            size.pool.append(_Recorded(n, rooms, self._device))
+        return _Lease(size.pool.pop(), size.pool)

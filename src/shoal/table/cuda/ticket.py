@@ -1,0 +1,99 @@
+"""`CudaTicket`: rows of one training lookup in a GPU shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.gradients import Runs, bags_of
+from shoal.table.cuda.calls import CallShape
+from shoal.table.shard import IdGroups
+
+
+class CudaTicket:
+    """See `shoal.table.shard.Ticket`; ends with this object at the latest.
+
+    Args:
+        shard: who issued it.
+        groups, shape: the call.
+        handles_N: int32 [N] on the device, -1 where the id has no row.
+        met_N: bool [N] on the device: what `probe` reported while it inserted.
+        counts_N: int32 [N] occurrences on the device, or None: 1 each.
+        event_time_s: when the lookup happened.
+        runs: gives the runs of `handles_N` to a stream.
+        stream: the shard's, at the lookup.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bags",
+        "_met_N",
+        "counts_N",
+        "event_time_s",
+        "groups",
+        "handles_N",
+        "live",
+        "runs",
+        "shape",
+        "shard",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        shard: object,
+        groups: IdGroups,
+        shape: CallShape,
+        handles_N: Tensor,
+        met_N: Tensor,
+        counts_N: Tensor | None,
+        event_time_s: int,
+        runs: Callable[[torch.cuda.Stream | None], Runs],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.shard = shard
+        self.groups = groups
+        self.shape = shape
+        self.handles_N = handles_N
+        self._met_N = met_N
+        self.counts_N = counts_N
+        self.event_time_s = event_time_s
+        self.runs = runs
+        self.stream = stream
+        self.live = True
+        self._bags: tuple[Tensor, Tensor] | None = None
+
+    def bags_of(self, offsets_GB1: Tensor, bags: int) -> Tensor:
+        """Each position's bag, int32 [N]; found once for the same offsets."""
+        if self._bags is None or self._bags[0] is not offsets_GB1:
+            self._bags = (offsets_GB1, bags_of(offsets_GB1, bags, self.shape.splits[-1]))
+        return self._bags[1]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What it holds on the device but its runs."""
+        parts = (self.handles_N, self._met_N, self.counts_N, *(self._bags or ()))
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def admitted_N(self) -> Tensor:
+        """bool [N] on the shard's device: the id has a row."""
+        return self.handles_N >= 0
+
+    @property
+    def found_N(self) -> Tensor:
+        """bool [N] on the shard's device: the id had a row before this lookup. Waits for it."""
+        # A row is new if one of its positions did not meet it.
+        handles_N, met_N = self.handles_N, self._met_N
+        return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
+
+    def end(self) -> None:
+        """Release the rows; a second call does nothing."""
+        self.live = False
+        self.runs = _none
+
+
+def _none(_: torch.cuda.Stream | None) -> Runs:
+    raise AssertionError("runs of a ticket that has ended")
