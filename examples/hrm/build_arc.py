@@ -122,13 +122,11 @@ def _build(asked: argparse.Namespace, builder: _Builder) -> None:
 def _only_once(known: dict[str, str], name: str, path: str) -> None:
     if name in known:
         raise DataError(
-            describe(
                 f"task {name!r}",
                 got=f"in {known[name]} and {path}",
                 allowed="a name of its own for each task",
                 remedy="Give each file once; a task may not be trained on and tested, too.",
             )
-        )
     known[name] = path
 
 

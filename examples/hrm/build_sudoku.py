@@ -105,14 +105,12 @@ def _split(
     short = {split: len(part) for split, part in parts.items() if len(part) < wanted[split]}
     if short:
         raise DataError(
-            describe(
                 "puzzles of different classes",
                 got=f"{short}; left out {left_out}",
                 allowed=f"{wanted}",
                 remedy="Ask for fewer (--train, --test), give longer lists, or on small boards "
                 "more clues to choose from (--clues) and --disjoint puzzle.",
             )
-        )
     return parts, left_out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.errors import DTypeError, describe
+from shoal.errors import DTypeError
 
 _PLAIN = Tensor.__torch_dispatch__
 
@@ -37,16 +37,14 @@ def check_dense(what: str, tensor: Tensor) -> None:
         return
     got = f"a {type(tensor).__name__} {getattr(tensor, 'layout', '')}".rstrip()
     remedy = "Convert with torch.from_numpy, .to_dense() or .dequantize()."
-    raise DTypeError(describe(what, got=got, allowed="a dense tensor", remedy=remedy))
+    raise DTypeError(what, got=got, allowed="a dense tensor", remedy=remedy)
 
 
 def _without_values(tensor: Tensor) -> DTypeError:
     return DTypeError(
-        describe(
-            "tensor",
-            got=f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on {tensor.device}",
-            allowed="dense, contiguous tensors with values in CPU memory",
-            remedy="Convert with .to_dense(), .contiguous() or .cpu(); call outside of "
-            "FakeTensorMode and of torch.func's transforms, where tensors have no values.",
-        )
+        "tensor",
+        got=f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on {tensor.device}",
+        allowed="dense, contiguous tensors with values in CPU memory",
+        remedy="Convert with .to_dense(), .contiguous() or .cpu(); call outside of "
+        "FakeTensorMode and of torch.func's transforms, where tensors have no values.",
     )

@@ -16,8 +16,8 @@ ShoalError
 ├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
 └── DeviceUnavailable     a device or backend was asked for that is not here
 
-A message says what was wrong, what was got, what is allowed and what to do about it;
-`describe` lays the four out the same way everywhere.
+A message says what was wrong, what was got, what is allowed and what to do about it. The classes
+take the four: `raise ShapeError("grads of table 'user'", got=..., allowed=..., remedy=...)`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,17 @@ __all__ = [
 
 
 class ShoalError(Exception):
-    """Root of the tree; catch it to catch everything Shoal raises on purpose."""
+    """Root of the tree; catch it to catch everything Shoal raises on purpose.
+
+    Its message is laid out by `describe` from what was wrong, what was got, what is allowed and
+    what to do about it; without a remedy, `what` is the whole message.
+    """
+
+    def __init__(
+        self, what: object = "", *, got: object = None, allowed: object = None, remedy: str = ""
+    ) -> None:
+        text = describe(str(what), got=got, allowed=allowed, remedy=remedy) if remedy else what
+        super().__init__(text)
 
 
 class ConfigError(ShoalError, ValueError):
@@ -125,7 +135,7 @@ def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "")
     near = difflib.get_close_matches(got, names, n=5, cutoff=0.4) or names[:10]
     hint = remedy or "Check the spelling."
     return UnknownName(
-        describe(f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint)
+        f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint
     )
 
 
@@ -143,23 +153,19 @@ def collective_failed(
 ) -> CollectiveFailed:
     """Build a `CollectiveFailed` that names the collective, the rank, the step and the times."""
     return CollectiveFailed(
-        describe(
-            f"collective {what!r} at step {step} on rank {rank} of {world_size}",
-            got=f"{reason} after {elapsed_s:.1f} s",
-            allowed=f"all ranks to take part within {timeout_s:.1f} s",
-            remedy=remedy,
-        )
+        f"collective {what!r} at step {step} on rank {rank} of {world_size}",
+        got=f"{reason} after {elapsed_s:.1f} s",
+        allowed=f"all ranks to take part within {timeout_s:.1f} s",
+        remedy=remedy,
     )
 
 
 def out_of_device_memory(what: str, wanted_bytes: int, free_bytes: int) -> OutOfDeviceMemory:
     """Build an `OutOfDeviceMemory` that says what would not fit and what to do."""
     return OutOfDeviceMemory(
-        describe(
-            f"device memory for {what}",
-            got=f"{wanted_bytes:,} bytes wanted",
-            allowed=f"{free_bytes:,} bytes free",
-            remedy="Keep rows in host memory (a tiered table), give the table a row budget "
-            "(capacity_rows with on_full='lru' or 'lfu'), or look up smaller batches.",
-        )
+        f"device memory for {what}",
+        got=f"{wanted_bytes:,} bytes wanted",
+        allowed=f"{free_bytes:,} bytes free",
+        remedy="Keep rows in host memory (a tiered table), give the table a row budget "
+        "(capacity_rows with on_full='lru' or 'lfu'), or look up smaller batches.",
     )

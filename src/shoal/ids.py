@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import ConfigError, DTypeError, InputError, describe, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, unknown_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -263,19 +263,17 @@ class SlotRegistry:
         if not 0 <= slot <= self._max_slot:
             allowed = f"0..{self._max_slot} ({self.layout})"
             raise ConfigError(
-                describe(f"slot of {name!r}", got=slot, allowed=allowed, remedy="Pick a free slot.")
+                f"slot of {name!r}", got=slot, allowed=allowed, remedy="Pick a free slot."
             )
         if self._slots.get(name, slot) != slot:
             bound = f"{self._slots[name]}, its slot so far"
             raise ConfigError(
-                describe(f"slot of {name!r}", got=slot, allowed=bound, remedy="Register it once.")
+                f"slot of {name!r}", got=slot, allowed=bound, remedy="Register it once."
             )
         if self._names.get(slot, name) != name:
             bound = f"{self._names[slot]!r}, its name so far"
             raise ConfigError(
-                describe(
-                    f"name of slot {slot}", got=name, allowed=bound, remedy="Pick a free slot."
-                )
+                f"name of slot {slot}", got=name, allowed=bound, remedy="Pick a free slot."
             )
         self._slots[name] = slot
         self._names[slot] = name
@@ -328,9 +326,7 @@ def _check_slots(slot: int | Tensor, layout: FidLayout) -> None:
         slot = int(wrong[0])
     if not 0 <= slot <= top:
         remedy = "Slots above that need the v2 layout." if layout == "v1" else "Renumber the slots."
-        raise InputError(
-            describe(f"slot of a {layout} id", got=slot, allowed=f"0..{top}", remedy=remedy)
-        )
+        raise InputError(f"slot of a {layout} id", got=slot, allowed=f"0..{top}", remedy=remedy)
 
 
 @overload
@@ -347,13 +343,11 @@ def _bits_of(value: int | Tensor) -> int | Tensor:
         check_dense("ids", value)
         if value.dtype != torch.int64:
             raise DTypeError(
-                describe("dtype of ids", got=value.dtype, allowed="int64", remedy="Call .long().")
+                "dtype of ids", got=value.dtype, allowed="int64", remedy="Call .long()."
             )
         return value
     if not -(1 << 63) <= value < (1 << 64):
-        raise InputError(
-            describe("id", got=value, allowed="64 bits", remedy="Hash longer keys first.")
-        )
+        raise InputError("id", got=value, allowed="64 bits", remedy="Hash longer keys first.")
     return value & ((1 << 64) - 1)
 
 
@@ -383,8 +377,9 @@ def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
     try:
         column = strings if isinstance(strings, pa.ChunkedArray) else pa.array(strings)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        message = describe("strings", got=error, allowed="one column of strings", remedy=remedy)
-        raise DTypeError(message) from error
+        raise DTypeError(
+            "strings", got=error, allowed="one column of strings", remedy=remedy
+        ) from error
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
     if len(column) == 0:
@@ -392,10 +387,10 @@ def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if str(kind) not in TEXT_TYPES and not pa.types.is_fixed_size_binary(kind):
         allowed = "strings or bytes"
-        raise DTypeError(describe("type of strings", got=kind, allowed=allowed, remedy=remedy))
+        raise DTypeError("type of strings", got=kind, allowed=allowed, remedy=remedy)
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if column.null_count or encoded.dictionary.null_count:
         fill = "Fill them first: pyarrow.compute.fill_null(column, '')."
-        raise InputError(describe("strings", got="nulls", allowed="no nulls", remedy=fill))
+        raise InputError("strings", got="nulls", allowed="no nulls", remedy=fill)
     places = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     return encoded.dictionary, torch.from_numpy(places)

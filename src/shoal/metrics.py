@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, describe
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
 
 __all__ = [
     "BinaryMetrics",
@@ -101,7 +101,7 @@ class BinaryMetrics:
     def __init__(self, *, exact_auc: bool = True, bins: int = 10) -> None:
         if bins < 1:
             allowed = "1 or more"
-            raise ConfigError(describe("bins", got=bins, allowed=allowed, remedy="Use 10."))
+            raise ConfigError("bins", got=bins, allowed=allowed, remedy="Use 10.")
         self._exact_auc = exact_auc
         self._bins = bins
         self.reset()
@@ -140,7 +140,7 @@ class BinaryMetrics:
         mine, theirs = (self._exact_auc, self._bins), (other._exact_auc, other._bins)
         if mine != theirs:
             what, remedy = "(exact_auc, bins) to merge", "Build both alike."
-            raise ConfigError(describe(what, got=theirs, allowed=mine, remedy=remedy))
+            raise ConfigError(what, got=theirs, allowed=mine, remedy=remedy)
         self._examples += other._examples
         self._sums += other._sums
         self._histogram += other._histogram
@@ -179,7 +179,7 @@ class BinaryMetrics:
         """
         if self._examples == 0:
             remedy = "Call update first; is the data empty?"
-            raise InputError(describe("examples", got=0, allowed="1 or more", remedy=remedy))
+            raise InputError("examples", got=0, allowed="1 or more", remedy=remedy)
         weight, prediction, label, loss = self._sums.sum(1).tolist()
         mean_loss, mean_label = _ratio(loss, weight), _ratio(label, weight)
         return BinaryResult(
@@ -223,7 +223,7 @@ def grouped_auc(
         raise _shape_error("groups", groups_B, scores_B)
     if groups_B.is_floating_point():
         got, remedy = groups_B.dtype, "Number the groups."
-        raise DTypeError(describe("dtype of groups", got=got, allowed="int64", remedy=remedy))
+        raise DTypeError("dtype of groups", got=got, allowed="int64", remedy=remedy)
     _, inverse_B = torch.unique(groups_B.detach().cpu(), return_inverse=True)
     wins_G, pairs_G, weight_G = _pairs_by_group(scores_B, labels_B, weights_B, inverse_B)
     scored_G = pairs_G > 0
@@ -286,8 +286,7 @@ def _checked(
         check_dense("predictions, labels or weights", tensor)
     if predictions_B.ndim != 1:
         got, remedy = tuple(predictions_B.shape), "Call .flatten()."
-        message = describe("shape of predictions", got=got, allowed="[B]", remedy=remedy)
-        raise ShapeError(message)
+        raise ShapeError("shape of predictions", got=got, allowed="[B]", remedy=remedy)
     if labels_B.shape != predictions_B.shape:
         raise _shape_error("labels", labels_B, predictions_B)
     if weights_B is not None and weights_B.shape != predictions_B.shape:
@@ -311,13 +310,13 @@ def _require(what: str, values_B: Tensor, fine_B: Tensor, allowed: str, remedy: 
         return
     at = int((~fine_B).nonzero()[0])
     got = f"{float(values_B[at])} at {at}"
-    raise InputError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    raise InputError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def _shape_error(what: str, tensor: Tensor, predictions_B: Tensor) -> ShapeError:
     got, allowed = tuple(tensor.shape), f"{tuple(predictions_B.shape)}, as the predictions"
     remedy = "Give one per prediction."
-    return ShapeError(describe(f"shape of {what}", got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(f"shape of {what}", got=got, allowed=allowed, remedy=remedy)
 
 
 def _auc_of(scores_B: Tensor, labels_B: Tensor, weights_B: Tensor | None) -> float:

@@ -19,7 +19,6 @@ from shoal.errors import (
     DTypeError,
     InputError,
     ShapeError,
-    describe,
     unknown_name,
 )
 
@@ -33,7 +32,7 @@ def bad(
     allowed: object,
     remedy: str = "Build it with from_lists, from_dict or from_lengths.",
 ) -> InputError:
-    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return kind(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def check_ids(name: str, tensor: Tensor) -> None:
@@ -123,8 +122,9 @@ def torchrec_class(name: str) -> Any:
     except ImportError as error:
         allowed = "any torchrec with KeyedJaggedTensor"
         remedy = "pip install torchrec, or use to_nested()."
-        message = describe("torchrec", got="not installed", allowed=allowed, remedy=remedy)
-        raise DeviceUnavailable(message) from error
+        raise DeviceUnavailable(
+            "torchrec", got="not installed", allowed=allowed, remedy=remedy
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import ShapeError, describe
+from shoal.errors import ShapeError
 
 _WIDTH, _HEIGHT = 520, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 12, 40
@@ -71,12 +71,10 @@ class Series:
         lengths = {len(self.x), len(self.y), len(self.x if self.sizes is None else self.sizes)}
         if len(lengths) > 1:
             raise ShapeError(
-                describe(
-                    f"series {self.name!r}",
-                    got=f"{len(self.x)} x and {len(self.y)} y values",
-                    allowed="as many of each",
-                    remedy="Give one y (and size) for each x.",
-                )
+                f"series {self.name!r}",
+                got=f"{len(self.x)} x and {len(self.y)} y values",
+                allowed="as many of each",
+                remedy="Give one y (and size) for each x.",
             )
 
     def points(self) -> list[tuple[float, float]]:

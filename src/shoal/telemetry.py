@@ -177,12 +177,10 @@ class TensorBoard:
     def __init__(self, folder: Path, *, go_on_after: int | None = None) -> None:
         if not has_tensorboard():
             raise ConfigError(
-                describe(
-                    "TensorBoard logs",
-                    got="no tensorboard package",
-                    allowed="an installation with the tensorboard extra",
-                    remedy="pip install 'shoal[tensorboard]', or set logging.tensorboard=false.",
-                )
+                "TensorBoard logs",
+                got="no tensorboard package",
+                allowed="an installation with the tensorboard extra",
+                remedy="pip install 'shoal[tensorboard]', or set logging.tensorboard=false.",
             )
         from torch.utils.tensorboard import SummaryWriter
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import HASHES
 from shoal.table.spec import TableSpec
@@ -254,4 +254,4 @@ def by_hash(spec: TableSpec, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 def refused(what: str, got: object) -> InputError:
     remedy = "Close the snapshot first, or take a full snapshot."
-    return InputError(describe(what, got=got, allowed="see shoal.table.shard.Shard", remedy=remedy))
+    return InputError(what, got=got, allowed="see shoal.table.shard.Shard", remedy=remedy)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.errors import NonFiniteGradient, describe
+from shoal.errors import NonFiniteGradient
 from shoal.rules.initializers import initial_values
 from shoal.rules.rule import RuleContext
 from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
@@ -141,8 +141,7 @@ def check_finite(specs: Sequence[TableSpec], rows: list[tuple[Key, Tensor]]) -> 
         if not bool(grad.isfinite().all()):
             what = f"gradient of id {id_} in table {specs[k].name!r}"
             remedy = "Lower the learning rate, or set nan_policy to 'skip' or 'clip'."
-            text = describe(what, got=grad.tolist(), allowed="finite values", remedy=remedy)
-            raise NonFiniteGradient(text)
+            raise NonFiniteGradient(what, got=grad.tolist(), allowed="finite values", remedy=remedy)
 
 
 def check_records(records: Sequence[GradRecord]) -> None:
@@ -151,8 +150,9 @@ def check_records(records: Sequence[GradRecord]) -> None:
         if not all(bool(grad.isfinite().all()) for grad in record.grads):
             remedy = "Lower the learning rate, or set nan_policy to 'skip' or 'clip'."
             what = "gradient of a record"
-            text = describe(what, got="NaN or infinity", allowed="finite values", remedy=remedy)
-            raise NonFiniteGradient(text)
+            raise NonFiniteGradient(
+                what, got="NaN or infinity", allowed="finite values", remedy=remedy
+            )
 
 
 def table_stats(spec: TableSpec, rows: int, tally: Counter[str], dtype: torch.dtype) -> TableStats:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.errors import TableFull, TicketError, describe
+from shoal.errors import TableFull, TicketError
 from shoal.rules.admission import Admission, make_counter
 from shoal.rules.admission import Counter as SightCounter
 from shoal.table.factory import shard_copied
@@ -270,7 +270,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
         if not isinstance(ticket, ReferenceTicket) or ticket.shard is not self or ticket.ended:
             what = "ended" if getattr(ticket, "ended", False) else "of another shard"
             remedy = "Look the ids up again."
-            raise TicketError(describe("ticket", got=what, allowed="a live one", remedy=remedy))
+            raise TicketError("ticket", got=what, allowed="a live one", remedy=remedy)
         return ticket
 
     def _held(self) -> set[Key]:
@@ -347,7 +347,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
                 got = f"{len(self._rows[k])} rows and {new} new ids"
                 remedy = "Raise capacity_rows, or let on_full evict."
                 what = f"table {spec.name!r} is full"
-                raise TableFull(describe(what, got=got, allowed=spec.capacity_rows, remedy=remedy))
+                raise TableFull(what, got=got, allowed=spec.capacity_rows, remedy=remedy)
         for k, new in wanted.items():
             if self._over(k, new) > 0:
                 self._drop_worst(k, self._over(k, new), kept)

@@ -157,7 +157,7 @@ def _grid(raw: Any) -> Grid:
 
 def _malformed(path: str, got: str) -> DataError:
     allowed = "ARC's challenges (with solutions): grids of up to 30 x 30, colours 0..9"
-    return DataError(describe(path, got=got, allowed=allowed, remedy="Download the file again."))
+    return DataError(path, got=got, allowed=allowed, remedy="Download the file again.")
 
 
 def task_digest(task: Task) -> bytes:

@@ -316,4 +316,4 @@ def _top(tokens: Array) -> int:
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> DataError:
-    return DataError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return DataError(what, got=got, allowed=allowed, remedy=remedy)

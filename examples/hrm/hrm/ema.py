@@ -60,12 +60,10 @@ class ParameterAverage:
         """
         if set(state) != set(self._mean):
             raise CheckpointError(
-                describe(
                     "averaged parameters",
                     got=f"others: {sorted(set(state) ^ set(self._mean))}",
                     allowed="those of the model",
                     remedy="Build the model that the average was saved of.",
                 )
-            )
         for name, value in state.items():
             self._mean[name].copy_(value)

@@ -63,13 +63,11 @@ def make_places(config: EvaluateConfig) -> None:
             part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            describe(
                 "folder to write to",
                 got=str(error),
                 allowed="one that is there or can be made",
                 remedy="Correct output or save_outputs_to.",
-            )
-        ) from error
+            ) from error
 
 
 def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatches]:

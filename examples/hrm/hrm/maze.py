@@ -62,7 +62,7 @@ def make_maze(
         ConfigError: paths are not that long in so small a maze.
     """
     if n < 3:
-        raise ConfigError(describe("size of a maze", got=n, allowed="3 or more", remedy="Give n."))
+        raise ConfigError("size of a maze", got=n, allowed="3 or more", remedy="Give n.")
     for _ in range(1000):
         walls = _carve(rng, n, loops)
         floors = np.argwhere(~walls)
@@ -71,13 +71,11 @@ def make_maze(
         if distance[goal] >= max(min_length, 2) and ways[goal] == 1:
             return _drawn(walls, start, goal, distance)
     raise ConfigError(
-        describe(
             "min_length of mazes",
             got=f"{min_length} in {n} x {n}",
             allowed="what one in a thousand mazes has",
             remedy="Ask for shorter paths, fewer loops or larger mazes.",
         )
-    )
 
 
 def _carve(rng: np.random.Generator, n: int, loops: float) -> Walls:

@@ -127,4 +127,4 @@ class ModelConfig:
 
 
 def _refuse(name: str, got: Any, allowed: str, remedy: str) -> None:
-    raise ConfigError(describe(f"{name} of the model", got=got, allowed=allowed, remedy=remedy))
+    raise ConfigError(f"{name} of the model", got=got, allowed=allowed, remedy=remedy)

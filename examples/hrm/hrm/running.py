@@ -337,13 +337,11 @@ def _planned_steps(config: PretrainConfig, data: PuzzleData) -> int:
     examples = config.interval * meta.total_groups * meta.mean_puzzle_examples
     if examples < config.global_batch_size:
         raise ConfigError(
-            describe(
                 "examples between two evaluations",
                 got=f"{examples:.0f}: {config.interval} epochs of {meta.total_groups} groups",
                 allowed=f"one batch of {config.global_batch_size} at least",
                 remedy="Raise eval_interval (and epochs), or lower global_batch_size.",
             )
-        )
     return total_steps(
         config.epochs, meta.total_groups, meta.mean_puzzle_examples, config.global_batch_size
     )

@@ -41,13 +41,11 @@ class Share:
         if self.global_batch < 1 or self.global_batch % self.world_size:
             near = max(1, round(self.global_batch / self.world_size)) * self.world_size
             raise ConfigError(
-                describe(
                     "global_batch_size",
                     got=f"{self.global_batch} on {self.world_size} ranks",
                     allowed=f"a multiple of {self.world_size}",
                     remedy=f"Set global_batch_size={near}, or start another number of ranks.",
                 )
-            )
 
     @property
     def count(self) -> int:
@@ -92,13 +90,11 @@ class TrainSampler:
     ) -> None:
         if len(data.sets) != 1:
             raise DataError(
-                describe(
                     f"training data at {data.path}",
                     got=f"sets {sorted(data.sets)}",
                     allowed="one set",
                     remedy="Train on one set; several may be evaluated.",
                 )
-            )
         self.data, self.share, self.seed = data, share, seed
         self.epochs_per_iteration = epochs_per_iteration
         self._set = next(iter(data.sets.values()))
@@ -110,7 +106,7 @@ class TrainSampler:
         if self._set.groups * self.epochs_per_iteration < 1 or not self._set.examples:
             what = f"training data at {self.data.path}"
             remedy = "Build it with more puzzles."
-            raise DataError(describe(what, got="no group", allowed="some", remedy=remedy))
+            raise DataError(what, got="no group", allowed="some", remedy=remedy)
 
     def _begin_iteration(self) -> None:
         self.iteration += 1
@@ -198,13 +194,11 @@ class TrainSampler:
         other = [f"{name}={state.get(name)}" for name in fixed if state.get(name) != own[name]]
         if other:
             raise CheckpointError(
-                describe(
                     "state of the sampler",
                     got=", ".join(other),
                     allowed=", ".join(f"{name}={own[name]}" for name in fixed),
                     remedy="Resume with the data and settings that the run began with.",
                 )
-            )
         self.iteration = state["iteration"] - 1
         self._begin_iteration()
         self._next = state["next"]

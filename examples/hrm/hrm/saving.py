@@ -120,22 +120,18 @@ class Checkpoints:
         name = as_first_rank(self._mesh.votes, self._newest_name, what="newest checkpoint")
         if name and resume == "never":
             raise CheckpointError(
-                describe(
                     "resume",
                     got=f"never, where {self._store.url} holds {name}",
                     allowed="a folder without checkpoints",
                     remedy="Set another checkpoint_path, or resume=auto to go on from there.",
                 )
-            )
         if not name and resume == "must":
             raise CheckpointError(
-                describe(
                     "resume",
                     got=f"must, where {self._store.url} holds no checkpoint",
                     allowed="the folder of a run that was saved",
                     remedy="Correct checkpoint_path, or set resume=auto to begin.",
                 )
-            )
         return name or None
 
     def restore(self, name: str) -> None:
@@ -244,13 +240,11 @@ def load_learner(
     saved, own = bool(state["average"]), learner.average is not None
     if saved != own:
         raise CheckpointError(
-            describe(
                 f"averaged parameters in {url}",
                 got="some" if saved else "none",
                 allowed="some, as arch.ema_decay is set" if own else "none without arch.ema_decay",
                 remedy="Resume with the arch.ema_decay that the run began with.",
             )
-        )
     if learner.average is not None:
         learner.average.load_state_dict(state["average"])
     if learner.sparse is not None and state["sparse"] is not None:
@@ -272,13 +266,11 @@ def peek(url: str) -> tuple[dict[str, Any], PuzzleData]:
     state = loaded.state
     if not {"config", "data"} <= state.keys():
         raise CheckpointError(
-            describe(
                 f"checkpoint {url}",
                 got="one of another program",
                 allowed="one of pretrain.py",
                 remedy="Name the folder that pretrain.py said.",
             )
-        )
     said = dict(state["data"])
     path, identifiers = Path(said.pop("path")), said.pop("identifiers")
     return dict(state["config"]), PuzzleData(path, Metadata(**said), {}, identifiers)

@@ -158,22 +158,18 @@ class PretrainConfig(Section):
         if self.epochs % self.interval:
             near = max(1, round(self.epochs / self.interval)) * self.interval
             raise ConfigError(
-                describe(
                     "epochs",
                     got=f"{self.epochs} with eval_interval {self.interval}",
                     allowed="a multiple of eval_interval",
                     remedy=f"Set epochs={near}, or another eval_interval.",
                 )
-            )
         if self.resume == "must" and not self.save_checkpoints:
             raise ConfigError(
-                describe(
                     "resume",
                     got="must, with save_checkpoints=false",
                     allowed="must with checkpoints: without them a run begins and leaves nothing",
                     remedy="Leave out save_checkpoints=false, or resume=must.",
                 )
-            )
         return self
 
     @property
@@ -252,11 +248,9 @@ def read_evaluate(overrides: Sequence[str], **given: Any) -> EvaluateConfig:
     settings = compose_file(CONFIG_FOLDER / "cfg_evaluate.yaml", overrides) | given
     if settings.get("checkpoint") is None:
         raise ConfigError(
-            describe(
                 "checkpoint",
                 got="nothing",
                 allowed="the folder of a run, or of one of its checkpoints",
                 remedy="Set checkpoint=checkpoints/...; pretrain.py prints where it saves.",
             )
-        )
     return validate(EvaluateConfig, settings)

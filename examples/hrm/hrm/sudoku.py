@@ -86,13 +86,11 @@ def solve(
 def _check(grid: Sequence[int], n: int) -> None:
     if len(grid) != n * n or not all(0 <= digit <= n for digit in grid):
         raise DataError(
-            describe(
                 "Sudoku grid",
                 got=f"{len(grid)} cells of {sorted(set(grid))}",
                 allowed=f"{n * n} cells of 0..{n}",
                 remedy="Write blanks as 0 or a dot, and check the box size.",
             )
-        )
 
 
 class _Search:
@@ -213,13 +211,11 @@ def make_puzzle(
         if clues is None or n * n - puzzle.count(0) == clues:
             return puzzle, solution
     raise ConfigError(
-        describe(
             "clues of a Sudoku puzzle",
             got=clues,
             allowed=f"up to {n * n} that a random grid can be thinned to, in {tries} tries",
             remedy="Ask for another number of clues, or for minimal puzzles.",
         )
-    )
 
 
 def _thin(solution: Grid, wanted: int, rng: random.Random, box: int) -> Grid:

@@ -67,7 +67,7 @@ def read_list(path: str | Path, box: int = 3) -> list[Grid]:
 
 def _malformed(where: str, got: str, box: int) -> DataError:
     allowed = f"text with {box**4} cells a line: digits to {box * box}, blanks as dots or zeros"
-    return DataError(describe(where, got=got, allowed=allowed, remedy="Check the list."))
+    return DataError(where, got=got, allowed=allowed, remedy="Check the list.")
 
 
 def listed(

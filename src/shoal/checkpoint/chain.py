@@ -17,7 +17,7 @@ from shoal.checkpoint.row_files import HASHES, check_streaming, damaged, parsing
 from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.values import RowChunk
 
@@ -465,12 +465,10 @@ class _Link:
         own = self._tables.get(table.key, table)
         if _form(own) != _form(table):
             raise CheckpointError(
-                describe(
-                    f"rows of table {table.key!r} in {self._where}",
-                    got=_form(own),
-                    allowed=f"{_form(table)}, as in the newest link of its chain",
-                    remedy="After a change of a table, deltas start from a new full checkpoint.",
-                )
+                f"rows of table {table.key!r} in {self._where}",
+                got=_form(own),
+                allowed=f"{_form(table)}, as in the newest link of its chain",
+                remedy="After a change of a table, deltas start from a new full checkpoint.",
             )
 
     def rows_of(self, key: str) -> int:

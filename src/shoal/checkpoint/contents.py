@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import parsing, read_checked, write_whole
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, InputError, describe
+from shoal.errors import CheckpointError, InputError
 from shoal.table.hosting import HostedTables
 
 
@@ -49,12 +49,10 @@ class Contents:
             placed = 1 if tables.placement is None else tables.placement.world_size
             if placed != world_size:
                 raise InputError(
-                    describe(
-                        f"placement of collection {name!r}",
-                        got=f"one on {placed} ranks",
-                        allowed=f"one on {world_size}, as collectives has",
-                        remedy="Pass the collectives of all ranks of the job.",
-                    )
+                    f"placement of collection {name!r}",
+                    got=f"one on {placed} ranks",
+                    allowed=f"one on {world_size}, as collectives has",
+                    remedy="Pass the collectives of all ranks of the job.",
                 )
 
 
@@ -118,11 +116,9 @@ def _encoded(value: Any, what: str) -> bytes:
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            describe(
-                what,
-                got=str(error).strip().partition("\n")[0],
-                allowed="dicts, lists, tuples, numbers, strings, bytes and tensors",
-                remedy="Turn other values into these.",
-            )
+            what,
+            got=str(error).strip().partition("\n")[0],
+            allowed="dicts, lists, tuples, numbers, strings, bytes and tensors",
+            remedy="Turn other values into these.",
         ) from error
     return buffer.getvalue()

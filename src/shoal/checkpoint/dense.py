@@ -33,7 +33,7 @@ from shoal.checkpoint.row_files import check_streaming, damaged, parsing
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.table.shard import HASHES
 
 FOLDER = "dense"
@@ -191,9 +191,7 @@ def _index(storage: Storage) -> Metadata:
             where = f"{storage.url}/{_INDEX}"
             remedy = "Load another checkpoint; this one was not written by `shoal`."
             raise CheckpointError(
-                describe(
-                    f"index {where}", got=error, allowed="names and shapes alone", remedy=remedy
-                )
+                f"index {where}", got=error, allowed="names and shapes alone", remedy=remedy
             ) from error
     return found
 
@@ -458,13 +456,11 @@ def _names_of(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> list
     strangers = [list(one.shape) for one in parameters if id(one) not in known]
     if strangers:
         raise CheckpointError(
-            describe(
-                f"optimizer {name!r}",
-                got=f"parameters of shapes {strangers} that module {name!r} lacks",
-                allowed="an optimizer of that module's parameters",
-                remedy="Hand in module and optimizer under one name; tables bring the state of "
-                "their own optimizers.",
-            )
+            f"optimizer {name!r}",
+            got=f"parameters of shapes {strangers} that module {name!r} lacks",
+            allowed="an optimizer of that module's parameters",
+            remedy="Hand in module and optimizer under one name; tables bring the state of "
+            "their own optimizers.",
         )
     return [known[id(one)] for one in parameters]
 
@@ -710,4 +706,4 @@ def _refused(what: str, got: str, allowed: str) -> CheckpointError:
         "Build the job as it was when it was saved, or name what may differ in allow_missing and "
         "allow_unknown."
     )
-    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)

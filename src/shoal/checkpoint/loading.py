@@ -17,7 +17,7 @@ from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.table.shard import Shard
 from shoal.table.values import Cursor
 
@@ -254,12 +254,10 @@ def _check_links(links: Iterable[Link], match: TableMatch) -> None:
             same = (table.hash_name, table.dtype, table.segments)
             if table.key == saved.key and same != (saved.hash_name, saved.dtype, saved.segments):
                 raise CheckpointError(
-                    describe(
-                        f"form of table {saved.key!r} in {link.storage.url}",
-                        got="another hash name, dtype or segments than in the newest delta",
-                        allowed="one form in a whole chain",
-                        remedy="Load an older checkpoint of the chain, or a full one.",
-                    )
+                    f"form of table {saved.key!r} in {link.storage.url}",
+                    got="another hash name, dtype or segments than in the newest delta",
+                    allowed="one form in a whole chain",
+                    remedy="Load an older checkpoint of the chain, or a full one.",
                 )
 
 
@@ -277,12 +275,10 @@ def _check_empty(targets: Iterable[Target]) -> None:
     full = [t.match.key for t in targets if t.shard.size(t.table)]
     if full:
         raise CheckpointError(
-            describe(
-                "tables to load",
-                got=f"rows in {', '.join(map(repr, dict.fromkeys(full)))}",
-                allowed="empty tables",
-                remedy="Load into a freshly built job, or clear them first.",
-            )
+            "tables to load",
+            got=f"rows in {', '.join(map(repr, dict.fromkeys(full)))}",
+            allowed="empty tables",
+            remedy="Load into a freshly built job, or clear them first.",
         )
 
 

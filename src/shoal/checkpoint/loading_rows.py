@@ -19,7 +19,7 @@ from shoal.checkpoint.matching import SegmentMatch, TableMatch
 from shoal.checkpoint.row_files import ReadBuffer, check_sizes, read_checked, read_ids, read_rows
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, TableFull, describe
+from shoal.errors import CheckpointError, TableFull
 from shoal.placement import BUCKET_BITS, Hosted, hash_ids, owners, rank_buckets
 from shoal.rules.initializers import initial_values
 from shoal.table.hosting import HostedTables, hosted_rows, hosted_sights, hosted_spec
@@ -521,10 +521,8 @@ def _trims(targets: Iterable[Target]) -> dict[Target, Trim]:
 
 def _does_not_fit(unfit: Mapping[str, int]) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "saved numbers",
-            got="; ".join(f"{n} that are too large for table {key!r}" for key, n in unfit.items()),
-            allowed="numbers within the dtypes of the tables",
-            remedy="Load them into tables of a wider dtype (bfloat16 has the range of float32).",
-        )
+        "saved numbers",
+        got="; ".join(f"{n} that are too large for table {key!r}" for key, n in unfit.items()),
+        allowed="numbers within the dtypes of the tables",
+        remedy="Load them into tables of a wider dtype (bfloat16 has the range of float32).",
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -244,12 +244,10 @@ def from_json(data: bytes, where: str = MANIFEST) -> Manifest:
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if type(schema) is int and schema != SCHEMA and (whole or "crc32" not in raw):
         raise CheckpointError(
-            describe(
-                f"schema of {where}",
-                got=f"{schema}, a {'newer' if schema > SCHEMA else 'older'} form",
-                allowed=SCHEMA,
-                remedy="Load it with the version that wrote it.",
-            )
+            f"schema of {where}",
+            got=f"{schema}, a {'newer' if schema > SCHEMA else 'older'} form",
+            allowed=SCHEMA,
+            remedy="Load it with the version that wrote it.",
         )
     if not whole:
         raise _damaged(where, "another checksum than its last line says")
@@ -273,12 +271,10 @@ def read_manifest(storage: Storage | str | Path) -> Manifest:
         storage = Storage(storage)
     if not storage.exists(MANIFEST):
         raise CheckpointError(
-            describe(
-                "checkpoint",
-                got=f"{storage.url} without {MANIFEST}",
-                allowed="a folder that a finished save wrote",
-                remedy="Check the path; an interrupted save leaves no manifest.",
-            )
+            "checkpoint",
+            got=f"{storage.url} without {MANIFEST}",
+            allowed="a folder that a finished save wrote",
+            remedy="Check the path; an interrupted save leaves no manifest.",
         )
     return from_json(storage.read(MANIFEST), f"{storage.url}/{MANIFEST}")
 
@@ -292,12 +288,10 @@ def commit(storage: Storage, manifest: Manifest) -> None:
     """
     if storage.exists(MANIFEST):
         raise CheckpointError(
-            describe(
-                "checkpoint folder",
-                got=f"{storage.url}, which holds a checkpoint",
-                allowed="a folder without one",
-                remedy="Choose another folder; a checkpoint is never overwritten.",
-            )
+            "checkpoint folder",
+            got=f"{storage.url}, which holds a checkpoint",
+            allowed="a folder without one",
+            remedy="Choose another folder; a checkpoint is never overwritten.",
         )
     data = to_json(manifest)
     from_json(data, f"{storage.url}/{MANIFEST}")
@@ -305,25 +299,21 @@ def commit(storage: Storage, manifest: Manifest) -> None:
     # several machines may each have written to a disk of their own.
     if gone := sorted({file.path for file in manifest.files} - set(storage.files())):
         raise CheckpointError(
-            describe(
-                f"files of checkpoint {storage.url}",
-                got=f"{len(gone)} that were written are not there, {gone[0]} first",
-                allowed="all of them, in one folder that all ranks share",
-                remedy="They were removed meanwhile by another save into this store, or lie on "
-                "the disks of other machines: use a shared folder, one writer at a time.",
-            )
+            f"files of checkpoint {storage.url}",
+            got=f"{len(gone)} that were written are not there, {gone[0]} first",
+            allowed="all of them, in one folder that all ranks share",
+            remedy="They were removed meanwhile by another save into this store, or lie on "
+            "the disks of other machines: use a shared folder, one writer at a time.",
         )
     storage.replace(MANIFEST, data)
 
 
 def _damaged(where: str, why: str) -> CheckpointError:
     return CheckpointError(
-        describe(
-            f"checkpoint file {where}",
-            got=why,
-            allowed="the file as it was written",
-            remedy="It is damaged: load an earlier checkpoint, or copy it anew.",
-        )
+        f"checkpoint file {where}",
+        got=why,
+        allowed="the file as it was written",
+        remedy="It is damaged: load an earlier checkpoint, or copy it anew.",
     )
 
 

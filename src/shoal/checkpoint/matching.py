@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
-from shoal.errors import CheckpointError, TableFull, describe
+from shoal.errors import CheckpointError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.rule import Optimizer
 from shoal.table.spec import Segment, TableSpec
@@ -195,12 +195,10 @@ def check_room(match: TableMatch, rows: int, now_s: int | None) -> None:
         return
     if rows > spec.capacity_rows:
         raise TableFull(
-            describe(
-                f"rows of table {match.key!r} in a checkpoint",
-                got=rows,
-                allowed=f"capacity_rows={spec.capacity_rows}",
-                remedy="Raise capacity_rows, or set on_full to 'lru' or 'lfu'.",
-            )
+            f"rows of table {match.key!r} in a checkpoint",
+            got=rows,
+            allowed=f"capacity_rows={spec.capacity_rows}",
+            remedy="Raise capacity_rows, or set on_full to 'lru' or 'lfu'.",
         )
 
 
@@ -308,11 +306,9 @@ def _waived(name: str, options: LoadOptions) -> bool:
 
 def _differs(problems: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "checkpoint and model",
-            got="".join(f"\n  - {problem}" for problem in problems) + "\n",
-            allowed="the same tables, segments and optimizers, but for what is waived by name",
-            remedy="Fix the model, map names with renames, or name what may differ in "
-            "allow_missing and allow_unknown.",
-        )
+        "checkpoint and model",
+        got="".join(f"\n  - {problem}" for problem in problems) + "\n",
+        allowed="the same tables, segments and optimizers, but for what is waived by name",
+        remedy="Fix the model, map names with renames, or name what may differ in "
+        "allow_missing and allow_unknown.",
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.row_layout import IdLayout, RowLayout
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.placement import BUCKET_BITS, Hosted, rank_buckets
 
 FILE_BYTES = 64 << 20
@@ -151,12 +151,10 @@ def _counts_of(table: TableRows) -> Tensor:
     bits = bits_for(table.rows)
     if cells & (cells - 1) or cells < 1 << bits or bool((counts < 0).any()):
         raise CheckpointError(
-            describe(
-                f"histogram of table {table.key!r}",
-                got=f"{cells} cells for {table.rows} rows",
-                allowed=f"2^n counts, n at least {bits}",
-                remedy="Count with bits_for(rows).",
-            )
+            f"histogram of table {table.key!r}",
+            got=f"{cells} cells for {table.rows} rows",
+            allowed=f"2^n counts, n at least {bits}",
+            remedy="Count with bits_for(rows).",
         )
     return counts.view(1 << bits, -1).sum(1)
 

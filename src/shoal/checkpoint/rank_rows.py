@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.checkpoint.plan import Piece, PlacedRows, Span, WritingPlan, bits_for, speakers
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.comm.collectives import Collectives, Part
-from shoal.errors import CheckpointError, CollectiveFailed, describe
+from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted, hash_ids, sort_key
 from shoal.table.hosting import joined_state
 from shoal.table.shard import HASHES, Snapshot
@@ -132,12 +132,10 @@ class OtherRankFailed(CheckpointError):
 
     def __init__(self) -> None:
         super().__init__(
-            describe(
-                "a save by all ranks",
-                got="a failure on another rank",
-                allowed="all ranks to go on",
-                remedy="Look at that rank's error.",
-            )
+            "a save by all ranks",
+            got="a failure on another rank",
+            allowed="all ranks to go on",
+            remedy="Look at that rank's error.",
         )
 
 
@@ -370,13 +368,11 @@ class ShardedRows:
         except Exception as error:
             self._rounds.clear()
             raise CollectiveFailed(
-                describe(
-                    f"rows of a checkpoint on their way to rank {self._rank}",
-                    got=f"{type(error).__name__}: {error}",
-                    allowed=f"{sum(part.receive)} bytes of memory for them",
-                    remedy="Leave more memory free on this rank, and start again from the last "
-                    "checkpoint.",
-                )
+                f"rows of a checkpoint on their way to rank {self._rank}",
+                got=f"{type(error).__name__}: {error}",
+                allowed=f"{sum(part.receive)} bytes of memory for them",
+                remedy="Leave more memory free on this rank, and start again from the last "
+                "checkpoint.",
             ) from error
         return got
 
@@ -465,11 +461,9 @@ def _bytes(columns: tuple[Column, ...], rows: int) -> int:
 
 def _torn(key: str, rows: int, others: int) -> CheckpointError:
     return CheckpointError(
-        describe(
-            f"column slices of table {key!r}",
-            got=f"slices with different rows ({rows} and {others} of a range of hashes)",
-            allowed="the same ids in each, changed at the same steps",
-            remedy="Rows that a slice alone skipped (nan_policy='skip') or dropped may be the "
-            "cause; a full checkpoint does not need the same changes.",
-        )
+        f"column slices of table {key!r}",
+        got=f"slices with different rows ({rows} and {others} of a range of hashes)",
+        allowed="the same ids in each, changed at the same steps",
+        remedy="Rows that a slice alone skipped (nan_policy='skip') or dropped may be the "
+        "cause; a full checkpoint does not need the same changes.",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal import _core
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 
 # A bucket is made by its owner, with a region and rights; folders in it need no making.
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "tos"))
@@ -61,22 +61,18 @@ def open_url(url: str) -> tuple[Any, str]:
         fs, root = fsspec.core.url_to_fs(url)
     except OSError as error:
         raise CheckpointError(
-            describe(
-                f"checkpoint folder {url}",
-                got=" ".join(str(error).split()),
-                allowed=f"a {protocol}:// that answers",
-                remedy="Check the address, and what else its package needs (hdfs:// wants a Java "
-                "machine and Hadoop's libraries).",
-            )
+            f"checkpoint folder {url}",
+            got=" ".join(str(error).split()),
+            allowed=f"a {protocol}:// that answers",
+            remedy="Check the address, and what else its package needs (hdfs:// wants a Java "
+            "machine and Hadoop's libraries).",
         ) from error
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            describe(
-                f"checkpoint folder {url}",
-                got=" ".join(str(error).split()),
-                allowed="a local path, or a protocol that fsspec has a package for",
-                remedy=f"Check the spelling, or install the package for {protocol}://.",
-            )
+            f"checkpoint folder {url}",
+            got=" ".join(str(error).split()),
+            allowed="a local path, or a protocol that fsspec has a package for",
+            remedy=f"Check the spelling, or install the package for {protocol}://.",
         ) from error
     return fs, root
 

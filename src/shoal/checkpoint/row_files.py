@@ -14,7 +14,7 @@ from shoal import _core
 from shoal.checkpoint.manifest import FileKind, SavedFile
 from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
-from shoal.errors import CheckpointError, ShoalError, describe
+from shoal.errors import CheckpointError, ShoalError
 from shoal.table.values import RowChunk
 
 if TYPE_CHECKING:
@@ -116,12 +116,10 @@ def sketch_path(collection: str, table: str) -> str:
 def damaged(storage: Storage, path: str, got: object, allowed: object) -> CheckpointError:
     """A file that is not what the manifest says."""
     return CheckpointError(
-        describe(
-            f"file {path} of checkpoint {storage.url}",
-            got=got,
-            allowed=f"{allowed}, as its manifest says",
-            remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it anew.",
-        )
+        f"file {path} of checkpoint {storage.url}",
+        got=got,
+        allowed=f"{allowed}, as its manifest says",
+        remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it anew.",
     )
 
 
@@ -159,12 +157,10 @@ class ArrowFile:
         """The table after the one at hand, which comes later in the file."""
         if not now < then < len(self._tables):
             raise CheckpointError(
-                describe(
-                    f"table of rows for {self.saved_path}",
-                    got=f"index {then} after {now}",
-                    allowed=f"ascending, below {len(self._tables)}",
-                    remedy="Write the tables in the order of the file.",
-                )
+                f"table of rows for {self.saved_path}",
+                got=f"index {then} after {now}",
+                allowed=f"ascending, below {len(self._tables)}",
+                remedy="Write the tables in the order of the file.",
             )
         return then
 
@@ -394,12 +390,10 @@ class IdFileWriter:
             counts_U is not None and len(counts_U) != len(ids_U)
         ):
             raise CheckpointError(
-                describe(
-                    f"counts of ids in {self._file.saved_path}",
-                    got="none" if counts_U is None else len(counts_U),
-                    allowed=f"{len(ids_U)}" if self._layout.counted else "none",
-                    remedy="Sights have a count each, deletions none.",
-                )
+                f"counts of ids in {self._file.saved_path}",
+                got="none" if counts_U is None else len(counts_U),
+                allowed=f"{len(ids_U)}" if self._layout.counted else "none",
+                remedy="Sights have a count each, deletions none.",
             )
         at, batch = 0, self._layout.batch_rows
         while at < len(ids_U):

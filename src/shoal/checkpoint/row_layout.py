@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SavedTable
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.table.values import RowChunk
 
 if TYPE_CHECKING:
@@ -56,12 +56,10 @@ class RowLayout:
     def __post_init__(self) -> None:
         if self.dtype not in _WEIGHTS or self.dim < 0 or self.state_width < 0:
             raise CheckpointError(
-                describe(
-                    "layout of a row",
-                    got=f"dim={self.dim}, state_width={self.state_width}, dtype={self.dtype!r}",
-                    allowed=f"widths of 0 or more and a dtype of {', '.join(_WEIGHTS)}",
-                    remedy="Load it with the version that wrote it.",
-                )
+                "layout of a row",
+                got=f"dim={self.dim}, state_width={self.state_width}, dtype={self.dtype!r}",
+                allowed=f"widths of 0 or more and a dtype of {', '.join(_WEIGHTS)}",
+                remedy="Load it with the version that wrote it.",
             )
 
     @staticmethod
@@ -174,12 +172,10 @@ class RowLayout:
             part: Tensor = getattr(chunk, name)
             if tuple(part.shape) != shape or part.dtype != dtype or part.device.type != "cpu":
                 raise CheckpointError(
-                    describe(
-                        f"{name} of rows of table {chunk.table!r}",
-                        got=f"{tuple(part.shape)} {part.dtype} on {part.device}",
-                        allowed=f"{shape} {dtype} on cpu",
-                        remedy="Write each table with its own layout.",
-                    )
+                    f"{name} of rows of table {chunk.table!r}",
+                    got=f"{tuple(part.shape)} {part.dtype} on {part.device}",
+                    allowed=f"{shape} {dtype} on cpu",
+                    remedy="Write each table with its own layout.",
                 )
 
 
@@ -241,12 +237,10 @@ def _words(values_R: Tensor, name: str, table: str) -> pa.Array:
     narrow = values.astype(np.uint32)
     if not np.array_equal(narrow, values):
         raise CheckpointError(
-            describe(
-                f"{name} of rows of table {table!r}",
-                got=f"{int(values.min())}..{int(values.max())}",
-                allowed="0..2^32 - 1",
-                remedy="These are whole counts, seconds or epochs of 32 bits.",
-            )
+            f"{name} of rows of table {table!r}",
+            got=f"{int(values.min())}..{int(values.max())}",
+            allowed="0..2^32 - 1",
+            remedy="These are whole counts, seconds or epochs of 32 bits.",
         )
     return pa.array(narrow)
 

@@ -22,7 +22,7 @@ from shoal.checkpoint.store import CheckpointStore, Claim, folder_name
 from shoal.checkpoint.writing import Facts, JobWriter, Progress
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
-from shoal.errors import CheckpointError, InputError, describe
+from shoal.errors import CheckpointError, InputError
 from shoal.table.shard import Shard
 from shoal.table.values import Cursor
 
@@ -150,7 +150,7 @@ class Saving:
             what = f"checkpoint {self.url}/{self.name}"
             got = " ".join(f"{type(error).__name__}: {error}".split())
             failure = CheckpointError(
-                describe(what, got=got, allowed="all ranks to write it", remedy="Save again.")
+                what, got=got, allowed="all ranks to write it", remedy="Save again."
             )
             failure.__cause__ = error
             self._failure = failure
@@ -336,12 +336,10 @@ def _claimed(store: CheckpointStore, name: str, parent: Manifest | None) -> Clai
         found = store.manifest(there).id if store.folder(there).exists(MANIFEST) else "none"
         if found != parent.id:
             raise CheckpointError(
-                describe(
-                    f"parent of a delta in {store.url}",
-                    got=f"{there} of id {found}",
-                    allowed=f"id {parent.id}",
-                    remedy="Save a delta into the store of its parent, or a full checkpoint.",
-                )
+                f"parent of a delta in {store.url}",
+                got=f"{there} of id {found}",
+                allowed=f"id {parent.id}",
+                remedy="Save a delta into the store of its parent, or a full checkpoint.",
             )
         store.chain(there)  # one of which a link is gone could never be loaded
     return store.claim(name)
@@ -374,16 +372,14 @@ def _check_kind(
 
 def _differ(said: list[object]) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "checkpoint that all ranks begin",
-            got="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(said)),
-            allowed="one step, kind, position, parent, and names of collections, modules and "
-            "optimizers",
-            remedy="Call it alike on every rank, between the same steps.",
-        )
+        "checkpoint that all ranks begin",
+        got="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(said)),
+        allowed="one step, kind, position, parent, and names of collections, modules and "
+        "optimizers",
+        remedy="Call it alike on every rank, between the same steps.",
     )
 
 
 def _wrong(what: str, got: object, allowed: object) -> InputError:
     remedy = "See `shoal.checkpoint.begin`."
-    return InputError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return InputError(what, got=got, allowed=allowed, remedy=remedy)

@@ -12,7 +12,7 @@ from shoal.checkpoint import dense
 from shoal.checkpoint.contents import Contents
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.placement import Hosted, row_wise
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.shard import Shard, Snapshot
@@ -196,10 +196,8 @@ def _sights(contents: Contents, rank: int) -> Iterator[tuple[tuple[str, str], Ad
 
 def _disagree(epochs: Sequence[int]) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "epochs of the shards of a job",
-            got=", ".join(map(str, epochs)),
-            allowed=f"one epoch, or shards that are less than {_MOST_CUTS} behind",
-            remedy="Make every cut on all shards of all ranks, and load a checkpoint on all.",
-        )
+        "epochs of the shards of a job",
+        got=", ".join(map(str, epochs)),
+        allowed=f"one epoch, or shards that are less than {_MOST_CUTS} behind",
+        remedy="Make every cut on all shards of all ranks, and load a checkpoint on all.",
     )

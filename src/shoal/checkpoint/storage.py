@@ -26,7 +26,7 @@ from shoal.checkpoint.remote import (
     remove_remote,
     replace_remote,
 )
-from shoal.errors import CheckpointError, ShoalError, describe
+from shoal.errors import CheckpointError, ShoalError
 
 # Advice, which some systems do not take: files are read the same without.
 _TAKEN = hasattr(os, "posix_fadvise")
@@ -199,7 +199,7 @@ def _of_local(path: str, error: OSError) -> CheckpointError:
         reason = (_text(error), "a file system that answers", "Check the device.")
     got, allowed, remedy = reason
     what = f"checkpoint storage at {path}"
-    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def _of_remote(url: str, error: Exception) -> CheckpointError:
@@ -217,7 +217,7 @@ def _of_remote(url: str, error: Exception) -> CheckpointError:
         (reason, allowed, remedy), said = found, _text(error)
         got = f"{reason} ({said})"
     what = f"checkpoint storage at {url}"
-    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def _text(error: Exception) -> str:
@@ -389,12 +389,10 @@ class Storage:
         text = os.fspath(url)
         if isinstance(url, Path) and _URL_AS_PATH.match(text):
             raise CheckpointError(
-                describe(
-                    "checkpoint folder",
-                    got=f"{text} as a Path, which lost a slash of a URL",
-                    allowed="a URL as a str, or a local Path",
-                    remedy="Pass the URL as it is.",
-                )
+                "checkpoint folder",
+                got=f"{text} as a Path, which lost a slash of a URL",
+                allowed="a URL as a str, or a local Path",
+                remedy="Pass the URL as it is.",
             )
         if "://" in text and not text.startswith(("file://", "local://")):
             self._fs, root = open_url(text)
@@ -617,11 +615,9 @@ def _checked(path: str) -> str:
     parts = path.split("/")
     if not path or "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
         raise CheckpointError(
-            describe(
-                "path below a checkpoint folder",
-                got=repr(path),
-                allowed="names with '/' between them",
-                remedy="Name a file or folder inside it.",
-            )
+            "path below a checkpoint folder",
+            got=repr(path),
+            allowed="names with '/' between them",
+            remedy="Name a file or folder inside it.",
         )
     return path

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, read_manifest
 from shoal.checkpoint.storage import Storage, told
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 
 WRITER = ".writer"  # in the folder while somebody writes there
 
@@ -148,7 +148,7 @@ def folder_name(step: int, kind: Kind) -> str:
     if step < 0:
         what = "step of a checkpoint"
         remedy = "Count optimizer steps done."
-        raise CheckpointError(describe(what, got=step, allowed="0 or more", remedy=remedy))
+        raise CheckpointError(what, got=step, allowed="0 or more", remedy=remedy)
     return f"step-{step:012d}-{kind}"
 
 
@@ -216,12 +216,10 @@ class CheckpointStore:
         true = folder_name(manifest.step, manifest.kind)
         if _NAME.fullmatch(name) and name != true:
             raise CheckpointError(
-                describe(
-                    f"checkpoint folder {self.folder(name).url}",
-                    got=f"the {manifest.kind} checkpoint of step {manifest.step}",
-                    allowed=f"the name {true} for it in a store",
-                    remedy="Rename it back, or move the copy out of the store.",
-                )
+                f"checkpoint folder {self.folder(name).url}",
+                got=f"the {manifest.kind} checkpoint of step {manifest.step}",
+                allowed=f"the name {true} for it in a store",
+                remedy="Rename it back, or move the copy out of the store.",
             )
         return manifest
 
@@ -237,31 +235,25 @@ class CheckpointStore:
             child = links[-1]
             if not self.folder(parent.folder).exists(MANIFEST):
                 raise CheckpointError(
-                    describe(
-                        f"parent of checkpoint {name} in {self.url}",
-                        got=f"no checkpoint {parent.folder}",
-                        allowed=f"the one of id {parent.id} that it is a delta of",
-                        remedy="Copy the whole chain, or load an older checkpoint.",
-                    )
+                    f"parent of checkpoint {name} in {self.url}",
+                    got=f"no checkpoint {parent.folder}",
+                    allowed=f"the one of id {parent.id} that it is a delta of",
+                    remedy="Copy the whole chain, or load an older checkpoint.",
                 )
             link = self.manifest(parent.folder)
             if link.id != parent.id:
                 raise CheckpointError(
-                    describe(
-                        f"parent of checkpoint {name} in {self.url}",
-                        got=f"{parent.folder} of id {link.id}",
-                        allowed=f"id {parent.id}",
-                        remedy="Folders of two runs are mixed: put the right one there.",
-                    )
+                    f"parent of checkpoint {name} in {self.url}",
+                    got=f"{parent.folder} of id {link.id}",
+                    allowed=f"id {parent.id}",
+                    remedy="Folders of two runs are mixed: put the right one there.",
                 )
             if any(link.id == one.id for one in links) or link.step > child.step:
                 raise CheckpointError(
-                    describe(
-                        f"parent of checkpoint {name} in {self.url}",
-                        got=f"{parent.folder} of step {link.step}",
-                        allowed=f"a step of at most {child.step}, not in the chain yet",
-                        remedy="The manifests were changed: load another checkpoint.",
-                    )
+                    f"parent of checkpoint {name} in {self.url}",
+                    got=f"{parent.folder} of step {link.step}",
+                    allowed=f"a step of at most {child.step}, not in the chain yet",
+                    remedy="The manifests were changed: load another checkpoint.",
                 )
             links.append(link)
         return tuple(reversed(links))
@@ -300,23 +292,19 @@ class CheckpointStore:
             held = claim(folder)
             if held is None:
                 raise CheckpointError(
-                    describe(
-                        "checkpoint folder",
-                        got=f"{folder.url}, which another save is writing",
-                        allowed="one writer at a time",
-                        remedy="Give each job a folder of its own, or wait for the other one.",
-                    )
+                    "checkpoint folder",
+                    got=f"{folder.url}, which another save is writing",
+                    allowed="one writer at a time",
+                    remedy="Give each job a folder of its own, or wait for the other one.",
                 )
             if not folder.exists(MANIFEST):
                 return held
             held.release(keep=False)
         raise CheckpointError(
-            describe(
-                "checkpoint folder",
-                got=f"{folder.url}, which holds a checkpoint",
-                allowed="a folder without one",
-                remedy="Save at another step; a checkpoint is never overwritten.",
-            )
+            "checkpoint folder",
+            got=f"{folder.url}, which holds a checkpoint",
+            allowed="a folder without one",
+            remedy="Save at another step; a checkpoint is never overwritten.",
         )
 
     def retain(
@@ -390,12 +378,10 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
     newest = store.latest()
     if newest is None:
         raise CheckpointError(
-            describe(
-                "checkpoint",
-                got=f"{storage.url}, which neither is one nor holds one",
-                allowed="the folder of a finished save, or the folder of those",
-                remedy="Check the path; an interrupted save leaves no checkpoint.",
-            )
+            "checkpoint",
+            got=f"{storage.url}, which neither is one nor holds one",
+            allowed="the folder of a finished save, or the folder of those",
+            remedy="Check the path; an interrupted save leaves no checkpoint.",
         )
     return store, newest.name
 
@@ -421,10 +407,8 @@ def _line(name: str, parents: dict[str, str]) -> list[str]:
 def _check_keep(keep_full: int | None) -> None:
     if keep_full is not None and keep_full < 1:
         raise CheckpointError(
-            describe(
-                "full checkpoints to keep",
-                got=keep_full,
-                allowed="1 or more, or None for all",
-                remedy="Keep at least one.",
-            )
+            "full checkpoints to keep",
+            got=keep_full,
+            allowed="1 or more, or None for all",
+            remedy="Keep at least one.",
         )

@@ -30,7 +30,7 @@ from shoal.checkpoint.row_files import (
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import WRITER, CheckpointStore, folder_name, locate
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.values import RowChunk
 
@@ -416,12 +416,10 @@ def compact(store: CheckpointStore, name: str) -> Manifest:
     taken = any(entry.name == target for entry in store.list())
     if last.kind == "full" or taken:
         raise CheckpointError(
-            describe(
-                f"checkpoint {name} to compact in {store.url}",
-                got="a full one" if last.kind == "full" else f"a delta, with {target} beside it",
-                allowed="a delta without a full checkpoint of its step",
-                remedy="Nothing is left to do: load the full one.",
-            )
+            f"checkpoint {name} to compact in {store.url}",
+            got="a full one" if last.kind == "full" else f"a delta, with {target} beside it",
+            allowed="a delta without a full checkpoint of its step",
+            remedy="Nothing is left to do: load the full one.",
         )
     folder, held = store.folder(target), store.claim(target)
     try:

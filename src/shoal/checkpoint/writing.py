@@ -46,7 +46,7 @@ from shoal.checkpoint.row_layout import IdLayout, RowLayout
 from shoal.checkpoint.snapshot_point import Cut, slices_of
 from shoal.checkpoint.storage import Storage
 from shoal.comm.collectives import Collectives
-from shoal.errors import CheckpointError, CollectiveFailed, describe
+from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Snapshot
@@ -77,7 +77,7 @@ class Stages:
         if self._given_up.is_set():
             remedy = "Save again."
             what = "a save under way"
-            raise CheckpointError(describe(what, got="abort()", allowed="to go on", remedy=remedy))
+            raise CheckpointError(what, got="abort()", allowed="to go on", remedy=remedy)
 
     def run(self, what: str, work: Callable[[], T], *, last: bool = False) -> list[T]:
         """Do a stage; what it gave on every rank.
@@ -110,12 +110,10 @@ class Stages:
         if wrong:
             got = "; ".join(f"on rank {rank}: {text}" for rank, text in wrong if text)
             raise CheckpointError(
-                describe(
-                    f"writing the {what} of {self._where}",
-                    got=got,
-                    allowed="success on every rank",
-                    remedy="Mend what is named; the next save removes what this one left.",
-                )
+                f"writing the {what} of {self._where}",
+                got=got,
+                allowed="success on every rank",
+                remedy="Mend what is named; the next save removes what this one left.",
             ) from failure
         return [one for _, one in said]
 
@@ -675,10 +673,8 @@ def _in_order(written: Sequence[_Written]) -> list[SavedFile]:
 
 def _other_rows(plan: FilePlan, saved: SavedFile) -> CheckpointError:
     return CheckpointError(
-        describe(
-            f"rows of {plan.path}",
-            got=saved.rows,
-            allowed=f"{plan.rows}, as were counted",
-            remedy="A snapshot did not keep its rows: report it.",
-        )
+        f"rows of {plan.path}",
+        got=saved.rows,
+        allowed=f"{plan.rows}, as were counted",
+        remedy="A snapshot did not keep its rows: report it.",
     )

@@ -33,7 +33,7 @@ from shoal.cli.ckpt import chosen, find
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
 from shoal.config.tree import OPTIMIZERS, build
-from shoal.errors import CheckpointError, ConfigError, describe, unknown_name
+from shoal.errors import CheckpointError, ConfigError, unknown_name
 from shoal.table.spec import RowDType, Segment, TableSpec
 
 _COLLECTION = "embeddings"
@@ -257,7 +257,7 @@ def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
 
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def export(
@@ -313,12 +313,10 @@ def _partial(out: Path) -> Path:
     """A folder beside the one to be, with its permissions."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
-            describe(
-                "folder to export to",
-                got=f"{out}, which is {'not empty' if out.is_dir() else 'a file'}",
-                allowed="a new or empty folder",
-                remedy="Choose another one.",
-            )
+            "folder to export to",
+            got=f"{out}, which is {'not empty' if out.is_dir() else 'a file'}",
+            allowed="a new or empty folder",
+            remedy="Choose another one.",
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -331,10 +329,8 @@ def _partial(out: Path) -> Path:
 
 def _unwritable(out: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "folder to export to",
-            got=f"{out}: {error.strerror or error}",
-            allowed="a folder that can be written",
-            remedy="Choose another one, or make room.",
-        )
+        "folder to export to",
+        got=f"{out}: {error.strerror or error}",
+        allowed="a folder that can be written",
+        remedy="Choose another one, or make room.",
     )

@@ -18,7 +18,7 @@ from shoal.comm.collectives import Collectives, Part
 from shoal.comm.launch import init
 from shoal.comm.launchers import whole
 from shoal.comm.mesh import Mesh, Path
-from shoal.errors import ConfigError, DeviceUnavailable, describe
+from shoal.errors import ConfigError, DeviceUnavailable
 
 _log = logging.getLogger("shoal.comm")
 
@@ -317,17 +317,13 @@ def _all_to_alls(
 def _collectives(mesh: Mesh, cpu: bool, name: str, path: Path) -> Collectives:
     if not cpu and mesh.device.type != "cuda":
         raise DeviceUnavailable(
-            describe(
-                name,
-                got=f"rank {mesh.rank} on {mesh.device}",
-                allowed="a rank with a CUDA card",
-                remedy="Ask for c2c, or for the all-reduce on the CPU.",
-            )
+            name,
+            got=f"rank {mesh.rank} on {mesh.device}",
+            allowed="a rank with a CUDA card",
+            remedy="Ask for c2c, or for the all-reduce on the CPU.",
         )
     return mesh.collectives(name, path=path, device=torch.device("cpu") if cpu else mesh.device)
 
 
 def _refused(name: str, got: object, allowed: str) -> ConfigError:
-    return ConfigError(
-        describe(name, got=got, allowed=allowed, remedy="Correct it, then run again.")
-    )
+    return ConfigError(name, got=got, allowed=allowed, remedy="Correct it, then run again.")

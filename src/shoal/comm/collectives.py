@@ -18,7 +18,6 @@ from shoal.errors import (
     InputError,
     ShapeError,
     collective_failed,
-    describe,
 )
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -188,12 +187,10 @@ class LocalCollectives:
         for part in parts:
             if part.send != part.receive:
                 raise ShapeError(
-                    describe(
-                        f"rows that the only rank receives in {what!r}",
-                        got=part.receive,
-                        allowed=f"what it sends, {part.send}",
-                        remedy="Give both the same.",
-                    )
+                    f"rows that the only rank receives in {what!r}",
+                    got=part.receive,
+                    allowed=f"what it sends, {part.send}",
+                    remedy="Give both the same.",
                 )
         return Done(tuple(part.data.detach().clone() for part in parts))
 
@@ -264,12 +261,10 @@ def check_sizes(sizes_WX: Tensor, collectives: Collectives, what: str) -> None:
         _check_device(sizes_WX, collectives, f"sizes of {what!r}")
     if sizes_WX.dtype != torch.int64:
         raise DTypeError(
-            describe(
-                f"dtype of the sizes of {what!r}",
-                got=sizes_WX.dtype,
-                allowed=torch.int64,
-                remedy="Convert them.",
-            )
+            f"dtype of the sizes of {what!r}",
+            got=sizes_WX.dtype,
+            allowed=torch.int64,
+            remedy="Convert them.",
         )
     if sizes_WX.dim() != 2 or sizes_WX.shape[0] != collectives.world_size:
         raise _shape_error(
@@ -290,16 +285,14 @@ def check_values(values: Tensor, op: str, collectives: Collectives, what: str) -
     if op not in get_args(ReduceOp):
         allowed = ", ".join(get_args(ReduceOp))
         raise InputError(
-            describe(f"operation of {what!r}", got=repr(op), allowed=allowed, remedy="Choose one.")
+            f"operation of {what!r}", got=repr(op), allowed=allowed, remedy="Choose one."
         )
     if values.dtype not in _REDUCIBLE:
         raise DTypeError(
-            describe(
-                f"dtype of the values of {what!r}",
-                got=values.dtype,
-                allowed=", ".join(str(dtype) for dtype in _REDUCIBLE),
-                remedy="Convert them.",
-            )
+            f"dtype of the values of {what!r}",
+            got=values.dtype,
+            allowed=", ".join(str(dtype) for dtype in _REDUCIBLE),
+            remedy="Convert them.",
         )
 
 
@@ -331,18 +324,16 @@ def gathered_objects(collectives: Collectives, value: Any, what: str) -> list[An
 def _check_device(values: Tensor, collectives: Collectives, name: str) -> None:
     if values.device != collectives.device:
         raise DTypeError(
-            describe(
-                f"device of {name}",
-                got=values.device,
-                allowed=collectives.device,
-                remedy="Move the tensor there.",
-            )
+            f"device of {name}",
+            got=values.device,
+            allowed=collectives.device,
+            remedy="Move the tensor there.",
         )
 
 
 def _shape_error(what: str, got: object, allowed: object) -> ShapeError:
     remedy = "Make them from the sizes that the ranks exchanged."
-    return ShapeError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 class _Owner(Protocol):

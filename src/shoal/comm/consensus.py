@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Collectives
 from shoal.comm.watch import ALIKE
-from shoal.errors import CheckpointError, CollectiveFailed, InputError, ShoalError, describe
+from shoal.errors import CheckpointError, CollectiveFailed, InputError, ShoalError
 
 T = TypeVar("T")
 
@@ -44,12 +44,10 @@ def together(collectives: Collectives, what: str, work: Callable[[], T]) -> list
     wrong = [(rank, text) for rank, (text, _) in enumerate(said) if text is not None]
     if wrong:
         raise CheckpointError(
-            describe(
-                what,
-                got="; ".join(f"on rank {rank}: {text}" for rank, text in wrong),
-                allowed="success on every rank",
-                remedy="Mend what is named, and try again.",
-            )
+            what,
+            got="; ".join(f"on rank {rank}: {text}" for rank, text in wrong),
+            allowed="success on every rank",
+            remedy="Mend what is named, and try again.",
         ) from failure
     return [one for _, one in said]
 
@@ -121,7 +119,7 @@ def agree(
     else:
         return Agreed(found.sent_WX, heads_WX)
     remedy = "Nothing was changed; see the other ranks' errors."
-    raise InputError(describe(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy))
+    raise InputError(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy)
 
 
 def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> None:
@@ -148,12 +146,10 @@ def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> N
         raise wrong
     rank = next(i for i, told in enumerate(texts) if told is not None)
     raise CollectiveFailed(
-        describe(
-            f"{call} on rank {rank}",
-            got=texts[rank],
-            allowed="success on every rank",
-            remedy="Other ranks did their part; see that rank's error.",
-        )
+        f"{call} on rank {rank}",
+        got=texts[rank],
+        allowed="success on every rank",
+        remedy="Other ranks did their part; see that rank's error.",
     )
 
 
@@ -201,7 +197,5 @@ def _unlike(words: Sequence[int], tables: str) -> CollectiveFailed:
         if len(set(values)) > 1:
             found = f"{what} by rank: {', '.join(map(text, values))}"
     return CollectiveFailed(
-        describe(
-            f"lookup in tables {tables} over ranks", got=found, allowed="the same", remedy=ALIKE
-        )
+        f"lookup in tables {tables} over ranks", got=found, allowed="the same", remedy=ALIKE
     )

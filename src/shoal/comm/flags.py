@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shoal.comm import launch
 from shoal.comm.launchers import SWITCH, choice
-from shoal.errors import DeviceUnavailable, describe
+from shoal.errors import DeviceUnavailable
 
 _log = logging.getLogger("shoal.comm")
 
@@ -205,12 +205,10 @@ def start(
 
     if not dist.is_available():
         raise DeviceUnavailable(
-            describe(
-                "backend of synchronous training",
-                got="a torch without torch.distributed",
-                allowed="a torch built with USE_DISTRIBUTED=1",
-                remedy="Install torch from its own wheels.",
-            )
+            "backend of synchronous training",
+            got="a torch without torch.distributed",
+            allowed="a torch built with USE_DISTRIBUTED=1",
+            remedy="Install torch from its own wheels.",
         )
     mesh = launch.init(device=device)
     return Started("torch", mesh.rank, mesh.world_size)

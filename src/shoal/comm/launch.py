@@ -19,7 +19,7 @@ from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.launchers import Launch, detect, process_group_timeout_s
 from shoal.comm.mesh import Mesh, not_started
-from shoal.errors import ConfigError, DeviceUnavailable, LaunchError, ShoalError, describe
+from shoal.errors import ConfigError, DeviceUnavailable, LaunchError, ShoalError
 
 _BACKENDS = ("nccl", "gloo")
 
@@ -38,12 +38,10 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if device != "auto" and not _names_cuda(device):
         raise ConfigError(
-            describe(
-                "device",
-                got=repr(device),
-                allowed="auto, cpu, cuda, cuda:0 and so on",
-                remedy='"auto" takes the card of the local rank where there is one.',
-            )
+            "device",
+            got=repr(device),
+            allowed="auto, cpu, cuda, cuda:0 and so on",
+            remedy='"auto" takes the card of the local rank where there is one.',
         )
     index = int(device[5:]) if device.startswith("cuda:") else local_rank
     only = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(",")
@@ -51,12 +49,10 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         index = 0
     if index >= count:
         raise DeviceUnavailable(
-            describe(
-                f"device {device!r} of local rank {local_rank}",
-                got=f"{count} CUDA devices",
-                allowed="a card for every rank of this host",
-                remedy="Start one rank per card, or pass device='cpu'.",
-            )
+            f"device {device!r} of local rank {local_rank}",
+            got=f"{count} CUDA devices",
+            allowed="a card for every rank of this host",
+            remedy="Start one rank per card, or pass device='cpu'.",
         )
     return torch.device("cuda", index)
 
@@ -101,12 +97,10 @@ def pick_backend(backend: str | None, device: torch.device) -> str:
     if error is None:
         return backend
     raise error(
-        describe(
-            "backend of the process groups",
-            got=f"{backend!r} on {device}",
-            allowed=allowed,
-            remedy="Leave it out: NCCL with CUDA, Gloo otherwise.",
-        )
+        "backend of the process groups",
+        got=f"{backend!r} on {device}",
+        allowed=allowed,
+        remedy="Leave it out: NCCL with CUDA, Gloo otherwise.",
     )
 
 
@@ -219,13 +213,11 @@ def _check_world(launch: Launch) -> None:
     found = (dist.get_rank(), dist.get_world_size())
     if found != (launch.rank, launch.world_size):
         raise LaunchError(
-            describe(
-                "torch.distributed, started before shoal.comm.init",
-                got=f"rank {found[0]} of {found[1]}",
-                allowed=f"rank {launch.rank} of {launch.world_size}, as the {launch.launcher} "
-                "variables say",
-                remedy="Let shoal.comm.init start it, or set RANK, WORLD_SIZE and LOCAL_RANK.",
-            )
+            "torch.distributed, started before shoal.comm.init",
+            got=f"rank {found[0]} of {found[1]}",
+            allowed=f"rank {launch.rank} of {launch.world_size}, as the {launch.launcher} "
+            "variables say",
+            remedy="Let shoal.comm.init start it, or set RANK, WORLD_SIZE and LOCAL_RANK.",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, overload
 
-from shoal.errors import ConfigError, LaunchError, describe
+from shoal.errors import ConfigError, LaunchError
 
 SWITCH = (0, 1)
 _WORDS = (("false", "no", "off", "n", "f"), ("true", "yes", "on", "y", "t"))
@@ -28,12 +28,10 @@ def choice(
         known |= {word: value for value in SWITCH for word in _WORDS[value]}
     if text and text.lower() not in known:
         raise ConfigError(
-            describe(
-                name,
-                got=repr(environ[name][:100]),
-                allowed=", ".join(known),
-                remedy=f"Unset it to get {default}.",
-            )
+            name,
+            got=repr(environ[name][:100]),
+            allowed=", ".join(known),
+            remedy=f"Unset it to get {default}.",
         )
     return known[text.lower()] if text else default
 
@@ -53,12 +51,10 @@ def whole(
     value = int(text) if text.isdecimal() and len(text) < 20 else -1
     if not least <= value <= most:
         raise ConfigError(
-            describe(
-                name,
-                got=repr(environ[name][:100]),
-                allowed=f"a whole number from {least} to {most}",
-                remedy="Unset it, or set it to one.",
-            )
+            name,
+            got=repr(environ[name][:100]),
+            allowed=f"a whole number from {least} to {most}",
+            remedy="Unset it, or set it to one.",
         )
     return value
 
@@ -76,12 +72,10 @@ def first_host(nodelist: str) -> str:
     first = _BRACKETS.sub(_first_of_range, nodelist).split(",")[0].strip()
     if not first or "[" in first:
         raise LaunchError(
-            describe(
-                "Slurm's list of nodes",
-                got=repr(nodelist),
-                allowed="names like node1,gpu[003-005,9]",
-                remedy="Set MASTER_ADDR to the host of rank 0.",
-            )
+            "Slurm's list of nodes",
+            got=repr(nodelist),
+            allowed="names like node1,gpu[003-005,9]",
+            remedy="Set MASTER_ADDR to the host of rank 0.",
         )
     return first
 
@@ -106,12 +100,10 @@ def tasks_of_node(counts: str, node: int) -> int:
         if 0 <= node < len(tasks):
             return tasks[node]
     raise LaunchError(
-        describe(
-            "Slurm's tasks per node (SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE)",
-            got=f"{counts!r} on node {node} (SLURM_NODEID)",
-            allowed="counts like 4(x2),3 for every node of the step",
-            remedy="Start the processes with srun, and do not set these variables by hand.",
-        )
+        "Slurm's tasks per node (SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE)",
+        got=f"{counts!r} on node {node} (SLURM_NODEID)",
+        allowed="counts like 4(x2),3 for every node of the step",
+        remedy="Start the processes with srun, and do not set these variables by hand.",
     )
 
 
@@ -178,14 +170,12 @@ def _check(name: str, value: int, least: int, below: tuple[str, int] | None) -> 
     if value >= least and (below is None or value < below[1]):
         return
     raise LaunchError(
-        describe(
-            f"launcher variable {name}",
-            got=value,
-            allowed=f"{least} or more"
-            if below is None
-            else f"{least} to {below[1] - 1}, given {below[0]}",
-            remedy="Launch with torchrun, mpirun or srun, and do not set these by hand.",
-        )
+        f"launcher variable {name}",
+        got=value,
+        allowed=f"{least} or more"
+        if below is None
+        else f"{least} to {below[1] - 1}, given {below[0]}",
+        remedy="Launch with torchrun, mpirun or srun, and do not set these by hand.",
     )
 
 
@@ -325,12 +315,10 @@ def _address_on_one_host(placed: Launch, remedy: str) -> str:
     if placed.one_host:
         return LOOPBACK
     raise LaunchError(
-        describe(
-            f"MASTER_ADDR of {placed.world_size} ranks, {placed.local_world_size} on this host",
-            got="nothing",
-            allowed="a host name or address that every rank reaches",
-            remedy=f"Say where rank 0 listens: {remedy}.",
-        )
+        f"MASTER_ADDR of {placed.world_size} ranks, {placed.local_world_size} on this host",
+        got="nothing",
+        allowed="a host name or address that every rank reaches",
+        remedy=f"Say where rank 0 listens: {remedy}.",
     )
 
 
@@ -358,12 +346,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise LaunchError(
-            describe(
-                f"launcher variable {name}",
-                got=repr(text),
-                allowed="a whole number",
-                remedy="Unset it, or launch with torchrun, mpirun or srun.",
-            )
+            f"launcher variable {name}",
+            got=repr(text),
+            allowed="a whole number",
+            remedy="Unset it, or launch with torchrun, mpirun or srun.",
         ) from None
 
 
@@ -377,24 +363,20 @@ def _optional(environ: Mapping[str, str], name: str, default: int | None = None)
 
 def _incomplete(name: str, got: str) -> LaunchError:
     return LaunchError(
-        describe(
-            f"launcher variable {name}",
-            got=got,
-            allowed="rank and world size together",
-            remedy="Launch with torchrun, mpirun or srun, or unset the others.",
-        )
+        f"launcher variable {name}",
+        got=got,
+        allowed="rank and world size together",
+        remedy="Launch with torchrun, mpirun or srun, or unset the others.",
     )
 
 
 def _contradiction(said: str, other: Launch) -> LaunchError:
     rank, world, *_ = _VARIABLES[other.launcher]
     return LaunchError(
-        describe(
-            "launcher variables",
-            got=f"{said} beside {rank}={other.rank} {world}={other.world_size}",
-            allowed="launchers that agree",
-            remedy="Unset RANK and WORLD_SIZE, or start the ranks with torchrun.",
-        )
+        "launcher variables",
+        got=f"{said} beside {rank}={other.rank} {world}={other.world_size}",
+        allowed="launchers that agree",
+        remedy="Unset RANK and WORLD_SIZE, or start the ranks with torchrun.",
     )
 
 

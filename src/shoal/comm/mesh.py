@@ -32,7 +32,6 @@ from shoal.errors import (
     ConfigError,
     DeviceUnavailable,
     collective_failed,
-    describe,
 )
 
 
@@ -347,12 +346,10 @@ class Mesh:
             from shoal.comm.backends.mpi import MpiCollectives
         except ImportError as error:
             raise DeviceUnavailable(
-                describe(
-                    "collectives over mpi",
-                    got=str(error),
-                    allowed="an installed mpi4py and an MPI library",
-                    remedy="pip install mpi4py, or use path='auto'.",
-                )
+                "collectives over mpi",
+                got=str(error),
+                allowed="an installed mpi4py and an MPI library",
+                remedy="pip install mpi4py, or use path='auto'.",
             ) from error
         found = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         if found != (self.rank, self.world_size):
@@ -394,12 +391,10 @@ class Mesh:
         every = self.votes.gather_objects(wanted, what=f"agreement on {what}")
         if any(other != wanted for other in every):
             raise ConfigError(
-                describe(
-                    f"{what} on rank {self.rank}",
-                    got=", ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(every)),
-                    allowed="the same on every rank",
-                    remedy="Make groups and collectives in the same order on every rank.",
-                )
+                f"{what} on rank {self.rank}",
+                got=", ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(every)),
+                allowed="the same on every rank",
+                remedy="Make groups and collectives in the same order on every rank.",
             )
 
 
@@ -414,18 +409,16 @@ def path_named(name: str) -> Path:
             found: Path = path
             return found
     raise ConfigError(
-        describe(
-            "path of collectives",
-            got=repr(name),
-            allowed=", ".join(get_args(Path)),
-            remedy='"auto" picks the fastest that serves the device.',
-        )
+        "path of collectives",
+        got=repr(name),
+        allowed=", ".join(get_args(Path)),
+        remedy='"auto" picks the fastest that serves the device.',
     )
 
 
 def _cannot(path: str, got: str, allowed: str) -> ConfigError:
     return ConfigError(
-        describe(f"collectives over {path}", got=got, allowed=allowed, remedy='Use path="auto".')
+        f"collectives over {path}", got=got, allowed=allowed, remedy='Use path="auto".'
     )
 
 

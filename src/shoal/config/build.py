@@ -40,7 +40,7 @@ from shoal.data import (
 )
 from shoal.embedding.combiners import Combiner, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
-from shoal.errors import ConfigError, describe, unknown_name
+from shoal.errors import ConfigError, unknown_name
 from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
 from shoal.table.factory import resolve_device
 from shoal.table.spec import Segment, TableSpec
@@ -226,12 +226,10 @@ def _check_memory(
     if sum(parts.values()) > here:
         name = max(parts, key=parts.__getitem__)
         raise ConfigError(
-            describe(
-                f"memory for model {model.kind}",
-                got=f"{sum(parts.values()):,} bytes and more, most for {name}",
-                allowed=f"{here:,} bytes, as this machine has",
-                remedy=f"Lower {name}.",
-            )
+            f"memory for model {model.kind}",
+            got=f"{sum(parts.values()):,} bytes and more, most for {name}",
+            allowed=f"{here:,} bytes, as this machine has",
+            remedy=f"Lower {name}.",
         )
 
 
@@ -302,12 +300,10 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
     normalises = getattr(config.model, "batch_norm", False)
     if normalises and settings.batch_size == 1:
         raise ConfigError(
-            describe(
-                "data.batch_size with model.batch_norm",
-                got=1,
-                allowed="2 or more examples, over all ranks",
-                remedy="Use larger batches, or no batch normalisation.",
-            )
+            "data.batch_size with model.batch_norm",
+            got=1,
+            allowed="2 or more examples, over all ranks",
+            remedy="Use larger batches, or no batch normalisation.",
         )
     order = Order(
         passes=settings.epochs,
@@ -347,12 +343,10 @@ def _sides(config: RunConfig) -> tuple[Source, Source]:
         return split_by_time(flights.load(fit_before_s=from_s).examples, from_s)
     if (at_s is None) == (not source.eval_paths):
         raise ConfigError(
-            describe(
-                "what to evaluate on",
-                got="neither" if at_s is None else "data.split and data.source.eval_paths",
-                allowed="one of data.split (a time) and data.source.eval_paths (files)",
-                remedy="Set one of them.",
-            )
+            "what to evaluate on",
+            got="neither" if at_s is None else "data.split and data.source.eval_paths",
+            allowed="one of data.split (a time) and data.source.eval_paths (files)",
+            remedy="Set one of them.",
         )
     training = _files(source, source.paths)
     if at_s is None:

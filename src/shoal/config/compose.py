@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from shoal.comm.collectives import Collectives
 from shoal.config.limits import check_growth, check_override, check_values, read_checked
 from shoal.config.tree import RunConfig
-from shoal.errors import ConfigError, ShoalError, UnknownName, describe, unknown_name
+from shoal.errors import ConfigError, ShoalError, UnknownName, unknown_name
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -74,12 +74,10 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
         found = False
     if not found:
         raise ConfigError(
-            describe(
-                "config file",
-                got=str(path)[:200],
-                allowed="the path of an existing .yaml file",
-                remedy="Start from one in examples/, say examples/flights.yaml.",
-            )
+            "config file",
+            got=str(path)[:200],
+            allowed="the path of an existing .yaml file",
+            remedy="Start from one in examples/, say examples/flights.yaml.",
         )
     for text in overrides:
         check_override(text)
@@ -89,12 +87,10 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
         raise
     except Exception as error:  # of parsers of other packages, which raise whatever they meet
         raise ConfigError(
-            describe(
-                f"config {path}",
-                got=" ".join((str(error) or repr(error.__cause__)).split())[:1000],
-                allowed="YAML in UTF-8, and overrides of keys that exist",
-                remedy="Correct the file or the override named above.",
-            )
+            f"config {path}",
+            got=" ".join((str(error) or repr(error.__cause__)).split())[:1000],
+            allowed="YAML in UTF-8, and overrides of keys that exist",
+            remedy="Correct the file or the override named above.",
         ) from error
 
 
@@ -170,12 +166,10 @@ def _parsed(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ConfigError(
-            describe(
-                "override",
-                got=repr(text),
-                allowed="key=value or ~key, such as model.dropout=0.1 or ~features.history",
-                remedy="Quote values that hold commas, spaces or brackets.",
-            )
+            "override",
+            got=repr(text),
+            allowed="key=value or ~key, such as model.dropout=0.1 or ~features.history",
+            remedy="Quote values that hold commas, spaces or brackets.",
         ) from error
 
 
@@ -206,12 +200,10 @@ def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> l
 def _named(settings: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(
-            describe(
-                "config",
-                got=type(settings).__name__,
-                allowed="key: value pairs",
-                remedy="Start from examples/flights.yaml.",
-            )
+            "config",
+            got=type(settings).__name__,
+            allowed="key: value pairs",
+            remedy="Start from examples/flights.yaml.",
         )
     return settings
 
@@ -236,12 +228,10 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
     if first["type"] == "union_tag_not_found":
         allowed = "a name, or settings with kind: NAME among them"
     return ConfigError(
-        describe(
-            f"config key {path}",
-            got="nothing" if first["type"] == "missing" else repr(first["input"])[:200],
-            allowed=allowed[:1].lower() + allowed[1:],
-            remedy="Correct it in the file or on the command line.",
-        )
+        f"config key {path}",
+        got="nothing" if first["type"] == "missing" else repr(first["input"])[:200],
+        allowed=allowed[:1].lower() + allowed[1:],
+        remedy="Correct it in the file or on the command line.",
     )
 
 
@@ -292,12 +282,10 @@ def as_first_rank(votes: Collectives, find: Callable[[], T], *, what: str) -> T:
         raise found
     if found is None:
         raise ConfigError(
-            describe(
-                what,
-                got="nothing from rank 0",
-                allowed="what rank 0 found",
-                remedy="Start every rank with the same command.",
-            )
+            what,
+            got="nothing from rank 0",
+            allowed="what rank 0 found",
+            remedy="Start every rank with the same command.",
         )
     return found[0]
 
@@ -340,11 +328,9 @@ def require_same(votes: Collectives, config: BaseModel) -> None:
     own = set(texts[0].splitlines())
     others = [line.strip() for line in texts[other].splitlines() if line not in own]
     raise ConfigError(
-        describe(
-            "config over ranks",
-            got=f"rank 0: {'; '.join(lines[:5]) or 'less'}; "
-            f"rank {other}: {'; '.join(others[:5]) or 'less'}",
-            allowed="the same on every rank",
-            remedy="Start every rank with the same file, variables, overrides and version.",
-        )
+        "config over ranks",
+        got=f"rank 0: {'; '.join(lines[:5]) or 'less'}; "
+        f"rank {other}: {'; '.join(others[:5]) or 'less'}",
+        allowed="the same on every rank",
+        remedy="Start every rank with the same file, variables, overrides and version.",
     )

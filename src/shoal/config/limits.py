@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 _BYTES = 256 << 10
 _NODES = 10_000
@@ -176,4 +176,4 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 def _refused(what: str, got: str, allowed: str) -> ConfigError:
     remedy = "Correct the file or the override; see docs/guide/config.md for its limits."
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.errors import ConfigError, UnknownName, describe, unknown_name
+from shoal.errors import ConfigError, UnknownName, unknown_name
 from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
 from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
@@ -101,12 +101,10 @@ def build(value: Any, registry: Registry) -> Any:
     settings = {"kind": value} if isinstance(value, str) else value
     if not isinstance(settings, Mapping) or "kind" not in settings:
         raise ConfigError(
-            describe(
-                what,
-                got=repr(value),
-                allowed=f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}",
-                remedy=f"Say which {what} with kind.",
-            )
+            what,
+            got=repr(value),
+            allowed=f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}",
+            remedy=f"Say which {what} with kind.",
         )
     kind = str(settings["kind"])
     if kind not in registry:
@@ -127,12 +125,10 @@ def build_record(settings: Any, cls: type, what: str) -> Any:
     known = {field.name: field for field in fields(cls) if field.init}
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            describe(
-                what,
-                got=repr(settings),
-                allowed=f"settings of {', '.join(known)}",
-                remedy="Write key: value pairs.",
-            )
+            what,
+            got=repr(settings),
+            allowed=f"settings of {', '.join(known)}",
+            remedy="Write key: value pairs.",
         )
     for key in settings:
         if key not in known:
@@ -144,12 +140,10 @@ def build_record(settings: Any, cls: type, what: str) -> Any:
     ]
     if required:
         raise ConfigError(
-            describe(
-                what,
-                got=f"no {', '.join(required)}",
-                allowed=f"settings of {', '.join(known)}",
-                remedy=f"Give {', '.join(required)}.",
-            )
+            what,
+            got=f"no {', '.join(required)}",
+            allowed=f"settings of {', '.join(known)}",
+            remedy=f"Give {', '.join(required)}.",
         )
     hints = typing.get_type_hints(cls)
     return cls(**{key: _convert(v, hints[key], f"{key} of {what}") for key, v in settings.items()})
@@ -186,12 +180,10 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         raise ConfigError(
-            describe(
-                what,
-                got=repr(value),
-                allowed=error.errors()[0]["msg"],
-                remedy="Change the setting.",
-            )
+            what,
+            got=repr(value),
+            allowed=error.errors()[0]["msg"],
+            remedy="Change the setting.",
         ) from error
 
 
@@ -219,7 +211,9 @@ class Section(BaseModel):
             for key in value:
                 if key not in cls.model_fields:
                     known = tuple(cls.model_fields)
-                    raise UnknownName(f"unknown config key {key}", str(key), known)
+                    unknown = UnknownName(f"unknown config key {key}")
+                    unknown.args = (*unknown.args, str(key), known)
+                    raise unknown
         return value
 
 
@@ -243,12 +237,10 @@ def _rate(value: Any) -> Any:
         return build(value, SCHEDULES)
     if not 0 <= value < math.inf:
         raise ConfigError(
-            describe(
-                "learning rate",
-                got=value,
-                allowed="a finite number, 0 or more, or a schedule",
-                remedy="Set it to one.",
-            )
+            "learning rate",
+            got=value,
+            allowed="a finite number, 0 or more, or a schedule",
+            remedy="Set it to one.",
         )
     return float(value)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.ragged import KeyedRagged, Ragged, pinned
 
 
@@ -189,9 +189,7 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
     if len({part.features for part in parts}) != 1:
         got = [part.features for part in parts]
         remedy = "Join sources of one recipe."
-        raise InputError(
-            describe("features of sources", got=got, allowed="the same in all", remedy=remedy)
-        )
+        raise InputError("features of sources", got=got, allowed="the same in all", remedy=remedy)
     if len(parts) == 1:
         return parts[0]
     every = [part._parts() for part in parts]
@@ -255,7 +253,7 @@ def _check(
 ) -> None:
     if not ids:
         remedy = "Give at least one feature."
-        raise InputError(describe("id features", got="none", allowed="1 or more", remedy=remedy))
+        raise InputError("id features", got="none", allowed="1 or more", remedy=remedy)
     if size < 0:
         raise _shape("labels", labels, "[N]")
     for name, part in ids.items():
@@ -289,17 +287,13 @@ def _check_values(
         allowed = f"{low:g}..{high:g}, and finite"
         remedy = "Leave the example out, or give a value that stands for 'unknown'."
         place = ", ".join(map(str, at))
-        raise InputError(describe(f"{what}[{place}]", got=own[at], allowed=allowed, remedy=remedy))
+        raise InputError(f"{what}[{place}]", got=own[at], allowed=allowed, remedy=remedy)
 
 
 def _shape(what: str, tensor: Tensor, allowed: str) -> ShapeError:
     remedy = "Give one row per example."
-    return ShapeError(
-        describe(f"shape of {what}", got=list(tensor.shape), allowed=allowed, remedy=remedy)
-    )
+    return ShapeError(f"shape of {what}", got=list(tensor.shape), allowed=allowed, remedy=remedy)
 
 
 def _dtype(what: str, tensor: Tensor) -> DTypeError:
-    return DTypeError(
-        describe(f"dtype of {what}", got=tensor.dtype, allowed="int64", remedy="Use .long().")
-    )
+    return DTypeError(f"dtype of {what}", got=tensor.dtype, allowed="int64", remedy="Use .long().")

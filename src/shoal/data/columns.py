@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 from shoal.ids import TEXT_TYPES, ids_of_text
 from shoal.ragged import Ragged
 
@@ -45,17 +45,15 @@ class Rows:
     def error(self, what: str, row: int, got: object, allowed: str, remedy: str) -> DataError:
         """An error of the value in a row, counted from 0 within these rows."""
         at = f"{what} in row {self.first + row} of {self.where}"
-        return DataError(describe(at, got=got, allowed=allowed, remedy=remedy))
+        return DataError(at, got=got, allowed=allowed, remedy=remedy)
 
     def wrong_type(self, name: str, column: pa.Array, allowed: str) -> DataError:
         """An error of a column's type."""
         return DataError(
-            describe(
-                f"type of column {name!r} of {self.where}",
-                got=column.type,
-                allowed=allowed,
-                remedy="Convert the column, or name another.",
-            )
+            f"type of column {name!r} of {self.where}",
+            got=column.type,
+            allowed=allowed,
+            remedy="Convert the column, or name another.",
         )
 
     def refuse_nulls(self, column: pa.Array, what: str, remedy: str = _DROP) -> None:

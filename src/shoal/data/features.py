@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.data import columns
 from shoal.data.batch import TensorSource
 from shoal.data.columns import Rows
-from shoal.errors import ConfigError, DataError, describe
+from shoal.errors import ConfigError, DataError
 from shoal.ids import mix64
 from shoal.ragged import Ragged
 
@@ -61,7 +61,7 @@ class IdFeature:
     def _refuse(self, what: str, got: object, allowed: str) -> None:
         remedy = "Set is_list=True for a column of lists; cross columns of single values only."
         raise ConfigError(
-            describe(f"{what} of feature {self.name!r}", got=got, allowed=allowed, remedy=remedy)
+            f"{what} of feature {self.name!r}", got=got, allowed=allowed, remedy=remedy
         )
 
 
@@ -93,14 +93,10 @@ class Recipe:
         names = [feature.name for feature in self.ids]
         if not names or len(set(names)) != len(names):
             remedy = "Name each id feature once."
-            raise ConfigError(
-                describe("id features", got=names, allowed="1 or more names", remedy=remedy)
-            )
+            raise ConfigError("id features", got=names, allowed="1 or more names", remedy=remedy)
         if self.dense_fill is not None and not math.isfinite(self.dense_fill):
             raise ConfigError(
-                describe(
-                    "dense_fill", got=self.dense_fill, allowed="a finite number", remedy="Set one."
-                )
+                "dense_fill", got=self.dense_fill, allowed="a finite number", remedy="Set one."
             )
         self._check_roles()
 
@@ -116,12 +112,10 @@ class Recipe:
         ]:
             if is_wrong:
                 raise ConfigError(
-                    describe(
-                        f"roles of column {name!r}",
-                        got=got,
-                        allowed="label alone; dense once; lists or single values",
-                        remedy="Name the column in one of them.",
-                    )
+                    f"roles of column {name!r}",
+                    got=got,
+                    allowed="label alone; dense once; lists or single values",
+                    remedy="Name the column in one of them.",
                 )
 
     @property
@@ -148,23 +142,19 @@ class Recipe:
             if have.count(name) > 1:
                 places = [str(place) for place, other in enumerate(have) if other == name]
                 raise DataError(
-                    describe(
-                        f"columns of {where}",
-                        got=f"{name!r} at places {', '.join(places)} (from 0)",
-                        allowed="each name once",
-                        remedy="Rename one of them, or leave it out.",
-                    )
+                    f"columns of {where}",
+                    got=f"{name!r} at places {', '.join(places)} (from 0)",
+                    allowed="each name once",
+                    remedy="Rename one of them, or leave it out.",
                 )
             if name not in have:
                 near = difflib.get_close_matches(name, have, n=5, cutoff=0.4) or have[:10]
                 remedy = "Change the name in the recipe, or add the column to the file."
                 raise DataError(
-                    describe(
-                        f"column {name!r} of {where}",
-                        got="no such column",
-                        allowed=f"among others {', '.join(near)}" if near else "no columns at all",
-                        remedy=remedy,
-                    )
+                    f"column {name!r} of {where}",
+                    got="no such column",
+                    allowed=f"among others {', '.join(near)}" if near else "no columns at all",
+                    remedy=remedy,
                 )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shoal.data.batch import TensorSource
 from shoal.data.features import IdFeature, Recipe, encode
-from shoal.errors import DataError, ShapeError, describe
+from shoal.errors import DataError, ShapeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,9 +92,7 @@ def earlier(
     shapes = {key_N.shape, settled_s_N.shape, asked_s_N.shape}
     if len(shapes) != 1 or key_N.ndim != 1:
         remedy = "Give one key and two times per event."
-        raise ShapeError(
-            describe("shapes of events", got=sorted(shapes), allowed="one [N]", remedy=remedy)
-        )
+        raise ShapeError("shapes of events", got=sorted(shapes), allowed="one [N]", remedy=remedy)
     used = np.flatnonzero(key_N >= 0)
     order_M = used[np.lexsort((settled_s_N[used], key_N[used]))]
     # Key and time in one number, so that one sorted array answers all events.
@@ -204,9 +202,7 @@ def load(path: str | Path | None = None, *, fit_before_s: int = SPLIT_S) -> Flig
     if not fit.any():
         remedy = "Split later."
         got = f"none before second {fit_before_s}"
-        raise DataError(
-            describe("flights to train on", got=got, allowed="at least 1", remedy=remedy)
-        )
+        raise DataError("flights to train on", got=got, allowed="at least 1", remedy=remedy)
     scored = table
     for name in DENSE:
         at = table.schema.get_field_index(name)
@@ -227,15 +223,13 @@ def _read(path: str | Path | None) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         remedy = "Install the package again; scripts/build_flights.py makes the file anew."
         raise DataError(
-            describe("file of flights", got=error, allowed="a whole Parquet file", remedy=remedy)
+            "file of flights", got=error, allowed="a whole Parquet file", remedy=remedy
         ) from error
     for name in wanted:
         if name not in table.column_names:
             remedy = "Make the file with scripts/build_flights.py."
             got, allowed = "no such column", ", ".join(wanted)
-            raise DataError(
-                describe(f"column {name!r} of {file}", got=got, allowed=allowed, remedy=remedy)
-            )
+            raise DataError(f"column {name!r} of {file}", got=got, allowed=allowed, remedy=remedy)
     return table.select(wanted)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.data.batch import Batch
 from shoal.data.sources import Source
-from shoal.errors import ConfigError, DataError, describe
+from shoal.errors import ConfigError, DataError
 
 Shuffle = Literal["never", "replays", "always"]
 Short = Literal["merge", "drop"]
@@ -137,9 +137,7 @@ class Loader:
         if size < least:
             remedy = "Check the files and the split."
             raise DataError(
-                describe(
-                    "examples of a source", got=size, allowed=f"at least {least}", remedy=remedy
-                )
+                "examples of a source", got=size, allowed=f"at least {least}", remedy=remedy
             )
         self.source = source
         self.batch_size = batch_size
@@ -253,4 +251,4 @@ def _ahead(
 def _require(name: str, got: object, is_fine: bool, allowed: str) -> None:
     if not is_fine:
         remedy = "Change the setting."
-        raise ConfigError(describe(f"{name} of a loader", got=got, allowed=allowed, remedy=remedy))
+        raise ConfigError(f"{name} of a loader", got=got, allowed=allowed, remedy=remedy)

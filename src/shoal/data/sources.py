@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.data.batch import Batch, TensorSource, join
 from shoal.data.features import Recipe, encode, encode_times
-from shoal.errors import DataError, InputError, ShapeError, describe
+from shoal.errors import DataError, InputError, ShapeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,16 +65,12 @@ class Subset:
         if rows_N.ndim != 1 or rows_N.dtype != torch.int64:
             got = f"{rows_N.dtype} {list(rows_N.shape)}"
             remedy = "Give one number per example."
-            raise ShapeError(
-                describe("rows of a subset", got=got, allowed="int64 [N]", remedy=remedy)
-            )
+            raise ShapeError("rows of a subset", got=got, allowed="int64 [N]", remedy=remedy)
         size = len(source)
         if rows_N.numel() and not 0 <= int(rows_N.min()) <= int(rows_N.max()) < size:
             got = f"{int(rows_N.min())}..{int(rows_N.max())}"
             remedy = "Take rows of this source."
-            raise InputError(
-                describe("rows of a subset", got=got, allowed=f"0..{size - 1}", remedy=remedy)
-            )
+            raise InputError("rows of a subset", got=got, allowed=f"0..{size - 1}", remedy=remedy)
         self._source = source
         self._rows_N = rows_N
 
@@ -273,9 +269,7 @@ def _some_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     if not paths or isinstance(paths, str | Path):
         allowed = "a list of one or more files"
         raise DataError(
-            describe(
-                "paths of a source", got=repr(paths), allowed=allowed, remedy="Name the files."
-            )
+            "paths of a source", got=repr(paths), allowed=allowed, remedy="Name the files."
         )
     return tuple(Path(path) for path in paths)
 
@@ -312,13 +306,9 @@ def _read(path: Path, read: Any) -> Any:
         allowed = "a file that exists, is not empty and is whole"
         remedy = "Check the path, and that the file was written to its end."
         got = str(error).strip() or type(error).__name__
-        raise DataError(
-            describe(f"data file {path}", got=got, allowed=allowed, remedy=remedy)
-        ) from error
+        raise DataError(f"data file {path}", got=got, allowed=allowed, remedy=remedy) from error
 
 
 def _empty(path: Path) -> DataError:
     remedy = "Leave the file out, or check what wrote it."
-    return DataError(
-        describe(f"examples of {path}", got="none", allowed="at least one", remedy=remedy)
-    )
+    return DataError(f"examples of {path}", got="none", allowed="at least one", remedy=remedy)

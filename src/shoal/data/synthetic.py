@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.ids import mix64
 from shoal.ragged import KeyedRagged
 
@@ -91,7 +91,7 @@ class SyntheticClicks:
                 remedy = "Change the setting."
                 allowed = f"{low:g}..{high:g}"
                 raise ConfigError(
-                    describe(f"{name} of made-up clicks", got=value, allowed=allowed, remedy=remedy)
+                    f"{name} of made-up clicks", got=value, allowed=allowed, remedy=remedy
                 )
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.comm.collectives import Collectives
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 
 
 class BatchNormOverRanks(_NormBase):
@@ -85,12 +85,10 @@ class BatchNormOverRanks(_NormBase):
     def _track(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
         if count.device.type == "cpu" and count < 2:
             raise InputError(
-                describe(
-                    "values of a channel in batch normalisation over all ranks",
-                    got=int(count),
-                    allowed="2 or more in training",
-                    remedy="Use larger batches.",
-                )
+                "values of a channel in batch normalisation over all ranks",
+                got=int(count),
+                allowed="2 or more in training",
+                remedy="Use larger batches.",
             )
         if self.running_mean is None or self.running_var is None or not self.training:
             return

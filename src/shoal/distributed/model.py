@@ -23,7 +23,7 @@ from shoal.comm.mesh import Mesh, Path
 from shoal.comm.watch import ALIKE, Group
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import CollectiveFailed, ConfigError, collective_failed, describe, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, collective_failed, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.request import Exchange, PendingRecords, Request, Route, Sending
 from shoal.exchange.wire import Wire
@@ -173,12 +173,10 @@ def placed(
                 raise unknown_name("table of a placement", table, named)
         if placing.world_size != world_size:
             raise ConfigError(
-                describe(
-                    "world_size of a placement",
-                    got=placing.world_size,
-                    allowed=f"{world_size}, the ranks of this job",
-                    remedy="Plan again for this job, or name sharding types only.",
-                )
+                "world_size of a placement",
+                got=placing.world_size,
+                allowed=f"{world_size}, the ranks of this job",
+                remedy="Plan again for this job, or name sharding types only.",
             )
         return placing
     return plan_placement(
@@ -428,12 +426,10 @@ class DistributedModelParallel(nn.Module):
         other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
         if other is not None:
             raise ConfigError(
-                describe(
-                    "tables, seeds and placement of a model",
-                    got=f"others on rank {other} than on rank 0",
-                    allowed="the same on every rank",
-                    remedy="Build the model from the same configuration and seed on each rank.",
-                )
+                "tables, seeds and placement of a model",
+                got=f"others on rank {other} than on rank 0",
+                allowed="the same on every rank",
+                remedy="Build the model from the same configuration and seed on each rank.",
             )
 
     def _agree_on_dense(self) -> None:
@@ -446,24 +442,20 @@ class DistributedModelParallel(nn.Module):
                 if here == there:
                     continue
                 raise ConfigError(
-                    describe(
-                        "parameters and buffers of a model",
-                        got=f"{' '.join(map(str, there))} on rank {rank}, "
-                        f"{' '.join(map(str, here))} on rank 0",
-                        allowed="the same on every rank",
-                        remedy="Build the model from the same configuration on each rank.",
-                    )
+                    "parameters and buffers of a model",
+                    got=f"{' '.join(map(str, there))} on rank {rank}, "
+                    f"{' '.join(map(str, here))} on rank 0",
+                    allowed="the same on every rank",
+                    remedy="Build the model from the same configuration on each rank.",
                 )
 
     def _place(self, family: Family, steps: Collectives) -> None:
         if family.shard.device.type != self.mesh.device.type:
             raise ConfigError(
-                describe(
-                    "device of tables",
-                    got=family.shard.device,
-                    allowed=f"that of the ranks, {self.mesh.device}",
-                    remedy="Build the collection with device=str(mesh.device).",
-                )
+                "device of tables",
+                got=family.shard.device,
+                allowed=f"that of the ranks, {self.mesh.device}",
+                remedy="Build the collection with device=str(mesh.device).",
             )
         rank = self.mesh.rank
         part, specs = family.part_of(rank), family.shard.specs

@@ -18,7 +18,6 @@ from shoal.errors import (
     InputError,
     ShapeError,
     TicketError,
-    describe,
     unknown_name,
 )
 from shoal.exchange.all_to_all import AllToAllExchange
@@ -65,7 +64,7 @@ class Requests:
         if not isinstance(batch, KeyedRagged):
             remedy = "Build one with KeyedRagged.from_lists or from_dict."
             got = type(batch).__name__
-            raise DTypeError(describe("batch", got=got, allowed="KeyedRagged", remedy=remedy))
+            raise DTypeError("batch", got=got, allowed="KeyedRagged", remedy=remedy)
         ordered = batch if batch.keys == self._keys else self._select(batch)
         if self._limits_F is not None:
             self._check_lengths(batch, self._limits_F)
@@ -91,12 +90,10 @@ class Requests:
         if too_long.numel():
             f = int(too_long[0])
             raise ShapeError(
-                describe(
-                    f"ids of one example in feature {self._keys[f]!r}",
-                    got=int(longest_F[f]),
-                    allowed=f"at most {int(limits_F[f])} (max_length)",
-                    remedy="Cut the lists, or raise Feature.max_length.",
-                )
+                f"ids of one example in feature {self._keys[f]!r}",
+                got=int(longest_F[f]),
+                allowed=f"at most {int(limits_F[f])} (max_length)",
+                remedy="Cut the lists, or raise Feature.max_length.",
             )
 
 
@@ -127,12 +124,12 @@ def _sent(ordered: KeyedRagged, device: torch.device) -> KeyedRagged:
     if device.type == "cpu":
         remedy = "Move it with .to('cpu'), or make the collection with device='cuda'."
         got = ordered.values_N.device
-        raise DTypeError(describe("device of a batch", got=got, allowed=device, remedy=remedy))
+        raise DTypeError("device of a batch", got=got, allowed=device, remedy=remedy)
     return ordered.pin_memory().to(device, non_blocking=True)
 
 
 def _bad(what: str, got: object, allowed: object, remedy: str) -> InputError:
-    return InputError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return InputError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 @dataclass(slots=True)
@@ -165,12 +162,10 @@ class BegunLookups:
         """
         if id(batch) in self._lookups:
             raise InputError(
-                describe(
-                    "batch of begin()",
-                    got="a batch that has begun and that no forward has used yet",
-                    allowed="a batch once",
-                    remedy="Build a batch for each step, or call drop_begun() first.",
-                )
+                "batch of begin()",
+                got="a batch that has begun and that no forward has used yet",
+                allowed="a batch once",
+                remedy="Build a batch for each step, or call drop_begun() first.",
             )
 
     def add(self, request: Request, event_time_s: int, sending: Sending) -> None:
@@ -208,12 +203,10 @@ class BegunLookups:
         begun = self._lookups.get(id(batch))
         if begun is None:
             raise TicketError(
-                describe(
-                    "lookup of a batch",
-                    got="a batch that has not begun, or that a forward has used",
-                    allowed="a batch after begin()",
-                    remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
-                )
+                "lookup of a batch",
+                got="a batch that has not begun, or that a forward has used",
+                allowed="a batch after begin()",
+                remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
             )
         return begun
 
@@ -299,7 +292,7 @@ def _complete(
 
 def _late(got: str, allowed: str, remedy: str) -> TicketError:
     what = "backward through an embedding lookup"
-    return TicketError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return TicketError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 @uncompiled
@@ -405,8 +398,9 @@ class EmbeddingCollection(nn.Module):
         if self.ledger.is_claimed:
             remedy = "Distribute the model first, then make its SparseOptimizer."
             got = "a SparseOptimizer over them"
-            text = describe("collection to distribute", got=got, allowed="none yet", remedy=remedy)
-            raise ConfigError(text)
+            raise ConfigError(
+                "collection to distribute", got=got, allowed="none yet", remedy=remedy
+            )
         if collectives is None and isinstance(exchange, AllToAllExchange):
             _check_alone(exchange.collectives)
         self._exchange = exchange
@@ -418,12 +412,10 @@ class EmbeddingCollection(nn.Module):
     def _check_at_rest(self) -> None:
         if len(self.ledger) or len(self._begun) or self.ledger.busy:
             raise TicketError(
-                describe(
-                    "collection to distribute",
-                    got="lookups or gradients of a step that is not done",
-                    allowed="none",
-                    remedy="Do it between steps: after step() and zero_grad(), or drop_begun().",
-                )
+                "collection to distribute",
+                got="lookups or gradients of a step that is not done",
+                allowed="none",
+                remedy="Do it between steps: after step() and zero_grad(), or drop_begun().",
             )
 
     @property
@@ -568,12 +560,10 @@ class EmbeddingCollection(nn.Module):
                 raise unknown_name("table of the given shard", name, hosted)
             if hosted[name] != spec:
                 raise ConfigError(
-                    describe(
-                        f"spec of table {name!r}",
-                        got="another spec than the given shard's",
-                        allowed="the same spec",
-                        remedy="Build the collection from shard.specs.",
-                    )
+                    f"spec of table {name!r}",
+                    got="another spec than the given shard's",
+                    allowed="the same spec",
+                    remedy="Build the collection from shard.specs.",
                 )
 
     def extra_repr(self) -> str:
@@ -583,12 +573,10 @@ class EmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self.distributed:
             raise ConfigError(
-                describe(
-                    "copy of an EmbeddingCollection",
-                    got="pickle or deepcopy of tables that are spread over ranks",
-                    allowed="a collection in one process",
-                    remedy="Copy it before it is distributed, or save a checkpoint and load it.",
-                )
+                "copy of an EmbeddingCollection",
+                got="pickle or deepcopy of tables that are spread over ranks",
+                allowed="a collection in one process",
+                remedy="Copy it before it is distributed, or save a checkpoint and load it.",
             )
         state = dict(self.__dict__)
         for name in ("_exchange", "ledger", "_requests", "_begun", "_anchor", "_dtypes"):
@@ -603,13 +591,11 @@ class EmbeddingCollection(nn.Module):
 def _check_alone(collectives: Collectives) -> None:
     if collectives.world_size > 1:
         raise ConfigError(
-            describe(
-                "collectives of a collection to distribute",
-                got=f"none, on {collectives.world_size} ranks",
-                allowed="those by which ranks decide on a step together",
-                remedy="Pass collectives=, others than the exchange's, or wrap the model in "
-                "DistributedModelParallel.",
-            )
+            "collectives of a collection to distribute",
+            got=f"none, on {collectives.world_size} ranks",
+            allowed="those by which ranks decide on a step together",
+            remedy="Pass collectives=, others than the exchange's, or wrap the model in "
+            "DistributedModelParallel.",
         )
 
 
@@ -618,8 +604,7 @@ def _named(tables: Sequence[TableSpec]) -> dict[str, TableSpec]:
     if len(named) != len(tables) or not named:
         got = [spec.name for spec in tables]
         remedy = "Give each table a name of its own; features may share a table."
-        text = describe(
+        raise ConfigError(
             "table names", got=got, allowed="distinct names, at least one", remedy=remedy
         )
-        raise ConfigError(text)
     return named

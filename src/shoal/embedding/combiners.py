@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
 
@@ -101,12 +101,10 @@ class FirstN:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ConfigError(
-                describe(
-                    "length of FirstN",
-                    got=self.length,
-                    allowed="1 or more",
-                    remedy="Use ReduceSum to pool all rows into one.",
-                )
+                "length of FirstN",
+                got=self.length,
+                allowed="1 or more",
+                remedy="Use ReduceSum to pool all rows into one.",
             )
 
     @property

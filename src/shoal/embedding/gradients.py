@@ -351,12 +351,10 @@ class GradientLedger:
         self._resolve()
         if len(self._turns) > 1:
             raise ConfigError(
-                describe(
-                    "summed gradients of tables",
-                    got="per_sender_steps=True, whose senders' gradients are applied one by one",
-                    allowed="one step for the gradients of all ranks",
-                    remedy="Clip and scale losses with per_sender_steps=False.",
-                )
+                "summed gradients of tables",
+                got="per_sender_steps=True, whose senders' gradients are applied one by one",
+                allowed="one step for the gradients of all ranks",
+                remedy="Clip and scale losses with per_sender_steps=False.",
             )
         records = self._turns[0] if self._turns else []
         if self._summed is None or self._summed_records < len(records):
@@ -522,12 +520,10 @@ class GradientLedger:
         for record, versions in self._versions:
             if tuple([grad._version for grad in record.grads]) != versions:
                 raise InputError(
-                    describe(
-                        "gradient of an embedding output",
-                        got="a change in place between backward and step",
-                        allowed="reading it",
-                        remedy="Change a clone: autograd may share one gradient among tensors.",
-                    )
+                    "gradient of an embedding output",
+                    got="a change in place between backward and step",
+                    allowed="reading it",
+                    remedy="Change a clone: autograd may share one gradient among tensors.",
                 )
 
 
@@ -572,10 +568,8 @@ def _positions(ids_U: Tensor, wanted_V: Tensor) -> Tensor:
 
 def _no_sums(table: int, sums_UD: Tensor) -> ShapeError:
     return ShapeError(
-        describe(
-            f"sums of table {table}",
-            got=tuple(sums_UD.shape),
-            allowed="the shape of the gradient it replaces",
-            remedy="Read .grad first and change it in place.",
-        )
+        f"sums of table {table}",
+        got=tuple(sums_UD.shape),
+        allowed="the shape of the gradient it replaces",
+        remedy="Read .grad first and change it in place.",
     )

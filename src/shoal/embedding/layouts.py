@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
-from shoal.errors import ConfigError, describe, unknown_name
+from shoal.errors import ConfigError, unknown_name
 from shoal.table.shard import Output, Pool, PoolPlan, Slice
 from shoal.table.spec import TableSpec
 
@@ -42,12 +42,10 @@ class Feature:
             raise _wrong(f"combiner of feature {self.name!r}", self.combiner, allowed, remedy)
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
-                describe(
-                    f"max_length of feature {self.name!r}",
-                    got=self.max_length,
-                    allowed="None or at least 1",
-                    remedy="Leave it out for lists of any length.",
-                )
+                f"max_length of feature {self.name!r}",
+                got=self.max_length,
+                allowed="None or at least 1",
+                remedy="Leave it out for lists of any length.",
             )
 
 
@@ -334,4 +332,4 @@ def _place(
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)

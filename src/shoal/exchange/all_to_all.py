@@ -27,7 +27,6 @@ from shoal.errors import (
     ConfigError,
     DTypeError,
     ShoalError,
-    describe,
     unknown_name,
 )
 from shoal.exchange.partition import (
@@ -117,23 +116,19 @@ class AllToAllExchange:
         ranks = self._collectives.world_size
         if self._placement.world_size != ranks:
             raise ConfigError(
-                describe(
-                    "world_size of the placement",
-                    got=self._placement.world_size,
-                    allowed=f"the number of ranks, {ranks}",
-                    remedy="Make the placement for this job.",
-                )
+                "world_size of the placement",
+                got=self._placement.world_size,
+                allowed=f"the number of ranks, {ranks}",
+                remedy="Make the placement for this job.",
             )
         wanted = hosted_specs(self._specs, self._placement, self._collectives.rank)
         missing = [spec.name for spec in wanted if spec not in self._shard.specs]
         if missing:
             raise ConfigError(
-                describe(
-                    f"tables of the shard of rank {self._collectives.rank}",
-                    got=f"no {', '.join(missing)} as the placement wants them",
-                    allowed="the tables that hosted_specs gives for this rank",
-                    remedy="Make the shard with hosted_specs(specs, placement, rank).",
-                )
+                f"tables of the shard of rank {self._collectives.rank}",
+                got=f"no {', '.join(missing)} as the placement wants them",
+                allowed="the tables that hosted_specs gives for this rank",
+                remedy="Make the shard with hosted_specs(specs, placement, rank).",
             )
 
     @property
@@ -184,7 +179,7 @@ class AllToAllExchange:
             remedy = "Move the batch to the shard's device."
             allowed = self._shard.device
             raise DTypeError(
-                describe("device of a request", got=ids_N.device, allowed=allowed, remedy=remedy)
+                "device of a request", got=ids_N.device, allowed=allowed, remedy=remedy
             )
         self.collectives.step = ctx.global_step
         parcel = partition(self._lanes_of(request), request.ordered)
@@ -400,21 +395,17 @@ def _trip_of(route: Route) -> Trip:
 
 def _gone(error: ShoalError, rank: int, step: int) -> CollectiveFailed:
     return CollectiveFailed(
-        describe(
-            f"exchange between ranks on rank {rank}",
-            got=f"a rank that left a lookup at step {step}: {type(error).__name__}: {error}",
-            allowed="ranks that take part in every lookup to its end",
-            remedy="Start all ranks again from the last checkpoint, with more room.",
-        )
+        f"exchange between ranks on rank {rank}",
+        got=f"a rank that left a lookup at step {step}: {type(error).__name__}: {error}",
+        allowed="ranks that take part in every lookup to its end",
+        remedy="Start all ranks again from the last checkpoint, with more room.",
     )
 
 
 def _foreign(what: str) -> ConfigError:
     return ConfigError(
-        describe(
-            f"{what} in an exchange between ranks",
-            got="one of another exchange",
-            allowed="what this exchange's own calls returned",
-            remedy="Use one exchange for all steps of a lookup.",
-        )
+        f"{what} in an exchange between ranks",
+        got="one of another exchange",
+        allowed="what this exchange's own calls returned",
+        remedy="Use one exchange for all steps of a lookup.",
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError, describe
+from shoal.errors import ShapeError
 from shoal.exchange.received_plan import ADDED, BankLayout, HostedColumns, Part, compile_plan
 from shoal.kernels.launch import sent
 from shoal.ops import (
@@ -89,7 +89,7 @@ def _added_by_row(base_BD: Tensor, rows_nD: Tensor, offsets_B1: Tensor) -> Tenso
     return segment_sum(joined, longer_B1)
 
 
-def spread(
+def spread_weighted(
     layout: BankLayout,
     spans: Sequence[Span],
     grads: Sequence[Tensor],
@@ -326,7 +326,7 @@ class ReceivedRows:
                 )
             else:
                 blocks = self._blocks(starts)
-                spread = spread(layout, blocks, own, floats, offsets_N, ordered)
+                spread = spread_weighted(layout, blocks, own, floats, offsets_N, ordered)
             made.update(zip(layout.banks, spread, strict=True))
         return tuple(made[bank] for bank in range(len(self._reals)))
 
@@ -457,4 +457,4 @@ def _one_memory(
 
 
 def _shape(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
-    return ShapeError(describe(f"ReceivedRows: {what}", got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(f"ReceivedRows: {what}", got=got, allowed=allowed, remedy=remedy)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.ops.layout_plan import LayoutPlan
 from shoal.table import checks
 from shoal.table.shard import Pool, PoolPlan
@@ -362,4 +362,4 @@ def _tensors(
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Part
 from shoal.comm.consensus import agree, finish
-from shoal.errors import ConfigError, DTypeError, ShoalError, describe
+from shoal.errors import ConfigError, DTypeError, ShoalError
 from shoal.placement import Hosted, Placement, hash_ids, owners
 from shoal.table import checks
 from shoal.table import shard as scalars
@@ -376,9 +376,7 @@ class OneRankOnly:
 
 def _refused(verb: str, remedy: str) -> ConfigError:
     allowed = "find, assign, assign_add, reinitialize, apply_ids, entry, export, size, stats"
-    return ConfigError(
-        describe("verb of a table over ranks", got=verb, allowed=allowed, remedy=remedy)
-    )
+    return ConfigError("verb of a table over ranks", got=verb, allowed=allowed, remedy=remedy)
 
 
 _VERBS = ("find", "assign", "assign_add", "reinitialize", "apply_ids")
@@ -730,7 +728,7 @@ class RoutedVerbs(OneRankOnly):
         if groups.ids_N.device != self.device:
             remedy = "Move them to the shard's device."
             got, allowed = groups.ids_N.device, self.device
-            raise DTypeError(describe("device of ids", got=got, allowed=allowed, remedy=remedy))
+            raise DTypeError("device of ids", got=got, allowed=allowed, remedy=remedy)
         if verb != "reinitialize":
             for table in groups.tables_G.tolist():
                 checks.table_index(table, len(self._specs))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Part, Pending
-from shoal.errors import ConfigError, DTypeError, ShapeError, describe
+from shoal.errors import ConfigError, DTypeError, ShapeError
 
 WireKind = Literal["bfloat16", "float16", "int8"]
 Segments = Sequence[tuple[int, int]]
@@ -29,12 +29,10 @@ def check_wire_kind(kind: str | None) -> None:
     """
     if kind not in _KINDS:
         raise ConfigError(
-            describe(
-                "precision on the wire",
-                got=repr(kind),
-                allowed=", ".join(str(known) for known in _KINDS),
-                remedy="None sends rows as they are.",
-            )
+            "precision on the wire",
+            got=repr(kind),
+            allowed=", ".join(str(known) for known in _KINDS),
+            remedy="None sends rows as they are.",
         )
 
 
@@ -86,12 +84,10 @@ def decode(
     _check_real(real)
     if wire.dtype != wire_dtype(kind, real):
         raise DTypeError(
-            describe(
-                f"dtype of a wire of kind {kind}",
-                got=wire.dtype,
-                allowed=wire_dtype(kind, real),
-                remedy="Both ends must use the same kind.",
-            )
+            f"dtype of a wire of kind {kind}",
+            got=wire.dtype,
+            allowed=wire_dtype(kind, real),
+            remedy="Both ends must use the same kind.",
         )
     _check_flat("wire", wire, sum(wire_elements(rows, width, kind) for rows, width in segments))
     if kind is None:
@@ -177,24 +173,20 @@ def _merged(segments: Segments) -> list[tuple[int, int]]:
 def _check_real(dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.float64):
         raise DTypeError(
-            describe(
-                "dtype of rows to exchange",
-                got=dtype,
-                allowed="torch.float32, torch.float64",
-                remedy="Convert them.",
-            )
+            "dtype of rows to exchange",
+            got=dtype,
+            allowed="torch.float32, torch.float64",
+            remedy="Convert them.",
         )
 
 
 def _check_flat(name: str, values: Tensor, size: int) -> None:
     if values.dim() != 1 or values.numel() != size:
         raise ShapeError(
-            describe(
-                f"flat {name} of an exchange",
-                got=tuple(values.shape),
-                allowed=f"[{size}], as their segments add up to",
-                remedy="Give the segments of exactly these rows.",
-            )
+            f"flat {name} of an exchange",
+            got=tuple(values.shape),
+            allowed=f"[{size}], as their segments add up to",
+            remedy="Give the segments of exactly these rows.",
         )
 
 

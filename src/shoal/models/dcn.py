@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.models.mlp import MLP, Inputs
 
 
@@ -140,4 +140,4 @@ def _weights(layers: int, experts: int, rows: int, columns: int) -> nn.Parameter
 def _require_positive(what: str, values: tuple[int, ...]) -> None:
     if min(values) < 1:
         remedy = "Leave crosses out by using an MLP alone."
-        raise ConfigError(describe(what, got=values, allowed="1 or more each", remedy=remedy))
+        raise ConfigError(what, got=values, allowed="1 or more each", remedy=remedy)

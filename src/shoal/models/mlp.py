@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeError, describe
+from shoal.errors import ConfigError, ShapeError
 
 
 class Inputs(NamedTuple):
@@ -34,12 +34,10 @@ class Inputs(NamedTuple):
         """
         if self.num_dense < 0 or self.num_features < 1 or self.dim < 1:
             raise ConfigError(
-                describe(
-                    "(num_dense, num_features, dim)",
-                    got=tuple(self),
-                    allowed="at least (0, 1, 1)",
-                    remedy="Count the dense columns and the pooled embeddings of the data.",
-                )
+                "(num_dense, num_features, dim)",
+                got=tuple(self),
+                allowed="at least (0, 1, 1)",
+                remedy="Count the dense columns and the pooled embeddings of the data.",
             )
         return self
 
@@ -94,12 +92,10 @@ class MLP(nn.Sequential):
     ) -> None:
         if min((in_features, *hidden)) < 1 or out_features < 0 or not 0 <= dropout < 1:
             raise ConfigError(
-                describe(
-                    "(in_features, hidden, out_features, dropout) of an MLP",
-                    got=(in_features, hidden, out_features, dropout),
-                    allowed="widths of at least 1 (out_features 0 or more), dropout in [0, 1)",
-                    remedy="Leave a layer out rather than giving it no width.",
-                )
+                "(in_features, hidden, out_features, dropout) of an MLP",
+                got=(in_features, hidden, out_features, dropout),
+                allowed="widths of at least 1 (out_features 0 or more), dropout in [0, 1)",
+                remedy="Leave a layer out rather than giving it no width.",
             )
         super().__init__()
         width = in_features
@@ -126,4 +122,4 @@ def _linear(in_features: int, out_features: int, then: str) -> nn.Linear:
 
 def _shape_error(what: str, got: object, allowed: str) -> ShapeError:
     remedy = "Build the model with the widths of its data."
-    return ShapeError(describe(f"shape of {what}", got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(f"shape of {what}", got=got, allowed=allowed, remedy=remedy)

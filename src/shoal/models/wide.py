@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ShapeError, describe
+from shoal.errors import ShapeError
 from shoal.models.mlp import Inputs
 
 
@@ -60,8 +60,7 @@ class LogisticRegression(nn.Module):
         if first_order_BF is None:
             if self._inputs.dim != 1:
                 got, remedy = self._inputs.dim, "Pass first_order_BF, or tables of dim 1."
-                message = describe("width of weights", got=got, allowed=1, remedy=remedy)
-                raise ShapeError(message)
+                raise ShapeError("width of weights", got=got, allowed=1, remedy=remedy)
             first_order_BF = embeddings_BFD.squeeze(2)
         logits_B: Tensor = self.wide(dense_B, first_order_BF)
         return logits_B

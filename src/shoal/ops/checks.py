@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.ops.dispatch import one_device
 
 
@@ -21,7 +21,7 @@ def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] | None 
     check_dense(f"{op}: {name}", tensor)
     if tensor.dtype != torch.int64:
         what, remedy = f"{op}: dtype of {name}", "Call .long()."
-        raise DTypeError(describe(what, got=tensor.dtype, allowed="int64", remedy=remedy))
+        raise DTypeError(what, got=tensor.dtype, allowed="int64", remedy=remedy)
     if dims is not None and tensor.ndim not in dims:
         allowed = " or ".join(f"{ndim} dimension{'s' * (ndim > 1)}" for ndim in dims)
         raise shape_error(op, f"shape of {name}", tuple(tensor.shape), allowed)
@@ -42,18 +42,18 @@ def check_out(op: str, name: str, out: Tensor, *shape: int) -> None:
 def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
     """A `ShapeError` of an operator's argument."""
     remedy = "Give tensors of lengths and offsets that fit together."
-    return ShapeError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy)
 
 
 def value_error(op: str, what: str, got: object, allowed: object) -> InputError:
     """An `InputError` of a value in an operator's argument."""
     remedy = "Check what made it."
-    return InputError(describe(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy))
+    return InputError(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy)
 
 
 def refuse(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
     """A `ShapeError` in the words of `describe`."""
-    return ShapeError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def check_row_shape(op: str, name: str, tensor: Tensor) -> None:
@@ -75,12 +75,10 @@ def floating(op: str, name: str, tensor: Tensor) -> None:
     """
     if not tensor.is_floating_point():
         raise DTypeError(
-            describe(
-                f"{op}: {name}",
-                got=tensor.dtype,
-                allowed="a floating dtype",
-                remedy="Gradients and embeddings are floating: call .float().",
-            )
+            f"{op}: {name}",
+            got=tensor.dtype,
+            allowed="a floating dtype",
+            remedy="Gradients and embeddings are floating: call .float().",
         )
 
 
@@ -95,7 +93,7 @@ def check_same_dtype(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     dtypes = {str(tensor.dtype) for tensor in tensors}
     if len(dtypes) > 1:
         got, allowed = ", ".join(sorted(dtypes)), "one dtype"
-        raise DTypeError(describe(f"{op}: {name}", got=got, allowed=allowed, remedy="Call .to()."))
+        raise DTypeError(f"{op}: {name}", got=got, allowed=allowed, remedy="Call .to().")
 
 
 def check_lists(op: str, **lists: Sequence[object]) -> None:
@@ -107,12 +105,10 @@ def check_lists(op: str, **lists: Sequence[object]) -> None:
     lengths = {name: len(entries) for name, entries in lists.items()}
     if len(set(lengths.values())) > 1 or 0 in lengths.values():
         raise InputError(
-            describe(
-                f"{op}: lengths of lists",
-                got=", ".join(f"{name} {length}" for name, length in lengths.items()),
-                allowed="one length for all, 1 or more",
-                remedy="Give one entry of each per table.",
-            )
+            f"{op}: lengths of lists",
+            got=", ".join(f"{name} {length}" for name, length in lengths.items()),
+            allowed="one length for all, 1 or more",
+            remedy="Give one entry of each per table.",
         )
 
 
@@ -134,24 +130,20 @@ def check_devices(op: str, **tensors: Tensor | Sequence[Tensor]) -> None:
 def missing_id(what: str, at: int, got: int) -> InputError:
     """An id that no row has."""
     return InputError(
-        describe(
-            f"{what}[{at}]",
-            got=f"id {got}",
-            allowed="an id that ids holds",
-            remedy="Look up every id of the input, or drop this one.",
-        )
+        f"{what}[{at}]",
+        got=f"id {got}",
+        allowed="an id that ids holds",
+        remedy="Look up every id of the input, or drop this one.",
     )
 
 
 def bad_row_index(what: str, at: int, got: int, size: int) -> InputError:
     """An index or offset outside its range."""
     return InputError(
-        describe(
-            f"{what}[{at}]",
-            got=got,
-            allowed=f"0 to {size - 1}" if size > 0 else "none: there is nothing to name",
-            remedy="Check what made the indices.",
-        )
+        f"{what}[{at}]",
+        got=got,
+        allowed=f"0 to {size - 1}" if size > 0 else "none: there is nothing to name",
+        remedy="Check what made the indices.",
     )
 
 
@@ -332,7 +324,7 @@ def bad_segment_index(op: str, index_M: Tensor, length: int, at: int) -> InputEr
     else:
         allowed = f"0 to {length - 1}" if length else "none: the result has no rows"
         remedy = "An index is a row of the result."
-    return InputError(describe(f"{op}: index {at}", got=got, allowed=allowed, remedy=remedy))
+    return InputError(f"{op}: index {at}", got=got, allowed=allowed, remedy=remedy)
 
 
 def table_of(op: str, table: int, tables: Sequence[object]) -> str:
@@ -348,19 +340,17 @@ def _check_values(op: str, name: str, values_ND: Tensor) -> None:
     if not values_ND.is_floating_point():
         what = f"{op}: dtype of {name}"
         allowed = "float16, bfloat16, float32 or float64"
-        raise DTypeError(
-            describe(what, got=values_ND.dtype, allowed=allowed, remedy="Call .float().")
-        )
+        raise DTypeError(what, got=values_ND.dtype, allowed=allowed, remedy="Call .float().")
 
 
 def _check_int64(op: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.int64:
         what = f"{op}: dtype of {name}"
-        raise DTypeError(describe(what, got=tensor.dtype, allowed="int64", remedy="Call .long()."))
+        raise DTypeError(what, got=tensor.dtype, allowed="int64", remedy="Call .long().")
 
 
 def _shape(what: str, got: object, allowed: str, remedy: str) -> ShapeError:
-    return ShapeError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 _REMEDY = "Use the offsets that were made for this buffer."
@@ -409,7 +399,7 @@ def bad_flat_offset(what: str, k: int, at: int, got: int, dim: int, size: int) -
     allowed = f"0 to {size - dim}, so that {dim} of {size} elements follow"
     if dim > size:
         allowed = f"none: the {size} elements hold no row of {dim}"
-    return InputError(describe(f"{what}[{k}][{at}]", got=got, allowed=allowed, remedy=_REMEDY))
+    return InputError(f"{what}[{k}][{at}]", got=got, allowed=allowed, remedy=_REMEDY)
 
 
 def check_flat_offsets(
@@ -443,16 +433,14 @@ def map_error(
     if fault == 5:
         got, allowed = int(offsets_V[at]), f"a row inside the {size} elements of the buffer"
         what = f"{op}: value_offset values[{at}]"
-        return InputError(describe(what, got=got, allowed=allowed, remedy=_REMEDY))
+        return InputError(what, got=got, allowed=allowed, remedy=_REMEDY)
     if fault == 2:
         remedy = "Give the rows of pos, in its order, each as wide as its table."
         return refuse(f"{op}: length of value", length, f"{at}, rows of pos by dims", remedy)
     ends = positions_N.numel() if fault == 1 else offsets_V.numel()
     name = "pos.offsets_B1" if fault == 1 else "value_offset splits"
     allowed = f"0, never falling, {ends} at the end"
-    return ShapeError(
-        describe(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
-    )
+    return ShapeError(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
 
 
 def check_map_values(
@@ -591,4 +579,4 @@ def _check_rows(
 
 def _bad(kind: type[InputError], what: str, got: object, allowed: object) -> InputError:
     remedy = "Pass the offsets that were made with these rows."
-    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return kind(what, got=got, allowed=allowed, remedy=remedy)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import DeviceUnavailable, InputError, describe, unknown_name
+from shoal.errors import DeviceUnavailable, InputError, unknown_name
 
 # From here on memory is kept for the next output of its size: fresh pages cost more than filling
 # them.
@@ -170,12 +170,10 @@ def _cuda_device(args: Iterable[Any]) -> torch.device | None:
 
 def _core_on_cuda(name: str) -> DeviceUnavailable:
     return DeviceUnavailable(
-        describe(
-            f"{name}: backend 'core'",
-            got="CUDA tensors",
-            allowed="CPU tensors",
-            remedy="Move them with .cpu(), or do not force this backend.",
-        )
+        f"{name}: backend 'core'",
+        got="CUDA tensors",
+        allowed="CPU tensors",
+        remedy="Move them with .cpu(), or do not force this backend.",
     )
 
 
@@ -196,12 +194,10 @@ def _kernels(module: str) -> Any:
         importlib.import_module("triton")
     except ImportError as error:
         raise DeviceUnavailable(
-            describe(
-                "Triton",
-                got="not installed",
-                allowed="the version that matches torch",
-                remedy="Install torch with CUDA, which brings Triton, or use CPU tensors.",
-            )
+            "Triton",
+            got="not installed",
+            allowed="the version that matches torch",
+            remedy="Install torch with CUDA, which brings Triton, or use CPU tensors.",
         ) from error
     return importlib.import_module(f"shoal.kernels.{module}")
 
@@ -215,11 +211,9 @@ def one_device(op: str, **tensors: Tensor) -> torch.device:
     device = next(iter(tensors.values())).device
     if any(tensor.device != device for tensor in tensors.values()):
         raise InputError(
-            describe(
-                f"{op}: devices",
-                got=", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items()),
-                allowed="one device for all arguments",
-                remedy="Move them with .to().",
-            )
+            f"{op}: devices",
+            got=", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items()),
+            allowed="one device for all arguments",
+            remedy="Move them with .to().",
         )
     return device

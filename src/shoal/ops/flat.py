@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError, describe
+from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import (
     bad_flat_offset,
     check_devices,
@@ -450,10 +450,10 @@ def finalize_shared_tensor(
         if handle is not buffer_E and not _same_storage(handle, buffer_E):
             what, allowed = f"{op}: shared_tensor_handles[{i}]", "the buffer of the first handle"
             remedy = "Fill one buffer in several calls, and give what they return."
-            raise InputError(describe(what, got="another tensor", allowed=allowed, remedy=remedy))
+            raise InputError(what, got="another tensor", allowed=allowed, remedy=remedy)
     if buffer_E.dtype != dtype:
         remedy = "Make the buffer in the dtype you want."
-        raise DTypeError(describe(f"{op}: dtype", got=buffer_E.dtype, allowed=dtype, remedy=remedy))
+        raise DTypeError(f"{op}: dtype", got=buffer_E.dtype, allowed=dtype, remedy=remedy)
     known = 1
     for length in shape:
         known *= length if length >= 0 else 1

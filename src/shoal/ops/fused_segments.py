@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, ShapeError, describe
+from shoal.errors import DTypeError, ShapeError
 from shoal.ops import checks
 from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.indexed_segments import index_sum_split, write_offsets
@@ -44,10 +44,9 @@ def fused_sorted_segment_sum(
     for k, (shape, rows_MD) in enumerate(zip(shapes, values, strict=True)):
         if len(shape) != 2 or shape[1] != rows_MD.shape[1] or shape[0] < 0:
             allowed = f"(B, {rows_MD.shape[1]})"
-            message = describe(
+            raise ShapeError(
                 f"{op}: shape {k}", got=tuple(shape), allowed=allowed, remedy="Keep the columns."
             )
-            raise ShapeError(message)
     _check_alike(op, values)
     offsets = write_offsets(index, [shape[0] for shape in shapes], op)
     widths = [rows_MD.shape[1] for rows_MD in values]
@@ -111,14 +110,14 @@ def _check_lists(op: str, **lists: Sequence[Any]) -> None:
     counts = {name: len(values) for name, values in lists.items()}
     if len(set(counts.values())) > 1:
         remedy = "Give one of each for every table."
-        raise ShapeError(describe(f"{op}: lengths", got=counts, allowed="equal", remedy=remedy))
+        raise ShapeError(f"{op}: lengths", got=counts, allowed="equal", remedy=remedy)
 
 
 def _check_alike(op: str, values: Sequence[Tensor]) -> None:
     if len({rows_ND.dtype for rows_ND in values}) > 1:
         got = sorted({str(rows_ND.dtype) for rows_ND in values})
         allowed = "one dtype for all tables"
-        raise DTypeError(describe(f"{op}: dtypes", got=got, allowed=allowed, remedy="Cast them."))
+        raise DTypeError(f"{op}: dtypes", got=got, allowed=allowed, remedy="Cast them.")
     if len({rows_ND.device for rows_ND in values}) > 1:
         one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
 

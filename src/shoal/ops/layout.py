@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
@@ -203,7 +203,7 @@ def _addresses(
 def _unexplained() -> InputError:
     what = "fused_embedding_to_layout: offsets"
     return InputError(
-        describe(what, got="values out of range", allowed="ids' rows", remedy="Make them anew.")
+        what, got="values out of range", allowed="ids' rows", remedy="Make them anew."
     )
 
 
@@ -235,8 +235,7 @@ def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
     if len(ctx.rest[0]) != 1:
         what = "fused_embedding_to_layout: requests"
         remedy = "Several requests in one call are for serving."
-        message = describe(what, got=len(ctx.rest[0]), allowed="one for gradients", remedy=remedy)
-        raise InputError(message)
+        raise InputError(what, got=len(ctx.rest[0]), allowed="one for gradients", remedy=remedy)
     like = next(grad for grad in grads if grad is not None)
     # An empty gradient counts as zeros: nothing is filled, nothing is read.
     given = [like.new_empty(0) if grad is None else grad for grad in grads]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, LayoutPlan
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
 
@@ -151,4 +151,4 @@ def _scale(scale: float | Tensor | None, like: Tensor, op: str) -> Tensor | None
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return kind(what, got=got, allowed=allowed, remedy=remedy)

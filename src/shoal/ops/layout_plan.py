@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, describe, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.kernels.launch import sent
 from shoal.ragged import KeyedRagged
 
@@ -314,7 +314,7 @@ def _feature_rows(
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -497,4 +497,4 @@ def _check_keyed(
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(f"LayoutIndex: {what}", got=got, allowed=allowed, remedy=remedy))
+    return kind(f"LayoutIndex: {what}", got=got, allowed=allowed, remedy=remedy)

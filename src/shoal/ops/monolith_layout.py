@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import DTypeError, InputError, ShapeError, describe, unknown_name
+from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
 from shoal.kernels.launch import sent
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, on_device
 
@@ -319,4 +319,4 @@ def _check_buffers(
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(f"MonolithOffsets: {what}", got=got, allowed=allowed, remedy=remedy))
+    return kind(f"MonolithOffsets: {what}", got=got, allowed=allowed, remedy=remedy)

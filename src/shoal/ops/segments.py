@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, describe
+from shoal.errors import DTypeError
 from shoal.ops import checks
 from shoal.ops.dispatch import fresh, operator
 from shoal.ops.reference import rows as reference
@@ -117,7 +117,7 @@ def is_double(op: str, dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.float64):
         allowed = "float16, bfloat16, float32 or float64"
         raise DTypeError(
-            describe(f"{op}: dtype of rows", got=dtype, allowed=allowed, remedy="Call .float().")
+            f"{op}: dtype of rows", got=dtype, allowed=allowed, remedy="Call .float()."
         )
     return dtype == torch.float64
 

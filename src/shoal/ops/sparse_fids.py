@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError, describe, unknown_name
+from shoal.errors import DTypeError, InputError, unknown_name
 from shoal.ops.checks import read_offsets
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, cells_of, check_shared
 from shoal.ops.monolith_layout import MonolithOffsets, Version
@@ -302,4 +302,4 @@ def _int32(what: str, values: Tensor) -> Tensor:
 def _bad(
     kind: type[InputError], what: str, got: object, allowed: object, remedy: str
 ) -> InputError:
-    return kind(describe(f"{_OP}: {what}", got=got, allowed=allowed, remedy=remedy))
+    return kind(f"{_OP}: {what}", got=got, allowed=allowed, remedy=remedy)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address, check_dense
-from shoal.errors import DTypeError, InputError, describe
+from shoal.errors import DTypeError, InputError
 from shoal.ops import reference
 from shoal.ops.checks import check_ids, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
@@ -147,12 +147,10 @@ def check_shards(op: str, name: str, shards_N: Tensor, num: int) -> None:
     check_dense(f"{op}: {name}", shards_N)
     if shards_N.dtype not in (torch.int32, torch.int64):
         raise DTypeError(
-            describe(
-                f"{op}: dtype of {name}",
-                got=shards_N.dtype,
-                allowed="int32 or int64",
-                remedy="Call .long().",
-            )
+            f"{op}: dtype of {name}",
+            got=shards_N.dtype,
+            allowed="int32 or int64",
+            remedy="Call .long().",
         )
     if shards_N.ndim != 1:
         raise shape_error(op, f"shape of {name}", tuple(shards_N.shape), "1 dimension")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.errors import CheckpointError, ConfigError
 from shoal.optim.sparse import SparseOptimizer, not_copied
 from shoal.uncompiled import uncompiled
 
@@ -32,12 +32,10 @@ class JointOptimizer(torch.optim.Optimizer):
         params = [param for group in groups for param in group["params"]]
         if not params or len({id(param) for param in params}) != len(params):
             raise ConfigError(
-                describe(
-                    "members of a JointOptimizer",
-                    got="a parameter twice" if params else "no parameters",
-                    allowed="optimizers of distinct parameters",
-                    remedy="Give each parameter to one optimizer.",
-                )
+                "members of a JointOptimizer",
+                got="a parameter twice" if params else "no parameters",
+                allowed="optimizers of distinct parameters",
+                remedy="Give each parameter to one optimizer.",
             )
         super().__init__([{"params": params}], {})
         self.optimizers = tuple(optimizers)
@@ -55,12 +53,10 @@ class JointOptimizer(torch.optim.Optimizer):
         """Refused: a group belongs to a member."""
         if self.optimizers:
             raise ConfigError(
-                describe(
-                    "param group of a JointOptimizer",
-                    got="one to add",
-                    allowed="groups of its members",
-                    remedy="Add it to the member that is to step it.",
-                )
+                "param group of a JointOptimizer",
+                got="one to add",
+                allowed="groups of its members",
+                remedy="Add it to the member that is to step it.",
             )
 
     @torch.no_grad()
@@ -110,12 +106,10 @@ class JointOptimizer(torch.optim.Optimizer):
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                describe(
-                    "state of a JointOptimizer",
-                    got=f"{len(states)} states",
-                    allowed=f"{len(self.optimizers)}, one per optimizer",
-                    remedy="Load what JointOptimizer.state_dict() returned.",
-                )
+                "state of a JointOptimizer",
+                got=f"{len(states)} states",
+                allowed=f"{len(self.optimizers)}, one per optimizer",
+                remedy="Load what JointOptimizer.state_dict() returned.",
             )
         for member, state in zip(self.optimizers, states, strict=True):
             member.load_state_dict(state)

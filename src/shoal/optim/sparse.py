@@ -16,7 +16,6 @@ from shoal.errors import (
     ConfigError,
     NonFiniteGradient,
     ShoalError,
-    describe,
     unknown_name,
 )
 from shoal.rules.schedules import Constant, Schedule
@@ -120,14 +119,11 @@ class RateGroup:
             self.show(step)
         elif not self.is_number:
             raise ConfigError(
-                describe(
-                    f"lr of param group {self.name!r}",
-                    got=f"{written!r}, written where the schedule {self._rate!r} gives "
-                    f"{self._shown:g}",
-                    allowed="one that says the rate: the table's schedule, or who writes lr",
-                    remedy="Give the table a number as its rate, or keep a torch scheduler to the "
-                    "other optimizers.",
-                )
+                f"lr of param group {self.name!r}",
+                got=f"{written!r}, written where the schedule {self._rate!r} gives {self._shown:g}",
+                allowed="one that says the rate: the table's schedule, or who writes lr",
+                remedy="Give the table a number as its rate, or keep a torch scheduler to the "
+                "other optimizers.",
             )
         value = self.group["lr"]
         value = value.item() if isinstance(value, Tensor) else value
@@ -160,12 +156,10 @@ def check_groups(groups: Iterable[RateGroup], saved: object) -> None:
     strangers = [name for name in names if name not in here]
     if strangers:
         raise CheckpointError(
-            describe(
-                "param groups of a SparseOptimizer's state",
-                got=", ".join(map(repr, strangers)),
-                allowed=", ".join(map(repr, here)),
-                remedy="Load it into an optimizer of the same tables and segments.",
-            )
+            "param groups of a SparseOptimizer's state",
+            got=", ".join(map(repr, strangers)),
+            allowed=", ".join(map(repr, here)),
+            remedy="Load it into an optimizer of the same tables and segments.",
         )
 
 
@@ -183,7 +177,7 @@ def not_copied(what: str) -> ConfigError:
     """What pickle, deepcopy and torch.save of a part of a sparse optimizer raise."""
     remedy = "Make a new optimizer over the copied modules and load the state."
     got, allowed = "pickle, torch.save or deepcopy", "state_dict and load_state_dict"
-    return ConfigError(describe(f"copy of {what}", got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(f"copy of {what}", got=got, allowed=allowed, remedy=remedy)
 
 
 class _Proxy(nn.Parameter):
@@ -301,12 +295,10 @@ def find_collections(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
                 found[id(part)] = part
     if not found:
         raise ConfigError(
-            describe(
-                "modules of a SparseOptimizer",
-                got="no EmbeddingCollection",
-                allowed="modules with one or more",
-                remedy="Pass the model that holds the collection.",
-            )
+            "modules of a SparseOptimizer",
+            got="no EmbeddingCollection",
+            allowed="modules with one or more",
+            remedy="Pass the model that holds the collection.",
         )
     return list(found.values())
 
@@ -318,12 +310,10 @@ def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientL
         ledger = ledgers.setdefault(id(collection.shard), collection.ledger)
         if ledger.inserts != collection.init_on_lookup:
             raise ConfigError(
-                describe(
-                    "init_on_lookup of collections on one shard",
-                    got="True and False",
-                    allowed="one mode",
-                    remedy="Build both with the same init_on_lookup.",
-                )
+                "init_on_lookup of collections on one shard",
+                got="True and False",
+                allowed="one mode",
+                remedy="Build both with the same init_on_lookup.",
             )
         if ledger is not collection.ledger:
             ledger.take_over(collection.ledger)
@@ -348,12 +338,10 @@ def bind_rates(
             raise unknown_name("table in rates", name, specs)
         if len(owners[name]) > 1:
             raise ConfigError(
-                describe(
-                    f"rate of table {name!r}",
-                    got=f"a name that {len(owners[name])} shards have",
-                    allowed="a name of one table",
-                    remedy="Use one SparseOptimizer per module, or rename a table.",
-                )
+                f"rate of table {name!r}",
+                got=f"a name that {len(owners[name])} shards have",
+                allowed="a name of one table",
+                remedy="Use one SparseOptimizer per module, or rename a table.",
             )
         own = own_rates(specs[name])
         if segment is not None and segment not in own:
@@ -604,12 +592,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         known = {"global_step"} <= set(state_dict) <= {"global_step", "param_groups"}
         if not known or not isinstance(step, int) or step < 0:
             raise CheckpointError(
-                describe(
-                    "state of a SparseOptimizer",
-                    got=f"keys {sorted(map(str, state_dict))}",
-                    allowed="{'global_step': steps done}, and 'param_groups' where some changed",
-                    remedy="Load what SparseOptimizer.state_dict() returned.",
-                )
+                "state of a SparseOptimizer",
+                got=f"keys {sorted(map(str, state_dict))}",
+                allowed="{'global_step': steps done}, and 'param_groups' where some changed",
+                remedy="Load what SparseOptimizer.state_dict() returned.",
             )
         check_groups(self._groups, state_dict.get("param_groups", ()))
 
@@ -675,10 +661,8 @@ def _names(ledgers: Iterable[GradientLedger]) -> str:
 
 def _not_finite(tables: str) -> NonFiniteGradient:
     return NonFiniteGradient(
-        describe(
-            f"gradients of tables {tables}",
-            got="NaN or infinity",
-            allowed="finite values",
-            remedy="Lower the learning rate, or set nan_policy to 'skip' or 'clip'.",
-        )
+        f"gradients of tables {tables}",
+        got="NaN or infinity",
+        allowed="finite values",
+        remedy="Lower the learning rate, or set nan_policy to 'skip' or 'clip'.",
     )

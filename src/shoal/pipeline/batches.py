@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 from shoal.ragged import KeyedRagged, Ragged
 
 
@@ -72,12 +72,10 @@ def ids_of(batch: Any) -> KeyedRagged:
     found = [part for part in _leaves(batch) if isinstance(part, KeyedRagged)]
     if len(found) != 1:
         raise InputError(
-            describe(
-                "ids of a batch",
-                got=f"{type(batch).__name__} with {len(found)} KeyedRagged",
-                allowed="one",
-                remedy="Say which collection reads what: ids_of=lambda batch: ...",
-            )
+            "ids of a batch",
+            got=f"{type(batch).__name__} with {len(found)} KeyedRagged",
+            allowed="one",
+            remedy="Say which collection reads what: ids_of=lambda batch: ...",
         )
     return found[0]
 

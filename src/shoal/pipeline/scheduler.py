@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shoal.errors import ConfigError, ShoalError, describe
+from shoal.errors import ConfigError, ShoalError
 
 Verb = Literal[
     "load",
@@ -159,14 +159,12 @@ class State:
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
-            describe(
-                f"{name} of a pipeline",
-                got=repr(value),
-                allowed=f"an int, at least {least}",
-                remedy="Rows of staleness + 1 windows have to fit the batches in flight."
-                if name == "depth"
-                else "Leave it out for the default.",
-            )
+            f"{name} of a pipeline",
+            got=repr(value),
+            allowed=f"an int, at least {least}",
+            remedy="Rows of staleness + 1 windows have to fit the batches in flight."
+            if name == "depth"
+            else "Leave it out for the default.",
         )
 
 
@@ -375,10 +373,8 @@ def _check_running(state: State, event: Event, verb: Verb, index: int) -> None:
 
 def _unexpected(event: Event, allowed: str) -> ShoalError:
     return ShoalError(
-        describe(
-            "event of a pipeline",
-            got=event,
-            allowed=allowed,
-            remedy="Answer each command once, with the event that its verb asks for.",
-        )
+        "event of a pipeline",
+        got=event,
+        allowed=allowed,
+        remedy="Answer each command once, with the event that its verb asks for.",
     )

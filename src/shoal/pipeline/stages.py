@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.pipeline.batches import detached, event_time_of, ids_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
@@ -147,12 +147,10 @@ class TrainingStages:
             losses, predictions = given[0], given[1]
         else:
             raise ConfigError(
-                describe(
-                    "output of a model in a training pipeline",
-                    got=type(given).__name__,
-                    allowed="(losses, predictions)",
-                    remedy="Return both, or pass loss_of=lambda outputs, batch: loss.",
-                )
+                "output of a model in a training pipeline",
+                got=type(given).__name__,
+                allowed="(losses, predictions)",
+                remedy="Return both, or pass loss_of=lambda outputs, batch: loss.",
             )
         values = list(losses.values()) if isinstance(losses, Mapping) else [losses]
         self._total = torch.stack([value.reshape(()) for value in values]).sum()

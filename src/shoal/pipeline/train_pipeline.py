@@ -24,7 +24,7 @@ from torch import nn
 
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, InputError, describe
+from shoal.errors import ConfigError, InputError
 from shoal.pipeline import batches
 from shoal.pipeline.executor import Asking, Executor, Lanes, Round
 from shoal.pipeline.scheduler import Settings
@@ -60,7 +60,7 @@ class TrainPipeline:
     def __reduce_ex__(self, protocol: Any) -> Any:
         got, remedy = "pickle, torch.save or deepcopy", "Copy the model, then make a pipeline."
         allowed = "one in its own process: it holds threads and open batches"
-        raise ConfigError(describe("copy of a pipeline", got=got, allowed=allowed, remedy=remedy))
+        raise ConfigError("copy of a pipeline", got=got, allowed=allowed, remedy=remedy)
 
     def progress(self, iterator: Iterator[Any]) -> Step:
         """Train one batch.
@@ -148,12 +148,10 @@ class TrainPipeline:
         """
         if model is not None and model is not self._model:
             raise ConfigError(
-                describe(
-                    "model to attach",
-                    got="another model than the pipeline was made for",
-                    allowed="the same model",
-                    remedy=f"Make another pipeline: create_{self._what}_pipeline(model, ...).",
-                )
+                "model to attach",
+                got="another model than the pipeline was made for",
+                allowed="the same model",
+                remedy=f"Make another pipeline: create_{self._what}_pipeline(model, ...).",
             )
         self._attached = True
 
@@ -166,12 +164,10 @@ class TrainPipeline:
     def _check_mode(self) -> None:
         if not self._model.training:
             raise ConfigError(
-                describe(
-                    "model of a training pipeline",
-                    got="a model in eval()",
-                    allowed="a model in train()",
-                    remedy="Call model.train(), or use create_predict_pipeline.",
-                )
+                "model of a training pipeline",
+                got="a model in eval()",
+                allowed="a model in train()",
+                remedy="Call model.train(), or use create_predict_pipeline.",
             )
 
     def _executor_for(self, iterator: Iterator[Any]) -> Executor:
@@ -183,12 +179,10 @@ class TrainPipeline:
             self._cut_asked = False
         elif iterator is not self._source:
             raise InputError(
-                describe(
-                    f"iterator of a {self._what} pipeline",
-                    got="another one while batches of the first are under way",
-                    allowed="the same iterator until StopIteration",
-                    remedy="Call iter(loader) once a pass; close() gives a run up.",
-                )
+                f"iterator of a {self._what} pipeline",
+                got="another one while batches of the first are under way",
+                allowed="the same iterator until StopIteration",
+                remedy="Call iter(loader) once a pass; close() gives a run up.",
             )
         return self._executor
 
@@ -213,12 +207,10 @@ class PredictPipeline(TrainPipeline):
     def _check_mode(self) -> None:
         if self._model.training:
             raise ConfigError(
-                describe(
-                    "model of a predict pipeline",
-                    got="a model in train()",
-                    allowed="a model in eval()",
-                    remedy="Call model.eval().",
-                )
+                "model of a predict pipeline",
+                got="a model in train()",
+                allowed="a model in eval()",
+                remedy="Call model.eval().",
             )
 
 
@@ -376,11 +368,9 @@ def _votes_of(model: nn.Module) -> Collectives:
         return votes
     if any(collection.distributed for collection in _collections(model)):
         raise ConfigError(
-            describe(
-                "votes of a pipeline",
-                got="none, for tables that are spread over ranks",
-                allowed="collectives between the hosts",
-                remedy="Pass votes=shoal.comm.init().votes.",
-            )
+            "votes of a pipeline",
+            got="none, for tables that are spread over ranks",
+            allowed="collectives between the hosts",
+            remedy="Pass votes=shoal.comm.init().votes.",
         )
     return LocalCollectives()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import ConfigError, DataError, describe
+from shoal.errors import ConfigError, DataError
 from shoal.pipeline.scheduler import Facts
 
 
@@ -88,12 +88,10 @@ class Ballots:
         other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
         if other is not None:
             raise ConfigError(
-                describe(
-                    "settings of a pipeline",
-                    got=f"{said[other]} on rank {other}, {said[0]} on rank 0",
-                    allowed="the same on every rank",
-                    remedy="Make the pipeline from the same configuration on each rank.",
-                )
+                "settings of a pipeline",
+                got=f"{said[other]} on rank {other}, {said[0]} on rank 0",
+                allowed="the same on every rank",
+                remedy="Make the pipeline from the same configuration on each rank.",
             )
 
     def begin(self, ballot: Ballot, index: int, step: int) -> Pending:
@@ -165,12 +163,10 @@ class Tally:
         failed = [rank for rank, ballot in enumerate(ballots) if ballot.failed]
         if failed:
             raise DataError(
-                describe(
-                    f"batch {index}",
-                    got=f"an error while rank {', '.join(map(str, failed))} loaded it",
-                    allowed="batches or the end of the data",
-                    remedy="See what that rank raised.",
-                )
+                f"batch {index}",
+                got=f"an error while rank {', '.join(map(str, failed))} loaded it",
+                allowed="batches or the end of the data",
+                remedy="See what that rank raised.",
             )
         self._settled += 1
         self._weights[index] = sum(ballot.weight for ballot in ballots)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.ids import mix64, salt, to_signed
 
 BUCKET_BITS = 16
@@ -46,12 +46,10 @@ def bucket_hashes(start: int, stop: int) -> tuple[int, int]:
     """
     if not 0 <= start < stop <= BUCKETS:
         raise ConfigError(
-            describe(
-                "bucket range",
-                got=f"[{start}, {stop})",
-                allowed=f"0 <= start < stop <= {BUCKETS}",
-                remedy="Name at least one bucket.",
-            )
+            "bucket range",
+            got=f"[{start}, {stop})",
+            allowed=f"0 <= start < stop <= {BUCKETS}",
+            remedy="Name at least one bucket.",
         )
     shift = 64 - BUCKET_BITS
     return start << shift, (stop << shift) - 1
@@ -69,12 +67,10 @@ def rank_buckets(rank: int, ranks: int) -> tuple[int, int]:
     _check_ranks(ranks)
     if not 0 <= rank < ranks:
         raise ConfigError(
-            describe(
-                "rank of a uniform split",
-                got=rank,
-                allowed=f"0..{ranks - 1}",
-                remedy="Ranks count from 0.",
-            )
+            "rank of a uniform split",
+            got=rank,
+            allowed=f"0..{ranks - 1}",
+            remedy="Ranks count from 0.",
         )
     return -(-rank * BUCKETS // ranks), -(-(rank + 1) * BUCKETS // ranks)
 
@@ -113,24 +109,20 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
 def _check_ranks(ranks: int) -> None:
     if not 1 <= ranks <= BUCKETS:
         raise ConfigError(
-            describe(
-                "ranks of a uniform split",
-                got=ranks,
-                allowed=f"1..{BUCKETS}",
-                remedy="Split a table over fewer ranks.",
-            )
+            "ranks of a uniform split",
+            got=ranks,
+            allowed=f"1..{BUCKETS}",
+            remedy="Split a table over fewer ranks.",
         )
 
 
 def _check_divisor(divisor: int) -> None:
     if not 1 <= divisor <= _LARGEST_DIVISOR:
         raise ConfigError(
-            describe(
-                "divisor of a routing rule",
-                got=divisor,
-                allowed=f"1..{_LARGEST_DIVISOR}",
-                remedy="Pass the number of shards.",
-            )
+            "divisor of a routing rule",
+            got=divisor,
+            allowed=f"1..{_LARGEST_DIVISOR}",
+            remedy="Pass the number of shards.",
         )
 
 
@@ -378,10 +370,10 @@ def _whole(value: object) -> bool:
 
 def _require(fine: bool, what: str, got: object, allowed: str, remedy: str) -> None:
     if not fine:
-        raise ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+        raise ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def _not_json(got: str) -> ConfigError:
     allowed = "what Placement.to_json writes"
     remedy = "Write the placement again with to_json."
-    return ConfigError(describe("JSON of a placement", got=got, allowed=allowed, remedy=remedy))
+    return ConfigError("JSON of a placement", got=got, allowed=allowed, remedy=remedy)

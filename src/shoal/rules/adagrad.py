@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext, rest_of
 from shoal.rules.schedules import Schedule, check_rate
@@ -228,10 +228,8 @@ def _check_adagrad(
     checks.at_least(owner, "eps", eps, 0)
     if initial == 0 and eps == 0:
         raise ConfigError(
-            describe(
-                f"initial_accumulator of {type(owner).__name__}",
-                got="0 with nothing added to the root (eps 0)",
-                allowed="one of them above 0",
-                remedy="A first gradient of 0 would divide 0 by 0; raise initial_accumulator.",
-            )
+            f"initial_accumulator of {type(owner).__name__}",
+            got="0 with nothing added to the root (eps 0)",
+            allowed="one of them above 0",
+            remedy="A first gradient of 0 would divide 0 by 0; raise initial_accumulator.",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 
 def finite(owner: object, name: str, value: float) -> None:
@@ -61,10 +61,8 @@ def _is_number(value: float) -> bool:
 
 def _wrong(owner: object, name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(
-        describe(
-            f"{name} of {type(owner).__name__}",
-            got=repr(value),
-            allowed=allowed,
-            remedy=f"Set {name} to a value in that range.",
-        )
+        f"{name} of {type(owner).__name__}",
+        got=repr(value),
+        allowed=allowed,
+        remedy=f"Set {name} to a value in that range.",
     )

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules import checks
 
 __all__ = [
@@ -40,12 +40,10 @@ def check_per_slot(owner: object, per_slot: tuple[tuple[int, int], ...], layout:
     slots = [slot for slot, _ in per_slot]
     if len(set(slots)) != len(slots):
         raise ConfigError(
-            describe(
-                f"per_slot of {type(owner).__name__}",
-                got=slots,
-                allowed="each slot once",
-                remedy="Drop the repeated slot.",
-            )
+            f"per_slot of {type(owner).__name__}",
+            got=slots,
+            allowed="each slot once",
+            remedy="Drop the repeated slot.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext
 from shoal.rules.schedules import Schedule, check_rate
@@ -125,12 +125,10 @@ class DelayCompensated(Optimizer):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Optimizer) or isinstance(self.inner, DelayCompensated):
             raise ConfigError(
-                describe(
-                    "inner of DelayCompensated",
-                    got=type(self.inner).__name__,
-                    allowed="any rule but DelayCompensated",
-                    remedy="Wrap a plain rule once.",
-                )
+                "inner of DelayCompensated",
+                got=type(self.inner).__name__,
+                allowed="any rule but DelayCompensated",
+                remedy="Wrap a plain rule once.",
             )
         checks.at_least(self, "strength", self.strength, 0)
 

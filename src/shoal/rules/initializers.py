@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.ids import mix64, salt
 from shoal.rules import checks
 
@@ -175,12 +175,10 @@ class Uniform(Initializer):
         checks.finite(self, "maxval", self.maxval)
         if self.minval > self.maxval:
             raise ConfigError(
-                describe(
-                    "minval of Uniform",
-                    got=f"{self.minval} above maxval {self.maxval}",
-                    allowed="at most maxval",
-                    remedy="Swap the two.",
-                )
+                "minval of Uniform",
+                got=f"{self.minval} above maxval {self.maxval}",
+                allowed="at most maxval",
+                remedy="Swap the two.",
             )
 
     def core_params(self) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.errors import DTypeError, describe
+from shoal.errors import DTypeError
 from shoal.rules.initializers import column_words
 
 _FLOAT16_MAX = 65504.0
@@ -61,12 +61,10 @@ def stochastic_round(
     """
     if values_UD.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
         raise DTypeError(
-            describe(
-                "dtypes of stochastic rounding",
-                got=f"{values_UD.dtype} to {dtype}",
-                allowed="float32 to bfloat16 or float16",
-                remedy="Compute the step in float32; only 16-bit rows are rounded.",
-            )
+            "dtypes of stochastic rounding",
+            got=f"{values_UD.dtype} to {dtype}",
+            allowed="float32 to bfloat16 or float16",
+            remedy="Compute the step in float32; only 16-bit rows are rounded.",
         )
     words_UD = column_words(
         ids_U,

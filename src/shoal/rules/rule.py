@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules.schedules import as_rate
 
 Coupling = Literal["element", "segment", "row"]
@@ -79,12 +79,10 @@ class Optimizer(ABC):
         """
         if dim < 1:
             raise ConfigError(
-                describe(
-                    f"dim of a segment with {type(self).__name__}",
-                    got=dim,
-                    allowed="at least 1",
-                    remedy="Give the segment one column or more.",
-                )
+                f"dim of a segment with {type(self).__name__}",
+                got=dim,
+                allowed="at least 1",
+                remedy="Give the segment one column or more.",
             )
 
     def core_params(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, InputError, describe
+from shoal.errors import ConfigError, InputError
 from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext, rest_of
 from shoal.rules.schedules import Schedule, check_rate
@@ -66,12 +66,10 @@ class BatchSoftmax(Optimizer):
         """
         if dim != 1:
             raise ConfigError(
-                describe(
-                    "dim of a segment with BatchSoftmax",
-                    got=dim,
-                    allowed="1",
-                    remedy="Give the frequency estimate a segment of its own.",
-                )
+                "dim of a segment with BatchSoftmax",
+                got=dim,
+                allowed="1",
+                remedy="Give the frequency estimate a segment of its own.",
             )
 
     def state_width(self, dim: int) -> int:
@@ -85,12 +83,10 @@ class BatchSoftmax(Optimizer):
     ) -> tuple[Tensor, Tensor]:
         if ctx.global_step < 0:
             raise InputError(
-                describe(
-                    "global_step of BatchSoftmax",
-                    got=ctx.global_step,
-                    allowed="0 or more",
-                    remedy="Pass the number of optimizer steps done.",
-                )
+                "global_step of BatchSoftmax",
+                got=ctx.global_step,
+                allowed="0 or more",
+                remedy="Pass the number of optimizer steps done.",
             )
         words_U2 = state_US.to(torch.int64)
         last_U1 = (words_U2[:, :1] << _LOW_BITS) + words_U2[:, 1:]

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules import checks
 
 __all__ = [
@@ -131,23 +131,19 @@ class Piecewise(Schedule):
     def __post_init__(self) -> None:
         if len(self.values) != len(self.boundaries) + 1:
             raise ConfigError(
-                describe(
-                    "values of Piecewise",
-                    got=f"{len(self.values)} for {len(self.boundaries)} boundaries",
-                    allowed="one more than boundaries",
-                    remedy="The first value holds before the first boundary.",
-                )
+                "values of Piecewise",
+                got=f"{len(self.values)} for {len(self.boundaries)} boundaries",
+                allowed="one more than boundaries",
+                remedy="The first value holds before the first boundary.",
             )
         for boundary in self.boundaries:
             checks.whole(self, "boundaries", boundary, 1)
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise ConfigError(
-                describe(
-                    "boundaries of Piecewise",
-                    got=self.boundaries,
-                    allowed="steps in strictly rising order",
-                    remedy="Sort them and drop repeats.",
-                )
+                "boundaries of Piecewise",
+                got=self.boundaries,
+                allowed="steps in strictly rising order",
+                remedy="Sort them and drop repeats.",
             )
         for value in self.values:
             checks.at_least(self, "values", value, 0)

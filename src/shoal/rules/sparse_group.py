@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.rules import checks
 from shoal.rules.rule import Coupling, Optimizer, RuleContext
 from shoal.rules.schedules import Schedule, check_rate
@@ -164,10 +164,8 @@ def _check_root(rule: Optimizer, beta: float, initial_accumulator: float) -> Non
     checks.at_least(rule, "initial_accumulator", initial_accumulator, 0)
     if beta == 0 and initial_accumulator == 0:
         raise ConfigError(
-            describe(
-                f"beta and initial_accumulator of {type(rule).__name__}",
-                got="both 0",
-                allowed="one of them above 0",
-                remedy="A tiny first gradient would divide by 0; set initial_accumulator.",
-            )
+            f"beta and initial_accumulator of {type(rule).__name__}",
+            got="both 0",
+            allowed="one of them above 0",
+            remedy="A tiny first gradient would divide by 0; set initial_accumulator.",
         )

@@ -15,7 +15,6 @@ from shoal.errors import (
     DTypeError,
     InputError,
     ShapeError,
-    describe,
     unknown_name,
 )
 from shoal.ids import salt
@@ -45,12 +44,10 @@ def distinct_names(specs: Sequence[TableSpec]) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         raise ConfigError(
-            describe(
-                "tables of a shard",
-                got=names,
-                allowed="distinct names",
-                remedy="Merge equal tables or rename one.",
-            )
+            "tables of a shard",
+            got=names,
+            allowed="distinct names",
+            remedy="Merge equal tables or rename one.",
         )
 
 
@@ -71,20 +68,16 @@ def _ids(ids_N: Tensor, what: str) -> None:
         return
     if ids_N.dtype != torch.int64 or not ids_N.is_cpu:
         raise DTypeError(
-            describe(
-                what,
-                got=f"{ids_N.dtype} on {ids_N.device}",
-                allowed="torch.int64 on cpu",
-                remedy="Convert with .to('cpu', torch.int64).",
-            )
+            what,
+            got=f"{ids_N.dtype} on {ids_N.device}",
+            allowed="torch.int64 on cpu",
+            remedy="Convert with .to('cpu', torch.int64).",
         )
     raise ShapeError(
-        describe(
-            what,
-            got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
-            allowed="one contiguous dimension",
-            remedy="Flatten with .reshape(-1).contiguous().",
-        )
+        what,
+        got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
+        allowed="one contiguous dimension",
+        remedy="Flatten with .reshape(-1).contiguous().",
     )
 
 
@@ -96,25 +89,21 @@ def groups(value: IdGroups, tables: int) -> Any:
     count = tables_G.numel()
     if tables_G.dtype is not torch.int32 or splits_G1.numel() != count + 1:
         raise ShapeError(
-            describe(
-                "groups",
-                got=f"{splits_G1.numel()} splits, {count} tables of {tables_G.dtype}",
-                allowed="G + 1 splits and G int32 table indices",
-                remedy="Give each group of ids one table index.",
-            )
+            "groups",
+            got=f"{splits_G1.numel()} splits, {count} tables of {tables_G.dtype}",
+            allowed="G + 1 splits and G int32 table indices",
+            remedy="Give each group of ids one table index.",
         )
     places = address(ids_N), address(splits_G1), address(tables_G)
     try:
         return _core.Groups(ids_N.numel(), count, *places, tables)
     except ValueError:
         raise ShapeError(
-            describe(
-                "groups",
-                got=f"splits {splits_G1.tolist()[:8]}, tables {tables_G.tolist()[:8]}, "
-                f"{ids_N.numel()} ids",
-                allowed=f"splits rising from 0 to the number of ids, tables 0..{tables - 1}",
-                remedy="Build the splits as a running sum of group sizes.",
-            )
+            "groups",
+            got=f"splits {splits_G1.tolist()[:8]}, tables {tables_G.tolist()[:8]}, "
+            f"{ids_N.numel()} ids",
+            allowed=f"splits rising from 0 to the number of ids, tables 0..{tables - 1}",
+            remedy="Build the splits as a running sum of group sizes.",
         ) from None
 
 
@@ -125,12 +114,10 @@ def counts(value: IdGroups, counts_N: Tensor | None) -> None:
     _ids(counts_N, "counts")
     if counts_N.numel() != value.ids_N.numel():
         raise ShapeError(
-            describe(
-                "counts",
-                got=counts_N.numel(),
-                allowed=f"one per id, {value.ids_N.numel()}",
-                remedy="Leave counts out when each position stands for one sight.",
-            )
+            "counts",
+            got=counts_N.numel(),
+            allowed=f"one per id, {value.ids_N.numel()}",
+            remedy="Leave counts out when each position stands for one sight.",
         )
     _within("counts", counts_N, _MAX_COUNT)
 
@@ -152,12 +139,10 @@ def _within(what: str, values_N: Tensor, high: int) -> None:
     least, most = (int(edge) for edge in values_N.aminmax())
     if least < 0 or most > high:
         raise InputError(
-            describe(
-                what,
-                got=least if least < 0 else most,
-                allowed=f"0..{high}",
-                remedy="Check where the numbers come from.",
-            )
+            what,
+            got=least if least < 0 else most,
+            allowed=f"0..{high}",
+            remedy="Check where the numbers come from.",
         )
 
 
@@ -168,43 +153,35 @@ def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | No
     cells = offsets_GB1.numel() - 1
     if cells < 0 or (count == 0 and cells) or (count and cells % count):
         raise ShapeError(
-            describe(
-                "offsets",
-                got=f"{offsets_GB1.numel()} values for {count} groups",
-                allowed="G * B + 1",
-                remedy="Concatenate one row of B lengths per group, then take the running sum.",
-            )
+            "offsets",
+            got=f"{offsets_GB1.numel()} values for {count} groups",
+            allowed="G * B + 1",
+            remedy="Concatenate one row of B lengths per group, then take the running sum.",
         )
     size = cells // count if count else 0
     # Group edges must agree with the splits, or a row of one table would be read as another's.
     if not core.bags_fit(address(offsets_GB1), size):
         raise ShapeError(
-            describe(
-                "offsets",
-                got=f"edges {offsets_GB1[:: max(size, 1)].tolist()[:8]}",
-                allowed=f"rising, with group edges {value.splits_G1.tolist()[:8]}",
-                remedy="Offsets are absolute positions in the ids, group-major.",
-            )
+            "offsets",
+            got=f"edges {offsets_GB1[:: max(size, 1)].tolist()[:8]}",
+            allowed=f"rising, with group edges {value.splits_G1.tolist()[:8]}",
+            remedy="Offsets are absolute positions in the ids, group-major.",
         )
     if weights_N is not None and (
         weights_N.dtype != torch.float32 or weights_N.shape != (n,) or not weights_N.is_contiguous()
     ):
         raise ShapeError(
-            describe(
-                "weights of ids",
-                got=f"{weights_N.dtype} {tuple(weights_N.shape)}",
-                allowed=f"contiguous torch.float32 ({n},)",
-                remedy="Give one float32 weight per id.",
-            )
+            "weights of ids",
+            got=f"{weights_N.dtype} {tuple(weights_N.shape)}",
+            allowed=f"contiguous torch.float32 ({n},)",
+            remedy="Give one float32 weight per id.",
         )
     if weights_N is not None and not weights_N.isfinite().all():
         raise InputError(
-            describe(
-                "weights of ids",
-                got=f"NaN or infinity at position {int((~weights_N.isfinite()).nonzero()[0])}",
-                allowed="finite numbers",
-                remedy="Use weight 0 for ids that should not count.",
-            )
+            "weights of ids",
+            got=f"NaN or infinity at position {int((~weights_N.isfinite()).nonzero()[0])}",
+            allowed="finite numbers",
+            remedy="Use weight 0 for ids that should not count.",
         )
     return size
 
@@ -218,12 +195,10 @@ def plan(
     """Check a pool plan against the tables of its groups; returns each output's dtype."""
     if len(value.pools) != len(tables):
         raise ShapeError(
-            describe(
-                "pool plan",
-                got=f"{len(value.pools)} pools",
-                allowed=f"one per group, {len(tables)}",
-                remedy="Build the plan for the groups it is used with.",
-            )
+            "pool plan",
+            got=f"{len(value.pools)} pools",
+            allowed=f"one per group, {len(tables)}",
+            remedy="Build the plan for the groups it is used with.",
         )
     dtypes: dict[int, torch.dtype] = {}
     for pool, table in zip(value.pools, tables, strict=True):
@@ -233,31 +208,25 @@ def plan(
             width = pool.length * (piece.stop - piece.start)
             if not 0 <= piece.output < len(value.outputs):
                 raise ShapeError(
-                    describe(
-                        "output of a slice of a pool plan",
-                        got=piece.output,
-                        allowed=f"0..{len(value.outputs) - 1}",
-                        remedy="Declare an Output for each that slices name.",
-                    )
+                    "output of a slice of a pool plan",
+                    got=piece.output,
+                    allowed=f"0..{len(value.outputs) - 1}",
+                    remedy="Declare an Output for each that slices name.",
                 )
             inside = 0 <= piece.start < piece.stop <= dims[table] and piece.column >= 0
             if not inside or piece.column + width > value.outputs[piece.output].width:
                 raise ShapeError(
-                    describe(
-                        "slice of a pool plan",
-                        got=piece,
-                        allowed=f"columns within 0..{dims[table]} and within its output",
-                        remedy="Derive slices from TableSpec.columns().",
-                    )
+                    "slice of a pool plan",
+                    got=piece,
+                    allowed=f"columns within 0..{dims[table]} and within its output",
+                    remedy="Derive slices from TableSpec.columns().",
                 )
             if dtypes.setdefault(piece.output, reals[table]) != reals[table]:
                 raise DTypeError(
-                    describe(
-                        f"output {piece.output} of a pool plan",
-                        got="float32 and float64 tables",
-                        allowed="tables of one precision",
-                        remedy="Put float64 tables into outputs of their own.",
-                    )
+                    f"output {piece.output} of a pool plan",
+                    got="float32 and float64 tables",
+                    allowed="tables of one precision",
+                    remedy="Put float64 tables into outputs of their own.",
                 )
     return tuple(dtypes.get(i, torch.float32) for i in range(len(value.outputs)))
 
@@ -270,32 +239,26 @@ def grads(
     """Check rows handed to a shard on a device; returns them contiguous."""
     if len(values) != len(shapes):
         raise ShapeError(
-            describe(
-                "tensors of rows",
-                got=len(values),
-                allowed=len(shapes),
-                remedy="Give one tensor per group (or per output of the plan).",
-            )
+            "tensors of rows",
+            got=len(values),
+            allowed=len(shapes),
+            remedy="Give one tensor per group (or per output of the plan).",
         )
     ready = []
     for value, (shape, dtype) in zip(values, shapes, strict=True):
         if tuple(value.shape) != shape:
             raise ShapeError(
-                describe(
-                    "rows",
-                    got=tuple(value.shape),
-                    allowed=shape,
-                    remedy="One row per id, as wide as its table (or output).",
-                )
+                "rows",
+                got=tuple(value.shape),
+                allowed=shape,
+                remedy="One row per id, as wide as its table (or output).",
             )
         if value.dtype != dtype or value.device != device:
             raise DTypeError(
-                describe(
-                    "rows",
-                    got=f"{value.dtype} on {value.device}",
-                    allowed=f"{dtype} on {device}",
-                    remedy=f"Convert with .to({str(device)!r}, {dtype}).",
-                )
+                "rows",
+                got=f"{value.dtype} on {value.device}",
+                allowed=f"{dtype} on {device}",
+                remedy=f"Convert with .to({str(device)!r}, {dtype}).",
             )
         value = value.detach() if value.requires_grad else value
         ready.append(value if value.is_contiguous() else value.contiguous())
@@ -311,12 +274,10 @@ def single_output(
     good = table >= 0 and tuple(out.shape) == shape and out.dtype == reals[table]
     if not good or not out.is_contiguous() or out.device.type != "cpu":
         raise ShapeError(
-            describe(
-                "out",
-                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
-                allowed=f"contiguous {reals[table]} {shape} on cpu, one group",
-                remedy="Allocate it with torch.empty(N, D).",
-            )
+            "out",
+            got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
+            allowed=f"contiguous {reals[table]} {shape} on cpu, one group",
+            remedy="Allocate it with torch.empty(N, D).",
         )
 
 
@@ -330,12 +291,10 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
             raise unknown_name("table in learning_rates", name, known)
         if len(row) != known[name]:
             raise ShapeError(
-                describe(
-                    f"learning rates of table {name!r}",
-                    got=len(row),
-                    allowed=f"one per segment, {known[name]}",
-                    remedy="Order them as the spec's segments.",
-                )
+                f"learning rates of table {name!r}",
+                got=len(row),
+                allowed=f"one per segment, {known[name]}",
+                remedy="Order them as the spec's segments.",
             )
     shard.finite_rates(ctx.learning_rates)
 
@@ -356,12 +315,10 @@ def chunk(
     """Check rows to load; returns (ids, versions, seen, counts, weights, state), contiguous."""
     if value.table != spec.name:
         raise InputError(
-            describe(
-                "table of rows to load",
-                got=repr(value.table),
-                allowed=repr(spec.name),
-                remedy="Load rows into their own table, or name the chunk after this one.",
-            )
+            "table of rows to load",
+            got=repr(value.table),
+            allowed=repr(spec.name),
+            remedy="Load rows into their own table, or name the chunk after this one.",
         )
     rows = value.ids.numel()
     expected = {
@@ -375,12 +332,10 @@ def chunk(
     for name, (tensor, shape, dtype) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ShapeError(
-                describe(
-                    f"{name} of rows for table {spec.name!r}",
-                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
-                    allowed=f"{dtype} {shape}",
-                    remedy="Load rows of a table with the same segments, rules and dtype.",
-                )
+                f"{name} of rows for table {spec.name!r}",
+                got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                allowed=f"{dtype} {shape}",
+                remedy="Load rows of a table with the same segments, rules and dtype.",
             )
     _within(f"versions of rows for table {spec.name!r}", value.versions, shard.LAST_VERSION)
     for name in ("last_seen_s", "counts"):
@@ -394,11 +349,9 @@ def chunk(
     twice_R = sorted_R[1:][sorted_R[1:] == sorted_R[:-1]]
     if twice_R.numel():
         raise InputError(
-            describe(
-                f"ids of rows for table {spec.name!r}",
-                got=f"id {int(twice_R[0])} twice",
-                allowed="distinct ids",
-                remedy="Keep one row per id.",
-            )
+            f"ids of rows for table {spec.name!r}",
+            got=f"id {int(twice_R[0])} twice",
+            allowed="distinct ids",
+            remedy="Keep one row per id.",
         )
     return ready

@@ -14,7 +14,6 @@ from shoal.errors import (
     DTypeError,
     InputError,
     ShapeError,
-    describe,
     unknown_name,
 )
 from shoal.table import shard as scalars
@@ -72,12 +71,10 @@ class Table:
         self._spec = self._shard.specs[self._index]
         if self._spec != spec:
             raise ConfigError(
-                describe(
-                    f"spec of table {spec.name!r}",
-                    got="another spec than the given shard's",
-                    allowed="the same spec",
-                    remedy="Pass the spec of shard.specs.",
-                )
+                f"spec of table {spec.name!r}",
+                got="another spec than the given shard's",
+                allowed="the same spec",
+                remedy="Pass the spec of shard.specs.",
             )
         home = self._shard.device
         # None: nothing is moved, and the shard says what it thinks of tensors on a device.
@@ -300,12 +297,10 @@ class Table:
             return {self._spec.name: (float(rates),) * segments}
         if len(rates) != segments:
             raise ShapeError(
-                describe(
-                    f"learning_rates of table {self._spec.name!r}",
-                    got=f"{len(rates)} rates",
-                    allowed=f"one, or one for each of {segments} segments",
-                    remedy="Pass a float to use one rate for all.",
-                )
+                f"learning_rates of table {self._spec.name!r}",
+                got=f"{len(rates)} rates",
+                allowed=f"one, or one for each of {segments} segments",
+                remedy="Pass a float to use one rate for all.",
             )
         return {self._spec.name: tuple(float(rate) for rate in rates)}
 
@@ -325,7 +320,7 @@ def _as_tensor(name: str, values: Sequence[object], dtype: torch.dtype) -> Tenso
     except (TypeError, ValueError, RuntimeError) as error:
         allowed = f"numbers in lists of equal length ({dtype})"
         remedy = "Pass a tensor or plain lists."
-        raise ShapeError(describe(name, got=str(error), allowed=allowed, remedy=remedy)) from error
+        raise ShapeError(name, got=str(error), allowed=allowed, remedy=remedy) from error
     if dtype is torch.int64 and tensor.numel() and tensor.dtype is not torch.int64:
         raise _dtype(name, tensor, dtype)
     return tensor.to(dtype)
@@ -344,16 +339,14 @@ def _check_whole(name: str, values: Sequence[object]) -> None:
             continue
         got = f"{'null' if value is None else value} at position {position}"
         allowed = f"int64, {scalars.MIN_ID}..{scalars.MAX_ID}"
-        raise InputError(describe(name, got=got, allowed=allowed, remedy=remedy))
+        raise InputError(name, got=got, allowed=allowed, remedy=remedy)
 
 
 def _dtype(name: str, tensor: Tensor, want: torch.dtype) -> DTypeError:
     remedy = f"Call .to({want})."
-    return DTypeError(describe(f"dtype of {name}", got=tensor.dtype, allowed=want, remedy=remedy))
+    return DTypeError(f"dtype of {name}", got=tensor.dtype, allowed=want, remedy=remedy)
 
 
 def _shape(name: str, tensor: Tensor, want: str) -> ShapeError:
     got = list(tensor.shape)
-    return ShapeError(
-        describe(f"shape of {name}", got=got, allowed=want, remedy="Give one row per id.")
-    )
+    return ShapeError(f"shape of {name}", got=got, allowed=want, remedy="Give one row per id.")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from shoal.errors import ConfigError, DeviceUnavailable, describe
+from shoal.errors import ConfigError, DeviceUnavailable
 from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, RowChunk
@@ -99,7 +99,7 @@ def _parsed(device: str) -> torch.device:
     if where is None or where.type not in ("cpu", "cuda"):
         remedy = "Name the kind of device, and the number of a GPU if there are several."
         got = repr(device)
-        raise ConfigError(describe("device of a table", got=got, allowed=_KNOWN, remedy=remedy))
+        raise ConfigError("device of a table", got=got, allowed=_KNOWN, remedy=remedy)
     return where
 
 
@@ -125,4 +125,4 @@ def _missing(where: torch.device) -> DeviceUnavailable | None:
 
 def _unavailable(where: torch.device, got: str, allowed: str, remedy: str) -> DeviceUnavailable:
     what = f"tables on device {str(where)!r}"
-    return DeviceUnavailable(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return DeviceUnavailable(what, got=got, allowed=allowed, remedy=remedy)

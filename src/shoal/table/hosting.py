@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe, unknown_name
+from shoal.errors import ConfigError, unknown_name
 from shoal.placement import (
     BUCKETS,
     Hosted,
@@ -275,7 +275,7 @@ def _share(rows: int | None, shares: int) -> int | None:
 
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entry | None:

@@ -18,7 +18,6 @@ from shoal.errors import (
     ShapeError,
     TableFull,
     TicketError,
-    describe,
     out_of_device_memory,
 )
 from shoal.ids import salt
@@ -173,13 +172,11 @@ def worded(call: Callable[[], T]) -> T:
         raise foreign_ticket() from None
     except _core.NonFiniteError:
         raise NonFiniteGradient(
-            describe(
-                "gradient of a row, summed over all that has its id",
-                got="NaN or infinity",
-                allowed="finite values under nan_policy='raise'",
-                remedy="Find the overflow (loss scale, learning rate), or choose "
-                "nan_policy='skip' or 'clip'. No table was changed.",
-            )
+            "gradient of a row, summed over all that has its id",
+            got="NaN or infinity",
+            allowed="finite values under nan_policy='raise'",
+            remedy="Find the overflow (loss scale, learning rate), or choose "
+            "nan_policy='skip' or 'clip'. No table was changed.",
         ) from None
 
 
@@ -198,25 +195,21 @@ def cut(call: Callable[[], T]) -> T:
 def last_epoch() -> InputError:
     """The error for a cut where there is no epoch after the open one."""
     return InputError(
-        describe(
-            "cut",
-            got="the last epoch is open",
-            allowed="at most 2^32 - 2 epochs in the life of a table's rows",
-            remedy="Set the versions of all rows to 1 and load them into new tables.",
-        )
+        "cut",
+        got="the last epoch is open",
+        allowed="at most 2^32 - 2 epochs in the life of a table's rows",
+        remedy="Set the versions of all rows to 1 and load them into new tables.",
     )
 
 
 def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
     """The error for new ids that a table has no room for."""
     return TableFull(
-        describe(
-            f"new ids for table {name!r}",
-            got=f"{wanted} beside {rows} rows",
-            allowed=f"capacity_rows={capacity} in all",
-            remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
-            "rows under live tickets cannot be evicted.",
-        )
+        f"new ids for table {name!r}",
+        got=f"{wanted} beside {rows} rows",
+        allowed=f"capacity_rows={capacity} in all",
+        remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
+        "rows under live tickets cannot be evicted.",
     )
 
 
@@ -239,67 +232,57 @@ def enough_memory(what: str, device: torch.device) -> Iterator[None]:
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         raise OutOfDeviceMemory(
-            describe(
-                f"device memory for {what} on {device}",
-                got=f"{asked[1] if asked else 'more'} wanted",
-                allowed=f"{free:,} bytes free",
-                remedy="Look up smaller batches, keep rows in host memory (a tiered table), or "
-                "give the tables a row budget (capacity_rows with on_full='lru' or 'lfu').",
-            )
+            f"device memory for {what} on {device}",
+            got=f"{asked[1] if asked else 'more'} wanted",
+            allowed=f"{free:,} bytes free",
+            remedy="Look up smaller batches, keep rows in host memory (a tiered table), or "
+            "give the tables a row budget (capacity_rows with on_full='lru' or 'lfu').",
         ) from error
 
 
 def foreign_ticket() -> TicketError:
     """The error for a ticket that ended or belongs elsewhere."""
     return TicketError(
-        describe(
-            "ticket",
-            got="one that ended or that another shard issued",
-            allowed="a live ticket of this shard",
-            remedy="Look the ids up again: a ticket serves one step.",
-        )
+        "ticket",
+        got="one that ended or that another shard issued",
+        allowed="a live ticket of this shard",
+        remedy="Look the ids up again: a ticket serves one step.",
     )
 
 
 def plan_without_offsets() -> ShapeError:
     """The error for a pooled gradient that does not say how it was pooled."""
     return ShapeError(
-        describe(
-            "gradient record",
-            got="a plan without offsets",
-            allowed="plan and offsets together, or neither",
-            remedy="Pass the offsets that gather_pooled was given.",
-        )
+        "gradient record",
+        got="a plan without offsets",
+        allowed="plan and offsets together, or neither",
+        remedy="Pass the offsets that gather_pooled was given.",
     )
 
 
 def second_snapshot() -> InputError:
     """The error for a snapshot while another one is open."""
     return InputError(
-        describe(
-            "snapshot",
-            got="another one is open",
-            allowed="one snapshot of a shard at a time",
-            remedy="Close the other one first.",
-        )
+        "snapshot",
+        got="another one is open",
+        allowed="one snapshot of a shard at a time",
+        remedy="Close the other one first.",
     )
 
 
 def snapshot_since(got: str, allowed: str) -> InputError:
     """The error for a snapshot of what changed since a cursor that is no good."""
     remedy = "Take a full snapshot: since=None."
-    return InputError(describe("snapshot", got=got, allowed=allowed, remedy=remedy))
+    return InputError("snapshot", got=got, allowed=allowed, remedy=remedy)
 
 
 def closed_snapshot() -> InputError:
     """The error for reading a snapshot after its end."""
     return InputError(
-        describe(
-            "snapshot",
-            got="a closed one",
-            allowed="an open one",
-            remedy="Read before close(), or take another.",
-        )
+        "snapshot",
+        got="a closed one",
+        allowed="an open one",
+        remedy="Read before close(), or take another.",
     )
 
 
@@ -318,13 +301,11 @@ def kept(call: Callable[[], T]) -> T:
 def copies_lost(why: str) -> CheckpointError:
     """The error for a snapshot whose copies of changed rows are not whole."""
     return CheckpointError(
-        describe(
-            "snapshot",
-            got=f"rows that training changed could not be kept: {why}",
-            allowed="room for them in the temporary folder",
-            remedy="Point TMPDIR to a folder with room for the rows that change during a "
-            "save, or raise buffer_bytes. The tables are as they should be.",
-        )
+        "snapshot",
+        got=f"rows that training changed could not be kept: {why}",
+        allowed="room for them in the temporary folder",
+        remedy="Point TMPDIR to a folder with room for the rows that change during a "
+        "save, or raise buffer_bytes. The tables are as they should be.",
     )
 
 
@@ -338,10 +319,8 @@ def cleared(call: Callable[[], None], name: str) -> None:
         call()
     except _core.TicketStateError:
         raise TicketError(
-            describe(
-                f"clear of table {name!r}",
-                got="live tickets",
-                allowed="no step in flight",
-                remedy="Call step() or zero_grad() first.",
-            )
+            f"clear of table {name!r}",
+            got="live tickets",
+            allowed="no step in flight",
+            remedy="Call step() or zero_grad() first.",
         ) from None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from shoal.errors import DTypeError, InputError, describe
+from shoal.errors import DTypeError, InputError
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, ChangeFeed, Cursor, Entry, RowChunk, TableStats
 
@@ -391,9 +391,9 @@ def whole(what: str, value: object, low: int, high: int, *, remedy: str) -> None
     """
     if isinstance(value, bool) or not isinstance(value, int):
         got = f"{value!r} of type {type(value).__name__}"
-        raise DTypeError(describe(what, got=got, allowed=f"an int, {low}..{high}", remedy=remedy))
+        raise DTypeError(what, got=got, allowed=f"an int, {low}..{high}", remedy=remedy)
     if not low <= value <= high:
-        raise InputError(describe(what, got=value, allowed=f"{low}..{high}", remedy=remedy))
+        raise InputError(what, got=value, allowed=f"{low}..{high}", remedy=remedy)
 
 
 def event_time(value: object, what: str = "event_time_s") -> None:
@@ -431,12 +431,12 @@ def step(ctx: StepContext) -> None:
     if ctx.nan_policy not in _POLICIES:
         allowed, remedy = ", ".join(_POLICIES), "Name one of them."
         got = repr(ctx.nan_policy)
-        raise InputError(describe("nan_policy", got=got, allowed=allowed, remedy=remedy))
+        raise InputError("nan_policy", got=got, allowed=allowed, remedy=remedy)
     _finite("nan_clip", ctx.nan_clip, "a finite number above 0")
     if ctx.nan_clip <= 0:
         remedy = "Pass what infinities become, say 1.0."
         allowed = "a finite number above 0"
-        raise InputError(describe("nan_clip", got=ctx.nan_clip, allowed=allowed, remedy=remedy))
+        raise InputError("nan_clip", got=ctx.nan_clip, allowed=allowed, remedy=remedy)
     finite_rates(ctx.learning_rates)
 
 
@@ -447,11 +447,11 @@ def _finite(what: str, value: Any, allowed: str) -> None:
     except TypeError:
         got = f"{value!r} of type {type(value).__name__}"
         remedy = "Pass a Python float."
-        raise DTypeError(describe(what, got=got, allowed=allowed, remedy=remedy)) from None
+        raise DTypeError(what, got=got, allowed=allowed, remedy=remedy) from None
     except OverflowError:
         pass
     remedy = "Check the schedule or the setting it comes from."
-    raise InputError(describe(what, got=value, allowed=allowed, remedy=remedy))
+    raise InputError(what, got=value, allowed=allowed, remedy=remedy)
 
 
 HASHES = 1 << 64  # hashes are in [0, HASHES)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
-from shoal.errors import ConfigError, describe, unknown_name
+from shoal.errors import ConfigError, unknown_name
 from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
@@ -40,12 +40,10 @@ class Segment:
     def __post_init__(self) -> None:
         if not _is_whole(self.dim, 1, MAX_DIM):
             raise ConfigError(
-                describe(
-                    f"dim of segment {self.name!r}",
-                    got=repr(self.dim),
-                    allowed=f"an int, 1..{MAX_DIM}",
-                    remedy="Split wider rows over several tables.",
-                )
+                f"dim of segment {self.name!r}",
+                got=repr(self.dim),
+                allowed=f"an int, 1..{MAX_DIM}",
+                remedy="Split wider rows over several tables.",
             )
         self.optimizer.check_dim(self.dim)
 
@@ -91,22 +89,18 @@ class TableSpec:
         self._check_origin()
         if not self.segments:
             raise ConfigError(
-                describe(
-                    f"segments of table {self.name!r}",
-                    got="none",
-                    allowed="one or more",
-                    remedy="Give the table at least one Segment(dim=...).",
-                )
+                f"segments of table {self.name!r}",
+                got="none",
+                allowed="one or more",
+                remedy="Give the table at least one Segment(dim=...).",
             )
         names = [segment.name for segment in self.segments]
         if len(set(names)) != len(names):
             raise ConfigError(
-                describe(
-                    f"segment names of table {self.name!r}",
-                    got=names,
-                    allowed="distinct names",
-                    remedy="Name each segment: Segment(name=..., dim=...).",
-                )
+                f"segment names of table {self.name!r}",
+                got=names,
+                allowed="distinct names",
+                remedy="Name each segment: Segment(name=..., dim=...).",
             )
 
     def _check_limits(self) -> None:
@@ -176,4 +170,4 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(describe(what, got=repr(got), allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)

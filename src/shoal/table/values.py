@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +113,17 @@ class Cursor:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value < limit:
                 raise InputError(
-                    describe(
-                        f"{name} of a cursor",
-                        got=value,
-                        allowed=f"an int in [0, {limit})",
-                        remedy="Use a cursor that `changes` returned, or Cursor().",
-                    )
+                    f"{name} of a cursor",
+                    got=value,
+                    allowed=f"an int in [0, {limit})",
+                    remedy="Use a cursor that `changes` returned, or Cursor().",
                 )
         if self.from_epoch > self.to_epoch:
             raise InputError(
-                describe(
-                    "epochs of a cursor",
-                    got=f"from_epoch={self.from_epoch}, to_epoch={self.to_epoch}",
-                    allowed="from_epoch <= to_epoch",
-                    remedy="Use a cursor that `changes` returned, or Cursor().",
-                )
+                "epochs of a cursor",
+                got=f"from_epoch={self.from_epoch}, to_epoch={self.to_epoch}",
+                allowed="from_epoch <= to_epoch",
+                remedy="Use a cursor that `changes` returned, or Cursor().",
             )
 
     def to_json(self) -> str:
@@ -152,12 +148,10 @@ class Cursor:
 
 def _bad_json(text: str) -> InputError:
     return InputError(
-        describe(
-            "JSON of a cursor",
-            got=text[:200],
-            allowed=f"an object of {', '.join(_INT_LIMITS)}",
-            remedy="Hand in what `Cursor.to_json` returned.",
-        )
+        "JSON of a cursor",
+        got=text[:200],
+        allowed=f"an object of {', '.join(_INT_LIMITS)}",
+        remedy="Hand in what `Cursor.to_json` returned.",
     )
 
 
@@ -229,12 +223,10 @@ def checked_limit(limit: int) -> int:
     """
     if type(limit) is not int or not 1 <= limit < 1 << 31:
         raise InputError(
-            describe(
-                "limit of a page of changes",
-                got=limit,
-                allowed="an int in [1, 2^31)",
-                remedy="Ask for as many rows as fit the buffer they go to.",
-            )
+            "limit of a page of changes",
+            got=limit,
+            allowed="an int in [1, 2^31)",
+            remedy="Ask for as many rows as fit the buffer they go to.",
         )
     return limit
 
@@ -242,12 +234,10 @@ def checked_limit(limit: int) -> int:
 def not_closed(cursor: Cursor) -> InputError:
     """Why a cursor cannot be served whose `to_epoch` no cut has closed."""
     return InputError(
-        describe(
-            "to_epoch of a cursor",
-            got=cursor.to_epoch,
-            allowed="an epoch that a cut has closed",
-            remedy="Call cut() first.",
-        )
+        "to_epoch of a cursor",
+        got=cursor.to_epoch,
+        allowed="an epoch that a cut has closed",
+        remedy="Call cut() first.",
     )
 
 
@@ -259,11 +249,9 @@ def released(epoch: int) -> int:
     """
     if type(epoch) is not int or not 0 <= epoch < 1 << 32:
         raise InputError(
-            describe(
-                "epoch to release",
-                got=epoch,
-                allowed="an int in [0, 2^32), or None",
-                remedy="Pass the smallest from_epoch of all consumers' cursors.",
-            )
+            "epoch to release",
+            got=epoch,
+            allowed="an int in [0, 2^32), or None",
+            remedy="Pass the smallest from_epoch of all consumers' cursors.",
         )
     return epoch

@@ -18,7 +18,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
 from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig
-from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,20 @@ class RunFolder:
         """
         if not self.metrics.is_file():
             raise CheckpointError(
-                describe(
-                    "run folder",
-                    got=f"{self.path} without metrics.json",
-                    allowed="the folder of a finished run",
-                    remedy="Train first: shoal train CONFIG.",
-                )
+                "run folder",
+                got=f"{self.path} without metrics.json",
+                allowed="the folder of a finished run",
+                remedy="Train first: shoal train CONFIG.",
             )
         try:
             figures: dict[str, Any] = json.loads(self.metrics.read_text(encoding="utf-8"))
             dict(figures["models"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(
-                describe(
-                    f"figures of a run in {self.metrics}",
-                    got=f"{type(error).__name__}: {error}",
-                    allowed="the file as the run wrote it",
-                    remedy="Remove it, and continue the run: shoal train CONFIG --resume RUN.",
-                )
+                f"figures of a run in {self.metrics}",
+                got=f"{type(error).__name__}: {error}",
+                allowed="the file as the run wrote it",
+                remedy="Remove it, and continue the run: shoal train CONFIG --resume RUN.",
             ) from error
         return figures
 
@@ -114,12 +110,10 @@ def hold(folder: RunFolder, held: ExitStack) -> None:
     ours = claim(Storage(folder.logs))
     if ours is None:
         raise CheckpointError(
-            describe(
-                "run to go on with",
-                got=f"{folder.path}, which another process is training",
-                allowed="one that ended or was interrupted",
-                remedy="Wait for it, or name another run.",
-            )
+            "run to go on with",
+            got=f"{folder.path}, which another process is training",
+            allowed="one that ended or was interrupted",
+            remedy="Wait for it, or name another run.",
         )
     held.callback(ours.release, keep=False)
 
@@ -144,12 +138,10 @@ def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:
         folder.write_config(config)
     except OSError as error:
         raise ConfigError(
-            describe(
-                "output.dir",
-                got=f"{base} ({error.strerror})",
-                allowed="a folder that can be written",
-                remedy="Set output.dir=FOLDER or SHOAL_OUTPUT_DIR.",
-            )
+            "output.dir",
+            got=f"{base} ({error.strerror})",
+            allowed="a folder that can be written",
+            remedy="Set output.dir=FOLDER or SHOAL_OUTPUT_DIR.",
         ) from error
     return folder
 
@@ -215,12 +207,10 @@ def existing(path: str) -> RunFolder:
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
         raise CheckpointError(
-            describe(
-                "run to go on with",
-                got=f"{path} without config.yaml",
-                allowed="the folder of a run, or latest",
-                remedy="See which folders output.dir has.",
-            )
+            "run to go on with",
+            got=f"{path} without config.yaml",
+            allowed="the folder of a run, or latest",
+            remedy="See which folders output.dir has.",
         )
     return folder
 
@@ -261,12 +251,10 @@ def _made(path: Path) -> bool:
 
 def _untrained(got: str) -> CheckpointError:
     return CheckpointError(
-        describe(
-            "run",
-            got=got,
-            allowed="a run folder, or a config file that was trained with output.save_model=true",
-            remedy="Train first: shoal train CONFIG.",
-        )
+        "run",
+        got=got,
+        allowed="a run folder, or a config file that was trained with output.save_model=true",
+        remedy="Train first: shoal train CONFIG.",
     )
 
 

@@ -19,7 +19,7 @@ from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.rules.schedules import as_rate
@@ -104,12 +104,10 @@ class Learner:
         mesh, settings = ranks.mesh, config.distributed
         if settings.dense == "fsdp2" and config.amp == "float16":
             raise ConfigError(
-                describe(
-                    "amp under distributed.dense=fsdp2",
-                    got="float16, which scales losses",
-                    allowed="none, bfloat16",
-                    remedy="Set amp=bfloat16, or distributed.dense=ddp.",
-                )
+                "amp under distributed.dense=fsdp2",
+                got="float16, which scales losses",
+                allowed="none, bfloat16",
+                remedy="Set amp=bfloat16, or distributed.dense=ddp.",
             )
         if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
             self._moments = mesh.collectives(

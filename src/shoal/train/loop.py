@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from shoal.data import Batch
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
@@ -422,10 +422,8 @@ def _state(
 
 def _no_examples(what: str) -> DataError:
     return DataError(
-        describe(
-            f"{what} examples",
-            got=0,
-            allowed="at least one",
-            remedy="Check data.split and the files of data.source.",
-        )
+        f"{what} examples",
+        got=0,
+        allowed="at least one",
+        remedy="Check data.split and the files of data.source.",
     )

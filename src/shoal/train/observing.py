@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from shoal.config import RunConfig
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.partition import Trip
 from shoal.train.learner import Learner
@@ -218,12 +218,10 @@ def _profiler(folder: str, rank: int) -> torch.profiler.profile:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            describe(
-                "profile",
-                got=f"{folder} ({error.strerror})",
-                allowed="a folder that can be written",
-                remedy="Set profile=FOLDER.",
-            )
+            "profile",
+            got=f"{folder} ({error.strerror})",
+            allowed="a folder that can be written",
+            remedy="Set profile=FOLDER.",
         ) from error
 
     def ready(profile: torch.profiler.profile) -> None:

@@ -19,7 +19,7 @@ from shoal.checkpoint.store import locate
 from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig, from_mapping, to_yaml
 from shoal.config.tree import WarmStartSettings
-from shoal.errors import CheckpointError, ConfigError, describe
+from shoal.errors import CheckpointError, ConfigError
 from shoal.train import folder as folders
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
@@ -44,12 +44,10 @@ def find_warm(settings: WarmStartSettings) -> str:
         newest = folders.checkpoint_of(RunFolder(Path(path)))
         if newest is None:
             raise CheckpointError(
-                describe(
-                    "checkpoint.warm_start",
-                    got=f"{path}, a run without checkpoints",
-                    allowed="a run that saved one, the folder of checkpoints, or one of those",
-                    remedy="Train it with output.save_model=true, or name another.",
-                )
+                "checkpoint.warm_start",
+                got=f"{path}, a run without checkpoints",
+                allowed="a run that saved one, the folder of checkpoints, or one of those",
+                remedy="Train it with output.save_model=true, or name another.",
             )
         return newest
     store, name = locate(Storage(path).url)
@@ -334,12 +332,10 @@ def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
     if differ:
         got = ", ".join(f"{key}={now.get(key)!r}, not {then.get(key)!r}" for key in differ)
         raise ConfigError(
-            describe(
-                f"settings of the run that {what} is of",
-                got=got,
-                allowed="the settings that it was begun with",
-                remedy="Set them back, or start a new run: checkpoint.resume=never.",
-            )
+            f"settings of the run that {what} is of",
+            got=got,
+            allowed="the settings that it was begun with",
+            remedy="Set them back, or start a new run: checkpoint.resume=never.",
         )
 
 
@@ -354,13 +350,11 @@ def _check_data(config: RunConfig, job: Mapping[str, Any], what: str, examples: 
     in_order = config.data.shuffle != "always" and job["course"]["position"] <= then
     if not (in_order and examples > then):
         raise ConfigError(
-            describe(
-                f"examples to train on, of the run that {what} is of",
-                got=examples,
-                allowed=f"the {then} that it was begun with",
-                remedy="Bring the files back as they were, or start a new run with "
-                "checkpoint.resume=never.",
-            )
+            f"examples to train on, of the run that {what} is of",
+            got=examples,
+            allowed=f"the {then} that it was begun with",
+            remedy="Bring the files back as they were, or start a new run with "
+            "checkpoint.resume=never.",
         )
 
 
@@ -378,4 +372,4 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> CheckpointError:
-    return CheckpointError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)

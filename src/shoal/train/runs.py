@@ -21,7 +21,7 @@ from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, RunData, build_parts, open_data
 from shoal.config.tree import LogisticSettings
 from shoal.data import Batch, Loader
-from shoal.errors import ConfigError, DataError, describe
+from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
@@ -109,12 +109,10 @@ def write_predictions(
         partial.replace(path)
     except (OSError, ValueError) as error:  # also a path that no file can have
         raise DataError(
-            describe(
-                "file of predictions",
-                got=f"{path} ({getattr(error, 'strerror', None) or error})",
-                allowed="a path in a folder that exists and can be written",
-                remedy="Choose another with --out.",
-            )
+            "file of predictions",
+            got=f"{path} ({getattr(error, 'strerror', None) or error})",
+            allowed="a path in a folder that exists and can be written",
+            remedy="Choose another with --out.",
         ) from error
     finally:
         with suppress(OSError, ValueError):
@@ -271,12 +269,10 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
         raise ConfigError(
-            describe(
-                "OMP_NUM_THREADS or MKL_NUM_THREADS",
-                got=torch.get_num_threads(),
-                allowed=f"1..{MAX_THREADS}",
-                remedy="Unset it, or set threads.",
-            )
+            "OMP_NUM_THREADS or MKL_NUM_THREADS",
+            got=torch.get_num_threads(),
+            allowed=f"1..{MAX_THREADS}",
+            remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
     data = open_data(config, ranks.share)

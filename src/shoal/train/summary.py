@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.config import RunConfig, to_yaml
 from shoal.data import Batch
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 from shoal.metrics import BinaryMetrics, BinaryResult, log_loss
 from shoal.report import Chart, RunReport, Series
 from shoal.telemetry import human_bytes, human_count
@@ -273,12 +273,10 @@ def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tenso
 
 def _diverged(name: str, examples: int) -> InputError:
     return InputError(
-        describe(
-            f"predictions of {name!r} after {examples} examples",
-            got="NaN or infinity",
-            allowed="finite numbers",
-            remedy="Lower the learning rates, or set clip_norm.",
-        )
+        f"predictions of {name!r} after {examples} examples",
+        got="NaN or infinity",
+        allowed="finite numbers",
+        remedy="Lower the learning rates, or set clip_norm.",
     )
 
 

@@ -20,7 +20,7 @@ from shoal.checkpoint.row_files import RowFileWriter, sketch_path, write_whole
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
-from shoal.errors import CheckpointError, DataError, describe
+from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids
 from shoal.table.shard import HASHES, LAST_VERSION
 from shoal.table.spec import TableSpec
@@ -107,7 +107,7 @@ def need_file(path: Path, allowed: str) -> None:
 
 def malformed(where: object, got: object, allowed: object, remedy: str) -> DataError:
     """Build the error of a foreign file that cannot be read."""
-    return DataError(describe(f"rows of {where}", got=got, allowed=allowed, remedy=remedy))
+    return DataError(f"rows of {where}", got=got, allowed=allowed, remedy=remedy)
 
 
 _RUN_BYTES = 32 << 20
@@ -256,12 +256,10 @@ class CollectedRows:
             rows.tofile(f"{stem}.rows")
         except OSError as error:
             raise CheckpointError(
-                describe(
-                    f"rows on their way, in {self._folder.name}",
-                    got=error.strerror or error,
-                    allowed="room for the weights and state of all rows",
-                    remedy="Set TMPDIR to a folder with more room.",
-                )
+                f"rows on their way, in {self._folder.name}",
+                got=error.strerror or error,
+                allowed="room for the weights and state of all rows",
+                remedy="Set TMPDIR to a folder with more room.",
             ) from error
         mapped = np.memmap(f"{stem}.hashes", dtype=np.uint64, mode="r")
         self._runs[table].append((mapped, Path(f"{stem}.rows")))
@@ -378,12 +376,10 @@ def receive(
     store = CheckpointStore(url)
     if store.storage.files() or store.storage.folders():
         raise CheckpointError(
-            describe(
-                "folder of a new checkpoint",
-                got=f"{store.url}, which is not empty",
-                allowed="a new or empty folder",
-                remedy="Choose another one.",
-            )
+            "folder of a new checkpoint",
+            got=f"{store.url}, which is not empty",
+            allowed="a new or empty folder",
+            remedy="Choose another one.",
         )
     store.storage.make()
     order = {name: index for index, name in enumerate(forms)}

@@ -37,7 +37,7 @@ from shoal.comm.collectives import (
     gathered_objects,
 )
 from shoal.comm.watch import ALIKE, Group
-from shoal.errors import CollectiveFailed, ConfigError, ShapeError, collective_failed, describe
+from shoal.errors import CollectiveFailed, ConfigError, ShapeError, collective_failed
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _create(world_size: int, home: _Home) -> tuple[_core.SharedRegion | None, _O
 def refusal(what: str, got: object, allowed: str) -> ConfigError:
     """Build the error that says why there is no shared memory and what to use instead."""
     remedy = "Use the collectives over torch.distributed."
-    return ConfigError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def _text_of(path: Path) -> str:
@@ -222,12 +222,10 @@ class SharedMemoryCollectives:
         for part in parts:
             if part.send[rank] != part.receive[rank]:
                 raise ShapeError(
-                    describe(
-                        f"rows that rank {rank} receives from itself in {what!r}",
-                        got=part.receive[rank],
-                        allowed=f"what it sends, {part.send[rank]}",
-                        remedy="Give both the same.",
-                    )
+                    f"rows that rank {rank} receives from itself in {what!r}",
+                    got=part.receive[rank],
+                    allowed=f"what it sends, {part.send[rank]}",
+                    remedy="Give both the same.",
                 )
             source = part.data.detach().contiguous()
             shape = source.shape[1:]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.comm.flags import read_flags
 from shoal.comm.launchers import choice, detect, open_mpi, whole
-from shoal.errors import ConfigError, LaunchError, describe
+from shoal.errors import ConfigError, LaunchError
 
 GPUS_PER_NIC = 2
 _ALL_NICS = "mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1,eth0,eth1,eth2,eth3"
@@ -159,12 +159,10 @@ def interface_address(interface: str) -> str:
 def _no_address(interface: str, got: object) -> ConfigError:
     here = ", ".join(name for _, name in socket.if_nameindex())
     return ConfigError(
-        describe(
-            f"IPv4 address of network interface {interface!r}",
-            got=got,
-            allowed=f"an interface of this host that has one, of {here}",
-            remedy="Name it in DMLC_INTERFACE.",
-        )
+        f"IPv4 address of network interface {interface!r}",
+        got=got,
+        allowed=f"an interface of this host that has one, of {here}",
+        remedy="Name it in DMLC_INTERFACE.",
     )
 
 
@@ -177,23 +175,19 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
         launched = detect(environ)
         if launched.launcher == "single":
             raise LaunchError(
-                describe(
-                    "rank and size of the node's environment",
-                    got="no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
-                    allowed="a process started by mpirun, torchrun or srun",
-                    remedy="Start it with mpirun -n <ranks>.",
-                )
+                "rank and size of the node's environment",
+                got="no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
+                allowed="a process started by mpirun, torchrun or srun",
+                remedy="Start it with mpirun -n <ranks>.",
             )
         rank, size, local_size = launched.rank, launched.world_size, launched.local_world_size
     local_size = whole(environ, "BYTEPS_LOCAL_SIZE", local_size or 0)
     if local_size < 1:
         raise LaunchError(
-            describe(
-                "ranks of this node",
-                got=local_size,
-                allowed="OMPI_COMM_WORLD_LOCAL_SIZE or BYTEPS_LOCAL_SIZE, 1 or more",
-                remedy="Set BYTEPS_LOCAL_SIZE to the number of ranks on each node.",
-            )
+            "ranks of this node",
+            got=local_size,
+            allowed="OMPI_COMM_WORLD_LOCAL_SIZE or BYTEPS_LOCAL_SIZE, 1 or more",
+            remedy="Set BYTEPS_LOCAL_SIZE to the number of ranks on each node.",
         )
     return rank, size, local_size
 
@@ -207,12 +201,10 @@ def _nic(environ: Mapping[str, str], local_rank: int) -> tuple[str, dict[str, st
     if read_flags(environ).gdr:
         if not environ.get("BYTEPS_NUMA_ID"):
             raise ConfigError(
-                describe(
-                    "BYTEPS_NUMA_ID",
-                    got="nothing",
-                    allowed="the NUMA node of this rank's card, with the GDR flags",
-                    remedy="Set it per rank, or unset MONOLITH_WITH_BYTEPS_FWD_GDR and _BWD_GDR.",
-                )
+                "BYTEPS_NUMA_ID",
+                got="nothing",
+                allowed="the NUMA node of this rank's card, with the GDR flags",
+                remedy="Set it per rank, or unset MONOLITH_WITH_BYTEPS_FWD_GDR and _BWD_GDR.",
             )
         bound |= {
             "CUDA_VISIBLE_DEVICES": str(local_rank),

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.errors import DTypeError, ShapeError, describe, unknown_name
+from shoal.errors import DTypeError, ShapeError, unknown_name
 from shoal.ops.checks import (
     Length,
     check_grouped,
@@ -217,9 +217,7 @@ def dedup(ids_N: Tensor) -> Dedup:
         ShapeError: not one-dimensional.
     """
     if ids_N.dtype != torch.int64:
-        raise DTypeError(
-            describe("dtype of ids", got=ids_N.dtype, allowed="int64", remedy="Call .long().")
-        )
+        raise DTypeError("dtype of ids", got=ids_N.dtype, allowed="int64", remedy="Call .long().")
     if ids_N.ndim != 1:
         raise _shape_error("ids", tuple(ids_N.shape), "[N]", "Call .flatten().")
     ids_U, inverse_N, counts_U = torch.unique(ids_N, return_inverse=True, return_counts=True)
@@ -412,7 +410,7 @@ def _check(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
 
 
 def _shape_error(what: str, got: object, allowed: str, remedy: str) -> ShapeError:
-    return ShapeError(describe(what, got=got, allowed=allowed, remedy=remedy))
+    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def fused_sorted_segment_sum(

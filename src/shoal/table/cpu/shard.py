@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import ConfigError, InputError, describe
+from shoal.errors import ConfigError, InputError
 from shoal.table import checks, native, rows, shard
 from shoal.table import native as refusals
 from shoal.table.cpu.snapshot import CpuSnapshot
@@ -110,12 +110,10 @@ def resumed(core: Any, epoch: int) -> Cursor:
         return Cursor(*core.resume(epoch))
     except ValueError as error:
         raise InputError(
-            describe(
-                "epoch to resume at",
-                got=epoch,
-                allowed="at least the version of every row",
-                remedy=remedy,
-            )
+            "epoch to resume at",
+            got=epoch,
+            allowed="at least the version of every row",
+            remedy=remedy,
         ) from error
 
 
@@ -323,12 +321,10 @@ class CpuShard(CpuUpkeep):
         checks.seed(seed)
         if threads is not None and not 1 <= threads <= MAX_THREADS:
             raise ConfigError(
-                describe(
-                    "threads of a CPU shard",
-                    got=threads,
-                    allowed=f"None or 1..{MAX_THREADS}",
-                    remedy="Leave it out to follow torch.get_num_threads().",
-                )
+                "threads of a CPU shard",
+                got=threads,
+                allowed=f"None or 1..{MAX_THREADS}",
+                remedy="Leave it out to follow torch.get_num_threads().",
             )
         super().__init__(specs, _core.Shard([table_dict(spec, seed) for spec in specs]), threads)
         self._seed = seed

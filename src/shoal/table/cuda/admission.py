@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError, describe
+from shoal.errors import ShapeError
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_sights
@@ -209,12 +209,10 @@ class Sights:
         expected = 0 if sketch is None else sketch.nbytes
         if len(state.cells) != expected:
             raise ShapeError(
-                describe(
-                    f"admission counters of table {self._names[table]!r}",
-                    got=f"a sketch of {len(state.cells)} bytes",
-                    allowed=f"{expected} bytes",
-                    remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
-                )
+                f"admission counters of table {self._names[table]!r}",
+                got=f"a sketch of {len(state.cells)} bytes",
+                allowed=f"{expected} bytes",
+                remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
             )
         if sketch is not None:
             sketch.copy_(torch.frombuffer(bytearray(state.cells), dtype=torch.int32))

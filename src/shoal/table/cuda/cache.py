@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.errors import OutOfDeviceMemory, describe
+from shoal.errors import OutOfDeviceMemory
 from shoal.kernels import cache
 from shoal.kernels.cache import CacheMaps, Pool
 from shoal.kernels.gradients import Runs
@@ -173,12 +173,10 @@ class RowCache:
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self._device)[0]
             raise OutOfDeviceMemory(
-                describe(
-                    "device cache of a tiered shard",
-                    got=f"{sum(sizes)} bytes wanted, {free} free on {self._device}",
-                    allowed="what the device has free",
-                    remedy="Give it fewer cache_bytes, or use smaller batches.",
-                )
+                "device cache of a tiered shard",
+                got=f"{sum(sizes)} bytes wanted, {free} free on {self._device}",
+                allowed="what the device has free",
+                remedy="Give it fewer cache_bytes, or use smaller batches.",
             ) from error
 
     def _follow(self) -> None:

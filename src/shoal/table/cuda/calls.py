@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError, ShapeError, describe
+from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.kernels.gradients import GradSlice, PooledGroup
 from shoal.kernels.launch import retire, staged
 from shoal.kernels.pool import PoolLines, PoolPiece, pool_lines
@@ -298,12 +298,10 @@ def check_counts(shape: CallShape, counts_N: Tensor | None, device: torch.device
         raise _placed("counts", counts_N, str(device))
     if counts_N.shape != (shape.splits[-1],) or not counts_N.is_contiguous():
         raise ShapeError(
-            describe(
-                "counts",
-                got=tuple(counts_N.shape),
-                allowed=f"one per id, {shape.splits[-1]}",
-                remedy="Leave counts out when each position stands for one sight.",
-            )
+            "counts",
+            got=tuple(counts_N.shape),
+            allowed=f"one per id, {shape.splits[-1]}",
+            remedy="Leave counts out when each position stands for one sight.",
         )
 
 
@@ -322,12 +320,10 @@ def check_bags(
     count, cells = len(shape.tables), offsets_GB1.numel() - 1
     if cells < 0 or (cells if count == 0 else cells % count):
         raise ShapeError(
-            describe(
-                "offsets",
-                got=f"{offsets_GB1.numel()} values for {count} groups",
-                allowed="G * B + 1",
-                remedy="Concatenate one row of B lengths per group, then take the running sum.",
-            )
+            "offsets",
+            got=f"{offsets_GB1.numel()} values for {count} groups",
+            allowed="G * B + 1",
+            remedy="Concatenate one row of B lengths per group, then take the running sum.",
         )
     n = shape.splits[-1]
     if weights_N is not None and (
@@ -337,12 +333,10 @@ def check_bags(
         or weights_N.device != device
     ):
         raise ShapeError(
-            describe(
-                "weights of ids",
-                got=f"{weights_N.dtype} {tuple(weights_N.shape)} on {weights_N.device}",
-                allowed=f"contiguous torch.float32 ({n},) on {device}",
-                remedy="Give one float32 weight per id.",
-            )
+            "weights of ids",
+            got=f"{weights_N.dtype} {tuple(weights_N.shape)} on {weights_N.device}",
+            allowed=f"contiguous torch.float32 ({n},) on {device}",
+            remedy="Give one float32 weight per id.",
         )
     return cells // count if count else 0
 
@@ -350,44 +344,36 @@ def check_bags(
 def _check_flat(what: str, value: Tensor) -> None:
     if value.dim() != 1 or not value.is_contiguous():
         raise ShapeError(
-            describe(
-                what,
-                got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
-                allowed="one contiguous dimension",
-                remedy="Flatten with .reshape(-1).contiguous().",
-            )
+            what,
+            got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
+            allowed="one contiguous dimension",
+            remedy="Flatten with .reshape(-1).contiguous().",
         )
 
 
 def _placed(what: str, got: Tensor, where: str, dtype: torch.dtype = torch.int64) -> DTypeError:
     return DTypeError(
-        describe(
-            what,
-            got=f"{got.dtype} on {got.device}",
-            allowed=f"{dtype} on {where}",
-            remedy=f"Convert with .to({where!r}, {dtype}).",
-        )
+        what,
+        got=f"{got.dtype} on {got.device}",
+        allowed=f"{dtype} on {where}",
+        remedy=f"Convert with .to({where!r}, {dtype}).",
     )
 
 
 def _typed(splits_G1: Tensor, tables_G: Tensor) -> ShapeError:
     return ShapeError(
-        describe(
-            "groups",
-            got=f"splits of {splits_G1.dtype}, tables of {tables_G.dtype}",
-            allowed="int64 splits and int32 table indices",
-            remedy="Give each group of ids one table index.",
-        )
+        "groups",
+        got=f"splits of {splits_G1.dtype}, tables of {tables_G.dtype}",
+        allowed="int64 splits and int32 table indices",
+        remedy="Give each group of ids one table index.",
     )
 
 
 def _unfit(splits: Sequence[int], tables: Sequence[int], known: int, ids: int | None) -> InputError:
     rest = "" if ids is None else f", {ids} ids"
     return ShapeError(
-        describe(
-            "groups",
-            got=f"splits {list(splits)[:8]}, tables {list(tables)[:8]}{rest}",
-            allowed=f"G + 1 splits rising from 0 to the number of ids, tables 0..{known - 1}",
-            remedy="Build the splits as a running sum of group sizes.",
-        )
+        "groups",
+        got=f"splits {list(splits)[:8]}, tables {list(tables)[:8]}{rest}",
+        allowed=f"G + 1 splits rising from 0 to the number of ids, tables 0..{known - 1}",
+        remedy="Build the splits as a running sum of group sizes.",
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import DeviceUnavailable, NonFiniteGradient, describe
+from shoal.errors import DeviceUnavailable, NonFiniteGradient
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import COUNT_ALARMED, CallGroups, ShardLayout
 from shoal.table import checks, native
@@ -209,13 +209,11 @@ class CudaCore:
         if new:
             worst = self._specs[int(np.argmax(found_K))].name
             raise NonFiniteGradient(
-                describe(
-                    "gradient",
-                    got=f"NaN or infinity for {new} rows, most ever in table {worst!r}",
-                    allowed="finite values under nan_policy='raise'",
-                    remedy="Find the overflow (loss scale, learning rate), or choose "
-                    "nan_policy='skip' or 'clip'. Those rows were left as they were.",
-                )
+                "gradient",
+                got=f"NaN or infinity for {new} rows, most ever in table {worst!r}",
+                allowed="finite values under nan_policy='raise'",
+                remedy="Find the overflow (loss scale, learning rate), or choose "
+                "nan_policy='skip' or 'clip'. Those rows were left as they were.",
             )
 
     def _call(self, groups: IdGroups) -> tuple[CallShape, CallGroups]:
@@ -262,12 +260,10 @@ def _placed(device: torch.device) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
-                describe(
-                    "device of a GPU shard",
-                    got=str(device),
-                    allowed="a CUDA device that torch sees",
-                    remedy="Use device='cpu', or install a CUDA build of torch on a GPU machine.",
-                )
+                "device of a GPU shard",
+                got=str(device),
+                allowed="a CUDA device that torch sees",
+                remedy="Use device='cpu', or install a CUDA build of torch on a GPU machine.",
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.device("cuda", index)
@@ -276,10 +272,8 @@ def _placed(device: torch.device) -> torch.device:
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return device
     raise DeviceUnavailable(
-        describe(
-            "device of a GPU shard",
-            got=str(device),
-            allowed="cuda, or cpu where Triton interprets its kernels",
-            remedy="Use CpuShard, or set TRITON_INTERPRET=1 before triton is imported.",
-        )
+        "device of a GPU shard",
+        got=str(device),
+        allowed="cuda, or cpu where Triton interprets its kernels",
+        remedy="Use CpuShard, or set TRITON_INTERPRET=1 before triton is imported.",
     )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.errors import OutOfDeviceMemory, describe
+from shoal.errors import OutOfDeviceMemory
 from shoal.ids import salt, to_signed
 from shoal.kernels import index
 from shoal.kernels.launch import retire, sent
@@ -92,14 +92,12 @@ class PageLocked:
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         except RuntimeError as error:  # torch.OutOfMemoryError is one, too
             raise OutOfDeviceMemory(
-                describe(
-                    "page-locked host memory for rows of a tiered shard",
-                    got=f"{size} bytes wanted, {self.bytes_held} held, {_reason(error)}",
-                    allowed="what the system lets a process lock",
-                    remedy="Free host memory, raise the limit of locked memory (ulimit -l, or the "
-                    "container's), give the tables a row budget (capacity_rows with "
-                    "on_full='lru'), or spread them over more processes.",
-                )
+                "page-locked host memory for rows of a tiered shard",
+                got=f"{size} bytes wanted, {self.bytes_held} held, {_reason(error)}",
+                allowed="what the system lets a process lock",
+                remedy="Free host memory, raise the limit of locked memory (ulimit -l, or the "
+                "container's), give the tables a row budget (capacity_rows with "
+                "on_full='lru'), or spread them over more processes.",
             ) from error
 
 
@@ -484,13 +482,11 @@ class DeviceMemory:
         if self._chunks + more <= MOST_CHUNKS:
             return
         raise OutOfDeviceMemory(
-            describe(
-                "chunks of rows of a GPU shard",
-                got=f"{more} wanted beside {self._chunks}",
-                allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
-                remedy="Spread the tables over more shards, or give them a row budget "
-                "(capacity_rows with on_full='lru' or 'lfu').",
-            )
+            "chunks of rows of a GPU shard",
+            got=f"{more} wanted beside {self._chunks}",
+            allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
+            remedy="Spread the tables over more shards, or give them a row budget "
+            "(capacity_rows with on_full='lru' or 'lfu').",
         )
 
     def _allocated(self, growth: Growth, first: int) -> Part:

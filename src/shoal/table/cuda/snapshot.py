@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.errors import InputError, describe
+from shoal.errors import InputError
 from shoal.kernels.history import still_stamped
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.rows import read_ids, read_metadata, read_values
@@ -95,9 +95,7 @@ class CudaSnapshots(CudaChanges):
             later = self._changed(self._whole(range(len(self._specs))), (epoch, _ALL), 1)[0]
             if any(len(handles_R) for handles_R in later):
                 allowed = "at least the version of every row"
-                raise InputError(
-                    describe("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
-                )
+                raise InputError("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
             self._epoch = max(self._epoch, epoch + 1)
             self._incarnation = drawn_incarnation()
             # Whoever resumes holds what is here now: deletions of before are none of its concern.

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.kernels.gradients import Runs
 from shoal.kernels.tables import CallGroups
 from shoal.table.cuda.cache import CachedForm, CachePolicy, CacheStats, RowCache
@@ -248,19 +248,15 @@ class TieredShard(CudaShard):
 def _check(cache_bytes: object, policy: object) -> None:
     if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
         raise ConfigError(
-            describe(
-                "cache_bytes of a tiered shard",
-                got=repr(cache_bytes),
-                allowed="an int, 0 or more",
-                remedy="Give the device memory to use for rows; 0 keeps none between batches.",
-            )
+            "cache_bytes of a tiered shard",
+            got=repr(cache_bytes),
+            allowed="an int, 0 or more",
+            remedy="Give the device memory to use for rows; 0 keeps none between batches.",
         )
     if policy not in get_args(CachePolicy):
         raise ConfigError(
-            describe(
-                "policy of a tiered shard",
-                got=repr(policy),
-                allowed=", ".join(get_args(CachePolicy)),
-                remedy="Name one of them.",
-            )
+            "policy of a tiered shard",
+            got=repr(policy),
+            allowed=", ".join(get_args(CachePolicy)),
+            remedy="Name one of them.",
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import TicketError, describe
+from shoal.errors import TicketError
 from shoal.kernels import index as table_erase
 from shoal.kernels.history import pin_marks
 from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_values, write_weights
@@ -256,12 +256,10 @@ class CudaUpkeep(CudaWrite):
             name = self._specs[table].name
             if any(table in ticket.shape.tables for ticket in self._live_tickets()):
                 raise TicketError(
-                    describe(
-                        f"clear of table {name!r}",
-                        got="live tickets",
-                        allowed="no step in flight",
-                        remedy="Call step() or zero_grad() first.",
-                    )
+                    f"clear of table {name!r}",
+                    got="live tickets",
+                    allowed="no step in flight",
+                    remedy="Call step() or zero_grad() first.",
                 )
             if self._open_snapshot() is not None:
                 self._settled()

@@ -16,7 +16,7 @@ import ops_measure
 import ops_plan
 import ops_work
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 MODES = ("sum", "mean", "sqrtn", "l2")
 DIMS = (16, 64, 128)
 NAMES = (

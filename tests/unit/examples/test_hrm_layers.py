@@ -10,7 +10,7 @@ import pytest
 
 import shoal
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hrm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "hrm"
 FILES = sorted(EXAMPLE.rglob("*.py"))
 # Rooms that the documentation names as they are, beside what `shoal` itself has.
 ROOMS = {

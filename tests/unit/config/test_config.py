@@ -16,8 +16,8 @@ from shoal.rules import initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 
-FLIGHTS = Path(__file__).parents[2] / "examples" / "flights.yaml"
-GOLDEN = Path(__file__).parents[1] / "golden"
+FLIGHTS = Path(__file__).parents[3] / "examples" / "flights.yaml"
+GOLDEN = Path(__file__).parents[2] / "golden"
 OFFERED = ("user", "item", "history")
 
 MINIMAL = {"name": "tiny", "data": {"source": "synthetic"}}

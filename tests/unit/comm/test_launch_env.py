@@ -426,7 +426,7 @@ def test_a_benchmark_must_be_chosen(environ: dict[str, str]) -> None:
 
 
 def test_documentation_names_every_variable() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-monolith.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-monolith.md").read_text()
     for flag in FLAGS.values():
         values = ", ".join(map(str, flag.allowed))
         assert f"| {flag.variable} | {flag.default} | {values} | {flag.here} |" in page

@@ -221,7 +221,7 @@ def test_what_the_core_is_told(law: Initializer, kind: str, params: tuple[float,
 
 
 def test_the_core_and_the_reference_hold_the_same_quantiles() -> None:
-    text = (Path(__file__).parents[2] / "csrc" / "quantiles.inc").read_text()
+    text = (Path(__file__).parents[3] / "csrc" / "quantiles.inc").read_text()
     arrays = [
         np.array([float.fromhex(word) for word in re.findall(r"(-?0x[\dA-Fa-f.]+p[+-]\d+)f", part)])
         for part in text.split("TRUNCATED_QUANTILES")

@@ -11,7 +11,7 @@ import pytest
 
 from support.gathering import gathered
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 # package -> the file that collects it
 COLLECTED = {
     "parity/distribution_ops": "parity/test_distribution_ops.py",

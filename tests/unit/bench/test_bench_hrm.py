@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[2] / "bench" / "hrm.py"
+FILE = Path(__file__).resolve().parents[3] / "bench" / "hrm.py"
 
 
 def bench() -> Any:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 ROW_KEYS = {"case", "unit", "ours", "peer", "peer_value", "ratio", "bar", "limit_fraction"}
 STEPS = ("Adagrad step vs fbgemm", "Adagrad step vs torch_adagrad", "Adam step vs torch_adam")
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal import ops
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "ops.md").read_text()
 PAIRS = ROOT / "tests" / "parity" / "distribution_ops"
 MONOLITH = [

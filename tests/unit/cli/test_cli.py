@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 FLIGHTS = "examples/flights.yaml"
 

@@ -16,7 +16,7 @@ import harness
 import plan_gpu
 import table_gpu
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 # name: (bar, stretch) in the row's unit; for the pooled step times as fast as the peer
 ASKED = {
     "find and copy out, load 0.75, D=8": (5.5, 7.5),
