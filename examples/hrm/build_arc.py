@@ -24,7 +24,7 @@ from hrm.arc import SIDE, VOCAB, Pair, Task, augmentations, read_tasks, to_pages
 from hrm.dataset import BLANK, write_split
 from hrm.ranks import program
 from hrm.set_builder import SetBuilder
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 
 __all__ = ["main"]
 
@@ -122,11 +122,11 @@ def _build(asked: argparse.Namespace, builder: _Builder) -> None:
 def _only_once(known: dict[str, str], name: str, path: str) -> None:
     if name in known:
         raise DataError(
-                f"task {name!r}",
-                got=f"in {known[name]} and {path}",
-                allowed="a name of its own for each task",
-                remedy="Give each file once; a task may not be trained on and tested, too.",
-            )
+            f"task {name!r}",
+            got=f"in {known[name]} and {path}",
+            allowed="a name of its own for each task",
+            remedy="Give each file once; a task may not be trained on and tested, too.",
+        )
     known[name] = path
 
 

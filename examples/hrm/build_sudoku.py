@@ -24,7 +24,7 @@ from hrm.ranks import program
 from hrm.set_builder import SetBuilder
 from hrm.sudoku_source import Rated, generated, listed, read_list
 from hrm.sudoku_symmetry import random_images
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 
 __all__ = ["main"]
 
@@ -105,12 +105,12 @@ def _split(
     short = {split: len(part) for split, part in parts.items() if len(part) < wanted[split]}
     if short:
         raise DataError(
-                "puzzles of different classes",
-                got=f"{short}; left out {left_out}",
-                allowed=f"{wanted}",
-                remedy="Ask for fewer (--train, --test), give longer lists, or on small boards "
-                "more clues to choose from (--clues) and --disjoint puzzle.",
-            )
+            "puzzles of different classes",
+            got=f"{short}; left out {left_out}",
+            allowed=f"{wanted}",
+            remedy="Ask for fewer (--train, --test), give longer lists, or on small boards "
+            "more clues to choose from (--clues) and --disjoint puzzle.",
+        )
     return parts, left_out
 
 

@@ -20,7 +20,7 @@ from hrm.drawing import INK, MUTED, PALETTE, Cell, grid, svg, text
 from hrm.evaluating import make_places, opened
 from hrm.ranks import joined, program
 from hrm.settings import read_evaluate
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["Solving", "main", "picture"]
 
@@ -95,11 +95,11 @@ def _chosen(found: Sequence[Solving], numbers: Sequence[str]) -> Solving:
     if numbers:
         if not numbers[-1].isdigit() or int(numbers[-1]) >= len(found):
             raise ConfigError(
-                    "example",
-                    got=numbers[-1],
-                    allowed=f"0..{len(found) - 1}",
-                    remedy="Leave it out to have one chosen.",
-                )
+                "example",
+                got=numbers[-1],
+                allowed=f"0..{len(found) - 1}",
+                remedy="Leave it out to have one chosen.",
+            )
         return found[int(numbers[-1])]
     telling = [one for one in found if one.exact_M[-1] and not one.exact_M[0]]
     return max(telling, key=lambda one: int((~one.exact_M).sum()), default=found[0])
@@ -115,11 +115,11 @@ def picture(one: Solving) -> str:
     box = math.isqrt(n)
     if box**4 != len(one.asked_S):
         raise ConfigError(
-                "puzzle to draw",
-                got=f"{len(one.asked_S)} cells",
-                allowed="a Sudoku of 4 x 4 or 9 x 9",
-                remedy="Name a run on data of build_sudoku.py.",
-            )
+            "puzzle to draw",
+            got=f"{len(one.asked_S)} cells",
+            allowed="a Sudoku of 4 x 4 or 9 x 9",
+            remedy="Name a run on data of build_sudoku.py.",
+        )
     side = 22 if n == 4 else 16
     wide, high = n * side + 22, n * side + 46
     frames = [("puzzle", "", _cells(one, one.asked_S, n))]

@@ -18,7 +18,9 @@ def address(tensor: Tensor) -> int:
     """
     try:
         # A subclass that dispatches by itself (fake, functional, nested) need not have values.
-        if tensor.is_cpu and type(tensor).__torch_dispatch__ is _PLAIN and tensor.is_contiguous():
+        kind = type(tensor)
+        plain = kind is Tensor or kind.__torch_dispatch__ is _PLAIN
+        if plain and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
             found = tensor.data_ptr()
             if found or not tensor.numel():
                 return found
@@ -33,7 +35,8 @@ def check_dense(what: str, tensor: Tensor) -> None:
     Raises:
         DTypeError: it is sparse, nested, quantised, of another library, or no tensor.
     """
-    if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_quantized:
+    is_tensor = type(tensor) is Tensor or isinstance(tensor, Tensor)
+    if is_tensor and tensor.layout is torch.strided and not tensor.is_quantized:
         return
     got = f"a {type(tensor).__name__} {getattr(tensor, 'layout', '')}".rstrip()
     remedy = "Convert with torch.from_numpy, .to_dense() or .dequantize()."
@@ -45,6 +48,6 @@ def _without_values(tensor: Tensor) -> DTypeError:
         "tensor",
         got=f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout} on {tensor.device}",
         allowed="dense, contiguous tensors with values in CPU memory",
-        remedy="Convert with .to_dense(), .contiguous() or .cpu(); call outside of "
-        "FakeTensorMode and of torch.func's transforms, where tensors have no values.",
+        remedy="Convert with .to_dense(), .contiguous(), .resolve_neg() or .cpu(); call outside "
+        "of FakeTensorMode and of torch.func's transforms, where tensors have no values.",
     )

@@ -187,9 +187,10 @@ class TensorBoard:
         purge = None if go_on_after is None else go_on_after + 1
         self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge)
         # What its thread fails with is raised by the next write; the thread need not print it.
-        events: Any = self._writer.file_writer
-        thread = events.event_writer._async_writer._worker
-        thread._invoke_excepthook = lambda thread: None
+        with suppress(AttributeError):  # another version keeps its thread elsewhere
+            events: Any = self._writer.file_writer
+            thread = events.event_writer._async_writer._worker
+            thread._invoke_excepthook = lambda thread: None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""

@@ -22,6 +22,7 @@ def uncompiled(target: Marked) -> Marked:
     costs every call something; this costs neither.
     """
     for made in vars(target).values() if isinstance(target, type) else (target,):
+        made = made.fget if isinstance(made, property) else getattr(made, "__func__", made)
         if isinstance(made, FunctionType):
             # The code of a decorator's wrapper is not ours alone.
             marked: tuple[Any, ...] = (made, inspect.unwrap(made))

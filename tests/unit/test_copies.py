@@ -191,8 +191,10 @@ def test_what_cannot_be_copied_says_what_to_do(how: Callable[[Any], Any]) -> Non
     sparse = SparseOptimizer(owner := collection())
     joint = JointOptimizer([sparse])
     pipeline = create_train_pipeline(owner, sparse, lambda out, batch: out["f"].sum())
-    for value in (sparse, joint, sparse.proxies[0], pipeline):
-        with pytest.raises((errors.ConfigError, TypeError), match=r"allowed: .*\. [A-Z]"):
+    rows = table()
+    parts = (rows.find_or_init([1]), rows.shard.snapshot())
+    for value in (sparse, joint, sparse.proxies[0], pipeline, *parts):
+        with pytest.raises((errors.ShoalError, TypeError), match=r"allowed: .*\. [A-Z]"):
             how(value)
 
 

@@ -143,8 +143,8 @@ def test_each_distinct_string_is_hashed_once(monkeypatch: pytest.MonkeyPatch) ->
     import shoal.ids
 
     calls: list[object] = []
-    hashed = shoal.fid._hash
-    monkeypatch.setattr(shoal.fid, "_hash", lambda text: calls.append(text) or hashed(text))
+    hashed = shoal.ids._hash
+    monkeypatch.setattr(shoal.ids, "_hash", lambda text: calls.append(text) or hashed(text))
     hash_strings(["x", "y", "x"] * 100)
     assert sorted(calls) == ["x", "y"]  # type: ignore[type-var]
 

@@ -128,6 +128,18 @@ def test_verbs_of_a_table_in_a_compiled_function() -> None:
         assert torch.equal(compiled(torch.arange(size), rows), rows * 2 + 1)
 
 
+def test_a_ticket_in_a_compiled_function() -> None:
+    table = Net().rows.table("t")
+
+    def admitted(ids: Tensor) -> tuple[Tensor, Tensor]:
+        ticket = table.find_or_init(ids)
+        return table.gather(ticket) * 2, ticket.admitted_N
+
+    rows, flags = torch.compile(admitted, backend="eager")(torch.arange(3))
+    assert flags.all()
+    assert torch.equal(rows, table.lookup(torch.arange(3)) * 2)
+
+
 def test_the_dense_part_exports_and_the_collection_says_why_it_does_not() -> None:
     net = Net()
     outputs = torch.cat([*net.rows(batch(3)).values()], dim=1)

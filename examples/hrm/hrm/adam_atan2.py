@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["AdamATan2"]
 
@@ -41,11 +41,11 @@ class AdamATan2(torch.optim.Optimizer):
     ) -> None:
         if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ConfigError(
-                    "AdamATan2",
-                    got=f"lr={lr}, betas={betas}, weight_decay={weight_decay}",
-                    allowed="lr and weight_decay of at least 0, betas in [0, 1)",
-                    remedy="Start from lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1.",
-                )
+                "AdamATan2",
+                got=f"lr={lr}, betas={betas}, weight_decay={weight_decay}",
+                allowed="lr and weight_decay of at least 0, betas in [0, 1)",
+                remedy="Start from lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1.",
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hrm.dihedral import COUNT, dihedral, undo
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 
 __all__ = [
     "COLOURS",

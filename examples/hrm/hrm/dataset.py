@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 
 __all__ = [
     "BLANK",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 
 __all__ = ["ParameterAverage"]
 
@@ -60,10 +60,10 @@ class ParameterAverage:
         """
         if set(state) != set(self._mean):
             raise CheckpointError(
-                    "averaged parameters",
-                    got=f"others: {sorted(set(state) ^ set(self._mean))}",
-                    allowed="those of the model",
-                    remedy="Build the model that the average was saved of.",
-                )
+                "averaged parameters",
+                got=f"others: {sorted(set(state) ^ set(self._mean))}",
+                allowed="those of the model",
+                remedy="Build the model that the average was saved of.",
+            )
         for name, value in state.items():
             self._mean[name].copy_(value)

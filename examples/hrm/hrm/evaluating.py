@@ -18,7 +18,7 @@ from hrm.saving import load_learner, peek
 from hrm.settings import EvaluateConfig, PretrainConfig
 from shoal import comm
 from shoal.config import as_first_rank, validate
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["evaluate", "make_places", "opened"]
 
@@ -63,11 +63,11 @@ def make_places(config: EvaluateConfig) -> None:
             part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-                "folder to write to",
-                got=str(error),
-                allowed="one that is there or can be made",
-                remedy="Correct output or save_outputs_to.",
-            ) from error
+            "folder to write to",
+            got=str(error),
+            allowed="one that is there or can be made",
+            remedy="Correct output or save_outputs_to.",
+        ) from error
 
 
 def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatches]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hrm.dihedral import COUNT, dihedral
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["CHARSET", "Maze", "canonical_maze", "make_maze", "shortest_paths", "to_tokens"]
 
@@ -71,11 +71,11 @@ def make_maze(
         if distance[goal] >= max(min_length, 2) and ways[goal] == 1:
             return _drawn(walls, start, goal, distance)
     raise ConfigError(
-            "min_length of mazes",
-            got=f"{min_length} in {n} x {n}",
-            allowed="what one in a thousand mazes has",
-            remedy="Ask for shorter paths, fewer loops or larger mazes.",
-        )
+        "min_length of mazes",
+        got=f"{min_length} in {n} x {n}",
+        allowed="what one in a thousand mazes has",
+        remedy="Ask for shorter paths, fewer loops or larger mazes.",
+    )
 
 
 def _carve(rng: np.random.Generator, n: int, loops: float) -> Walls:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["GradientSpan", "Mixer", "ModelConfig", "Positions"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hrm.settings import PretrainConfig
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.telemetry import FanOut, JsonLines, ScalarSink, TensorBoard, has_tensorboard
 
 __all__ = ["Pace", "RunLog", "Tally", "shown"]
@@ -129,11 +129,11 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-                f"folder of logs {folder}",
-                got=str(error),
-                allowed="one that is there or can be made",
-                remedy="Set checkpoint_path or log_path.",
-            ) from error
+            f"folder of logs {folder}",
+            got=str(error),
+            allowed="one that is there or can be made",
+            remedy="Set checkpoint_path or log_path.",
+        ) from error
 
 
 class _WeightsAndBiases:
@@ -166,11 +166,11 @@ def check_wandb() -> None:
     """Raise a ConfigError where wandb is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-                "wandb",
-                got="true, and no wandb package",
-                allowed="an installation with wandb",
-                remedy="pip install wandb, or leave it out: log.jsonl has the same figures.",
-            )
+            "wandb",
+            got="true, and no wandb package",
+            allowed="an installation with wandb",
+            remedy="pip install wandb, or leave it out: log.jsonl has the same figures.",
+        )
 
 
 def shown(figures: Mapping[str, float]) -> str:

@@ -21,7 +21,7 @@ from hrm.schedule import total_steps
 from hrm.settings import PretrainConfig
 from shoal import comm
 from shoal.config import as_first_rank, to_yaml
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 from shoal.telemetry import human_count
 
 if TYPE_CHECKING:
@@ -337,11 +337,11 @@ def _planned_steps(config: PretrainConfig, data: PuzzleData) -> int:
     examples = config.interval * meta.total_groups * meta.mean_puzzle_examples
     if examples < config.global_batch_size:
         raise ConfigError(
-                "examples between two evaluations",
-                got=f"{examples:.0f}: {config.interval} epochs of {meta.total_groups} groups",
-                allowed=f"one batch of {config.global_batch_size} at least",
-                remedy="Raise eval_interval (and epochs), or lower global_batch_size.",
-            )
+            "examples between two evaluations",
+            got=f"{examples:.0f}: {config.interval} epochs of {meta.total_groups} groups",
+            allowed=f"one batch of {config.global_batch_size} at least",
+            remedy="Raise eval_interval (and epochs), or lower global_batch_size.",
+        )
     return total_steps(
         config.epochs, meta.total_groups, meta.mean_puzzle_examples, config.global_batch_size
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hrm.carry import IGNORE, Batch
 from hrm.dataset import PuzzleData, PuzzleSet
-from shoal.errors import CheckpointError, ConfigError, DataError, describe
+from shoal.errors import CheckpointError, ConfigError, DataError
 
 __all__ = ["Share", "TestBatches", "TestWindow", "TrainSampler"]
 
@@ -41,11 +41,11 @@ class Share:
         if self.global_batch < 1 or self.global_batch % self.world_size:
             near = max(1, round(self.global_batch / self.world_size)) * self.world_size
             raise ConfigError(
-                    "global_batch_size",
-                    got=f"{self.global_batch} on {self.world_size} ranks",
-                    allowed=f"a multiple of {self.world_size}",
-                    remedy=f"Set global_batch_size={near}, or start another number of ranks.",
-                )
+                "global_batch_size",
+                got=f"{self.global_batch} on {self.world_size} ranks",
+                allowed=f"a multiple of {self.world_size}",
+                remedy=f"Set global_batch_size={near}, or start another number of ranks.",
+            )
 
     @property
     def count(self) -> int:
@@ -90,11 +90,11 @@ class TrainSampler:
     ) -> None:
         if len(data.sets) != 1:
             raise DataError(
-                    f"training data at {data.path}",
-                    got=f"sets {sorted(data.sets)}",
-                    allowed="one set",
-                    remedy="Train on one set; several may be evaluated.",
-                )
+                f"training data at {data.path}",
+                got=f"sets {sorted(data.sets)}",
+                allowed="one set",
+                remedy="Train on one set; several may be evaluated.",
+            )
         self.data, self.share, self.seed = data, share, seed
         self.epochs_per_iteration = epochs_per_iteration
         self._set = next(iter(data.sets.values()))
@@ -194,11 +194,11 @@ class TrainSampler:
         other = [f"{name}={state.get(name)}" for name in fixed if state.get(name) != own[name]]
         if other:
             raise CheckpointError(
-                    "state of the sampler",
-                    got=", ".join(other),
-                    allowed=", ".join(f"{name}={own[name]}" for name in fixed),
-                    remedy="Resume with the data and settings that the run began with.",
-                )
+                "state of the sampler",
+                got=", ".join(other),
+                allowed=", ".join(f"{name}={own[name]}" for name in fixed),
+                remedy="Resume with the data and settings that the run began with.",
+            )
         self.iteration = state["iteration"] - 1
         self._begin_iteration()
         self._next = state["next"]

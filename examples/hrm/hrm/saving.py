@@ -28,7 +28,7 @@ from shoal.checkpoint import (
     load,
 )
 from shoal.config import as_first_rank
-from shoal.errors import CheckpointError, describe
+from shoal.errors import CheckpointError
 
 __all__ = ["Checkpoints", "load_learner", "peek"]
 
@@ -120,18 +120,18 @@ class Checkpoints:
         name = as_first_rank(self._mesh.votes, self._newest_name, what="newest checkpoint")
         if name and resume == "never":
             raise CheckpointError(
-                    "resume",
-                    got=f"never, where {self._store.url} holds {name}",
-                    allowed="a folder without checkpoints",
-                    remedy="Set another checkpoint_path, or resume=auto to go on from there.",
-                )
+                "resume",
+                got=f"never, where {self._store.url} holds {name}",
+                allowed="a folder without checkpoints",
+                remedy="Set another checkpoint_path, or resume=auto to go on from there.",
+            )
         if not name and resume == "must":
             raise CheckpointError(
-                    "resume",
-                    got=f"must, where {self._store.url} holds no checkpoint",
-                    allowed="the folder of a run that was saved",
-                    remedy="Correct checkpoint_path, or set resume=auto to begin.",
-                )
+                "resume",
+                got=f"must, where {self._store.url} holds no checkpoint",
+                allowed="the folder of a run that was saved",
+                remedy="Correct checkpoint_path, or set resume=auto to begin.",
+            )
         return name or None
 
     def restore(self, name: str) -> None:
@@ -240,11 +240,11 @@ def load_learner(
     saved, own = bool(state["average"]), learner.average is not None
     if saved != own:
         raise CheckpointError(
-                f"averaged parameters in {url}",
-                got="some" if saved else "none",
-                allowed="some, as arch.ema_decay is set" if own else "none without arch.ema_decay",
-                remedy="Resume with the arch.ema_decay that the run began with.",
-            )
+            f"averaged parameters in {url}",
+            got="some" if saved else "none",
+            allowed="some, as arch.ema_decay is set" if own else "none without arch.ema_decay",
+            remedy="Resume with the arch.ema_decay that the run began with.",
+        )
     if learner.average is not None:
         learner.average.load_state_dict(state["average"])
     if learner.sparse is not None and state["sparse"] is not None:
@@ -266,11 +266,11 @@ def peek(url: str) -> tuple[dict[str, Any], PuzzleData]:
     state = loaded.state
     if not {"config", "data"} <= state.keys():
         raise CheckpointError(
-                f"checkpoint {url}",
-                got="one of another program",
-                allowed="one of pretrain.py",
-                remedy="Name the folder that pretrain.py said.",
-            )
+            f"checkpoint {url}",
+            got="one of another program",
+            allowed="one of pretrain.py",
+            remedy="Name the folder that pretrain.py said.",
+        )
     said = dict(state["data"])
     path, identifiers = Path(said.pop("path")), said.pop("identifiers")
     return dict(state["config"]), PuzzleData(path, Metadata(**said), {}, identifiers)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shoal import schedules
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = ["WarmupCosine", "total_steps"]
 
@@ -30,11 +30,11 @@ class WarmupCosine(schedules.Schedule):
     def __post_init__(self) -> None:
         if self.base < 0 or self.warmup_steps < 0 or not 0 <= self.min_ratio <= 1:
             raise ConfigError(
-                    "learning rate",
-                    got=f"base {self.base}, warm-up {self.warmup_steps}, ratio {self.min_ratio}",
-                    allowed="base and warm-up of at least 0, a ratio in 0..1",
-                    remedy="See lr, lr_warmup_steps and lr_min_ratio.",
-                )
+                "learning rate",
+                got=f"base {self.base}, warm-up {self.warmup_steps}, ratio {self.min_ratio}",
+                allowed="base and warm-up of at least 0, a ratio in 0..1",
+                remedy="See lr, lr_warmup_steps and lr_min_ratio.",
+            )
 
     def __call__(self, step: int) -> float:
         """The rate after `step` steps are done."""

@@ -23,7 +23,7 @@ from hrm.learner import LearnerConfig, Placing
 from hrm.losses import LossKind
 from hrm.model_config import GradientSpan, Mixer, ModelConfig, Positions
 from shoal.config import Section, compose_file, validate
-from shoal.errors import ConfigError, describe
+from shoal.errors import ConfigError
 
 __all__ = [
     "CONFIG_FOLDER",
@@ -158,18 +158,18 @@ class PretrainConfig(Section):
         if self.epochs % self.interval:
             near = max(1, round(self.epochs / self.interval)) * self.interval
             raise ConfigError(
-                    "epochs",
-                    got=f"{self.epochs} with eval_interval {self.interval}",
-                    allowed="a multiple of eval_interval",
-                    remedy=f"Set epochs={near}, or another eval_interval.",
-                )
+                "epochs",
+                got=f"{self.epochs} with eval_interval {self.interval}",
+                allowed="a multiple of eval_interval",
+                remedy=f"Set epochs={near}, or another eval_interval.",
+            )
         if self.resume == "must" and not self.save_checkpoints:
             raise ConfigError(
-                    "resume",
-                    got="must, with save_checkpoints=false",
-                    allowed="must with checkpoints: without them a run begins and leaves nothing",
-                    remedy="Leave out save_checkpoints=false, or resume=must.",
-                )
+                "resume",
+                got="must, with save_checkpoints=false",
+                allowed="must with checkpoints: without them a run begins and leaves nothing",
+                remedy="Leave out save_checkpoints=false, or resume=must.",
+            )
         return self
 
     @property
@@ -248,9 +248,9 @@ def read_evaluate(overrides: Sequence[str], **given: Any) -> EvaluateConfig:
     settings = compose_file(CONFIG_FOLDER / "cfg_evaluate.yaml", overrides) | given
     if settings.get("checkpoint") is None:
         raise ConfigError(
-                "checkpoint",
-                got="nothing",
-                allowed="the folder of a run, or of one of its checkpoints",
-                remedy="Set checkpoint=checkpoints/...; pretrain.py prints where it saves.",
-            )
+            "checkpoint",
+            got="nothing",
+            allowed="the folder of a run, or of one of its checkpoints",
+            remedy="Set checkpoint=checkpoints/...; pretrain.py prints where it saves.",
+        )
     return validate(EvaluateConfig, settings)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shoal.errors import ConfigError, DataError, describe
+from shoal.errors import ConfigError, DataError
 
 __all__ = ["Grid", "Solved", "full_grid", "make_puzzle", "solve"]
 
@@ -86,11 +86,11 @@ def solve(
 def _check(grid: Sequence[int], n: int) -> None:
     if len(grid) != n * n or not all(0 <= digit <= n for digit in grid):
         raise DataError(
-                "Sudoku grid",
-                got=f"{len(grid)} cells of {sorted(set(grid))}",
-                allowed=f"{n * n} cells of 0..{n}",
-                remedy="Write blanks as 0 or a dot, and check the box size.",
-            )
+            "Sudoku grid",
+            got=f"{len(grid)} cells of {sorted(set(grid))}",
+            allowed=f"{n * n} cells of 0..{n}",
+            remedy="Write blanks as 0 or a dot, and check the box size.",
+        )
 
 
 class _Search:
@@ -211,11 +211,11 @@ def make_puzzle(
         if clues is None or n * n - puzzle.count(0) == clues:
             return puzzle, solution
     raise ConfigError(
-            "clues of a Sudoku puzzle",
-            got=clues,
-            allowed=f"up to {n * n} that a random grid can be thinned to, in {tries} tries",
-            remedy="Ask for another number of clues, or for minimal puzzles.",
-        )
+        "clues of a Sudoku puzzle",
+        got=clues,
+        allowed=f"up to {n * n} that a random grid can be thinned to, in {tries} tries",
+        remedy="Ask for another number of clues, or for minimal puzzles.",
+    )
 
 
 def _thin(solution: Grid, wanted: int, rng: random.Random, box: int) -> Grid:

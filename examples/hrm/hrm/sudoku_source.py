@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hrm.sudoku import Grid, make_puzzle, solve
 from hrm.sudoku_symmetry import CanonicalForm, canonical_form
-from shoal.errors import DataError, describe
+from shoal.errors import DataError
 
 __all__ = ["Rated", "generated", "listed", "read_list"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ from shoal.errors import (
     DeviceUnavailable,
     collective_failed,
 )
+
+_made = itertools.count()  # ranks make their meshes in the same order
 
 
 class Waiting:
@@ -198,7 +201,8 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._open: list[Collectives] = []
         self._waiting: Waiting | None = None
-        self._watch = Watch(self.rank, self.world_size) if self.world_size > 1 else None
+        several = self.world_size > 1
+        self._watch = Watch(self.rank, self.world_size, number=next(_made)) if several else None
         self.votes: Collectives = self._host_votes()
 
     def new_group(

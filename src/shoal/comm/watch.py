@@ -8,6 +8,7 @@ them can have been the first to go on. Calls that do not wait long cost a count.
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import threading
@@ -29,6 +30,7 @@ _PATIENCE_S = 1.0
 _LOOK_S = 0.25
 _LINGER_S = 1.0  # before a rank fails, so that the others find the same and not that it is gone
 _REMEMBERED = 32  # calls of a group
+_ANSWER_S = 5.0  # for one word with the store
 
 
 class Watch:
@@ -36,13 +38,17 @@ class Watch:
 
     Args:
         store: of the job, which all ranks reach; None: that of torch's default group.
+        number: tells it from others over the same store, which left there what they waited for.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: Store | None = None, number: int = 0
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         # A connection of its own: others may block in theirs.
         store = cast(Any, _get_default_store()).clone() if store is None else store
-        self._store: Store | None = PrefixStore("shoal waits", store)
+        cast(Any, store).set_timeout(datetime.timedelta(seconds=_ANSWER_S))
+        self._store: Store | None = PrefixStore(f"shoal waits {number}", store)
         self._home = threading.get_ident()
         self._groups: list[Group] = []
         self._lock = threading.Lock()
@@ -102,25 +108,30 @@ class Watch:
         now_s = time.monotonic()
         if self._waiting != wait:
             self._waiting, self._next_s = wait, now_s + _PATIENCE_S
-            if self._counted:
-                self._tell(still)
+            if self._counted and not self._tell(still):
+                return None
         if now_s < self._next_s:
             return None
         self._next_s = now_s + _LOOK_S
         if not self._counted:
-            self._tell(still)
+            # Others read what this rank wrote once it counts.
+            if not self._tell(still):
+                return None
             self._counted = self._ask("add", "ranks", 1) is not None
         if self._ask("add", "ranks", 0) != self._world_size:
             return None
         said = [self._ask("get", str(rank)) for rank in range(self._world_size)]
         return None if None in said else _different([json.loads(one) for one in said])
 
-    def _tell(self, still: Callable[[], bool]) -> None:
+    def _tell(self, still: Callable[[], bool]) -> bool:
+        """Write what this rank waits for; False: it has begun another call meanwhile."""
         assert self._waiting is not None
         group, number = self._waiting
-        groups = [[one.name, one.count, list(one.calls)] for one in self._groups]
-        if still():  # else it has begun another call meanwhile
-            self._ask("set", str(self._rank), json.dumps([group.index, number, groups]))
+        groups = [[one.name, *one.begun()] for one in self._groups]
+        if not still():
+            return False
+        self._ask("set", str(self._rank), json.dumps([group.index, number, groups]))
+        return True
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         """The store's answer; None once it is gone: waits then end by their time-outs alone."""
@@ -142,20 +153,24 @@ class Group:
         watch: None: nobody looks.
     """
 
-    __slots__ = ("_watch", "calls", "count", "index", "name")
+    __slots__ = ("_calls", "_watch", "index", "name")
 
     def __init__(self, name: str = "", watch: Watch | None = None, index: int = 0) -> None:
         self.name, self._watch, self.index = name, watch, index
-        self.count = 0
-        self.calls: deque[str] = deque(maxlen=_REMEMBERED)
+        self._calls: deque[tuple[int, str]] = deque([(0, "")], maxlen=_REMEMBERED)
 
     def begin(self, what: str) -> int:
         """Note a call; its number."""
-        self.count += 1
-        self.calls.append(what)
+        number = self._calls[-1][0] + 1
+        self._calls.append((number, what))
         if self._watch is not None:
             self._watch.begun()
-        return self.count
+        return number
+
+    def begun(self) -> tuple[int, list[str]]:
+        """The number of the last call, and the last calls, whichever thread begins others now."""
+        calls = list(self._calls)
+        return calls[-1][0], [what for number, what in calls if number]
 
     def look(self, number: int) -> str | None:
         """See `Watch.look`."""

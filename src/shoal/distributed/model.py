@@ -243,6 +243,8 @@ def name_failures(
             work: Any = dist.all_reduce(gradients, group=group, async_op=True)
         except RuntimeError as error:
             raise failed(began, str(error)) from error
+        if bucket.index() == 0:  # the first of a backward, whatever became of the one before
+            waiting.clear()
         if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(wait)
         waiting.append((number, began, work))
@@ -359,8 +361,16 @@ class DistributedModelParallel(nn.Module):
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
             # Until the module's own forward it only exchanges buffers and the like.
             self._dense.enter("buffers of the dense part")
-            return self._wrapped(*args, **kwargs)
+            hook = self.module.register_forward_pre_hook(self._entered)
+            try:
+                return self._wrapped(*args, **kwargs)
+            finally:
+                hook.remove()
+                self._dense.leave()
         return self.module(*args, **kwargs)
+
+    def _entered(self, *_: Any) -> None:
+        self._dense.leave()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -485,7 +495,6 @@ class DistributedModelParallel(nn.Module):
             wrapped = DistributedDataParallel(self.module, process_group=group)
             if group is not None and self.mesh.backend == "gloo":
                 name_failures(wrapped, group, self.mesh, partial(self._step, steps), self._dense)
-            self.module.register_forward_pre_hook(lambda *_: self._dense.leave())
             object.__setattr__(self, "_wrapped", wrapped)
 
     def _step(self, steps: Collectives) -> int:

@@ -286,7 +286,7 @@ def _complete(
             ordered = route.request.ordered
             size, device = ordered.batch_size, ordered.values_N.device
             grad = torch.zeros(size, width, dtype=dtypes[i], device=device)
-        parts.append(grad if grad.is_contiguous() else grad.contiguous())
+        parts.append(grad.resolve_neg().contiguous())
     return tuple(parts)
 
 

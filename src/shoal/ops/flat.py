@@ -210,7 +210,7 @@ gather_flat = operator(
     from_host=True,
     reference=reference.fused_gather_embeddings_by_input,
     core=_core_gather,
-    triton="flat:gather_flat",
+    triton="flat_rows:gather_flat",
     fake=lambda flat_E, offsets, dims: [
         flat_E.new_empty(part.shape[0], dim) for part, dim in zip(offsets, dims, strict=True)
     ],
@@ -229,7 +229,7 @@ scatter_flat = operator(
         )
     ),
     core=_core_scatter,
-    triton="flat:scatter_flat",
+    triton="flat_rows:scatter_flat",
     fake=lambda grads, offsets, size, scale: grads[0].new_empty(size),
     check=lambda grads, offsets, size, scale: check_flat_offsets(
         _SCATTER_OFFSETS, offsets, [grad.shape[1] for grad in grads], size
@@ -243,7 +243,7 @@ fill_offsets = operator(
     from_host=True,
     reference=_reference_fill,
     core=_core_fill,
-    triton="flat:fill_offsets",
+    triton="flat_rows:fill_offsets",
     fake=lambda *_: None,
     check=_check_fill,
 )
@@ -252,7 +252,7 @@ sum_offsets = operator(
     from_host=True,
     reference=_reference_sum,
     core=_core_sum,
-    triton="flat:sum_offsets",
+    triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
     check=_check_sum,
     backward=_sum_backward,

@@ -191,7 +191,7 @@ _dedup = operator(
     "dedup(Tensor ids_N) -> (Tensor, Tensor, Tensor)",
     reference=reference.dedup,
     core=_core_dedup,
-    triton="dedup:dedup",
+    triton="ids:dedup",
     fake=_fake_dedup,
 )
 
@@ -200,7 +200,7 @@ _dedup_into = operator(
     "Tensor(c!) inverse_out_N, Tensor(d!) size_out_1) -> ()",
     reference=_reference_dedup_into,
     core=_core_dedup_into,
-    triton="dedup:dedup_into",
+    triton="ids:dedup_into",
     fake=lambda *_: None,
 )
 

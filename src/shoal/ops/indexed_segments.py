@@ -243,7 +243,7 @@ _index_reduce = operator(
     "bool indices_sorted) -> Tensor",
     reference=_reference_reduce,
     core=_core_reduce,
-    triton="indexed_segments:index_reduce",
+    triton="segments:index_reduce",
     fake=lambda values, index, length, mode, in_order: values.new_empty(length, values.shape[1]),
     check=lambda values, index, length, mode, in_order: checks.read_index(
         _NAMES[mode], index, length, in_order
@@ -257,7 +257,7 @@ _index_reduce_backward = operator(
     "Tensor? pooled_BD, str mode, bool indices_sorted) -> Tensor",
     reference=_reference_reduce_backward,
     core=_core_reduce_backward,
-    triton="indexed_segments:index_reduce_backward",
+    triton="segments:index_reduce_backward",
     fake=lambda grads, index, values, pooled, mode, in_order: grads.new_empty(
         index.shape[0], grads.shape[1]
     ),

@@ -153,7 +153,7 @@ _match_rows = operator(
         torch.cat(list(ids)), query_N, missing_ok=True
     ),
     core=_core_match,
-    triton="rows:match_rows",
+    triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
     check=_check_match,
 )
@@ -161,7 +161,7 @@ _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
     reference=lambda shards, index_N, *_: reference.gather_rows(shards, index_N),
     core=_core_gather,
-    triton="rows:gather_rows",
+    triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
     check=_check_gather,
     backward=_gather_backward,
@@ -171,7 +171,7 @@ _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
     reference=lambda grad_ND, index_N, rows, _: reference.scatter_rows(grad_ND, index_N, rows),
     core=_core_scatter,
-    triton="rows:scatter_rows",
+    triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
     check=_check_scatter,
     backward=_scatter_backward,

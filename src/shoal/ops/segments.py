@@ -339,7 +339,7 @@ _first_n = operator(
     "segment_first_n(Tensor rows_ND, Tensor offsets_B1, SymInt length) -> Tensor",
     reference=reference.segment_first_n,
     core=_core_first_n,
-    triton="indexed_segments:first_n",
+    triton="segments:first_n",
     fake=lambda rows, offsets, length: rows.new_empty(offsets.shape[0] - 1, length, rows.shape[1]),
     check=lambda rows, offsets, length: checks.read_offsets(
         "segment_first_n", offsets, rows.shape[0]
@@ -352,7 +352,7 @@ _first_n_backward = operator(
     "segment_first_n_backward(Tensor grads_BLD, Tensor offsets_B1, SymInt rows) -> Tensor",
     reference=_reference_first_n_backward,
     core=_core_first_n_backward,
-    triton="indexed_segments:first_n_backward",
+    triton="segments:first_n_backward",
     fake=lambda grads, offsets, rows: grads.new_empty(rows, grads.shape[2]),
     backward=_first_n_second_gradient,
     setup=_setup_first_n_backward,
@@ -378,7 +378,7 @@ _row_ids = operator(
     "row_ids(Tensor offsets_B1, SymInt rows) -> Tensor",
     reference=reference.row_ids,
     core=_core_row_ids,
-    triton="indexed_segments:row_ids",
+    triton="segments:row_ids",
     fake=lambda offsets, rows: offsets.new_empty(rows),
     check=lambda offsets, rows: checks.read_offsets("row_ids", offsets, rows),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -152,6 +153,16 @@ def check_groups(groups: Iterable[RateGroup], saved: object) -> None:
     """
     here = [one.name for one in groups]
     parts = saved if isinstance(saved, list | tuple) else (saved,)
+    for part in parts:
+        rate = part.get("lr", 0.0) if isinstance(part, dict) else 0.0
+        rate = rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate):
+            raise CheckpointError(
+                f"lr of param group {part.get('name')!r} of a SparseOptimizer's state",
+                got=repr(rate),
+                allowed="a finite number",
+                remedy="Load what SparseOptimizer.state_dict() returned.",
+            )
     names = [part.get("name") if isinstance(part, dict) else part for part in parts]
     strangers = [name for name in names if name not in here]
     if strangers:
@@ -458,6 +469,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         UnknownName: a rate for a table or segment that does not exist.
     """
 
+    _built = False
+
     def __init__(
         self,
         modules: nn.Module | Iterable[nn.Module],
@@ -490,7 +503,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._flag is not None:
             self._groups[0].group["params"].append(self._flag)
         super().__init__([group.group for group in self._groups], {})
+        self._built = True
         self.resume(max(ledger.claim(self) for ledger in self.ledgers))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: tables are given at construction; dense parameters have optimizers of torch."""
+        if self._built:
+            raise ConfigError(
+                "param group of a SparseOptimizer",
+                got="one to add",
+                allowed="a group for each segment of its tables",
+                remedy="Make it over all modules with tables; give dense parameters to an "
+                "optimizer of torch's, beside it in a JointOptimizer.",
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -590,11 +616,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         step = state_dict.get("global_step")
         known = {"global_step"} <= set(state_dict) <= {"global_step", "param_groups"}
-        if not known or not isinstance(step, int) or step < 0:
+        if not known or type(step) is not int or not 0 <= step < 1 << 63:
             raise CheckpointError(
                 "state of a SparseOptimizer",
-                got=f"keys {sorted(map(str, state_dict))}",
-                allowed="{'global_step': steps done}, and 'param_groups' where some changed",
+                got=f"keys {sorted(map(str, state_dict))}, global_step {step!r}",
+                allowed="{'global_step': steps done, from 0 to 2^63 - 1}, and 'param_groups' where "
+                "some changed",
                 remedy="Load what SparseOptimizer.state_dict() returned.",
             )
         check_groups(self._groups, state_dict.get("param_groups", ()))

@@ -261,7 +261,7 @@ def grads(
                 remedy=f"Convert with .to({str(device)!r}, {dtype}).",
             )
         value = value.detach() if value.requires_grad else value
-        ready.append(value if value.is_contiguous() else value.contiguous())
+        ready.append(value.resolve_neg().contiguous())
     return ready
 
 

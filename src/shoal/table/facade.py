@@ -246,8 +246,7 @@ class Table:
             raise _dtype("ids", ids_N, torch.int64)
         if ids_N.dim() != 1:
             raise _shape("ids", ids_N, "[N]")
-        if not ids_N.is_contiguous():
-            ids_N = ids_N.contiguous()
+        ids_N = ids_N.resolve_neg().contiguous()
         if self._device is not None:
             ids_N = _sent(ids_N, self._device)
         return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)

@@ -474,6 +474,16 @@ class SnapshotStats:
     waited_s: float
 
 
+def not_copied(what: str) -> InputError:
+    """What pickle, deepcopy and torch.save of a part of a shard raise."""
+    return InputError(
+        f"copy of {what}",
+        got="pickle, torch.save or deepcopy",
+        allowed="use by the shard that it is of",
+        remedy="Copy the table or its export(), or save a checkpoint.",
+    )
+
+
 def check_buffer(buffer_bytes: int) -> None:
     """Check the memory for copied rows.
 

@@ -20,7 +20,7 @@ import os, sys
 import torch
 from shoal.checkpoint import Contents, begin
 from shoal.rules.optimizers import Adagrad
-from shoal.table import Segment, TableSpec
+from shoal import Segment, TableSpec
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import StepContext

@@ -140,3 +140,23 @@ def test_a_store_that_is_gone_ends_the_looking(monkeypatch: pytest.MonkeyPatch) 
     job.begins(0, "a")
     assert job.rounds() == [None]
     assert job.watches[0]._store is None
+
+
+def test_a_later_watch_does_not_read_what_an_earlier_one_left() -> None:
+    store = HashStore()
+    for number, slow in ((0, "old call"), (1, "new call")):
+        watches = [Watch(rank, 2, store, number) for rank in range(2)]
+        groups = [one.group("a") for one in watches]
+        waited = groups[0].begin(slow)
+        groups[1].begin(slow)
+        assert [groups[0].look(waited) for _ in range(3)] == [None] * 3
+
+
+def test_a_rank_that_went_on_meanwhile_does_not_count_as_waiting() -> None:
+    store = HashStore()
+    watches = [Watch(rank, 2, store) for rank in range(2)]
+    groups = [one.group("a") for one in watches]
+    assert watches[0]._look((groups[0], groups[0].begin("sizes")), still=lambda: False) is None
+    # Else rank 1 would ask for a word that rank 0 never wrote, until the store gives up.
+    number = groups[1].begin("sizes")
+    assert [groups[1].look(number) for _ in range(2)] == [None] * 2

@@ -17,6 +17,8 @@ from shoal.errors import InputError, TicketError
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
+from shoal.rules.optimizers import SGD
+from shoal.table.spec import Segment, TableSpec
 from support.shards import SHARD_KINDS, ShardFactory, interpreted_too, shard_factory
 from support.toy_collections import BATCH, collection, rows, table
 
@@ -245,3 +247,15 @@ class TestCopies:
         owner(BATCH)
         assert not owner.state_dict() and not list(owner.parameters())
         owner.load_state_dict({})
+
+
+def test_a_gradient_with_a_lazy_sign_is_read_with_it() -> None:
+    moved = []
+    for sign in (torch.neg, torch._neg_view):
+        spec = TableSpec(name="t", segments=(Segment(dim=2, optimizer=SGD(lr=1.0)),))
+        rows = EmbeddingCollection([spec], [Feature("f", "t")], seed=1)
+        stepper = SparseOptimizer(rows)
+        rows(KeyedRagged.from_lists({"f": [[1]]}))["f"].backward(sign(torch.ones(1, 2)))
+        stepper.step()
+        moved.append(rows.table("t").lookup([1]))
+    assert torch.equal(*moved)

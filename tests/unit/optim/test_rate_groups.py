@@ -194,3 +194,26 @@ class TestState:
         with pytest.raises(CheckpointError, match="param groups"):
             sparse.load_state_dict({"global_step": 4, "param_groups": groups})
         assert sparse.global_step == 0
+
+
+def test_a_group_is_not_added_in_silence() -> None:
+    stepper = SparseOptimizer(tables())
+    with pytest.raises(ConfigError, match="JointOptimizer"):
+        stepper.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"global_step": True},
+        {"global_step": 2**70},
+        {"global_step": 1, "param_groups": [{"name": "t", "lr": "fast"}]},
+        {"global_step": 1, "param_groups": [{"name": "t", "lr": math.nan}]},
+    ],
+    ids=["bool", "large", "text", "nan"],
+)
+def test_a_state_that_no_step_could_use_is_refused(state: dict[str, Any]) -> None:
+    stepper = SparseOptimizer(tables())
+    with pytest.raises(CheckpointError):
+        stepper.load_state_dict(state)
+    assert stepper.global_step == 0

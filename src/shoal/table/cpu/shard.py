@@ -25,6 +25,7 @@ from shoal.table.shard import (
     PoolPlan,
     StepContext,
     SummedGrads,
+    not_copied,
 )
 from shoal.table.spec import MAX_THREADS, TableSpec
 from shoal.table.values import (
@@ -42,6 +43,7 @@ from shoal.table.values import (
 from shoal.uncompiled import uncompiled
 
 
+@uncompiled
 class CpuTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
 
@@ -52,6 +54,9 @@ class CpuTicket:
         self.core = core
         self.groups = groups
         self.native = native
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a ticket")
 
     @property
     def admitted_N(self) -> Tensor:
@@ -120,6 +125,7 @@ def resumed(core: Any, epoch: int) -> Cursor:
 _CPU = torch.device("cpu")
 
 
+@uncompiled
 class CpuUpkeep:
     """What `CpuShard` does between batches; see `shoal.table.shard.Shard` for every verb.
 

@@ -16,13 +16,15 @@ from shoal import _core
 from shoal.address import address
 from shoal.errors import InputError
 from shoal.table import checks, native, rows
-from shoal.table.shard import SnapshotStats, check_bits, check_buffer, check_range
+from shoal.table.shard import SnapshotStats, check_bits, check_buffer, check_range, not_copied
 from shoal.table.spec import TableSpec
 from shoal.table.values import Cursor, RowChunk
+from shoal.uncompiled import uncompiled
 
 _WINDOW_ROWS = 1 << 21  # of the hash space, indexed at a time: 16 bytes each
 
 
+@uncompiled
 class CpuSnapshot:
     """See `shoal.table.shard.Snapshot`. Verbs that change rows go on while it is open.
 
@@ -63,6 +65,9 @@ class CpuSnapshot:
         self._cost: SnapshotStats | None = None  # once closed
         self._new_locks()
         _open.add(self)
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a snapshot")
 
     def _new_locks(self) -> None:
         self._reading, self._closing = threading.Lock(), threading.Lock()

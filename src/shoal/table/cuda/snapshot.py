@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from shoal.table.shard import (
     check_bits,
     check_buffer,
     check_range,
+    not_copied,
 )
 from shoal.table.values import Cursor, RowChunk
 
@@ -41,6 +43,9 @@ _ALL = (1 << 32) - 1  # no row is stamped later
 
 class CudaSnapshots(CudaChanges):
     """Snapshots of a `CudaShard`, and the way back into a saved life."""
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a snapshot")
 
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs, bags_of
 from shoal.table.cuda.calls import CallShape
-from shoal.table.shard import IdGroups
+from shoal.table.shard import IdGroups, not_copied
+from shoal.uncompiled import uncompiled
 
 
+@uncompiled
 class CudaTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest.
 
@@ -64,6 +67,9 @@ class CudaTicket:
         self.stream = stream
         self.live = True
         self._bags: tuple[Tensor, Tensor] | None = None
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a ticket")
 
     def bags_of(self, offsets_GB1: Tensor, bags: int) -> Tensor:
         """Each position's bag, int32 [N]; found once for the same offsets."""
