@@ -175,6 +175,9 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
             if any(isinstance(option, type) and issubclass(option, base) for option in options):
                 return build(value, registry)
         value = tuple(sorted(value.items()))
+    if _is_bool_for_number(value, hint):
+        allowed = "a number"
+        raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
@@ -193,6 +196,12 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def _is_bool_for_number(value: Any, hint: Any) -> bool:
+    """Whether a true or false in `value` would pass for a 1 or 0, which pydantic lets it."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return "bool" not in str(hint) and any(isinstance(item, bool) for item in items)
+
+
 class Section(BaseModel):
     """A part of the tree: frozen, and it knows its keys.
 
@@ -206,14 +215,16 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, value: Any) -> Any:
+    def _known_keys_of_their_types(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            for key in value:
+            for key, setting in value.items():
                 if key not in cls.model_fields:
                     known = tuple(cls.model_fields)
                     unknown = UnknownName(f"unknown config key {key}")
                     unknown.args = (*unknown.args, str(key), known)
                     raise unknown
+                if _is_bool_for_number(setting, cls.model_fields[key].annotation):
+                    raise ValueError(f"{key}: true and false are no numbers; got {setting}")
         return value
 
 
@@ -267,6 +278,7 @@ Examples = Annotated[int, Field(gt=0, le=1 << 47)]
 Few = Annotated[int, Field(ge=0, le=1024)]
 Width = Annotated[int, Field(gt=0, le=1 << 16)]
 Layers = Annotated[tuple[Width, ...], Field(max_length=64)]
+LogOdds = Annotated[float, Field(ge=-1e6, le=1e6)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 
 
@@ -324,12 +336,12 @@ class SyntheticSource(Section):
     eval_examples: Examples = 100_000
     num_features: Annotated[int, Field(gt=0, le=1024)] = 8
     vocabulary: Examples = 1_000_000
-    exponent: PositiveFloat = 1.05
+    exponent: Annotated[float, Field(gt=0, le=64)] = 1.05
     fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.1
-    fresh_per_example: Annotated[float, Field(ge=0)] = 0.05
+    fresh_per_example: Annotated[float, Field(ge=0, le=1024)] = 0.05
     num_dense: Annotated[int, Field(ge=0, le=1 << 16)] = 4
-    signal: float = 1.0
-    bias: float = -1.5
+    signal: LogOdds = 1.0
+    bias: LogOdds = -1.5
 
 
 SourceSettings = Annotated[

@@ -20,7 +20,6 @@ from shoal.rules.initializers import Constant
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import admission
 from shoal.table.cuda import memory as device_memory
-from shoal.table.cuda import memory as page_locked
 from shoal.table.cuda.calls import forms_of
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.shard import CudaShard
@@ -203,7 +202,11 @@ def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
+    empty = torch.empty
+
+    def refuse(*shape: Any, pin_memory: bool | None = None, **of: Any) -> torch.Tensor:
+        if pin_memory is None:
+            return empty(*shape, **of)
         raise RuntimeError("CUDA error: out of memory")
 
     forms, form_of = forms_of(SPECS)
@@ -212,7 +215,7 @@ def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     room = memory.rows_room_K.tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(page_locked, "torch", SimpleNamespace(empty=refuse, uint8=torch.uint8))
+        patch.setattr(torch, "empty", refuse)
         with pytest.raises(OutOfDeviceMemory, match=r"page-locked .* bytes wanted.*row budget"):
             memory.reserve(np.array([1 << 18, 0]))
         assert memory.rows_room_K.tolist() == room
