@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -197,3 +198,24 @@ def slow() -> None:
         if mesh.rank == late:
             time.sleep(2.5)
         collectives.barrier(what="after some work")
+
+
+def unclaimed() -> tuple[int, list[int], bool]:
+    """Warnings, records that are kept, and whether rows moved, where no optimizer steps rows."""
+    mesh = comm.init(timeout_s=TIMEOUT_S)
+    model = DistributedModelParallel(Two(), mesh=mesh)
+    tables = [model.module.clicks, model.module.views]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4):
+            model(batch_of(step, 5 + mesh.rank), "").backward()
+            if not step:
+                before = tables[0].table("clicks").lookup([0, 5, 6])
+    warned = sum("no SparseOptimizer over them" in str(one.message) for one in said)
+    same = torch.equal(before, tables[0].table("clicks").lookup([0, 5, 6]))
+    return warned, [len(one.ledger) for one in tables], same
+
+
+def test_ranks_without_an_optimizer_of_rows_warn_and_keep_one_batch() -> None:
+    outcomes = start_ranks(2, unclaimed, timeout_s=90).outcomes()
+    assert [value for _, value in outcomes.values()] == [(2, [1, 1], True)] * 2, outcomes

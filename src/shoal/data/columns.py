@@ -225,8 +225,9 @@ def _split(column: pa.Array) -> pa.Array:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = pc.utf8_trim_whitespace(column)
-    words = pc.utf8_split_whitespace(text)
+    # ASCII blanks, as in `ids_of_text`: a no-break space is part of a word.
+    text = pc.ascii_trim_whitespace(column)
+    words = pc.ascii_split_whitespace(text)
     return pc.if_else(pc.equal(text, ""), pa.scalar([], words.type), words)
 
 
