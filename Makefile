@@ -42,6 +42,7 @@ check: setup
 	$(BIN)/ruff check src tests bench scripts examples/hrm
 	$(BIN)/ruff format --check src tests bench scripts examples/hrm
 	$(BIN)/mypy
+	$(BIN)/python scripts/count.py --check
 	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_public_api.py tests/unit/test_lanes.py
 
 test-slow: setup

@@ -1,10 +1,14 @@
-"""Counts what the house may weigh: lines of code and Python files.
+"""Counts what the house may weigh, beside its bars: lines of code, Python files, duplicates.
 
 A line of code holds more than blanks, brackets and separators, a comment or a docstring. Python is
 read from `src/shoal` without the rooms `models` and `data`, C++ from `csrc` without its tests and
-number tables.
+number tables. Duplicates are pairs of files (or a file with itself) that share six lines of one
+shape: the same tokens but for names, numbers and texts, 30 of them or more.
 
-    python scripts/count.py [--against REVISION]
+    python scripts/count.py [--against REVISION] [--check]
+
+`--check` fails above `CEILINGS`: the bars, or, where the house is not there yet, what it had last.
+A change that brings a figure down brings its ceiling down too.
 """
 
 from __future__ import annotations
@@ -12,15 +16,23 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
+import keyword
 import re
 import subprocess
+import sys
 import tarfile
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
 BARE = re.compile(r"[\s()\[\]{},;:]*")
+BARS = {"code lines": 40_000, "python files": 210, "duplicates": 100}
+CEILINGS = {"code lines": 50_200, "python files": 210, "duplicates": 230}
+SHARED_LINES, SHARED_TOKENS = 6, 30
+COMMON = 8  # a run that stands in more places is a form, such as a list of arguments
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 CPP_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
@@ -67,10 +79,45 @@ def tracked(revision: str | None) -> Iterator[tuple[PurePosixPath, str]]:
                 yield name, content.read().decode()
 
 
+def shapes(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The lines that hold a name, imports left out, with their tokens; names and values alike."""
+    rows: dict[int, list[str]] = defaultdict(list)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME:
+            word = token.string if keyword.iskeyword(token.string) else "name"
+            rows[token.start[0]].append(word)
+        elif token.type in {tokenize.NUMBER, tokenize.STRING}:
+            rows[token.start[0]].append("value")
+        elif token.type == tokenize.OP:
+            rows[token.start[0]].append(token.string)
+    for number, words in sorted(rows.items()):
+        if words[0] not in {"import", "from"} and "name" in words:
+            yield number, tuple(words)
+
+
+def duplicates(files: Iterator[tuple[PurePosixPath, str]]) -> set[tuple[str, str]]:
+    """Pairs of files that share a run of lines."""
+    places: dict[tuple[tuple[str, ...], ...], list[tuple[str, int]]] = defaultdict(list)
+    for path, text in files:
+        rows = list(shapes(text))
+        for k in range(len(rows) - SHARED_LINES + 1):
+            run = tuple(words for _, words in rows[k : k + SHARED_LINES])
+            if sum(map(len, run)) >= SHARED_TOKENS:
+                places[run].append((str(path), k))
+    return {
+        (a, b)
+        for found in places.values()
+        if len(found) <= COMMON
+        for (a, i), (b, j) in itertools.combinations(sorted(found), 2)
+        if a != b or j - i >= SHARED_LINES
+    }
+
+
 def count(revision: str | None = None) -> dict[str, int]:
-    """Code lines of Python and C++ and the number of Python files."""
+    """Code lines of Python and C++, the number of Python files, and pairs that repeat."""
     found = {"python lines": 0, "c++ lines": 0, "python files": 0}
-    for path, text in tracked(revision):
+    files = list(tracked(revision))
+    for path, text in files:
         if path.parts[0] == "csrc":
             if not any(part.startswith("test") for part in path.parts[1:]):
                 found["c++ lines"] += cpp_lines(text)
@@ -79,17 +126,25 @@ def count(revision: str | None = None) -> dict[str, int]:
         if path.parts[2] not in {"models", "data"}:
             found["python lines"] += python_lines(text)
     found["code lines"] = found["python lines"] + found["c++ lines"]
+    found["duplicates"] = len(duplicates((p, text) for p, text in files if p.suffix == ".py"))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", help="a git revision to compare with")
-    revision = parser.parse_args().against
-    now, then = count(), count(revision) if revision else None
+    parser.add_argument("--check", action="store_true", help="fail above the ceilings")
+    arguments = parser.parse_args()
+    now = count()
+    then = count(arguments.against) if arguments.against else None
     for name, value in now.items():
+        bar = BARS.get(name)
+        state = "" if bar is None else f"  bar {bar:7,}  {'ok' if value <= bar else 'red'}"
         change = f"  {value - then[name]:+,}" if then else ""
-        print(f"{name:14} {value:8,}{change}")
+        print(f"{name:14} {value:8,}{state}{change}")
+    above = [name for name, ceiling in CEILINGS.items() if now[name] > ceiling]
+    if arguments.check and above:
+        sys.exit(f"Above the ceiling of scripts/count.py: {', '.join(above)}.")
 
 
 if __name__ == "__main__":
