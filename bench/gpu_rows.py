@@ -53,8 +53,8 @@ from shoal.kernels.tables import (
     ShardLayout,
 )
 from shoal.rules.compressors import Float32
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Normal, Uniform
+from shoal.rules.optimizers import SGD
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -47,11 +47,9 @@ from shoal.kernels.tables import (
     SegmentForm,
     ShardLayout,
 )
-from shoal.rules.adam import Adam
 from shoal.rules.compressors import Float32
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import SGD, Adam, Optimizer
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -14,10 +14,8 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.expiry import Expiry
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Adagrad, Adam, Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import OnFull, Segment, TableSpec

@@ -19,11 +19,8 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
 

@@ -23,8 +23,7 @@ from shoal.models import DCN
 from shoal.optim import JointOptimizer
 from shoal.pipeline import create_train_pipeline
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import StepContext

@@ -215,16 +215,13 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
 template <class T, StepFunction<T> kStep>
 void step_plain_rows(const ApplyJob& job, const ApplyScratch s, std::uint32_t unique) {
   const RuleConstants<T> constants(job.table.segments[0].rule);
-  const bool still = stands_still(job.table.segments[0].rule.kind, job.lrs[0]);
   const StepParams step = job.step;
   const T lr = static_cast<T>(job.lrs[0]);
   const int d = job.table.rows.dim;
   each_row<T>(job, s, unique, [&](std::uint32_t u, const RowPlace& place) {
-    if (!still) {
-      kStep(RuleStep<T>{&constants, reinterpret_cast<T*>(place.weights),
-                        reinterpret_cast<T*>(place.state), static_cast<const T*>(s.grads[u]), d, lr,
-                        step.global_step});
-    }
+    kStep(RuleStep<T>{constants.params, reinterpret_cast<T*>(place.weights),
+                      reinterpret_cast<T*>(place.state), static_cast<const T*>(s.grads[u]), d, lr,
+                      step.global_step});
     stamp(step, place, s.counts[u]);
   });
 }
@@ -251,9 +248,8 @@ void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place,
         gs[i] += strength * gs[i] * gs[i] * (ws[i] - seen[s.column + i]);
       }
     }
-    if (stands_still(s.rule.kind, job.lrs[k])) continue;
     const RuleConstants<T> constants(s.rule);
-    const RuleStep<T> a{&constants, ws, reinterpret_cast<T*>(place.state) + s.state_column, gs,
+    const RuleStep<T> a{constants.params, ws, reinterpret_cast<T*>(place.state) + s.state_column, gs,
                         s.dim, static_cast<T>(job.lrs[k]), job.step.global_step};
     with_rule<T>(s.rule.kind, [&](auto rule) { rule.value(a); });
   }

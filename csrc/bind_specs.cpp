@@ -4,11 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <string>
 
 #include "hash.h"
+#include "rules_impl.h"
 
 namespace nb = nanobind;
 
@@ -27,53 +29,59 @@ T named(const std::map<std::string, T>& names, const std::string& name) {
   return found->second;
 }
 
-RuleKind rule_kind(const std::string& name) {
-  static const std::map<std::string, RuleKind> names = {
-      {"sgd", RuleKind::sgd},
-      {"momentum", RuleKind::momentum},
-      {"adagrad", RuleKind::adagrad},
-      {"rowwise_adagrad", RuleKind::rowwise_adagrad},
-      {"adadelta", RuleKind::adadelta},
-      {"adam", RuleKind::adam},
-      {"adamw", RuleKind::adamw},
-      {"amsgrad", RuleKind::amsgrad},
-      {"ftrl", RuleKind::ftrl},
-      {"group_ftrl", RuleKind::group_ftrl},
-      {"group_adagrad", RuleKind::group_adagrad},
-      {"dynamic_wd_adagrad", RuleKind::dynamic_wd_adagrad},
-      {"rmsprop", RuleKind::rmsprop},
-      {"moving_average", RuleKind::moving_average},
-      {"batch_softmax", RuleKind::batch_softmax},
-      {"sign_sgd", RuleKind::sign_sgd},
-      {"lamb", RuleKind::lamb},
-  };
-  return named(names, name);
+// A rule's numbers, as many as it declares.
+std::vector<double> numbers(const nb::dict& d, const char* key, std::size_t count,
+                            const std::string& rule) {
+  auto found = get<std::vector<double>>(d, key);
+  if (found.size() != count) {
+    throw std::invalid_argument("parameters of " + rule + ": " + std::to_string(found.size()) +
+                                ", the core reads " + std::to_string(count));
+  }
+  return found;
 }
 
 RuleParams rule_from(const nb::dict& d) {
+  const auto name = get<std::string>(d, "rule");
+  const RuleSignature* rule = find_rule(name);
+  if (rule == nullptr) throw std::invalid_argument("the core does not know " + name);
   RuleParams p;
-  p.kind = rule_kind(get<std::string>(d, "kind"));
-  const std::map<std::string, double*> numbers = {
-      {"momentum", &p.momentum}, {"beta", &p.beta},
-      {"beta1", &p.beta1},       {"beta2", &p.beta2},
-      {"eps", &p.eps},           {"weight_decay", &p.weight_decay},
-      {"l1", &p.l1},             {"initial_accumulator", &p.initial_accumulator},
-      {"l2", &p.l2},             {"rho", &p.rho},
-      {"strength", &p.strength}, {"temperature", &p.temperature},
+  p.kind = rule->kind;
+  const auto params = numbers(d, "rule_params", static_cast<std::size_t>(rule->params), name);
+  std::copy(params.begin(), params.end(), p.params);
+  p.delay_compensated = !d["strength"].is_none();
+  if (p.delay_compensated) p.strength = get<double>(d, "strength");
+  return p;
+}
+
+InitParams init_from(const nb::dict& d) {
+  static const std::map<std::string, std::pair<InitKind, std::size_t>> laws = {
+      {"constant", {InitKind::constant, 1}},
+      {"uniform", {InitKind::uniform, 2}},
+      {"normal", {InitKind::normal, 2}},
+      {"truncated_normal", {InitKind::truncated_normal, 2}},
   };
-  const std::map<std::string, bool*> flags = {
-      {"nesterov", &p.nesterov}, {"decouple", &p.decouple},
-      {"dynamic", &p.dynamic},   {"flip", &p.flip},
-      {"sum", &p.sum},           {"delay_compensated", &p.delay_compensated},
+  const auto name = get<std::string>(d, "law");
+  const auto& [kind, count] = named(laws, name);
+  const auto params = numbers(d, "law_params", count, name);
+  return InitParams{kind, static_cast<float>(params[0]),
+                    count > 1 ? static_cast<float>(params[1]) : 0.0F};
+}
+
+RetrieverParams retriever_from(const nb::dict& d) {
+  using P = RetrieverParams;
+  static const std::map<std::string, std::pair<RetrieverKind, std::vector<double P::*>>> known = {
+      {"float32", {RetrieverKind::identity, {}}},
+      {"float16", {RetrieverKind::identity, {}}},
+      {"fixed_r8", {RetrieverKind::fixed_r8, {&P::r}}},
+      {"one_bit",
+       {RetrieverKind::one_bit, {&P::step_size, &P::init_scale, &P::max_scale, &P::amplitude}}},
   };
-  for (const auto& [key, value] : nb::cast<nb::dict>(d["params"])) {
-    const auto name = nb::cast<std::string>(key);
-    if (const auto flag = flags.find(name); flag != flags.end()) {
-      *flag->second = nb::cast<double>(value) != 0;
-    } else {
-      *named(numbers, name) = nb::cast<double>(value);
-    }
-  }
+  const auto name = get<std::string>(d, "retriever");
+  const auto& [kind, fields] = named(known, name);
+  const auto params = numbers(d, "retriever_params", fields.size(), name);
+  RetrieverParams p;
+  p.kind = kind;
+  for (std::size_t i = 0; i < fields.size(); ++i) p.*fields[i] = params[i];
   return p;
 }
 
@@ -87,39 +95,8 @@ PerSlot per_slot_from(const nb::dict& d) {
 }
 
 Segment segment_from(const nb::dict& d) {
-  static const std::map<std::string, InitKind> inits = {
-      {"constant", InitKind::constant},
-      {"uniform", InitKind::uniform},
-      {"normal", InitKind::normal},
-      {"truncated_normal", InitKind::truncated_normal},
-  };
-  static const std::map<std::string, RetrieverKind> retrievers = {
-      {"float32", RetrieverKind::identity},
-      {"float16", RetrieverKind::identity},
-      {"fixed_r8", RetrieverKind::fixed_r8},
-      {"one_bit", RetrieverKind::one_bit},
-  };
-  Segment s;
-  s.column = get<int>(d, "column");
-  s.dim = get<int>(d, "dim");
-  s.state_column = get<int>(d, "state_column");
-  s.state_width = get<int>(d, "state_width");
-  s.rule = rule_from(nb::cast<nb::dict>(d["rule"]));
-  s.init.kind = named(inits, get<std::string>(d, "init"));
-  s.init.a = get<float>(d, "init_a");
-  s.init.b = get<float>(d, "init_b");
-  s.retriever.kind = named(retrievers, get<std::string>(d, "retriever"));
-  const std::map<std::string, double*> numbers = {
-      {"r", &s.retriever.r},
-      {"step_size", &s.retriever.step_size},
-      {"init_scale", &s.retriever.init_scale},
-      {"max_scale", &s.retriever.max_scale},
-      {"amplitude", &s.retriever.amplitude},
-  };
-  for (const auto& [key, value] : nb::cast<nb::dict>(d["retriever_params"])) {
-    *named(numbers, nb::cast<std::string>(key)) = nb::cast<double>(value);
-  }
-  return s;
+  return Segment{get<int>(d, "column"), get<int>(d, "dim"), get<int>(d, "state_column"),
+                 rule_from(d),          init_from(d),       retriever_from(d)};
 }
 
 }  // namespace
@@ -134,7 +111,8 @@ TableSpec table_from(const nb::dict& d) {
   TableSpec t;
   t.name = get<std::string>(d, "name");
   t.dim = get<int>(d, "dim");
-  t.state_width = get<int>(d, "state_width");
+  t.state = get<std::vector<double>>(d, "state");
+  t.state_width = static_cast<int>(t.state.size());
   t.dtype = named(dtypes, get<std::string>(d, "dtype"));
   for (const auto segment : d["segments"]) {
     t.segments.push_back(segment_from(nb::cast<nb::dict>(segment)));

@@ -28,6 +28,7 @@ struct TableView {
   RowView rows;
   const Segment* segments = nullptr;
   int n_segments = 0;
+  const double* state = nullptr;  // of a row that has had no step
   std::uint64_t key = 0;
   int first_column = 0;
   bool plain = true;  // weights are read as stored: fp32 or fp64, no retriever

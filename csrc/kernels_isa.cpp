@@ -33,9 +33,7 @@ std::uint32_t sum(const ApplyJob& job, const Items& items, const ApplyScratch& s
 
 template <class T>
 void fill_state(const TableView& t, T* state) {
-  for (int k = 0; k < t.n_segments; ++k) {
-    initial_state(t.segments[k], state + t.segments[k].state_column);
-  }
+  for (int i = 0; i < t.rows.state_width; ++i) state[i] = static_cast<T>(t.state[i]);
 }
 
 // Rows of new ids, eight at a time: what is short of eight repeats its last row.

@@ -7,20 +7,16 @@ namespace shoal {
 
 enum class DType : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, f64 = 3 };
 
-enum class RuleKind : std::uint8_t {
-  sgd, momentum, adagrad, rowwise_adagrad, adadelta, adam, adamw, amsgrad, ftrl, group_ftrl,
-  group_adagrad, dynamic_wd_adagrad, rmsprop, moving_average, batch_softmax, sign_sgd, lamb,
-};
+enum class RuleKind : std::uint8_t;  // rules_impl.h lists them
+constexpr int kMostParams = 8;       // of a rule
 
 enum class InitKind : std::uint8_t { constant, uniform, normal, truncated_normal };
 
 enum class RetrieverKind : std::uint8_t { identity, fixed_r8, one_bit };
 
 struct RuleParams {
-  RuleKind kind = RuleKind::sgd;
-  double momentum = 0, beta = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  double initial_accumulator = 0, l1 = 0, l2 = 0, rho = 0, temperature = 1;
-  bool nesterov = false, decouple = false, dynamic = false, flip = false, sum = false;
+  RuleKind kind{};
+  double params[kMostParams] = {};  // in the order that the rule's step names them
   bool delay_compensated = false;
   double strength = 0;
 };
@@ -37,7 +33,7 @@ struct RetrieverParams {
 
 struct Segment {
   int column = 0, dim = 0;
-  int state_column = 0, state_width = 0;
+  int state_column = 0;
   RuleParams rule;
   InitParams init;
   RetrieverParams retriever;

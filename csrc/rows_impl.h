@@ -182,32 +182,6 @@ inline void initial_rows(const RowMaker& maker, const std::int64_t (&ids)[kPhilo
   }
 }
 
-template <class T>
-inline void initial_state(const Segment& s, T* state) {
-  const RuleParams& p = s.rule;
-  for (int i = 0; i < s.state_width; ++i) state[i] = 0;
-  switch (p.kind) {
-    case RuleKind::adagrad:
-    case RuleKind::dynamic_wd_adagrad:
-    case RuleKind::ftrl:
-    case RuleKind::group_ftrl:
-      for (int i = 0; i < s.dim; ++i) state[i] = static_cast<T>(p.initial_accumulator);
-      return;
-    case RuleKind::rowwise_adagrad:
-    case RuleKind::group_adagrad:
-      state[0] = static_cast<T>(p.initial_accumulator);
-      return;
-    case RuleKind::adam:
-    case RuleKind::adamw:
-    case RuleKind::amsgrad:
-    case RuleKind::lamb:
-      state[s.state_width - 2] = static_cast<T>(p.beta1);
-      state[s.state_width - 1] = static_cast<T>(p.beta2);
-      return;
-    default: return;
-  }
-}
-
 // Storage to float/double and back, without retrievers.
 inline void load_weights(DType dtype, const char* row, float* out, int d) {
   if (dtype == DType::f32) {

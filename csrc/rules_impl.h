@@ -1,31 +1,57 @@
 #pragma once
-// One optimizer step of one segment of one row, for float and double. Included by kernels_isa.cpp
-// only. Formulas, defaults and sources: docs/reference/rules.md; oracle: src/shoal/rules.
+// One optimizer step of one segment of one row, for float and double. Formulas, defaults and
+// sources: docs/reference/rules.md; oracle: src/shoal/rules/optimizers.py, whose `params` a step
+// names in that order after its first argument.
 #include <cmath>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include "layout.h"
 
 namespace shoal {
+
+#define SHOAL_RULES(X)                               \
+  X(sgd, step_sgd<T>)                                \
+  X(momentum, step_momentum<T>)                      \
+  X(adagrad, step_adagrad<T>)                        \
+  X(rowwise_adagrad, step_rowwise_adagrad<T>)        \
+  X(adadelta, step_adadelta<T>)                      \
+  X(adam, step_adam_family<T, false>)                \
+  X(adamw, step_adamw<T>)                            \
+  X(amsgrad, step_adam_family<T, true>)              \
+  X(ftrl, step_ftrl<T>)                              \
+  X(group_ftrl, step_group_ftrl<T>)                  \
+  X(group_adagrad, step_group_adagrad<T>)            \
+  X(dynamic_wd_adagrad, step_dynamic_wd_adagrad<T>)  \
+  X(rmsprop, step_rmsprop<T>)                        \
+  X(moving_average, step_moving_average<T>)          \
+  X(batch_softmax, step_batch_softmax<T>)            \
+  X(sign_sgd, step_sign_sgd<T>)                      \
+  X(lamb, step_lamb<T>)
+
+enum class RuleKind : std::uint8_t {
+#define SHOAL_RULE(name, ...) name,
+  SHOAL_RULES(SHOAL_RULE)
+#undef SHOAL_RULE
+};
+
 namespace {
 
 // A rule's parameters in the precision of the row.
 template <class T>
 struct RuleConstants {
-  T momentum, beta, beta1, beta2, eps, weight_decay, l1, l2, rho, temperature;
-  bool nesterov, decouple, dynamic, flip, sum;
+  T params[kMostParams];
 
-  explicit RuleConstants(const RuleParams& p)
-      : momentum(T(p.momentum)), beta(T(p.beta)), beta1(T(p.beta1)), beta2(T(p.beta2)),
-        eps(T(p.eps)), weight_decay(T(p.weight_decay)), l1(T(p.l1)), l2(T(p.l2)), rho(T(p.rho)),
-        temperature(T(p.temperature)), nesterov(p.nesterov), decouple(p.decouple),
-        dynamic(p.dynamic), flip(p.flip), sum(p.sum) {}
+  explicit RuleConstants(const RuleParams& rule) {
+    for (int i = 0; i < kMostParams; ++i) params[i] = static_cast<T>(rule.params[i]);
+  }
 };
 
 template <class T>
 struct RuleStep {
-  const RuleConstants<T>* p;
+  const T* params;
   T* w;
   T* s;
   const T* g;
@@ -55,20 +81,18 @@ inline T square_sum(const T* x, int d) {
 }
 
 template <class T>
-inline void step_momentum(const RuleStep<T>& a) {
-  const T mu = a.p->momentum, wd = a.p->weight_decay;
+inline void step_momentum(const RuleStep<T>& a, T mu, T wd, T nesterov) {
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T old = a.s[i];
     const T n = mu * old - a.lr * (a.g[i] + wd * a.w[i]);
     a.s[i] = n;
-    a.w[i] += a.p->nesterov ? (T(1) + mu) * n - mu * old : n;
+    a.w[i] += nesterov != 0 ? (T(1) + mu) * n - mu * old : n;
   }
 }
 
 template <class T>
-inline void step_adagrad(const RuleStep<T>& a) {
-  const T wd = a.p->weight_decay, eps = a.p->eps;
+inline void step_adagrad(const RuleStep<T>& a, T wd, T eps) {
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T g = a.g[i] + wd * a.w[i];
@@ -79,8 +103,7 @@ inline void step_adagrad(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_rowwise_adagrad(const RuleStep<T>& a) {
-  const T wd = a.p->weight_decay, eps = a.p->eps;
+inline void step_rowwise_adagrad(const RuleStep<T>& a, T wd, T eps) {
   const T total = lane_sum<T>(a.d, [&](int i) {
     const T g = a.g[i] + wd * a.w[i];
     return g * g;
@@ -94,9 +117,7 @@ inline void step_rowwise_adagrad(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_adadelta(const RuleStep<T>& a) {
-  const T rho = a.p->rho, eps = a.p->eps;
-  const T wd = a.p->weight_decay;
+inline void step_adadelta(const RuleStep<T>& a, T rho, T eps, T wd) {
   T* acc = a.s;
   T* update = a.s + a.d;
 #pragma GCC ivdep
@@ -110,15 +131,12 @@ inline void step_adadelta(const RuleStep<T>& a) {
 }
 
 template <class T, bool amsgrad>
-inline void step_adam_family(const RuleStep<T>& a) {
-  const T b1 = a.p->beta1, b2 = a.p->beta2;
-  const T eps = a.p->eps, wd = a.p->weight_decay;
+inline void step_adam_family(const RuleStep<T>& a, T b1, T b2, T eps, T wd, T nesterov) {
   T* m = a.s;
   T* v = a.s + a.d;
   T* top = a.s + 2 * a.d;
   T* powers = a.s + (amsgrad ? 3 : 2) * a.d;
   const T rate = a.lr * std::sqrt(T(1) - powers[1]) / (T(1) - powers[0]);
-  const bool nesterov = a.p->nesterov;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T g = a.g[i] + wd * a.w[i];
@@ -129,7 +147,7 @@ inline void step_adam_family(const RuleStep<T>& a) {
       top[i] = top[i] > second ? top[i] : second;
       second = top[i];
     }
-    const T first = nesterov ? (T(1) - b1) * g + b1 * m[i] : m[i];
+    const T first = nesterov != 0 ? (T(1) - b1) * g + b1 * m[i] : m[i];
     a.w[i] -= rate * first / (std::sqrt(second) + eps);
   }
   powers[0] *= b1;
@@ -137,10 +155,8 @@ inline void step_adam_family(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_adamw(const RuleStep<T>& a) {
-  const T b1 = a.p->beta1, b2 = a.p->beta2;
-  const T eps = a.p->eps;
-  const T keep = T(1) - a.lr * a.p->weight_decay;
+inline void step_adamw(const RuleStep<T>& a, T b1, T b2, T eps, T wd) {
+  const T keep = T(1) - a.lr * wd;
   T* m = a.s;
   T* v = a.s + a.d;
   T* powers = a.s + 2 * a.d;
@@ -158,9 +174,7 @@ inline void step_adamw(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_lamb(const RuleStep<T>& a) {
-  const T b1 = a.p->beta1, b2 = a.p->beta2;
-  const T eps = a.p->eps, wd = a.p->weight_decay;
+inline void step_lamb(const RuleStep<T>& a, T b1, T b2, T eps, T wd) {
   T* m = a.s;
   T* v = a.s + a.d;
   T* powers = a.s + 2 * a.d;
@@ -187,9 +201,8 @@ inline void step_lamb(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_ftrl(const RuleStep<T>& a) {
-  const T l1 = a.p->l1, l2 = a.p->l2;
-  const T beta = a.p->beta;
+inline void step_ftrl(const RuleStep<T>& a, T beta, T l1, T l2) {
+  if (a.lr == 0) return;  // it divides by the rate, and a warm-up starts at 0
   T* n = a.s;
   T* z = a.s + a.d;
 #pragma GCC ivdep
@@ -205,9 +218,8 @@ inline void step_ftrl(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_group_ftrl(const RuleStep<T>& a) {
-  const T l1 = a.p->l1, l2 = a.p->l2;
-  const T beta = a.p->beta;
+inline void step_group_ftrl(const RuleStep<T>& a, T beta, T l1, T l2) {
+  if (a.lr == 0) return;  // it divides by the rate, and a warm-up starts at 0
   T* n = a.s;
   T* z = a.s + a.d;
 #pragma GCC ivdep
@@ -226,8 +238,8 @@ inline void step_group_ftrl(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_group_adagrad(const RuleStep<T>& a) {
-  const T l2 = a.p->l2, wd = a.p->weight_decay;
+inline void step_group_adagrad(const RuleStep<T>& a, T beta, T l2, T wd) {
+  if (a.lr == 0) return;  // it divides by the rate, and a warm-up starts at 0
   T most = 0;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
@@ -235,7 +247,7 @@ inline void step_group_adagrad(const RuleStep<T>& a) {
     most = most > g * g ? most : g * g;
   }
   a.s[0] += most;
-  const T rate = a.lr / (a.p->beta + std::sqrt(a.s[0]));
+  const T rate = a.lr / (beta + std::sqrt(a.s[0]));
   T norm = 0;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
@@ -252,15 +264,16 @@ inline void step_group_adagrad(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_dynamic_wd_adagrad(const RuleStep<T>& a) {
-  T decay = a.p->weight_decay;
-  if (a.p->dynamic) {
+inline void step_dynamic_wd_adagrad(const RuleStep<T>& a, T wd, T temperature, T decouple,
+                                    T dynamic, T flip) {
+  T decay = wd;
+  if (dynamic != 0) {
     const T gap = std::sqrt(square_sum(a.g, a.d)) - std::sqrt(square_sum(a.w, a.d));
-    const T gate = T(1) / (T(1) + std::exp(-gap / a.p->temperature));
-    decay *= a.p->flip ? T(1) - gate : gate;
+    const T gate = T(1) / (T(1) + std::exp(-gap / temperature));
+    decay *= flip != 0 ? T(1) - gate : gate;
   }
-  const T coupled = a.p->decouple ? T(0) : decay;
-  const T decoupled = a.p->decouple ? a.lr * decay : T(0);
+  const T coupled = decouple != 0 ? T(0) : decay;
+  const T decoupled = decouple != 0 ? a.lr * decay : T(0);
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T g = a.g[i] + coupled * a.w[i];
@@ -271,9 +284,8 @@ inline void step_dynamic_wd_adagrad(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_rmsprop(const RuleStep<T>& a) {
-  const T mu = a.p->momentum, wd = a.p->weight_decay;
-  const T fresh = a.p->sum ? T(1) : T(1) - mu;
+inline void step_rmsprop(const RuleStep<T>& a, T mu, T wd, T summed) {
+  const T fresh = summed != 0 ? T(1) : T(1) - mu;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T g = a.g[i] + wd * a.w[i];
@@ -293,8 +305,8 @@ inline void step_batch_softmax(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_sign_sgd(const RuleStep<T>& a) {
-  const T keep = T(1) - a.lr * a.p->weight_decay;
+inline void step_sign_sgd(const RuleStep<T>& a, T wd) {
+  const T keep = T(1) - a.lr * wd;
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) {
     const T sign = static_cast<T>((a.g[i] > 0) - (a.g[i] < 0));
@@ -303,15 +315,13 @@ inline void step_sign_sgd(const RuleStep<T>& a) {
 }
 
 template <class T>
-inline void step_sgd(const RuleStep<T>& a) {
-  const T wd = a.p->weight_decay;
+inline void step_sgd(const RuleStep<T>& a, T wd) {
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) a.w[i] -= a.lr * (a.g[i] + wd * a.w[i]);
 }
 
 template <class T>
-inline void step_moving_average(const RuleStep<T>& a) {
-  const T mu = a.p->momentum;
+inline void step_moving_average(const RuleStep<T>& a, T mu) {
 #pragma GCC ivdep
   for (int i = 0; i < a.d; ++i) a.w[i] = mu * a.w[i] + (T(1) - mu) * a.g[i];
 }
@@ -319,38 +329,50 @@ inline void step_moving_average(const RuleStep<T>& a) {
 template <class T>
 using StepFunction = void (*)(const RuleStep<T>&);
 
+template <class Step>
+struct ParamCount;
+template <class A, class... P>
+struct ParamCount<void (*)(A, P...)> {
+  static constexpr int value = sizeof...(P);
+  static_assert(value <= kMostParams);
+};
+
+template <auto kStep, class T, int... i>
+inline void step_with(const RuleStep<T>& a, std::integer_sequence<int, i...>) {
+  kStep(a, a.params[i]...);
+}
+
+template <class T, auto kStep>
+inline void take_step(const RuleStep<T>& a) {
+  step_with<kStep>(a, std::make_integer_sequence<int, ParamCount<decltype(kStep)>::value>{});
+}
+
 // Calls visit(constant) with the rule's function as a constant, so that a loop over rows inlines it.
 template <class T, class Visit>
 void with_rule(RuleKind kind, const Visit& visit) {
 #define SHOAL_RULE(name, ...) \
   case RuleKind::name:        \
-    return visit(std::integral_constant<StepFunction<T>, __VA_ARGS__>{})
-  switch (kind) {
-    SHOAL_RULE(sgd, step_sgd<T>);
-    SHOAL_RULE(momentum, step_momentum<T>);
-    SHOAL_RULE(adagrad, step_adagrad<T>);
-    SHOAL_RULE(rowwise_adagrad, step_rowwise_adagrad<T>);
-    SHOAL_RULE(adadelta, step_adadelta<T>);
-    SHOAL_RULE(adam, step_adam_family<T, false>);
-    SHOAL_RULE(amsgrad, step_adam_family<T, true>);
-    SHOAL_RULE(adamw, step_adamw<T>);
-    SHOAL_RULE(ftrl, step_ftrl<T>);
-    SHOAL_RULE(group_ftrl, step_group_ftrl<T>);
-    SHOAL_RULE(group_adagrad, step_group_adagrad<T>);
-    SHOAL_RULE(dynamic_wd_adagrad, step_dynamic_wd_adagrad<T>);
-    SHOAL_RULE(rmsprop, step_rmsprop<T>);
-    SHOAL_RULE(moving_average, step_moving_average<T>);
-    SHOAL_RULE(batch_softmax, step_batch_softmax<T>);
-    SHOAL_RULE(sign_sgd, step_sign_sgd<T>);
-    SHOAL_RULE(lamb, step_lamb<T>);
-  }
+    return visit(std::integral_constant<StepFunction<T>, take_step<T, &__VA_ARGS__>>{});
+  switch (kind) { SHOAL_RULES(SHOAL_RULE) }
 #undef SHOAL_RULE
 }
 
-// These divide by the rate; at rate 0 (a warm-up's start) a row stays as it is.
-inline bool stands_still(RuleKind kind, double lr) {
-  return lr == 0 && (kind == RuleKind::ftrl || kind == RuleKind::group_ftrl ||
-                     kind == RuleKind::group_adagrad);
+struct RuleSignature {
+  std::string_view name;
+  RuleKind kind;
+  int params;
+};
+
+// The rule of a name; nullptr if there is none.
+inline const RuleSignature* find_rule(std::string_view name) {
+  using T = float;
+#define SHOAL_RULE(name, ...) {#name, RuleKind::name, ParamCount<decltype(&__VA_ARGS__)>::value},
+  static constexpr RuleSignature kRules[] = {SHOAL_RULES(SHOAL_RULE)};
+#undef SHOAL_RULE
+  for (const RuleSignature& rule : kRules) {
+    if (rule.name == name) return &rule;
+  }
+  return nullptr;
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ void Table::reserve(std::int64_t rows) {
 
 TableView Table::view() const {
   return TableView{arena_.view(), spec_.segments.data(), static_cast<int>(spec_.segments.size()),
-                   spec_.key, spec_.first_column, plain_};
+                   spec_.state.data(), spec_.key, spec_.first_column, plain_};
 }
 
 void Table::find_unique(Insert& job) const {

@@ -21,6 +21,7 @@ struct TableSpec {
   int dim = 0, state_width = 0;
   DType dtype = DType::f32;
   std::vector<Segment> segments;
+  std::vector<double> state;  // [state_width], of a row that has had no step
   std::uint64_t salt = 0;
   std::uint64_t key = 0;           // mix64(seed ^ salt): what initial values are drawn with
   int first_column = 0;            // where this row starts in the row that columns count in

@@ -24,7 +24,6 @@ shoal::TableSpec spec() {
   s.key = shoal::mix64(42);
   shoal::Segment segment;
   segment.dim = kDim;
-  segment.rule.kind = shoal::RuleKind::sgd;
   segment.init.a = 0.5F;
   s.segments.push_back(segment);
   s.expires = true;

@@ -13,7 +13,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.comm import launch
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids
-from shoal.rules.adagrad import Adagrad
+from shoal.rules.optimizers import Adagrad
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec
 from shoal.table.cpu.shard import CpuShard

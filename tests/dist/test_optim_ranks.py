@@ -18,8 +18,8 @@ from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
 from shoal.rules.compressors import Compressor, OneBit
 from shoal.rules.initializers import Zeros
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import Adagrad
+from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
 from shoal.table.spec import Segment, TableSpec
 from support.ranks import run_ranks

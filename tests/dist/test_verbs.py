@@ -15,9 +15,9 @@ from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.verbs import RoutedVerbs
 from shoal.placement import Placement, column_wise, data_parallel, grid, row_wise, table_wise
 from shoal.rules.expiry import Expiry
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import Adagrad
+from shoal.rules.optimizers import Adam
+from shoal.rules.optimizers import SGD
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
 from shoal.table.spec import Segment, TableSpec

@@ -13,8 +13,8 @@ from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.saving import begin
 from shoal.errors import TableFull
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.expiry import Expiry
+from shoal.rules.optimizers import Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext

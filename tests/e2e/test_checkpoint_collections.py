@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from shoal import checkpoint
 from shoal.checkpoint import Contents
 from shoal.cli import app
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
+from shoal.rules.optimizers import Adagrad, Adam
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext

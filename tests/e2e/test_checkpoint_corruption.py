@@ -17,9 +17,8 @@ import torch
 from shoal.checkpoint import CheckpointStore, compact, read_manifest, verify
 from shoal.checkpoint.manifest import MANIFEST, to_json
 from shoal.errors import CheckpointError, TableFull
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.spec import Segment, TableSpec
 from support.mounts import small_disk
 from support.tiny_job import ITEMS, VIEWS, TinyJob

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.placement import Hosted
-from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, Float32
-from shoal.rules.gradient_descent import SGD, DelayCompensated
 from shoal.rules.initializers import (
     Constant,
     Initializer,
@@ -29,8 +26,8 @@ from shoal.rules.initializers import (
     initial_values,
     stream_key,
 )
+from shoal.rules.optimizers import SGD, Adagrad, Adam, DelayCompensated, Optimizer, RowWiseAdagrad
 from shoal.rules.rounding import stochastic_round
-from shoal.rules.rule import Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.hosting import hosted_spec

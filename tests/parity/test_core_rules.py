@@ -7,10 +7,7 @@ import math
 import pytest
 import torch
 
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.compressors import FixedR8, OneBit
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
 from shoal.rules.initializers import (
     Constant,
     Normal,
@@ -19,10 +16,29 @@ from shoal.rules.initializers import (
     initial_values,
     stream_key,
 )
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    RuleContext,
+    SignSGD,
+)
 from shoal.rules.rounding import stochastic_round
-from shoal.rules.rule import Optimizer, RuleContext
-from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec

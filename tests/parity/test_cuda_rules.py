@@ -12,10 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.compressors import FixedR8, Float16, Float32, OneBit
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
 from shoal.rules.initializers import (
     Constant,
     Initializer,
@@ -25,10 +22,28 @@ from shoal.rules.initializers import (
     Uniform,
     Zeros,
 )
-from shoal.rules.rule import Optimizer
-from shoal.rules.running import BatchSoftmax, MovingAverage
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    SignSGD,
+)
 from shoal.rules.schedules import Polynomial
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext

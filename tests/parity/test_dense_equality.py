@@ -14,14 +14,29 @@ from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.rule import Optimizer
-from shoal.rules.running import BatchSoftmax, MovingAverage
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    SignSGD,
+)
 from shoal.rules.schedules import Polynomial
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec
 from support.dense_twin import DenseTwin

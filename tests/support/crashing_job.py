@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.contents import Contents
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext

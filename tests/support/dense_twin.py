@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.embedding.layouts import Feature
 from shoal.ragged import KeyedRagged
-from shoal.rules.rule import RuleContext
+from shoal.rules.optimizers import RuleContext
 from shoal.table.spec import TableSpec
 
 __all__ = ["DenseTwin"]

@@ -21,8 +21,8 @@ from shoal.exchange.verbs import RoutedVerbs
 from shoal.exchange.wire import Wire, WireKind
 from shoal.placement import Placement, data_parallel, table_wise
 from shoal.ragged import KeyedRagged
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
+from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import hosted_specs, plan_placement

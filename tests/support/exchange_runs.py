@@ -23,13 +23,10 @@ from shoal.exchange.request import Exchange, LocalExchange, Request, Route
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD, SignSGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer, SignSGD
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs, plan_placement

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.loading_rows import Tally
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
+from shoal.rules.optimizers import Adagrad, Adam
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables

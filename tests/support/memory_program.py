@@ -18,7 +18,7 @@ import torch
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
-from shoal.rules.adagrad import Adagrad
+from shoal.rules.optimizers import Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext

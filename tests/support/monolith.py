@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
+from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial, Schedule
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec

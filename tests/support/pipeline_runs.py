@@ -14,10 +14,9 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Adagrad, Optimizer
 from shoal.table.spec import Segment, TableSpec
 
 __all__ = [

@@ -13,8 +13,8 @@ from shoal.embedding.layouts import Feature, Layout, compile_layouts
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
 from shoal.ragged import KeyedRagged
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
+from shoal.rules.optimizers import SGD
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, PoolPlan, StepContext
 from shoal.table.spec import Segment, TableSpec

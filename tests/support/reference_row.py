@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.errors import NonFiniteGradient
 from shoal.rules.initializers import initial_values
-from shoal.rules.rule import RuleContext
+from shoal.rules.optimizers import RuleContext
 from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
 from shoal.table.values import TableStats

@@ -17,10 +17,8 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.combiners import ReduceMean
 from shoal.embedding.layouts import Feature
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.initializers import Uniform, Zeros
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Adagrad, Adam, Optimizer
 from shoal.table.spec import Segment, TableSpec
 
 __all__ = [

@@ -14,7 +14,7 @@ from shoal.kernels.step_tiles import Stamp
 from shoal.kernels.tables import CHUNK_BITS, COUNT_NONFINITE, RowForm, SegmentForm
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.initializers import Constant
-from shoal.rules.rule import Optimizer, RuleContext
+from shoal.rules.optimizers import Optimizer, RuleContext
 
 from .device_tables import DeviceTables, TableSize, make_tables
 

@@ -13,10 +13,9 @@ from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.saving import begin
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
+from shoal.rules.optimizers import Adagrad, Adam
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, StepContext

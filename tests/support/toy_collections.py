@@ -12,8 +12,8 @@ from shoal.embedding.combiners import FirstN, ReduceMean
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Uniform
+from shoal.rules.optimizers import SGD
 from shoal.table.spec import Segment, TableSpec
 
 from .shards import ShardFactory

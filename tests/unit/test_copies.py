@@ -40,7 +40,7 @@ from shoal import (
     optimizers,
     schedules,
 )
-from shoal.rules.rule import RuleContext
+from shoal.rules.optimizers import RuleContext
 from shoal.table.values import Cursor
 
 

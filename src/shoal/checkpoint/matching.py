@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
 from shoal.errors import CheckpointError, TableFull
 from shoal.rules.admission import Admission
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Optimizer
 from shoal.table.spec import Segment, TableSpec
 
 

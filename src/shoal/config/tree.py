@@ -24,68 +24,34 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from shoal.errors import ConfigError, UnknownName, unknown_name
-from shoal.rules import admission, compressors, expiry, initializers, optimizers, schedules
-from shoal.rules.adagrad import Adagrad
+from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform, Zeros
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Adagrad, Optimizer
 from shoal.rules.schedules import Schedule
 from shoal.table.spec import MAX_DIM, MAX_THREADS, OnFull, RowDType
 
 Registry = Mapping[str, type]
 
-OPTIMIZERS: Registry = {
-    "adadelta": optimizers.Adadelta,
-    "adagrad": optimizers.Adagrad,
-    "adam": optimizers.Adam,
-    "adamw": optimizers.AdamW,
-    "amsgrad": optimizers.Amsgrad,
-    "batch_softmax": optimizers.BatchSoftmax,
-    "delay_compensated": optimizers.DelayCompensated,
-    "dynamic_wd_adagrad": optimizers.DynamicWdAdagrad,
-    "ftrl": optimizers.FTRL,
-    "group_adagrad": optimizers.GroupAdagrad,
-    "group_ftrl": optimizers.GroupFTRL,
-    "lamb": optimizers.LAMB,
-    "momentum": optimizers.Momentum,
-    "moving_average": optimizers.MovingAverage,
-    "rmsprop": optimizers.RMSprop,
-    "rowwise_adagrad": optimizers.RowWiseAdagrad,
-    "sgd": optimizers.SGD,
-    "sign_sgd": optimizers.SignSGD,
+
+def _by_kind_of(module: types.ModuleType) -> Registry:
+    """The public rules of a module by their kind."""
+    public = (getattr(module, name) for name in module.__all__)
+    return {cls.kind: cls for cls in public if hasattr(cls, "kind")}
+
+
+OPTIMIZERS = _by_kind_of(optimizers)
+INITIALIZERS = _by_kind_of(initializers)
+COMPRESSORS = _by_kind_of(compressors)
+SCHEDULES = _by_kind_of(schedules)
+_FAMILIES: dict[str, Registry] = {
+    "optimizer": OPTIMIZERS,
+    "initializer": INITIALIZERS,
+    "compressor": COMPRESSORS,
+    "schedule": SCHEDULES,
 }
-INITIALIZERS: Registry = {
-    "batch_softmax": initializers.BatchSoftmaxInit,
-    "constant": initializers.Constant,
-    "normal": initializers.Normal,
-    "ones": initializers.Ones,
-    "truncated_normal": initializers.TruncatedNormal,
-    "uniform": initializers.Uniform,
-    "zeros": initializers.Zeros,
-}
-COMPRESSORS: Registry = {
-    "fixed_r8": compressors.FixedR8,
-    "float16": compressors.Float16,
-    "float32": compressors.Float32,
-    "one_bit": compressors.OneBit,
-}
-SCHEDULES: Registry = {
-    "constant": schedules.Constant,
-    "cosine": schedules.Cosine,
-    "exponential": schedules.Exponential,
-    "piecewise": schedules.Piecewise,
-    "polynomial": schedules.Polynomial,
-    "warmup": schedules.Warmup,
-}
-_REGISTRIES: tuple[tuple[str, Registry], ...] = (
-    ("optimizer", OPTIMIZERS),
-    ("initializer", INITIALIZERS),
-    ("compressor", COMPRESSORS),
-    ("schedule", SCHEDULES),
-)
-_RECORDS = (admission.Admission, expiry.Expiry)
 
 
 def build(value: Any, registry: Registry) -> Any:
@@ -97,7 +63,7 @@ def build(value: Any, registry: Registry) -> Any:
     """
     if is_dataclass(value):
         return value
-    what = next(name for name, known in _REGISTRIES if known is registry)
+    what = next(name for name, known in _FAMILIES.items() if known is registry)
     settings = {"kind": value} if isinstance(value, str) else value
     if not isinstance(settings, Mapping) or "kind" not in settings:
         raise ConfigError(
@@ -156,13 +122,7 @@ def dump(value: Any) -> Any:
             return [dump(item) for item in value]
         return value
     plain = {field.name: dump(getattr(value, field.name)) for field in fields(value) if field.init}
-    if isinstance(value, _RECORDS):
-        return plain
-    for _, registry in _REGISTRIES:
-        for name, cls in registry.items():
-            if type(value) is cls:
-                return {"kind": name, **plain}
-    return plain
+    return {"kind": value.kind, **plain} if hasattr(value, "kind") else plain
 
 
 def _convert(value: Any, hint: Any, what: str) -> Any:

@@ -29,8 +29,8 @@ from shoal.exchange.request import Exchange, PendingRecords, Request, Route, Sen
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
+from shoal.rules.optimizers import SGD
 from shoal.table.factory import shard_like
 from shoal.table.hosting import check_placement, hosted_spec, hosted_specs, move_in, plan_placement
 from shoal.table.shard import Shard, StepContext

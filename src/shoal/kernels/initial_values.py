@@ -117,7 +117,7 @@ def device_form(form: RowForm, device: torch.device) -> DeviceForm:
         segments_PW=sent([word for s in form.segments for word in _line(s)], device),
         state_S=sent(torch.cat(states), device),
         quantiles_Q=_device_quantiles(device),
-        drawn=any(s.initializer.kind != "constant" for s in form.segments),
+        drawn=any(s.initializer.law != "constant" for s in form.segments),
         plain=all(RETRIEVERS[s.compressor.kind] == 0 for s in form.segments),
     )
     if len(_forms) >= _FORMS_KEPT:
@@ -147,12 +147,12 @@ def _device_quantiles(device: torch.device) -> Tensor:
 
 
 def _line(segment: SegmentForm) -> list[int]:
-    first, second = (_float32(value) for value in segment.initializer.core_params())
-    if segment.initializer.kind == "uniform":
+    first, second = map(_float32, (*segment.initializer.param_values(), 0.0)[:2])
+    if segment.initializer.law == "uniform":
         second = _float32(second - first)
     line = [0] * SEGMENT_WORDS
     line[COLUMN], line[STOP] = segment.column, segment.column + segment.dim
-    line[LAW] = LAWS[segment.initializer.kind]
+    line[LAW] = LAWS[segment.initializer.law]
     line[FIRST], line[SECOND] = _bits32(first), _bits32(second)
     compressor = segment.compressor
     line[RETRIEVER] = RETRIEVERS[compressor.kind]

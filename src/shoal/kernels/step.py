@@ -93,8 +93,7 @@ def _step(  # type: ignore[no-untyped-def]
     ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
     SHIFT: tl.constexpr, FACTORS: tl.constexpr, COUNTED: tl.constexpr, CACHED: tl.constexpr,
     VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+    PARAMS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
@@ -125,8 +124,7 @@ def _step(  # type: ignore[no-untyped-def]
         g, good = accepted(g, live, LARGEST, CLIP)
         count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
         w, s0, s1, s2, p0, p1 = stepped(
-            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
-            A, B, C, D, E, F, G,
+            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE, PARAMS
         )  # fmt: skip
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, payload, table, good, column,

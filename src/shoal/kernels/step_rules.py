@@ -3,111 +3,52 @@
 A rule sees weights, summed gradient and up to three state vectors as [R, D] tiles, and up to two
 numbers of state per row and the rate as [R]. It returns all but gradient and rate as they are
 after the step. Divisions and roots are the exact ones: `/` alone is an approximation in float32.
+
+A rule's function names its declared parameters last, in capitals and in the declared order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
-from shoal.rules.gradient_descent import SGD, Momentum, SignSGD
-from shoal.rules.rule import Optimizer
-from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
+from shoal.errors import ConfigError
+from shoal.rules.optimizers import Optimizer
 
-_NUMBERS = {
-    SGD: 0,
-    Momentum: 1,
-    Adagrad: 2,
-    RowWiseAdagrad: 3,
-    Adadelta: 4,
-    Adam: 5,
-    Amsgrad: 6,
-    AdamW: 7,
-    FTRL: 8,
-    RMSprop: 9,
-    BatchSoftmax: 10,
-    SignSGD: 11,
-    MovingAverage: 12,
-    LAMB: 13,
-    GroupFTRL: 14,
-    GroupAdagrad: 15,
-    DynamicWdAdagrad: 16,
-}
-_SGD, _MOMENTUM, _ADAGRAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ROWWISE_ADAGRAD, _ADADELTA, _ADAM = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-_AMSGRAD, _ADAMW, _FTRL = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
-_RMSPROP, _BATCH_SOFTMAX, _SIGN_SGD = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
-_MOVING_AVERAGE, _LAMB, _GROUP_FTRL = tl.constexpr(12), tl.constexpr(13), tl.constexpr(14)
-_GROUP_ADAGRAD = tl.constexpr(15)  # and DynamicWdAdagrad is whatever is left
 # Bits of the low word of BatchSoftmax's last step.
 _STEP_BITS, _STEP_MASK = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
-
-PARAMS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRule:
-    """A rule as kernels take it: its number, its state's vectors [D] and numbers, its constants."""
+    """A rule as kernels take it: its kind, its state's vectors [D] and numbers, its parameters."""
 
-    number: int
+    kind: str
     vectors: int
     scalars: int
     params: tuple[float, ...]
 
 
-def kernel_rule(rule: Optimizer, real: torch.dtype) -> KernelRule | None:
-    """The kernel form of a rule for rows of dtype `real`, or None if kernels do not know it."""
-    number = _NUMBERS.get(type(rule))
-    if number is None:
+def kernel_rule(rule: Optimizer) -> KernelRule | None:
+    """The kernel form of a rule, or None if kernels do not know it.
+
+    Raises:
+        ConfigError: the rule declares other parameters than its kernel reads.
+    """
+    if rule.kind not in _STEPS:
         return None
-    scalars = rule.state_width(1) - (rule.state_width(2) - rule.state_width(1))
-    vectors = rule.state_width(1) - scalars
-    values = _params(rule, lambda share: _rest(share, real))
-    return KernelRule(number, vectors, scalars, values + (0.0,) * (PARAMS - len(values)))
-
-
-def _params(rule: Optimizer, rest: Callable[[float], float]) -> tuple[float, ...]:
-    match rule:
-        case SGD() | SignSGD():
-            return (rule.weight_decay,)
-        case Momentum():
-            return (rule.momentum, rule.weight_decay, float(rule.nesterov))
-        case Adagrad() | RowWiseAdagrad():
-            return (rule.weight_decay, rule.eps)
-        case Adadelta():
-            return (rule.weight_decay, rule.eps, rule.rho, rest(rule.rho))
-        case Adam() | Amsgrad():
-            moments = (rule.beta1, rest(rule.beta1), rule.beta2, rest(rule.beta2))
-            return (*moments, rule.eps, rule.weight_decay, float(rule.nesterov))
-        case AdamW() | LAMB():
-            moments = (rule.beta1, rest(rule.beta1), rule.beta2, rest(rule.beta2))
-            return (*moments, rule.eps, rule.weight_decay)
-        case FTRL() | GroupFTRL():
-            return (rule.beta, rule.l1, rule.l2)
-        case GroupAdagrad():
-            return (rule.beta, rule.l2, rule.weight_decay)
-        case DynamicWdAdagrad():
-            switches = (float(rule.decouple), float(rule.dynamic), float(rule.flip))
-            return (rule.weight_decay, rule.temperature, *switches)
-        case RMSprop():
-            fresh = 1.0 if rule.accumulate == "sum" else rest(rule.momentum)
-            return (rule.momentum, fresh, rule.weight_decay)
-        case MovingAverage():
-            return (rule.momentum, rest(rule.momentum))
-        case _:
-            return ()
-
-
-def _rest(share: float, real: torch.dtype) -> float:
-    """1 - share as rows of this dtype compute it: `rules.rule.rest_of`."""
-    return float(1 - torch.tensor(share, dtype=real, device="cpu"))
+    named = [name.lower() for name in _STEPS[rule.kind].arg_names if name.isupper()]
+    if tuple(named) != rule.params:
+        raise ConfigError(
+            f"parameters of {rule.kind}",
+            got=rule.params,
+            allowed=f"{tuple(named)}, which its kernel reads",
+            remedy="Declare the rule and write its kernel with the same ones in the same order.",
+        )
+    return KernelRule(rule.kind, len(rule.vectors), len(rule.scalars), rule.param_values())
 
 
 @triton.jit
@@ -121,93 +62,99 @@ def _root(a):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _momentum(w, g, n, lr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, NESTEROV: tl.constexpr):  # type: ignore[no-untyped-def]
-    new = MOMENTUM * n - lr * (g + DECAY * w)
+def _rest(like, SHARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 - SHARE as rows of this dtype compute it: `rules.optimizers.rest_of`."""
+    return 1.0 - tl.full(like.shape, SHARE, like.dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sgd(w, g, lr, WEIGHT_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
+    return w - lr * (g + WEIGHT_DECAY * w)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sign_sgd(w, g, lr, WEIGHT_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
+    sign = (g > 0).to(w.dtype) - (g < 0).to(w.dtype)
+    return w * (1.0 - lr * WEIGHT_DECAY) - lr * sign
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _moving_average(w, g, MOMENTUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    return MOMENTUM * w + _rest(w, MOMENTUM) * g
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _momentum(  # type: ignore[no-untyped-def]
+    w, g, n, lr, MOMENTUM: tl.constexpr, WEIGHT_DECAY: tl.constexpr, NESTEROV: tl.constexpr
+):  # fmt: skip
+    new = MOMENTUM * n - lr * (g + WEIGHT_DECAY * w)
     move = (1 + MOMENTUM) * new - MOMENTUM * n if NESTEROV != 0 else new
     return w + move, new
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _adagrad(w, g, n, lr, DECAY: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    g = g + DECAY * w
+def _adagrad(w, g, n, lr, WEIGHT_DECAY: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    g = g + WEIGHT_DECAY * w
     n = n + g * g
     return w - _ratio(lr * g, _root(n) + EPS), n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rowwise_adagrad(w, g, n, lr, DIM: tl.constexpr, DECAY: tl.constexpr, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    g = g + DECAY * w
+def _rowwise_adagrad(  # type: ignore[no-untyped-def]
+    w, g, n, lr, dim: tl.constexpr, WEIGHT_DECAY: tl.constexpr, EPS: tl.constexpr
+):  # fmt: skip
+    g = g + WEIGHT_DECAY * w
     total = tl.sum(g * g, axis=1)
-    n = n + _ratio(total, tl.full(total.shape, DIM, total.dtype))
+    n = n + _ratio(total, tl.full(total.shape, dim, total.dtype))
     return w - _ratio(lr * g, (_root(n) + EPS)[:, None]), n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adadelta(  # type: ignore[no-untyped-def]
-    w, g, sq, up, lr, DECAY: tl.constexpr, EPS: tl.constexpr, RHO: tl.constexpr, REST: tl.constexpr
-):
-    g = g + DECAY * w
-    sq = RHO * sq + REST * g * g
+    w, g, sq, up, lr, RHO: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr
+):  # fmt: skip
+    rest = _rest(w, RHO)
+    g = g + WEIGHT_DECAY * w
+    sq = RHO * sq + rest * g * g
     move = _ratio(g * _root(up + EPS), _root(sq + EPS))
-    return w - lr * move, sq, RHO * up + REST * move * move
+    return w - lr * move, sq, RHO * up + rest * move * move
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _moments(m, v, g, BETA1: tl.constexpr, BETA2: tl.constexpr):  # type: ignore[no-untyped-def]
+    return m + (g - m) * _rest(g, BETA1), v + (g * g - v) * _rest(g, BETA2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adam(  # type: ignore[no-untyped-def]
-    w,
-    g,
-    m,
-    v,
-    top,
-    p1,
-    p2,
-    rate,
-    B1: tl.constexpr,
-    REST1: tl.constexpr,
-    B2: tl.constexpr,
-    REST2: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-):
+    w, g, m, v, top, p1, p2, rate, amsgrad: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr, NESTEROV: tl.constexpr,
+):  # fmt: skip
     rate = _ratio(rate * _root(1.0 - p2), 1.0 - p1)
-    g = g + DECAY * w
-    m = m + (g - m) * REST1
-    v = v + (g * g - v) * REST2
+    g = g + WEIGHT_DECAY * w
+    m, v = _moments(m, v, g, BETA1, BETA2)
     second = v
-    if AMSGRAD:
+    if amsgrad:
         top = tl.where(top > v, top, v)
         second = top
-    first = REST1 * g + B1 * m if NESTEROV != 0 else m
+    first = _rest(g, BETA1) * g + BETA1 * m if NESTEROV != 0 else m
     w = w - _ratio(rate[:, None] * first, _root(second) + EPS)
-    return w, m, v, top, p1 * B1, p2 * B2
+    return w, m, v, top, p1 * BETA1, p2 * BETA2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    w,
-    g,
-    m,
-    v,
-    p1,
-    p2,
-    rate,
-    B1: tl.constexpr,
-    REST1: tl.constexpr,
-    B2: tl.constexpr,
-    REST2: tl.constexpr,
-    EPS: tl.constexpr,
-    DECAY: tl.constexpr,
-):
-    keep = 1.0 - rate * DECAY
+    w, g, m, v, p1, p2, rate,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+):  # fmt: skip
+    keep = 1.0 - rate * WEIGHT_DECAY
     rate = _ratio(rate, 1.0 - p1)
     root = _root(1.0 - p2)
-    m = m + (g - m) * REST1
-    v = v + (g * g - v) * REST2
+    m, v = _moments(m, v, g, BETA1, BETA2)
     under = _ratio(_root(v), root[:, None]) + EPS
     w = w * keep[:, None] - _ratio(rate[:, None] * m, under)
-    return w, m, v, p1 * B1, p2 * B2
+    return w, m, v, p1 * BETA1, p2 * BETA2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -225,9 +172,11 @@ def _ftrl(w, g, n, z, lr, BETA: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rmsprop(w, g, n, lr, MOMENTUM: tl.constexpr, FRESH: tl.constexpr, DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
-    g = g + DECAY * w
-    n = MOMENTUM * n + FRESH * g * g
+def _rmsprop(  # type: ignore[no-untyped-def]
+    w, g, n, lr, MOMENTUM: tl.constexpr, WEIGHT_DECAY: tl.constexpr, SUMMED: tl.constexpr
+):  # fmt: skip
+    g = g + WEIGHT_DECAY * w
+    n = MOMENTUM * n + (g * g if SUMMED != 0 else _rest(w, MOMENTUM) * g * g)
     return w - _ratio(lr * g, _root(n) + 1.0), n
 
 
@@ -250,17 +199,15 @@ def _norm(a, inside):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _lamb(  # type: ignore[no-untyped-def]
     w, g, m, v, p1, p2, rate, inside,
-    B1: tl.constexpr, REST1: tl.constexpr, B2: tl.constexpr, REST2: tl.constexpr,
-    EPS: tl.constexpr, DECAY: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
 ):  # fmt: skip
-    m = m + (g - m) * REST1
-    v = v + (g * g - v) * REST2
+    m, v = _moments(m, v, g, BETA1, BETA2)
     under = _root(_ratio(v, (1.0 - p2)[:, None])) + EPS
-    move = _ratio(_ratio(m, (1.0 - p1)[:, None]), under) + DECAY * w
+    move = _ratio(_ratio(m, (1.0 - p1)[:, None]), under) + WEIGHT_DECAY * w
     w_norm, move_norm = _norm(w, inside), _norm(move, inside)
     usable = (w_norm > 0) & (move_norm > 0)
     trust = tl.where(usable, _ratio(w_norm, tl.where(usable, move_norm, 1.0)), 1.0)
-    return w - (rate * trust)[:, None] * move, m, v, p1 * B1, p2 * B2
+    return w - (rate * trust)[:, None] * move, m, v, p1 * BETA1, p2 * BETA2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -280,10 +227,10 @@ def _group_ftrl(w, g, n, z, lr, inside, BETA: tl.constexpr, L1: tl.constexpr, L2
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _group_adagrad(  # type: ignore[no-untyped-def]
-    w, g, n, rate, inside, BETA: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr
+    w, g, n, rate, inside, BETA: tl.constexpr, L2: tl.constexpr, WEIGHT_DECAY: tl.constexpr
 ):  # fmt: skip
     still = rate == 0
-    g = g + DECAY * w
+    g = g + WEIGHT_DECAY * w
     grown = n + tl.max(g * g, axis=1)
     scale = _ratio(tl.where(still, 1.0, rate), BETA + _root(grown))
     moved = g - _ratio(w, scale[:, None])
@@ -297,10 +244,10 @@ def _group_adagrad(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _dynamic_wd_adagrad(  # type: ignore[no-untyped-def]
     w, g, n, rate, inside,
-    DECAY: tl.constexpr, TEMPERATURE: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr, TEMPERATURE: tl.constexpr,
     DECOUPLE: tl.constexpr, DYNAMIC: tl.constexpr, FLIP: tl.constexpr,
 ):  # fmt: skip
-    decay = rate * 0.0 + DECAY
+    decay = rate * 0.0 + WEIGHT_DECAY
     if DYNAMIC != 0:
         lead = _norm(g, inside) - _norm(w, inside)
         turned = lead if FLIP != 0 else -lead
@@ -315,51 +262,70 @@ def _dynamic_wd_adagrad(  # type: ignore[no-untyped-def]
     return w - move, n
 
 
+_STEPS: dict[str, Any] = {
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "adadelta": _adadelta,
+    "adam": _adam,
+    "amsgrad": _adam,
+    "adamw": _adamw,
+    "ftrl": _ftrl,
+    "rmsprop": _rmsprop,
+    "batch_softmax": _batch_softmax,
+    "sign_sgd": _sign_sgd,
+    "moving_average": _moving_average,
+    "lamb": _lamb,
+    "group_ftrl": _group_ftrl,
+    "group_adagrad": _group_adagrad,
+    "dynamic_wd_adagrad": _dynamic_wd_adagrad,
+}
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def stepped(  # type: ignore[no-untyped-def]
     w, g, s0, s1, s2, p0, p1, rate, inside, global_step,
-    DIM: tl.constexpr, RULE: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+    DIM: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The rule's step; A to G are `KernelRule.params`. What a rule does not have stays as it is.
+    """The rule's step; P are `KernelRule.params`. What a rule does not have stays as it is.
 
     inside: [R, D], true where there is a row and a column.
     """
     lr = rate[:, None]
-    if RULE == _SGD:
-        w = w - lr * (g + A * w)
-    elif RULE == _MOMENTUM:
-        w, s0 = _momentum(w, g, s0, lr, A, B, C)
-    elif RULE == _ADAGRAD:
-        w, s0 = _adagrad(w, g, s0, lr, A, B)
-    elif RULE == _ROWWISE_ADAGRAD:
-        w, p0 = _rowwise_adagrad(w, g, p0, lr, DIM, A, B)
-    elif RULE == _ADADELTA:
-        w, s0, s1 = _adadelta(w, g, s0, s1, lr, A, B, C, D)
-    elif RULE == _ADAM:
-        w, s0, s1, s2, p0, p1 = _adam(w, g, s0, s1, s2, p0, p1, rate, A, B, C, D, E, F, G, False)
-    elif RULE == _AMSGRAD:
-        w, s0, s1, s2, p0, p1 = _adam(w, g, s0, s1, s2, p0, p1, rate, A, B, C, D, E, F, G, True)
-    elif RULE == _ADAMW:
-        w, s0, s1, p0, p1 = _adamw(w, g, s0, s1, p0, p1, rate, A, B, C, D, E, F)
-    elif RULE == _FTRL:
-        w, s0, s1 = _ftrl(w, g, s0, s1, lr, A, B, C)
-    elif RULE == _RMSPROP:
-        w, s0 = _rmsprop(w, g, s0, lr, A, B, C)
-    elif RULE == _BATCH_SOFTMAX:
+    if RULE == "sgd":
+        w = _sgd(w, g, lr, P[0])
+    elif RULE == "momentum":
+        w, s0 = _momentum(w, g, s0, lr, P[0], P[1], P[2])
+    elif RULE == "adagrad":
+        w, s0 = _adagrad(w, g, s0, lr, P[0], P[1])
+    elif RULE == "rowwise_adagrad":
+        w, p0 = _rowwise_adagrad(w, g, p0, lr, DIM, P[0], P[1])
+    elif RULE == "adadelta":
+        w, s0, s1 = _adadelta(w, g, s0, s1, lr, P[0], P[1], P[2])
+    elif RULE == "adam" or RULE == "amsgrad":
+        w, s0, s1, s2, p0, p1 = _adam(
+            w, g, s0, s1, s2, p0, p1, rate, RULE == "amsgrad", P[0], P[1], P[2], P[3], P[4]
+        )
+    elif RULE == "adamw":
+        w, s0, s1, p0, p1 = _adamw(w, g, s0, s1, p0, p1, rate, P[0], P[1], P[2], P[3])
+    elif RULE == "ftrl":
+        w, s0, s1 = _ftrl(w, g, s0, s1, lr, P[0], P[1], P[2])
+    elif RULE == "rmsprop":
+        w, s0 = _rmsprop(w, g, s0, lr, P[0], P[1], P[2])
+    elif RULE == "batch_softmax":
         w, p0, p1 = _batch_softmax(w, p0, p1, lr, global_step)
-    elif RULE == _SIGN_SGD:
-        sign = (g > 0).to(w.dtype) - (g < 0).to(w.dtype)
-        w = w * (1.0 - lr * A) - lr * sign
-    elif RULE == _MOVING_AVERAGE:
-        w = A * w + B * g
-    elif RULE == _LAMB:
-        w, s0, s1, p0, p1 = _lamb(w, g, s0, s1, p0, p1, rate, inside, A, B, C, D, E, F)
-    elif RULE == _GROUP_FTRL:
-        w, s0, s1 = _group_ftrl(w, g, s0, s1, lr, inside, A, B, C)
-    elif RULE == _GROUP_ADAGRAD:
-        w, p0 = _group_adagrad(w, g, p0, rate, inside, A, B, C)
+    elif RULE == "sign_sgd":
+        w = _sign_sgd(w, g, lr, P[0])
+    elif RULE == "moving_average":
+        w = _moving_average(w, g, P[0])
+    elif RULE == "lamb":
+        w, s0, s1, p0, p1 = _lamb(w, g, s0, s1, p0, p1, rate, inside, P[0], P[1], P[2], P[3])
+    elif RULE == "group_ftrl":
+        w, s0, s1 = _group_ftrl(w, g, s0, s1, lr, inside, P[0], P[1], P[2])
+    elif RULE == "group_adagrad":
+        w, p0 = _group_adagrad(w, g, p0, rate, inside, P[0], P[1], P[2])
     else:
-        w, s0 = _dynamic_wd_adagrad(w, g, s0, rate, inside, A, B, C, D, E)
+        tl.static_assert(RULE == "dynamic_wd_adagrad")
+        w, s0 = _dynamic_wd_adagrad(w, g, s0, rate, inside, P[0], P[1], P[2], P[3], P[4])
     return w, s0, s1, s2, p0, p1

@@ -44,7 +44,7 @@ from shoal.kernels.tables import (
     chunk_word,
     row_address,
 )
-from shoal.rules.rule import RuleContext
+from shoal.rules.optimizers import RuleContext
 
 _MOST_ROWS = 16
 
@@ -478,8 +478,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     REAL: tl.constexpr, VECTORS: tl.constexpr, SCALARS: tl.constexpr, RULE: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+    PARAMS: tl.constexpr,
     CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One segment of the rows whose sums `_write_sums` has settled."""
@@ -501,8 +500,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
         w, s0, s1, s2, p0, p1 = stepped(
-            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE,
-            A, B, C, D, E, F, G,
+            w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE, PARAMS
         )  # fmt: skip
         store_rows(
             tables_ptr, chunks_ptr, columns, handle, payload, table, live, column, inside,

@@ -25,7 +25,7 @@ from shoal.kernels.rounding import (
     wide_of_bits,
     words_at,
 )
-from shoal.kernels.step_rules import KernelRule, kernel_rule
+from shoal.kernels.step_rules import kernel_rule
 from shoal.kernels.tables import (
     CHUNK_COUNTS,
     CHUNK_IDS,
@@ -161,7 +161,7 @@ def _real(form: RowForm) -> Any:
 def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
     if isinstance(segment.compressor, OneBit) or segment.dim > MOST_COLUMNS:
         return None
-    rule: KernelRule | None = kernel_rule(segment.optimizer, form.real)
+    rule = kernel_rule(segment.optimizer)
     if rule is None:
         return None
     return {
@@ -173,8 +173,8 @@ def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
         "REAL": _real(form),
         "VECTORS": rule.vectors,
         "SCALARS": rule.scalars,
-        "RULE": rule.number,
-        **dict(zip("ABCDEFG", rule.params, strict=True)),
+        "RULE": rule.kind,
+        "PARAMS": rule.params,
         "ROWS": rows_of_tile(segment.dim, form.real),
         "BLOCK_D": columns_of_tile(segment.dim),
         "SHIFT": form.shift,

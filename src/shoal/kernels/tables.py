@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.rules.compressors import Compressor
 from shoal.rules.initializers import Initializer
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Optimizer
 
 CHUNK_BITS = 14
 CHUNK_ROWS = 1 << CHUNK_BITS

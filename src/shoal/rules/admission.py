@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from shoal.ids import mix64, salt, to_signed
-from shoal.rules import checks
-from shoal.rules.expiry import FidLayout, check_per_slot, lookup_per_slot, slots_of
+from shoal.ids import FidLayout, mix64, salt, to_signed
+from shoal.rules.expiry import BySlot, check_per_slot
+from shoal.rules.rule import Checked, whole
 
 __all__ = ["Admission", "Counter", "ExactCounter", "SketchCounter", "make_counter", "sketch_block"]
 
@@ -21,7 +21,7 @@ _LARGEST_COUNT = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
+class Admission(Checked):
     """An id gets a row once it has been seen often enough.
 
     Sights of a step are summed over all senders first; then each id is decided once, on its
@@ -37,37 +37,35 @@ class Admission:
         fid_layout: where ids carry their slot; read only with `per_slot`.
     """
 
-    threshold: int = 0
+    threshold: Annotated[int, whole(0, _LARGEST_COUNT - 1)] = 0
     on: Literal["reach", "after"] = "reach"
     counter: Literal["exact", "sketch"] = "exact"
     per_slot: tuple[tuple[int, int], ...] = ()
-    sketch_width: int = 1 << 20
-    sketch_depth: int = 4
+    sketch_width: Annotated[int, whole(1, power_of_two=True)] = 1 << 20
+    sketch_depth: Annotated[int, whole(1, 16)] = 4
     fid_layout: FidLayout = "v2"
 
     def __post_init__(self) -> None:
-        checks.whole(self, "threshold", self.threshold, 0, _LARGEST_COUNT - 1)
-        checks.choice(self, "on", self.on, ("reach", "after"))
-        checks.choice(self, "counter", self.counter, ("exact", "sketch"))
-        checks.power_of_two(self, "sketch_width", self.sketch_width)
-        checks.whole(self, "sketch_depth", self.sketch_depth, 1, 16)
+        Checked.__post_init__(self)
         check_per_slot(self, self.per_slot, self.fid_layout)
 
+    @property
+    def needed(self) -> BySlot:
+        """Occurrences that ids need; 1 admits at first sight."""
+
+        def counted(threshold: int) -> int:
+            return threshold + (self.on == "after") if threshold else 1
+
+        per_slot = tuple((slot, counted(threshold)) for slot, threshold in self.per_slot)
+        return BySlot(counted(self.threshold), per_slot, self.fid_layout)
+
     def required(self, slot: int) -> int:
-        """Sights an id of a slot needs; 1 admits at first sight."""
-        return self._sights(dict(self.per_slot).get(slot, self.threshold))
+        """Occurrences an id of a slot needs."""
+        return self.needed.of_slot(slot)
 
     def required_N(self, ids_N: Tensor) -> Tensor:
-        """Sights each id needs, int64 [N], by the slot it carries."""
-        overrides = {slot: self._sights(threshold) for slot, threshold in self.per_slot}
-        return lookup_per_slot(
-            slots_of(ids_N, self.fid_layout), overrides, self._sights(self.threshold)
-        )
-
-    def _sights(self, threshold: int) -> int:
-        if threshold == 0:
-            return 1
-        return threshold + (self.on == "after")
+        """Occurrences each id needs, int64 [N], by the slot it carries."""
+        return self.needed.of_ids(ids_N)
 
 
 class Counter(ABC):

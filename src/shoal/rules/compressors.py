@@ -9,86 +9,55 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shoal.rules import checks
+from shoal.rules.rule import Positive, Rule, Steps, at_least, check
 
 __all__ = ["Compressor", "FixedR8", "Float16", "Float32", "OneBit"]
 
 
-class Compressor(ABC):
+class Compressor(Rule, ABC):
     """Storage of one segment's weights on a serving replica, and its shadow in training."""
 
     __slots__ = ()
 
-    kind: ClassVar[str]
-
-    @abstractmethod
     def retrieve(self, w_ND: Tensor, global_step: int) -> Tensor:
         """What training's forward pass reads for stored weights; dtype and shape kept."""
+        return w_ND
 
-    @abstractmethod
     def retrieve_backward(self, w_ND: Tensor, grad_ND: Tensor, global_step: int) -> Tensor:
         """The gradient of the stored weights, given that of `retrieve`'s result."""
+        return grad_ND
 
     @abstractmethod
     def encode(self, w_ND: Tensor) -> Tensor:
         """Stored form for serving, same shape, one element per weight."""
 
-    @abstractmethod
     def decode(self, code_ND: Tensor) -> Tensor:
         """float32 weights of the stored form."""
-
-    @abstractmethod
-    def core_params(self) -> dict[str, float]:
-        """The numbers the compiled core gets, by field name."""
+        return code_ND.to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Float32(Compressor):
     """4 bytes a weight; the identity."""
 
-    kind: ClassVar[str] = "float32"
-
-    def retrieve(self, w_ND: Tensor, global_step: int) -> Tensor:
-        return w_ND
-
-    def retrieve_backward(self, w_ND: Tensor, grad_ND: Tensor, global_step: int) -> Tensor:
-        return grad_ND
+    kind = "float32"
 
     def encode(self, w_ND: Tensor) -> Tensor:
         return w_ND.to(torch.float32)
-
-    def decode(self, code_ND: Tensor) -> Tensor:
-        return code_ND.to(torch.float32)
-
-    def core_params(self) -> dict[str, float]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Float16(Compressor):
     """2 bytes a weight, rounded to nearest even at export; training sees full weights."""
 
-    kind: ClassVar[str] = "float16"
-
-    def retrieve(self, w_ND: Tensor, global_step: int) -> Tensor:
-        return w_ND
-
-    def retrieve_backward(self, w_ND: Tensor, grad_ND: Tensor, global_step: int) -> Tensor:
-        return grad_ND
+    kind = "float16"
 
     def encode(self, w_ND: Tensor) -> Tensor:
         return w_ND.to(torch.float16)
-
-    def decode(self, code_ND: Tensor) -> Tensor:
-        return code_ND.to(torch.float32)
-
-    def core_params(self) -> dict[str, float]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +68,19 @@ class FixedR8(Compressor):
     forward reads code * (r / 128); backward is the identity, also outside the grid.
     """
 
-    r: float = 1.0
+    kind = "fixed_r8"
+    params = ("r",)
 
-    kind: ClassVar[str] = "fixed_r8"
-
-    def __post_init__(self) -> None:
-        checks.positive(self, "r", self.r)
+    r: Positive = 1.0
 
     def retrieve(self, w_ND: Tensor, global_step: int) -> Tensor:
         return self._codes(w_ND) * (self.r / 128)
-
-    def retrieve_backward(self, w_ND: Tensor, grad_ND: Tensor, global_step: int) -> Tensor:
-        return grad_ND
 
     def encode(self, w_ND: Tensor) -> Tensor:
         return self._codes(w_ND).to(torch.int8)
 
     def decode(self, code_ND: Tensor) -> Tensor:
         return code_ND.to(torch.float32) * (self.r / 128)
-
-    def core_params(self) -> dict[str, float]:
-        return {"r": float(self.r)}
 
     def _codes(self, w_ND: Tensor) -> Tensor:
         scaled_ND = w_ND / w_ND.new_tensor(self.r / 128)
@@ -139,18 +100,17 @@ class OneBit(Compressor):
     multiple of step_size. Serving stores -1 or 1 (0 counts as 1) and reads it times amplitude.
     """
 
-    step_size: int = 200
-    init_scale: float = 1.0
-    max_scale: float = 10000.0
-    amplitude: float = 0.1
+    kind = "one_bit"
+    params = ("step_size", "init_scale", "max_scale", "amplitude")
 
-    kind: ClassVar[str] = "one_bit"
+    step_size: Steps = 200
+    init_scale: Positive = 1.0
+    max_scale: float = 10000.0
+    amplitude: Positive = 0.1
 
     def __post_init__(self) -> None:
-        checks.whole(self, "step_size", self.step_size, 1)
-        checks.positive(self, "init_scale", self.init_scale)
-        checks.at_least(self, "max_scale", self.max_scale, self.init_scale)
-        checks.positive(self, "amplitude", self.amplitude)
+        Compressor.__post_init__(self)
+        check(self, "max_scale", self.max_scale, at_least(self.init_scale))
 
     def scale(self, global_step: int) -> float:
         """Steepness of the tanh: a function of the step alone, so nothing needs saving."""
@@ -171,11 +131,3 @@ class OneBit(Compressor):
 
     def decode(self, code_ND: Tensor) -> Tensor:
         return code_ND.to(torch.float32) * self.amplitude
-
-    def core_params(self) -> dict[str, float]:
-        return {
-            "step_size": float(self.step_size),
-            "init_scale": float(self.init_scale),
-            "max_scale": float(self.max_scale),
-            "amplitude": float(self.amplitude),
-        }

@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.rules import checks
+from shoal.ids import BITS, FidLayout, max_slot, slot_of
+from shoal.rules.rule import Allowed, Checked, check, whole
 
 __all__ = [
     "Expiry",
 ]
 
-
-FidLayout = Literal["v1", "v2"]
-
-_SHIFT = {"v1": 54, "v2": 48}
-_MASK = {"v1": 0x3FF, "v2": 0x7FFF}
+NEVER = -1  # for a time to live
 
 
-def slots_of(ids_N: Tensor, layout: FidLayout) -> Tensor:
-    """Slots, int64 [N]: bits 63..54 of a v1 id, bits 62..48 of a v2 id."""
-    return (ids_N >> _SHIFT[layout]) & _MASK[layout]
+@dataclass(frozen=True, slots=True)
+class BySlot:
+    """A whole number for each id, by the slot it carries: what backends read of such a setting.
+
+    Args:
+        otherwise: for slots without one of their own.
+        values: (slot, number) pairs.
+        layout: where ids carry their slot.
+    """
+
+    otherwise: int
+    values: tuple[tuple[int, int], ...]
+    layout: FidLayout
+
+    @property
+    def shift(self) -> int:
+        """Lowest bit of the slot."""
+        return BITS[self.layout][1]
+
+    @property
+    def mask(self) -> int:
+        """The largest slot."""
+        return max_slot(self.layout)
+
+    def of_slot(self, slot: int) -> int:
+        """The number of a slot."""
+        return dict(self.values).get(slot, self.otherwise)
+
+    def of_ids(self, ids_N: Tensor) -> Tensor:
+        """The number of each id, int64 [N]."""
+        slots_N = slot_of(ids_N, self.layout)
+        values_N = torch.full_like(slots_N, self.otherwise)
+        for slot, value in self.values:
+            values_N[slots_N == slot] = value
+        return values_N
 
 
 def check_per_slot(owner: object, per_slot: tuple[tuple[int, int], ...], layout: FidLayout) -> None:
@@ -33,10 +62,9 @@ def check_per_slot(owner: object, per_slot: tuple[tuple[int, int], ...], layout:
     Raises:
         ConfigError: a pair is wrong.
     """
-    checks.choice(owner, "fid_layout", layout, tuple(_SHIFT))
     for slot, value in per_slot:
-        checks.whole(owner, "slot in per_slot", slot, 0, _MASK[layout])
-        checks.whole(owner, f"per_slot value of slot {slot}", value, 0)
+        check(owner, "slot in per_slot", slot, whole(0, max_slot(layout)))
+        check(owner, f"per_slot value of slot {slot}", value, whole(0))
     slots = [slot for slot, _ in per_slot]
     if len(set(slots)) != len(slots):
         raise ConfigError(
@@ -47,20 +75,14 @@ def check_per_slot(owner: object, per_slot: tuple[tuple[int, int], ...], layout:
         )
 
 
-def lookup_per_slot(slots_N: Tensor, values: dict[int, int], default: int) -> Tensor:
-    """The value of each slot, int64 [N]; `default` for slots that have none."""
-    values_N = torch.full_like(slots_N, default)
-    for slot, value in values.items():
-        values_N[slots_N == slot] = value
-    return values_N
-
-
-# Longer than any difference of two u32 times, so that it stands for "never".
-_NEVER = 1 << 40
+_SECONDS = whole(0)
+Lifetime = Annotated[
+    int | None, Allowed(_SECONDS.words, lambda value: value is None or _SECONDS.fits(value))
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expiry:
+class Expiry(Checked):
     """A row is dropped if and only if now_s - last_seen_s >= its time to live.
 
     Args:
@@ -69,18 +91,24 @@ class Expiry:
         fid_layout: where ids carry their slot; read only with `per_slot`.
     """
 
-    ttl_s: int | None = None
+    ttl_s: Lifetime = None
     per_slot: tuple[tuple[int, int], ...] = ()
     fid_layout: FidLayout = "v2"
 
     def __post_init__(self) -> None:
-        if self.ttl_s is not None:
-            checks.whole(self, "ttl_s", self.ttl_s, 0)
+        Checked.__post_init__(self)
         check_per_slot(self, self.per_slot, self.fid_layout)
+
+    @property
+    def ttls(self) -> BySlot:
+        """Times to live in seconds; NEVER where rows are kept for ever."""
+        otherwise = NEVER if self.ttl_s is None else self.ttl_s
+        return BySlot(otherwise, self.per_slot, self.fid_layout)
 
     def ttl(self, slot: int) -> int | None:
         """Time to live of a slot's rows in seconds; None is for ever."""
-        return dict(self.per_slot).get(slot, self.ttl_s)
+        ttl_s = self.ttls.of_slot(slot)
+        return None if ttl_s == NEVER else ttl_s
 
     def expired_N(self, ids_N: Tensor, last_seen_s_N: Tensor, now_s: int) -> Tensor:
         """bool [N]: rows to drop at `now_s`.
@@ -90,8 +118,7 @@ class Expiry:
         Args:
             ids_N: int64 [N].
             last_seen_s_N: int64 [N], event time each row was last seen.
-            now_s: event time to judge by.
+            now_s: event time to evaluate at.
         """
-        default = _NEVER if self.ttl_s is None else self.ttl_s
-        ttl_s_N = lookup_per_slot(slots_of(ids_N, self.fid_layout), dict(self.per_slot), default)
-        return now_s - last_seen_s_N.to(torch.int64) >= ttl_s_N
+        ttl_s_N = self.ttls.of_ids(ids_N)
+        return (ttl_s_N != NEVER) & (now_s - last_seen_s_N.to(torch.int64) >= ttl_s_N)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ids import mix64, salt
-from shoal.rules import checks
+from shoal.rules.rule import Finite, NotNegative, Rule, at_least
 
 __all__ = [
     "BatchSoftmaxInit",
@@ -96,83 +95,69 @@ _QUANTILES = Path(__file__).with_name("quantiles.npz")
 _INIT_DOMAIN = 0
 
 
-class Initializer(ABC):
+class Initializer(Rule):
     """How the weights of a new row are filled.
 
-    `kind` names the law for the compiled core; `core_params` are its two numbers.
+    law: what the core and the kernels do with the parameters.
     """
 
     __slots__ = ()
 
-    kind: ClassVar[str]
-
-    @abstractmethod
-    def core_params(self) -> tuple[float, float]:
-        """The two numbers of the law: (value, 0), (minval, maxval) or (mean, std)."""
+    law: ClassVar[str] = "constant"
 
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Initializer):
     """All 0."""
 
-    kind: ClassVar[str] = "constant"
+    kind = "zeros"
+    params = ("value",)
 
-    def core_params(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    value: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ones(Initializer):
     """All 1."""
 
-    kind: ClassVar[str] = "constant"
+    kind = "ones"
+    params = ("value",)
 
-    def core_params(self) -> tuple[float, float]:
-        return 1.0, 0.0
+    value: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Constant(Initializer):
     """All `value`."""
 
-    value: float
+    kind = "constant"
+    params = ("value",)
 
-    kind: ClassVar[str] = "constant"
-
-    def __post_init__(self) -> None:
-        checks.finite(self, "value", self.value)
-
-    def core_params(self) -> tuple[float, float]:
-        return float(self.value), 0.0
+    value: Finite
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSoftmaxInit(Initializer):
     """All `value`: the gap between samples that a new id is presumed to have, at least 1 step."""
 
-    value: float = 1.0
+    kind = "batch_softmax"
+    params = ("value",)
 
-    kind: ClassVar[str] = "constant"
-
-    def __post_init__(self) -> None:
-        checks.at_least(self, "value", self.value, 1)
-
-    def core_params(self) -> tuple[float, float]:
-        return float(self.value), 0.0
+    value: Annotated[float, at_least(1)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform(Initializer):
     """Uniform from minval to maxval, in 2^24 even steps."""
 
-    minval: float = -0.05
-    maxval: float = 0.05
+    kind = law = "uniform"
+    params = ("minval", "maxval")
 
-    kind: ClassVar[str] = "uniform"
+    minval: Finite = -0.05
+    maxval: Finite = 0.05
 
     def __post_init__(self) -> None:
-        checks.finite(self, "minval", self.minval)
-        checks.finite(self, "maxval", self.maxval)
+        Initializer.__post_init__(self)
         if self.minval > self.maxval:
             raise ConfigError(
                 "minval of Uniform",
@@ -181,42 +166,27 @@ class Uniform(Initializer):
                 remedy="Swap the two.",
             )
 
-    def core_params(self) -> tuple[float, float]:
-        return float(self.minval), float(self.maxval)
-
 
 @dataclass(frozen=True, slots=True)
 class Normal(Initializer):
     """Normal with the given mean and standard deviation, cut off at 3.84 deviations."""
 
-    mean: float = 0.0
-    std: float = 0.05
+    kind = law = "normal"
+    params = ("mean", "std")
 
-    kind: ClassVar[str] = "normal"
-
-    def __post_init__(self) -> None:
-        checks.finite(self, "mean", self.mean)
-        checks.at_least(self, "std", self.std, 0)
-
-    def core_params(self) -> tuple[float, float]:
-        return float(self.mean), float(self.std)
+    mean: Finite = 0.0
+    std: NotNegative = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class TruncatedNormal(Initializer):
     """Normal redrawn beyond two deviations; `std` is that of the normal before the cut."""
 
-    mean: float = 0.0
-    std: float = 0.05
+    kind = law = "truncated_normal"
+    params = ("mean", "std")
 
-    kind: ClassVar[str] = "truncated_normal"
-
-    def __post_init__(self) -> None:
-        checks.finite(self, "mean", self.mean)
-        checks.at_least(self, "std", self.std, 0)
-
-    def core_params(self) -> tuple[float, float]:
-        return float(self.mean), float(self.std)
+    mean: Finite = 0.0
+    std: NotNegative = 0.05
 
 
 def initial_values(
@@ -224,7 +194,7 @@ def initial_values(
 ) -> Tensor:
     """The weights that new rows get, float32 [N, dim]; the oracle for every backend's bits.
 
-    x is the word of `philox.column_words` in domain 0 (an odd domain belongs to rounding); fl
+    x is the word of `column_words` in domain 0 (an odd domain belongs to rounding); fl
     rounds to float32.
 
     uniform: u = (x >> 8) * 2^-24 (exact); width = fl(fl(maxval) - fl(minval));
@@ -241,9 +211,10 @@ def initial_values(
         column_start: the segment's first column in the row.
         dim: the segment's columns.
     """
-    first, second = initializer.core_params()
-    if initializer.kind == "constant":
+    first, *others = initializer.param_values()
+    if initializer.law == "constant":
         return torch.full((ids_N.shape[0], dim), first, dtype=torch.float32, device=ids_N.device)
+    second = others[0]
     words = column_words(
         ids_N,
         key=stream_key(seed, table),
@@ -251,11 +222,11 @@ def initial_values(
         dim=dim,
         domain=_INIT_DOMAIN,
     )
-    if initializer.kind == "uniform":
+    if initializer.law == "uniform":
         unit = (words >> 8).to(torch.float32) * 2.0**-24
         width = _float32(_float32(second) - _float32(first))
         return unit * width + _float32(first)
-    table_Q = _quantiles(initializer.kind).to(ids_N.device)
+    table_Q = _quantiles(initializer.law).to(ids_N.device)
     below = words >> 20
     part = (words & 0xFFFFF).to(torch.float32) * 2.0**-20
     low, high = table_Q[below], table_Q[below + 1]

@@ -51,7 +51,7 @@ def stochastic_round(
     Args:
         values_UD: float32 [U, D], columns column_start .. column_start + D - 1 of their rows.
         dtype: torch.bfloat16 or torch.float16.
-        key: `philox.stream_key(seed, table)`.
+        key: `initializers.stream_key(seed, table)`.
         ids_U: int64 [U].
         column_start: first column in the row.
         global_step: optimizer steps done before this one.

@@ -1,104 +1,114 @@
-"""What an optimizer rule is: a frozen value with reference arithmetic in plain torch."""
+"""What every rule is: a frozen value that declares once what its fields may hold and, for the core
+and the kernels, which numbers they read in which order."""
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
+import math
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from shoal.errors import ConfigError
-from shoal.rules.schedules import as_rate
-
-Coupling = Literal["element", "segment", "row"]
 
 
 @dataclass(frozen=True, slots=True)
-class RuleContext:
-    """What a rule may know beside a row and its gradient.
+class Allowed:
+    """What a field may hold, in words and as a test; stands in the field's annotation."""
 
-    Args:
-        global_step: optimizer steps done before this one, >= 0.
-        seen_UD: [U, D] weights the gradients were computed at, for stale gradients; None means
-            the present weights.
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite int or float."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
+
+
+def at_least(low: float) -> Allowed:
+    """A finite number, `low` or larger."""
+    return Allowed(
+        f"a finite number, at least {low:g}", lambda value: is_number(value) and value >= low
+    )
+
+
+def whole(low: int, high: float = math.inf, power_of_two: bool = False) -> Allowed:
+    """An int from `low` to `high`."""
+    words = f"a whole number, at least {low}" + ("" if high == math.inf else f" and at most {high}")
+    return Allowed(
+        "a power of two" if power_of_two else words,
+        lambda value: (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and low <= value <= high
+            and not (power_of_two and value & (value - 1))
+        ),
+    )
+
+
+Finite = Annotated[float, Allowed("a finite number", is_number)]
+NotNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, Allowed("a finite number above 0", lambda v: is_number(v) and v > 0)]
+Share = Annotated[float, Allowed("0 <= value < 1", lambda v: is_number(v) and 0 <= v < 1)]
+Steps = Annotated[int, whole(1)]
+
+
+def check(owner: object, name: str, value: object, allowed: Allowed) -> None:
+    """Check a value of a field.
+
+    Raises:
+        ConfigError: it is not allowed.
+    """
+    if not allowed.fits(value):
+        raise ConfigError(
+            f"{name} of {type(owner).__name__}",
+            got=repr(value),
+            allowed=allowed.words,
+            remedy=f"Set {name} to a value in that range.",
+        )
+
+
+class Checked:
+    """Base of frozen dataclasses whose fields hold what their annotations allow.
+
+    Raises:
+        ConfigError: a field does not.
     """
 
-    global_step: int = 0
-    seen_UD: Tensor | None = None
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in _fields(type(self)):  # type: ignore[arg-type]
+            check(self, name, getattr(self, name), allowed)
 
 
-class Optimizer(ABC):
-    """One step of one segment of a row: (weights, state, gradient, rate) -> (weights, state).
+@cache
+def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
+    found = []
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        words = typing.get_args(hint)
+        if typing.get_origin(hint) is Literal:
+            found.append((name, Allowed(", ".join(map(repr, words)), words.__contains__)))
+        found += [(name, one) for one in words if isinstance(one, Allowed)]
+    return tuple(found)
 
-    Leaves are frozen dataclasses whose numeric fields, but for `lr`, go to the compiled core by
-    name. `kind` is the rule's name there. `coupling` says which columns one column's step reads:
-    its own ("element"), those of its segment, or the whole row; placement may not cut those.
+
+class Rule(Checked):
+    """A rule that the core and the kernels carry out.
+
+    kind: its name there and in configs. params: its attributes that they read, in the order in
+    which `csrc/rules_impl.h` and `kernels/step_rules.py` name them.
     """
 
     __slots__ = ()
 
     kind: ClassVar[str]
+    params: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    @abstractmethod
-    def coupling(self) -> Coupling:
-        """The columns that the step of one column reads."""
-
-    @abstractmethod
-    def state_width(self, dim: int) -> int:
-        """Floats of state S that a segment of `dim` columns carries."""
-
-    @abstractmethod
-    def init_state(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """State [S] of a row that has had no step."""
-
-    @abstractmethod
-    def step(
-        self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
-    ) -> tuple[Tensor, Tensor]:
-        """One step of U rows; inputs stay as they are.
-
-        All tensors share one floating dtype, in which the step is computed; U may be 0.
-
-        Returns:
-            new weights [U, D] and new state [U, S].
-        """
-
-    def rate(self, step: int) -> float:
-        """The learning rate at a global step; 1.0 for a rule without one."""
-        return as_rate(getattr(self, "lr", 1.0), step)
-
-    def check_dim(self, dim: int) -> None:
-        """Check that the rule can drive a segment of `dim` columns.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        if dim < 1:
-            raise ConfigError(
-                f"dim of a segment with {type(self).__name__}",
-                got=dim,
-                allowed="at least 1",
-                remedy="Give the segment one column or more.",
-            )
-
-    def core_params(self) -> dict[str, float]:
-        """The numbers the compiled core gets: numeric fields by name but `lr`, bools as 0 or 1."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {
-            name: float(value)
-            for name, value in values.items()
-            if name != "lr" and isinstance(value, (int, float))
-        }
-
-
-def rest_of(share: float, like: Tensor) -> Tensor:
-    """1 - share, both rounded to the dtype of `like`; a scalar tensor.
-
-    In float32, 1 - 0.999 is off by 1e-5. Beta powers start from the rounded 0.999 and so hold the
-    same error, which then cancels in the bias correction.
-    """
-    return 1 - like.new_tensor(share)
+    def param_values(self) -> tuple[float, ...]:
+        """The parameters in that order; true is 1, false 0."""
+        return tuple(float(getattr(self, name)) for name in self.params)

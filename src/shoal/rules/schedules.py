@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from shoal.errors import ConfigError
-from shoal.rules import checks
+from shoal.rules.rule import Allowed, Checked, NotNegative, Positive, Steps, at_least, check, whole
 
 __all__ = [
     "Constant",
@@ -22,28 +23,35 @@ __all__ = [
     "Schedule",
     "Warmup",
     "as_rate",
-    "check_rate",
 ]
 
 
-class Schedule(ABC):
+class Schedule(Checked, ABC):
     """A learning rate that depends on the global step."""
 
     __slots__ = ()
+
+    kind: ClassVar[str]
 
     @abstractmethod
     def __call__(self, step: int) -> float:
         """The rate at a global step >= 0."""
 
 
+_RATE = at_least(0)
+Rate = Annotated[
+    float | Schedule,
+    Allowed(_RATE.words, lambda value: isinstance(value, Schedule) or _RATE.fits(value)),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Constant(Schedule):
     """The same rate at every step."""
 
-    value: float
+    kind = "constant"
 
-    def __post_init__(self) -> None:
-        checks.at_least(self, "value", self.value, 0)
+    value: NotNegative
 
     def __call__(self, step: int) -> float:
         return float(self.value)
@@ -57,17 +65,13 @@ class Polynomial(Schedule):
     polynomial_decay. With `cycle`, T is the next multiple of decay_steps at or above the step.
     """
 
-    initial: float
-    decay_steps: int
-    end: float = 0.0001
-    power: float = 1.0
-    cycle: bool = False
+    kind = "polynomial"
 
-    def __post_init__(self) -> None:
-        checks.at_least(self, "initial", self.initial, 0)
-        checks.whole(self, "decay_steps", self.decay_steps, 1)
-        checks.at_least(self, "end", self.end, 0)
-        checks.positive(self, "power", self.power)
+    initial: NotNegative
+    decay_steps: Steps
+    end: NotNegative = 0.0001
+    power: Positive = 1.0
+    cycle: bool = False
 
     def __call__(self, step: int) -> float:
         span = self.decay_steps
@@ -81,12 +85,10 @@ class Polynomial(Schedule):
 class Exponential(Schedule):
     """rate = initial * gamma^step, as torch's ExponentialLR."""
 
-    initial: float
-    gamma: float
+    kind = "exponential"
 
-    def __post_init__(self) -> None:
-        checks.at_least(self, "initial", self.initial, 0)
-        checks.positive(self, "gamma", self.gamma)
+    initial: NotNegative
+    gamma: Positive
 
     def __call__(self, step: int) -> float:
         try:
@@ -103,15 +105,12 @@ class Cosine(Schedule):
     rate stays at `end`; with `cycle` it climbs back and falls again, as torch's does.
     """
 
-    initial: float
-    decay_steps: int
-    end: float = 0.0
-    cycle: bool = False
+    kind = "cosine"
 
-    def __post_init__(self) -> None:
-        checks.at_least(self, "initial", self.initial, 0)
-        checks.whole(self, "decay_steps", self.decay_steps, 1)
-        checks.at_least(self, "end", self.end, 0)
+    initial: NotNegative
+    decay_steps: Steps
+    end: NotNegative = 0.0
+    cycle: bool = False
 
     def __call__(self, step: int) -> float:
         done = (step if self.cycle else min(step, self.decay_steps)) / self.decay_steps
@@ -125,6 +124,8 @@ class Piecewise(Schedule):
     As torch's MultiStepLR, a boundary step already has the new rate.
     """
 
+    kind = "piecewise"
+
     boundaries: tuple[int, ...]
     values: tuple[float, ...]
 
@@ -137,7 +138,7 @@ class Piecewise(Schedule):
                 remedy="The first value holds before the first boundary.",
             )
         for boundary in self.boundaries:
-            checks.whole(self, "boundaries", boundary, 1)
+            check(self, "boundaries", boundary, whole(1))
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise ConfigError(
                 "boundaries of Piecewise",
@@ -146,7 +147,7 @@ class Piecewise(Schedule):
                 remedy="Sort them and drop repeats.",
             )
         for value in self.values:
-            checks.at_least(self, "values", value, 0)
+            check(self, "values", value, at_least(0))
 
     def __call__(self, step: int) -> float:
         passed = sum(step >= boundary for boundary in self.boundaries)
@@ -161,14 +162,11 @@ class Warmup(Schedule):
     With a fixed target it is Polynomial(0, steps, end=target), Monolith's `warmup_steps`.
     """
 
-    target: float | Schedule
-    steps: int
-    start_factor: float = 0.0
+    kind = "warmup"
 
-    def __post_init__(self) -> None:
-        check_rate(self, "target", self.target)
-        checks.whole(self, "steps", self.steps, 1)
-        checks.at_least(self, "start_factor", self.start_factor, 0)
+    target: Rate
+    steps: Steps
+    start_factor: NotNegative = 0.0
 
     def __call__(self, step: int) -> float:
         done = min(step, self.steps) / self.steps
@@ -178,13 +176,3 @@ class Warmup(Schedule):
 def as_rate(lr: float | Schedule, step: int) -> float:
     """The learning rate at a global step, of a number or a schedule."""
     return lr(step) if isinstance(lr, Schedule) else float(lr)
-
-
-def check_rate(owner: object, name: str, lr: float | Schedule) -> None:
-    """Check that a field is a schedule or a finite number >= 0.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if not isinstance(lr, Schedule):
-        checks.at_least(owner, name, lr, 0)

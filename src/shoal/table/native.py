@@ -21,15 +21,12 @@ from shoal.errors import (
     out_of_device_memory,
 )
 from shoal.ids import salt
-from shoal.rules.gradient_descent import DelayCompensated
-from shoal.rules.rule import Optimizer
+from shoal.rules.admission import Admission
+from shoal.rules.expiry import BySlot
+from shoal.rules.optimizers import DelayCompensated, Optimizer
 from shoal.rules.schedules import Schedule
 from shoal.table.shard import PoolPlan
 from shoal.table.spec import TableSpec
-
-_FID_SHIFT = {"v1": 54, "v2": 48}
-_FID_MASK = {"v1": 0x3FF, "v2": 0x7FFF}
-_NEVER = -1
 
 
 def table_dict(spec: TableSpec, seed: int) -> dict[str, Any]:
@@ -37,7 +34,11 @@ def table_dict(spec: TableSpec, seed: int) -> dict[str, Any]:
     return {
         "name": spec.name,
         "dim": spec.dim,
-        "state_width": spec.state_width,
+        "state": [
+            number
+            for segment in spec.segments
+            for number in segment.optimizer.init_state(segment.dim, torch.float64).tolist()
+        ],
         "dtype": spec.dtype,
         "segments": _segment_dicts(spec),
         "salt": salt(spec.hash_name),
@@ -46,8 +47,8 @@ def table_dict(spec: TableSpec, seed: int) -> dict[str, Any]:
         "capacity_rows": spec.capacity_rows or 0,
         "on_full": spec.on_full,
         "expected_rows": spec.expected_rows,
-        "admission": _admission_dict(spec),
-        "ttl_s": _ttl_dict(spec),
+        "admission": None if spec.admission is None else _admission_dict(spec.admission),
+        "ttl_s": None if spec.expiry is None else _by_slot_dict(spec.expiry.ttls),
     }
 
 
@@ -55,19 +56,22 @@ def _segment_dicts(spec: TableSpec) -> list[dict[str, Any]]:
     segments = []
     column = state_column = 0
     for segment in spec.segments:
-        first, second = segment.initializer.core_params()
+        rule: Optimizer = segment.optimizer
+        strength = None
+        if isinstance(rule, DelayCompensated):
+            strength, rule = float(rule.strength), rule.inner
         segments.append(
             {
                 "column": column,
                 "dim": segment.dim,
                 "state_column": state_column,
-                "state_width": segment.state_width,
-                "rule": _rule_dict(segment.optimizer),
-                "init": segment.initializer.kind,
-                "init_a": first,
-                "init_b": second,
+                "rule": rule.kind,
+                "rule_params": rule.param_values(),
+                "strength": strength,
+                "law": segment.initializer.law,
+                "law_params": segment.initializer.param_values(),
                 "retriever": segment.compressor.kind,
-                "retriever_params": segment.compressor.core_params(),
+                "retriever_params": segment.compressor.param_values(),
             }
         )
         column += segment.dim
@@ -75,41 +79,17 @@ def _segment_dicts(spec: TableSpec) -> list[dict[str, Any]]:
     return segments
 
 
-def _rule_dict(rule: Optimizer) -> dict[str, Any]:
-    if isinstance(rule, DelayCompensated):
-        inner = _rule_dict(rule.inner)
-        params = {**inner["params"], "delay_compensated": 1.0, "strength": float(rule.strength)}
-        return {"kind": inner["kind"], "params": params}
-    return {"kind": rule.kind, "params": rule.core_params()}
-
-
-def _admission_dict(spec: TableSpec) -> dict[str, Any] | None:
-    admission = spec.admission
-    if admission is None:
-        return None
+def _admission_dict(admission: Admission) -> dict[str, Any]:
     return {
         "sketch": admission.counter == "sketch",
         "width": admission.sketch_width,
         "depth": admission.sketch_depth,
-        "required": {
-            "otherwise": admission.required(-1),
-            "shift": _FID_SHIFT[admission.fid_layout],
-            "mask": _FID_MASK[admission.fid_layout],
-            "values": [(slot, admission.required(slot)) for slot, _ in admission.per_slot],
-        },
+        "required": _by_slot_dict(admission.needed),
     }
 
 
-def _ttl_dict(spec: TableSpec) -> dict[str, Any] | None:
-    expiry = spec.expiry
-    if expiry is None:
-        return None
-    return {
-        "otherwise": _NEVER if expiry.ttl_s is None else expiry.ttl_s,
-        "shift": _FID_SHIFT[expiry.fid_layout],
-        "mask": _FID_MASK[expiry.fid_layout],
-        "values": list(expiry.per_slot),
-    }
+def _by_slot_dict(setting: BySlot) -> dict[str, Any]:
+    return {name: getattr(setting, name) for name in ("otherwise", "shift", "mask", "values")}
 
 
 def pool_dicts(plan: PoolPlan) -> list[dict[str, Any]]:

@@ -7,12 +7,11 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from shoal.errors import ConfigError, unknown_name
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import Adagrad, Optimizer
 
 RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 OnFull = Literal["raise", "lru", "lfu"]

@@ -26,8 +26,7 @@ from shoal.checkpoint.formats import (
 from shoal.checkpoint.formats.foreign import CollectedRows, Source
 from shoal.checkpoint.formats.monolith import frame, masked_crc32c, read_records
 from shoal.errors import DataError, UnknownName
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.shard import HASHES
 from shoal.table.spec import Segment, TableSpec
 from support.foreign_rows import NAMES, chunk_of, in_order, rows_of, same

@@ -20,7 +20,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, InputError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement

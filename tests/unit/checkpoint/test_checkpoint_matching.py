@@ -19,12 +19,10 @@ from shoal.checkpoint.matching import (
     saved_table,
 )
 from shoal.errors import CheckpointError, TableFull
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD, DelayCompensated
 from shoal.rules.initializers import Constant, Normal, Uniform
+from shoal.rules.optimizers import SGD, Adagrad, Adam, DelayCompensated
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec
 from shoal.table.values import RowChunk

@@ -21,9 +21,8 @@ from shoal.checkpoint.formats.foreign import CollectedRows
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.tools import verify
 from shoal.errors import CheckpointError, DataError, InputError
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import HASHES, LAST_VERSION

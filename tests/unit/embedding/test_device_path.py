@@ -21,7 +21,7 @@ from shoal.errors import (
 )
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec
 from support.meta_shard import MetaShard

@@ -19,12 +19,18 @@ from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import NonFiniteGradient, ShapeError
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
-from shoal.rules.adam import Adam, AdamW
-from shoal.rules.gradient_descent import SGD, Momentum, SignSGD
 from shoal.rules.initializers import Uniform
-from shoal.rules.rule import Optimizer
-from shoal.rules.sparse_group import FTRL
+from shoal.rules.optimizers import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Momentum,
+    Optimizer,
+    RowWiseAdagrad,
+    SignSGD,
+)
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 from shoal.table.shard import Shard

@@ -19,10 +19,8 @@ from shoal.exchange.request import LocalExchange, PendingRecords, Route
 from shoal.optim import SparseOptimizer
 from shoal.placement import Placement, column_wise, row_wise
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import Adam
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Zeros
+from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_rows, hosted_spec, hosted_specs

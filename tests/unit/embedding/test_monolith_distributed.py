@@ -13,11 +13,9 @@ from shoal.errors import UnknownName
 from shoal.optim import SparseOptimizer
 from shoal.placement import floormod
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.initializers import Zeros
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import FTRL, Adagrad, Optimizer
 from shoal.rules.schedules import Schedule
-from shoal.rules.sparse_group import FTRL
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec
 from support.monolith import GROWING, near, rows, slots, spec, table

@@ -11,8 +11,8 @@ from shoal.errors import ConfigError, UnknownName
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.partition import compile_lanes, flat
 from shoal.placement import Placement, table_wise
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Ones
+from shoal.rules.optimizers import SGD
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import hosted_specs, plan_placement
 from shoal.table.shard import GradRecord, IdGroups, ReadTicket, StepContext

@@ -19,10 +19,7 @@ from shoal.kernels.rounding import (
 )
 from shoal.kernels.rows import gather, gather_found
 from shoal.kernels.tables import COUNT_ISSUED, COUNT_READY, CallGroups
-from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
-from shoal.rules.adam import Adam
 from shoal.rules.compressors import FixedR8, Float16, OneBit
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import (
     BatchSoftmaxInit,
     Constant,
@@ -34,6 +31,7 @@ from shoal.rules.initializers import (
     column_words,
     stream_key,
 )
+from shoal.rules.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
 from shoal.rules.rounding import stochastic_round
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import IdGroups, StepContext

@@ -22,14 +22,29 @@ from shoal.kernels.gradients import (
 from shoal.kernels.step import apply
 from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_tiles import Stamp
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
 from shoal.rules.compressors import OneBit
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    SignSGD,
+)
 from shoal.rules.rounding import stochastic_round
-from shoal.rules.rule import Optimizer
-from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice
 from support.pooling import position_gradients
 from support.stepped_rows import StepWorld, drawn, eighths, form_of, on, step

@@ -12,9 +12,7 @@ import triton.language as tl
 from shoal.kernels import step_sums
 from shoal.kernels.gradients import run_columns
 from shoal.kernels.step_tiles import Stamp
-from shoal.rules.adam import Adam
-from shoal.rules.gradient_descent import SGD, DelayCompensated
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import SGD, Adam, DelayCompensated, Optimizer
 from support.device_rows import DEVICES
 from support.stepped_rows import StepWorld, drawn, eighths, form_of, step
 

@@ -21,8 +21,8 @@ from shoal.errors import (
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.compressors import OneBit
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Ones
+from shoal.rules.optimizers import SGD
 from shoal.rules.schedules import Polynomial
 from shoal.table.spec import Segment, TableSpec
 from support.shards import (

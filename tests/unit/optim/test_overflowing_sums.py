@@ -15,9 +15,8 @@ from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import NonFiniteGradient
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD, DelayCompensated
+from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 from shoal.table.spec import Segment, TableSpec

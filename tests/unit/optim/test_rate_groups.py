@@ -17,8 +17,7 @@ from shoal.embedding.layouts import Feature
 from shoal.errors import CheckpointError, ConfigError, DTypeError, InputError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.rules.schedules import Constant, Polynomial, Schedule
 from shoal.table.spec import Segment, TableSpec
 

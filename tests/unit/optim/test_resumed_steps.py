@@ -19,7 +19,7 @@ from shoal.embedding.layouts import Feature
 from shoal.errors import CheckpointError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
-from shoal.rules.adam import Adam
+from shoal.rules.optimizers import Adam
 from shoal.rules.schedules import Polynomial, Schedule
 from shoal.table.spec import Segment, TableSpec
 

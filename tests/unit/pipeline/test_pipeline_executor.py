@@ -19,9 +19,8 @@ from shoal.optim import clip_grad_norm_
 from shoal.pipeline import Settings, Step, create_predict_pipeline, create_train_pipeline
 from shoal.pipeline.executor import Executor, Lanes
 from shoal.pipeline.voting import Ballots, Rules
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adam
 from shoal.table.spec import TableSpec
 from support.pipeline_runs import (
     Toy,

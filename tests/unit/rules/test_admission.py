@@ -8,7 +8,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.placement import Placement, hash_ids, ranks_of, row_wise
 from shoal.rules.admission import Admission, Counter, make_counter
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD
 from shoal.table.hosting import check_placement
 from shoal.table.spec import Segment, TableSpec
 

@@ -132,13 +132,9 @@ def test_what_the_core_is_told() -> None:
         "fixed_r8",
         "one_bit",
     ]
-    assert FixedR8(2).core_params() == {"r": 2.0}
-    assert OneBit().core_params() == {
-        "step_size": 200.0,
-        "init_scale": 1.0,
-        "max_scale": 10000.0,
-        "amplitude": 0.1,
-    }
+    assert (FixedR8.params, FixedR8(2).param_values()) == (("r",), (2.0,))
+    assert OneBit.params == ("step_size", "init_scale", "max_scale", "amplitude")
+    assert OneBit().param_values() == (200.0, 1.0, 10000.0, 0.1)
 
 
 @pytest.mark.parametrize(

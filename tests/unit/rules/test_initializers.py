@@ -204,20 +204,20 @@ def test_no_ids(law: Initializer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "kind", "params"),
+    ("rule", "law", "params"),
     [
-        (Zeros(), "constant", (0.0, 0.0)),
-        (Ones(), "constant", (1.0, 0.0)),
-        (Constant(2), "constant", (2.0, 0.0)),
-        (BatchSoftmaxInit(), "constant", (1.0, 0.0)),
+        (Zeros(), "constant", (0.0,)),
+        (Ones(), "constant", (1.0,)),
+        (Constant(2), "constant", (2.0,)),
+        (BatchSoftmaxInit(), "constant", (1.0,)),
         (Uniform(), "uniform", (-0.05, 0.05)),
         (Normal(), "normal", (0.0, 0.05)),
         (TruncatedNormal(), "truncated_normal", (0.0, 0.05)),
     ],
 )
-def test_what_the_core_is_told(law: Initializer, kind: str, params: tuple[float, float]) -> None:
-    assert law.kind == kind
-    assert law.core_params() == params
+def test_what_the_core_is_told(rule: Initializer, law: str, params: tuple[float, ...]) -> None:
+    assert rule.law == law
+    assert rule.param_values() == params
 
 
 def test_the_core_and_the_reference_hold_the_same_quantiles() -> None:

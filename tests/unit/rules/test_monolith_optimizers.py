@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.rules.adagrad import Adadelta, Adagrad, RMSprop
-from shoal.rules.adam import Adam, Amsgrad
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum
 from shoal.rules.initializers import Zeros
-from shoal.rules.rule import Optimizer
-from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL, GroupAdagrad
+from shoal.rules.optimizers import (
+    FTRL,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    GroupAdagrad,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+)
 from shoal.table.facade import Table
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec

@@ -9,13 +9,29 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, InputError
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
-from shoal.rules.rule import Optimizer, RuleContext
-from shoal.rules.running import BatchSoftmax, MovingAverage
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    RuleContext,
+    SignSGD,
+)
 from shoal.rules.schedules import Polynomial
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
 
 DTYPES = [torch.float32, torch.float64]
 D = 5
@@ -123,20 +139,11 @@ def test_coupling(rule: Optimizer, coupling: str) -> None:
     assert rule.coupling == coupling
 
 
-def test_core_params_are_flat_numbers_without_the_rate() -> None:
-    assert Adam(nesterov=True).core_params() == {
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "eps": 0.01,
-        "weight_decay": 0.0,
-        "nesterov": 1.0,
-    }
-    assert RMSprop(accumulate="sum").core_params() == {
-        "momentum": 0.9,
-        "weight_decay": 0.0,
-        "sum": 1.0,
-    }
-    assert DelayCompensated(inner=SGD()).core_params() == {"strength": 0.1}
+def test_param_values_are_numbers_in_the_declared_order() -> None:
+    assert Adam.params == ("beta1", "beta2", "eps", "weight_decay", "nesterov")
+    assert Adam(nesterov=True).param_values() == (0.9, 0.99, 0.01, 0.0, 1.0)
+    assert RMSprop(accumulate="sum").param_values() == (0.9, 0.0, 1.0)
+    assert DelayCompensated(inner=SGD()).param_values() == (0.1,)
 
 
 def test_rates() -> None:

@@ -8,12 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.rules.adagrad import Adadelta, Adagrad, DynamicWdAdagrad, RMSprop, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam, AdamW, Amsgrad
-from shoal.rules.gradient_descent import SGD, DelayCompensated, Momentum, SignSGD
-from shoal.rules.rule import Optimizer, RuleContext
-from shoal.rules.running import BatchSoftmax, MovingAverage
-from shoal.rules.sparse_group import FTRL, GroupAdagrad, GroupFTRL
+from shoal.rules.optimizers import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    GroupAdagrad,
+    GroupFTRL,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    RMSprop,
+    RowWiseAdagrad,
+    RuleContext,
+    SignSGD,
+)
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.gradient_descent import SGD
-from shoal.rules.rule import RuleContext
+from shoal.rules.optimizers import SGD, Adagrad, RuleContext
 from shoal.rules.schedules import (
     Constant,
     Cosine,

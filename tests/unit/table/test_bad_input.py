@@ -18,7 +18,7 @@ from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, DTypeError, InputError, NonFiniteGradient, ShapeError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD
 from shoal.table import checks
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError, TicketError, UnknownName
-from shoal.rules.adam import Adam
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import SGD, Adam, Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,10 @@ import torch
 
 from shoal.errors import OutOfDeviceMemory, TableFull
 from shoal.kernels import index
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
+from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import admission
 from shoal.table.cuda import memory as device_memory

@@ -15,8 +15,8 @@ from shoal.embedding.layouts import Feature
 from shoal.errors import OutOfDeviceMemory, ShapeError
 from shoal.kernels import cache, evict, step
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
+from shoal.rules.optimizers import SGD
 from shoal.table.cuda import admission, insert, memory
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.cuda.tiered import TieredShard

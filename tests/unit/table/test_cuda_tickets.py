@@ -16,13 +16,9 @@ from shoal.errors import (
     TicketError,
     UnknownName,
 )
-from shoal.rules.adagrad import Adagrad
-from shoal.rules.adam import LAMB, Adam
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD
 from shoal.rules.initializers import Constant
-from shoal.rules.rule import Optimizer
-from shoal.rules.sparse_group import FTRL
+from shoal.rules.optimizers import FTRL, LAMB, SGD, Adagrad, Adam, Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Shard, Slice, StepContext

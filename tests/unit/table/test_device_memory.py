@@ -8,7 +8,7 @@ import torch
 
 from shoal.kernels import index
 from shoal.kernels.tables import CHUNK_ROWS, FIRST_ROWS, CallGroups
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD
 from shoal.table.cuda.calls import forms_of
 from shoal.table.cuda.memory import DeviceMemory, chunks_for
 from shoal.table.spec import Segment, TableSpec

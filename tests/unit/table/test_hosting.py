@@ -17,15 +17,20 @@ from shoal.placement import (
     table_row_wise,
     table_wise,
 )
-from shoal.rules.adagrad import Adagrad, RowWiseAdagrad
-from shoal.rules.adam import LAMB, Adam
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD, DelayCompensated
 from shoal.rules.initializers import Constant, Normal
-from shoal.rules.rule import Optimizer
-from shoal.rules.sparse_group import GroupFTRL
+from shoal.rules.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    DelayCompensated,
+    GroupFTRL,
+    Optimizer,
+    RowWiseAdagrad,
+)
 from shoal.table.hosting import check_placement, hosted_spec, hosted_specs, plan_placement
 from shoal.table.spec import Segment, TableSpec
 

@@ -8,8 +8,8 @@ import torch
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.ragged import KeyedRagged
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.initializers import Uniform
+from shoal.rules.optimizers import Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
 from shoal.table.shard import GradRecord, IdGroups, StepContext

@@ -19,7 +19,7 @@ from shoal.ragged import KeyedRagged
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import BatchSoftmaxInit
-from shoal.rules.running import BatchSoftmax
+from shoal.rules.optimizers import BatchSoftmax
 from shoal.rules.schedules import Polynomial
 from shoal.table.facade import Table
 from shoal.table.shard import IdGroups, Shard, StepContext

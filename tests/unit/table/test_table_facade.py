@@ -19,11 +19,10 @@ from shoal.errors import (
     TicketError,
     UnknownName,
 )
-from shoal.rules.adagrad import Adagrad
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
-from shoal.rules.gradient_descent import SGD, DelayCompensated
 from shoal.rules.initializers import Constant, Ones, Zeros
+from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.rules.schedules import Polynomial
 from shoal.table.facade import Table
 from shoal.table.factory import resolve_device

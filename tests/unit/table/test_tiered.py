@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
-from shoal.rules.gradient_descent import SGD
+from shoal.rules.optimizers import SGD, Adam
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.cuda.tiered import TieredShard
 from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext

@@ -15,44 +15,25 @@ from shoal.kernels.admission import SIDE_CELLS, move_sights
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
-from shoal.rules.expiry import FidLayout, slots_of
+from shoal.rules.expiry import BySlot
 from shoal.table.values import AdmissionState
-
-_ALL_BITS = torch.tensor([-1], device="cpu")
 
 
 class SlotValues:
     """The value of an id is `values_L[(id >> shift) & mask]`.
 
     Args:
-        default: value of slots without one of their own.
-        per_slot: (slot, value) pairs.
-        fid_layout: where ids carry their slot; read only with `per_slot`.
+        values: the setting.
         device: where `values_L`, int64, goes.
     """
 
-    def __init__(
-        self,
-        default: int,
-        per_slot: Sequence[tuple[int, int]],
-        fid_layout: FidLayout,
-        device: torch.device,
-    ) -> None:
-        self.mask = int(slots_of(_ALL_BITS, fid_layout)) if per_slot else 0
-        self.shift = _shift_of(fid_layout)
-        values_L = torch.full((self.mask + 1,), default, dtype=torch.int64, device="cpu")
-        for slot, value in per_slot:
+    def __init__(self, values: BySlot, device: torch.device) -> None:
+        self.mask = values.mask if values.values else 0
+        self.shift = values.shift
+        values_L = torch.full((self.mask + 1,), values.otherwise, dtype=torch.int64, device="cpu")
+        for slot, value in values.values:
             values_L[slot] = value
         self.values_L = sent(values_L, device)
-
-
-def _shift_of(fid_layout: FidLayout) -> int:
-    """Lowest bit of a slot: the first that makes one out of nothing."""
-    return next(
-        bit
-        for bit in range(64)
-        if int(slots_of(torch.tensor([1 << bit], device="cpu"), fid_layout))
-    )
 
 
 _FIRST_SLOTS = 1 << 10
@@ -98,7 +79,7 @@ class Sights:
         self._device = torch.device(device)
         self._names = [name for name, _ in tables]
         self._rules = [rule or Admission() for _, rule in tables]
-        self._values = [_needed(rule, self._device) for rule in self._rules]
+        self._values = [SlotValues(rule.needed, self._device) for rule in self._rules]
         self._kinds = [_kind(rule) for rule in self._rules]
         self._exact = {
             table: _Exact(_FIRST_SLOTS, self._device) for table in self._all(admission.EXACT)
@@ -321,8 +302,3 @@ def _kind(rule: Admission) -> int:
     if all(rule.required(slot) <= 1 for slot in slots):
         return admission.NONE
     return admission.SKETCH if rule.counter == "sketch" else admission.EXACT
-
-
-def _needed(rule: Admission, device: torch.device) -> SlotValues:
-    pairs = [(slot, rule.required(slot)) for slot, _ in rule.per_slot]
-    return SlotValues(rule.required(-1), pairs, rule.fid_layout, device)

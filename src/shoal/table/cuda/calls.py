@@ -18,8 +18,7 @@ from shoal.kernels.gradients import GradSlice, PooledGroup
 from shoal.kernels.launch import retire, staged
 from shoal.kernels.pool import PoolLines, PoolPiece, pool_lines
 from shoal.kernels.tables import CallGroups, RowForm, SegmentForm
-from shoal.rules.gradient_descent import DelayCompensated
-from shoal.rules.rule import Optimizer
+from shoal.rules.optimizers import DelayCompensated, Optimizer
 from shoal.table import checks
 from shoal.table.rows import weight_dtype
 from shoal.table.shard import IdGroups, Pool, PoolPlan

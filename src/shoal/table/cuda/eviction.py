@@ -73,10 +73,7 @@ class Lives:
     """
 
     def __init__(self, expiries: Sequence[tuple[int, Expiry]], device: torch.device) -> None:
-        self._values = [
-            SlotValues(-1 if e.ttl_s is None else e.ttl_s, e.per_slot, e.fid_layout, device)
-            for _, e in expiries
-        ]
+        self._values = [SlotValues(expiry.ttls, device) for _, expiry in expiries]
         jobs = torch.zeros(len(expiries), JOB_WORDS, dtype=torch.int64, device="cpu")
         for job, (table, _), values in zip(jobs, expiries, self._values, strict=True):
             job[JOB_TABLE] = table
