@@ -16,6 +16,7 @@ from shoal.errors import (
     TicketError,
     UnknownName,
 )
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.adagrad import Adagrad
 from shoal.rules.adam import LAMB, Adam
 from shoal.rules.expiry import Expiry
@@ -25,7 +26,7 @@ from shoal.rules.rule import Optimizer
 from shoal.rules.sparse_group import FTRL
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Shard, Slice, StepContext
+from shoal.table.shard import GradRecord, Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 from support.placed_shard import PlacedShard
