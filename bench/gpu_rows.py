@@ -24,7 +24,7 @@ from shoal.ids import mix64, salt, to_signed
 from shoal.kernels import rows as row_read
 from shoal.kernels.index import new_entries, probe
 from shoal.kernels.initial_values import initialise, settle
-from shoal.kernels.pool import PoolPiece, gather_pooled, pool_lines
+from shoal.kernels.pool import gather_pooled, pool_lines
 from shoal.kernels.rows import gather, gather_found
 from shoal.kernels.tables import (
     CHUNK_BITS,
@@ -52,6 +52,7 @@ from shoal.kernels.tables import (
     SegmentForm,
     ShardLayout,
 )
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.compressors import Float32
 from shoal.rules.initializers import Normal, Uniform
 from shoal.rules.optimizers import SGD
@@ -295,8 +296,9 @@ class Bench:
     def pooled(self, dim: int) -> None:
         tables, bags = self.sizes.tables, self.sizes.bags
         store = Store(dim, self.sizes.table_bytes // (4 * dim * tables), tables)
-        pieces = [PoolPiece(t, 0, dim, 0, t * dim, "sum") for t in range(tables)]
-        lines = pool_lines(pieces, [tables * dim], [store.form] * tables, DEVICE)
+        pools = tuple(Pool("sum", (Slice(0, dim, 0, t * dim),)) for t in range(tables))
+        plan = PoolPlan(pools, (Output(tables * dim),))
+        lines = pool_lines(plan, [store.form] * tables, DEVICE)
         for length in (1, 8):
             count = tables * bags * length
             table = torch.arange(tables, device=DEVICE).repeat_interleave(bags * length)

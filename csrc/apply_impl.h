@@ -44,20 +44,19 @@ inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T
   T factor = static_cast<T>(source.scale);
   if (source.weights != nullptr) factor *= static_cast<T>(source.weights[position]);
   std::int64_t lane = 0;
-  if (source.pool.pooling == Pooling::mean) {
+  if ((source.pool.pooling & ~kByRow) == kShares) {
     factor /= static_cast<T>(
         std::max<std::int64_t>(source.offsets[bag + 1] - source.offsets[bag], 1));
-  } else if (source.pool.pooling == Pooling::first_n) {
+  } else if (source.pool.pooling == kFirstN) {
     lane = position - source.offsets[bag];
     if (lane < 0 || lane >= source.pool.length) return;
   }
-  for (int k = 0; k < source.pool.n_slices; ++k) {
-    const Slice& s = source.pool.slices[k];
-    const int n = s.stop - s.start;
+  for (std::int64_t k = 0; k < source.pool.n_slices; ++k) {
+    const PlanSlice& s = source.pool.slices[k];
     const T* g = static_cast<const T*>(source.grads[s.output]) +
-                 static_cast<std::int64_t>(bag) * source.widths[s.output] + s.column + lane * n;
+                 static_cast<std::int64_t>(bag) * s.stride + s.place + lane * s.step;
     T* to = acc + s.start;
-    for (int i = 0; i < n; ++i) to[i] += g[i] * factor;
+    for (std::int64_t i = 0; i < s.width; ++i) to[i] += g[i] * factor;
   }
 }
 

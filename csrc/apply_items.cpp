@@ -28,27 +28,24 @@ Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& w
   s.counts = ticket.counts.empty() ? nullptr : ticket.counts.data();
   const int d = shard.table(ticket.tables[g]).spec().dim;
   if (record.plan == nullptr) {
-    whole.slices.push_back(std::make_unique<Slice>(Slice{0, d, 0, 0, false}));
-    whole.widths.push_back(std::make_unique<std::int64_t>(d));
+    whole.slices.push_back(std::make_unique<PlanSlice>(whole_row(d)));
     s.bags = s.stop - s.first;
-    s.pool = PoolSpec{Pooling::sum, 1, whole.slices.back().get(), 1};
+    s.pool = PoolSpec{kSum, 0, whole.slices.back().get(), 1};
     s.grads = record.grads + g;
-    s.widths = whole.widths.back().get();
     s.seen = record.seen == nullptr ? nullptr : record.seen[g];
   } else {
     s.offsets = record.offsets + g * record.bags;
     s.bags = record.bags;
     s.pool = record.plan->pools[g];
     s.grads = record.grads;
-    s.widths = record.plan->widths.data();
   }
-  const Slice& slice = s.pool.slices[0];
-  if (s.pool.pooling == Pooling::sum && s.weights == nullptr && s.scale == 1.0 &&
-      s.pool.n_slices == 1 && slice.start == 0 && slice.stop == d && s.seen == nullptr) {
+  const PlanSlice& slice = s.pool.slices[0];
+  if ((s.pool.pooling & ~kByRow) == kSum && s.weights == nullptr && s.scale == 1.0 &&
+      s.pool.n_slices == 1 && slice.width == d && s.seen == nullptr) {
     const auto real = static_cast<std::int64_t>(
         shard.table(ticket.tables[g]).spec().dtype == DType::f64 ? 8 : 4);
-    s.direct = static_cast<const char*>(s.grads[slice.output]) + slice.column * real;
-    s.direct_stride = s.widths[slice.output] * real;
+    s.direct = static_cast<const char*>(s.grads[slice.output]) + slice.place * real;
+    s.direct_stride = slice.stride * real;
   }
   return s;
 }

@@ -25,8 +25,7 @@ struct TableWork {
 
 // Slices of unpooled sources; a deque-like store whose addresses stay.
 struct WholeRows {
-  std::vector<std::unique_ptr<Slice>> slices;
-  std::vector<std::unique_ptr<std::int64_t>> widths;
+  std::vector<std::unique_ptr<PlanSlice>> slices;
 };
 
 struct Part {

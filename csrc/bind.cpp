@@ -141,9 +141,12 @@ void bind_values(nb::module_& m) {
         std::fill_n(at<bool>(out), t.ticket->rows.size(), true);
         for (const std::int64_t i : t.ticket->missing) at<bool>(out)[i] = false;
       });
-  nb::class_<Plan>(m, "Plan").def("__init__", [](Plan* self, const std::vector<nb::dict>& pools,
+  nb::class_<Plan>(m, "Plan").def("__init__", [](Plan* self, Address features,
+                                                 std::int64_t n_features, Address slices,
+                                                 std::int64_t n_slices,
                                                  std::vector<std::int64_t> widths) {
-    new (self) Plan(plan_from(pools, std::move(widths)));
+    new (self) Plan(plan_from(at<const PlanFeature>(features), n_features,
+                              at<const PlanSlice>(slices), n_slices, std::move(widths)));
   });
   nb::class_<PyGroups>(m, "Groups")
       .def(nb::init<std::int64_t, int, Address, Address, Address, int>())

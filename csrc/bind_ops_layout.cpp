@@ -22,7 +22,7 @@ std::vector<void*> pointers_at(const Addresses& addresses) {
 
 LayoutPlanView plan_at(Address features, std::int64_t n_features, Address slices,
                        std::int64_t n_slices, std::int64_t floats) {
-  return {at_address<const LayoutFeature>(features), at_address<const LayoutSlice>(slices),
+  return {at_address<const PlanFeature>(features), at_address<const PlanSlice>(slices),
           n_features, n_slices, floats};
 }
 

@@ -138,30 +138,17 @@ TableSpec table_from(const nb::dict& d) {
   return t;
 }
 
-Plan plan_from(const std::vector<nb::dict>& pools, std::vector<std::int64_t> widths) {
-  static const std::map<std::string, Pooling> poolings = {
-      {"sum", Pooling::sum}, {"mean", Pooling::mean}, {"first_n", Pooling::first_n}};
+Plan plan_from(const PlanFeature* features, std::int64_t n_features, const PlanSlice* slices,
+               std::int64_t n_slices, std::vector<std::int64_t> widths) {
   Plan plan;
   plan.widths = std::move(widths);
-  std::vector<int> counts;
-  for (const nb::dict& pool : pools) {
-    int count = 0;
-    for (const auto slice : pool["slices"]) {
-      const auto s = nb::cast<nb::tuple>(slice);
-      plan.slices.push_back(Slice{nb::cast<int>(s[0]), nb::cast<int>(s[1]), nb::cast<int>(s[2]),
-                                  nb::cast<std::int64_t>(s[3]), nb::cast<bool>(s[4])});
-      plan.adds = plan.adds || plan.slices.back().add;
-      ++count;
-    }
-    counts.push_back(count);
+  plan.slices.assign(slices, slices + n_slices);
+  for (std::int64_t f = 0; f < n_features; ++f) {
+    plan.pools.push_back(PoolSpec{features[f].pooling, features[f].length,
+                                  plan.slices.data() + features[f].first,
+                                  features[f].last - features[f].first});
   }
-  std::size_t first = 0;
-  for (std::size_t i = 0; i < pools.size(); ++i) {
-    plan.pools.push_back(PoolSpec{named(poolings, get<std::string>(pools[i], "pooling")),
-                                  get<int>(pools[i], "length"), plan.slices.data() + first,
-                                  counts[i]});
-    first += counts[i];
-  }
+  for (const PlanSlice& slice : plan.slices) plan.adds = plan.adds || slice.adds();
   return plan;
 }
 

@@ -9,5 +9,6 @@
 
 namespace shoal {
 TableSpec table_from(const nanobind::dict& spec);
-Plan plan_from(const std::vector<nanobind::dict>& pools, std::vector<std::int64_t> widths);
+Plan plan_from(const PlanFeature* features, std::int64_t n_features, const PlanSlice* slices,
+               std::int64_t n_slices, std::vector<std::int64_t> widths);
 }  // namespace shoal

@@ -180,39 +180,38 @@ inline const T* row_at(const GatherJob& job, std::int64_t position, T* temp) {
 }
 
 template <class T>
-inline void write_columns(T* to, const T* from, int n, T factor, bool add) {
+inline void write_columns(T* to, const T* from, std::int64_t n, T factor, bool add) {
   if (from == nullptr) {
     if (!add) {
-      for (int i = 0; i < n; ++i) to[i] = 0;
+      for (std::int64_t i = 0; i < n; ++i) to[i] = 0;
     }
   } else if (add) {
-    for (int i = 0; i < n; ++i) to[i] += from[i] * factor;
+    for (std::int64_t i = 0; i < n; ++i) to[i] += from[i] * factor;
   } else if (factor == T(1)) {
     copy_row(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
              static_cast<std::size_t>(n) * sizeof(T));
   } else {
-    for (int i = 0; i < n; ++i) to[i] = from[i] * factor;
+    for (std::int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
   }
 }
 
 template <class T>
-inline T* output_at(const GatherJob& job, const Slice& s, std::int64_t bag) {
-  return static_cast<T*>(job.outputs[s.output]) + bag * job.widths[s.output] + s.column;
+inline T* output_at(const GatherJob& job, const PlanSlice& s, std::int64_t bag) {
+  return static_cast<T*>(job.outputs[s.output]) + bag * s.stride + s.place;
 }
 
 template <class T>
 void gather_first_n(const GatherJob& job, std::int64_t bag, std::int64_t start, std::int64_t stop,
                     T* temp) {
-  for (int j = 0; j < job.pool.length; ++j) {
+  for (std::int64_t j = 0; j < job.pool.length; ++j) {
     const std::int64_t position = start + j;
     const bool inside = position < stop;
     const T* row = inside ? row_at(job, position, temp) : nullptr;
     const T factor = inside && job.weights != nullptr ? static_cast<T>(job.weights[position]) : T(1);
-    for (int k = 0; k < job.pool.n_slices; ++k) {
-      const Slice& s = job.pool.slices[k];
-      const int n = s.stop - s.start;
-      write_columns(output_at<T>(job, s, bag) + j * n, row == nullptr ? nullptr : row + s.start, n,
-                    factor, s.add);
+    for (std::int64_t k = 0; k < job.pool.n_slices; ++k) {
+      const PlanSlice& s = job.pool.slices[k];
+      write_columns(output_at<T>(job, s, bag) + j * s.step,
+                    row == nullptr ? nullptr : row + s.start, s.width, factor, s.adds());
     }
   }
 }
@@ -220,22 +219,22 @@ void gather_first_n(const GatherJob& job, std::int64_t bag, std::int64_t start, 
 template <class T>
 void gather_bag(const GatherJob& job, std::int64_t bag, std::int64_t start, std::int64_t stop,
                 T* temp) {
-  const T bag_factor = job.pool.pooling == Pooling::mean && stop - start > 1
+  const T bag_factor = (job.pool.pooling & ~kByRow) == kShares && stop - start > 1
                            ? T(1) / static_cast<T>(stop - start)
                            : T(1);
-  for (int k = 0; k < job.pool.n_slices; ++k) {
-    const Slice& s = job.pool.slices[k];
-    if (start == stop) write_columns<T>(output_at<T>(job, s, bag), nullptr, s.stop - s.start, 1, s.add);
+  for (std::int64_t k = 0; start == stop && k < job.pool.n_slices; ++k) {
+    const PlanSlice& s = job.pool.slices[k];
+    write_columns<T>(output_at<T>(job, s, bag), nullptr, s.width, 1, s.adds());
   }
   for (std::int64_t position = start; position < stop; ++position) {
     const T* row = row_at(job, position, temp);
     const T factor = job.weights == nullptr
                          ? bag_factor
                          : bag_factor * static_cast<T>(job.weights[position]);
-    for (int k = 0; k < job.pool.n_slices; ++k) {
-      const Slice& s = job.pool.slices[k];
-      write_columns(output_at<T>(job, s, bag), row == nullptr ? nullptr : row + s.start,
-                    s.stop - s.start, factor, s.add || position > start);
+    for (std::int64_t k = 0; k < job.pool.n_slices; ++k) {
+      const PlanSlice& s = job.pool.slices[k];
+      write_columns(output_at<T>(job, s, bag), row == nullptr ? nullptr : row + s.start, s.width,
+                    factor, s.adds() || position > start);
     }
   }
 }
@@ -243,8 +242,8 @@ void gather_bag(const GatherJob& job, std::int64_t bag, std::int64_t start, std:
 // One id a bag, whole rows as stored, one slice: the copy that most features are.
 template <class T>
 inline bool single_copy(const GatherJob& job) {
-  return job.table.plain && job.weights == nullptr && job.pool.pooling != Pooling::first_n &&
-         job.pool.n_slices == 1 && !job.pool.slices[0].add;
+  return job.table.plain && job.weights == nullptr && job.pool.pooling != kFirstN &&
+         job.pool.n_slices == 1 && !job.pool.slices[0].adds();
 }
 
 // Bags [start, stop) of one present row each, from `position` on; returns how many of them it
@@ -254,11 +253,11 @@ std::int64_t copy_single(const GatherJob& job, std::int64_t start, std::int64_t 
                          std::int64_t position) {
   const char* sources[kWindow];
   const RowView v = job.table.rows;
-  const Slice slice = job.pool.slices[0];
+  const PlanSlice slice = job.pool.slices[0];
   const std::int32_t* rows = job.rows + position;
-  const std::size_t width = static_cast<std::size_t>(slice.stop - slice.start) * sizeof(T);
+  const std::size_t width = static_cast<std::size_t>(slice.width) * sizeof(T);
   const std::size_t skip = static_cast<std::size_t>(slice.start) * sizeof(T);
-  const std::size_t stride = static_cast<std::size_t>(job.widths[slice.output]) * sizeof(T);
+  const std::size_t stride = static_cast<std::size_t>(slice.stride) * sizeof(T);
   char* to = reinterpret_cast<char*>(output_at<T>(job, slice, start));
   const std::int64_t* offsets = job.offsets == nullptr ? nullptr : job.offsets + start;
   const std::int64_t most = std::min(stop - start, job.stop - position);
@@ -320,7 +319,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
         prefetch_row(weight_row(job.table.rows, static_cast<std::uint32_t>(row)), bytes);
       }
     }
-    if (job.pool.pooling == Pooling::first_n) {
+    if (job.pool.pooling == kFirstN) {
       gather_first_n(job, bag, start, stop, temp);
     } else {
       gather_bag(job, bag, start, stop, temp);

@@ -4,24 +4,20 @@
 
 #include "index.h"
 #include "layout.h"
+#include "lookup.h"
 
 namespace shoal {
 
-enum class Pooling : std::uint8_t { sum, mean, first_n };
-
-// Columns [start, stop) of a row <-> `column` of dense output `output`; `add` sums into it.
-struct Slice {
-  int start, stop, output;
-  std::int64_t column;
-  bool add;
-};
-
+// How one group is pooled.
 struct PoolSpec {
-  Pooling pooling = Pooling::sum;
-  int length = 1;
-  const Slice* slices = nullptr;
-  int n_slices = 0;
+  std::int64_t pooling = kSum;
+  std::int64_t length = 0;
+  const PlanSlice* slices = nullptr;
+  std::int64_t n_slices = 0;
 };
+
+// Rows of `dim` columns as they are.
+inline PlanSlice whole_row(std::int64_t dim) { return {0, 0, dim, 0, 0, dim, 0, 0, dim}; }
 
 // What a row is made of, beyond its address.
 struct TableView {
@@ -51,7 +47,6 @@ struct GatherJob {
   const float* weights;
   PoolSpec pool;
   void* const* outputs;
-  const std::int64_t* widths;
   bool absent_is_zero;
   std::int64_t global_step;
 };
@@ -64,7 +59,6 @@ struct Source {
   const float* weights;
   PoolSpec pool;
   const void* const* grads;
-  const std::int64_t* widths;
   double scale;
   const std::int64_t* counts;   // by absolute position, or null
   const void* seen;             // [n, D] weights at gradient time, or null

@@ -66,12 +66,12 @@ struct Forward {
   T* const* outputs;
   const T* zeros;  // as wide as the widest row
 
-  T* output_at(const LayoutSlice& slice, std::int64_t example) const {
+  T* output_at(const PlanSlice& slice, std::int64_t example) const {
     return outputs[slice.output] + example * slice.stride + slice.place;
   }
 
   // Rows of the ids of `cells` cells, and whether all are in range.
-  bool find_rows(const LayoutFeature& feature, const std::int64_t* splits, std::int64_t cells,
+  bool find_rows(const PlanFeature& feature, const std::int64_t* splits, std::int64_t cells,
                  std::vector<const T*>& rows) const {
     const std::int64_t start = splits[0];
     const auto count = static_cast<std::size_t>(splits[cells] - start);
@@ -87,7 +87,7 @@ struct Forward {
   }
 
   // Rows of the cell after `at`, and some beyond, are on their way when it is read.
-  static void touch(const LayoutFeature& feature, const T* const* rows, std::int64_t& next,
+  static void touch(const PlanFeature& feature, const T* const* rows, std::int64_t& next,
                     std::int64_t at, std::int64_t end) {
     const std::int64_t until = at + kAhead < end ? at + kAhead : end;
     const auto bytes = (feature.high - feature.low) * static_cast<std::int64_t>(sizeof(T));
@@ -97,7 +97,7 @@ struct Forward {
   }
 
   // [cells, high - low]: each cell's rows pooled.
-  void pool_cells(const LayoutFeature& feature, const std::int64_t* splits, std::int64_t cells,
+  void pool_cells(const PlanFeature& feature, const std::int64_t* splits, std::int64_t cells,
                   const T* const* rows, T* pooled) const {
     const std::int64_t width = feature.high - feature.low;
     const std::int64_t end = splits[cells] - splits[0];
@@ -120,15 +120,15 @@ struct Forward {
   }
 
   // `step` 0 lays the one cell to all examples.
-  void lay_pooled(const LayoutFeature& feature, const T* pooled, std::int64_t step,
+  void lay_pooled(const PlanFeature& feature, const T* pooled, std::int64_t step,
                   std::int64_t example, std::int64_t examples) const {
     for (std::int64_t s = feature.first; s < feature.last; ++s) {
-      const LayoutSlice& slice = plan.slices[s];
+      const PlanSlice& slice = plan.slices[s];
       const std::int64_t width = slice.width;
       const T* from = pooled + slice.start - feature.low;
       T* to = output_at(slice, example);
       for (std::int64_t b = 0; b < examples; ++b, from += step, to += slice.stride) {
-        if (slice.role == kAdded) {
+        if (slice.adds()) {
           add_floats(to, from, width);
         } else {
           copy_floats(to, from, width);
@@ -138,7 +138,7 @@ struct Forward {
   }
 
   // Every row straight to the outputs, in order of id and then of slice.
-  void lay_rows(const LayoutFeature& feature, const std::int64_t* splits, bool shared,
+  void lay_rows(const PlanFeature& feature, const std::int64_t* splits, bool shared,
                 const T* const* rows, std::int64_t example, std::int64_t examples) const {
     const std::int64_t end = shared ? 0 : splits[examples] - splits[0];
     std::int64_t next = 0;
@@ -150,14 +150,14 @@ struct Forward {
       const bool mean = feature.pooling == (kByRow | kShares) && count > 1;
       const T factor = mean ? T(1) / static_cast<T>(count) : T(1);
       for (std::int64_t s = feature.first; count == 0 && s < feature.last; ++s) {
-        const LayoutSlice& slice = plan.slices[s];
-        if (slice.role != kAdded) zero_floats(output_at(slice, example + b), slice.width);
+        const PlanSlice& slice = plan.slices[s];
+        if (!slice.adds()) zero_floats(output_at(slice, example + b), slice.width);
       }
       for (std::int64_t j = 0; j < count; ++j) {
         for (std::int64_t s = feature.first; s < feature.last; ++s) {
-          const LayoutSlice& slice = plan.slices[s];
+          const PlanSlice& slice = plan.slices[s];
           T* to = output_at(slice, example + b);
-          if (slice.role == kAdded || j > 0) {
+          if (slice.adds() || j > 0) {
             add_scaled(to, own[j] + slice.start, factor, slice.width);
           } else {
             for (std::int64_t i = 0; i < slice.width; ++i) to[i] = own[j][slice.start + i] * factor;
@@ -167,11 +167,11 @@ struct Forward {
     }
   }
 
-  void lay_first_n(const LayoutFeature& feature, const std::int64_t* splits, bool shared,
+  void lay_first_n(const PlanFeature& feature, const std::int64_t* splits, bool shared,
                    const T* const* rows, std::int64_t example, std::int64_t examples) const {
     const std::int64_t end = shared ? 0 : splits[examples] - splits[0];
     for (std::int64_t s = feature.first; s < feature.last; ++s) {
-      const LayoutSlice& slice = plan.slices[s];
+      const PlanSlice& slice = plan.slices[s];
       T* to = output_at(slice, example);
       std::int64_t next = s == feature.first ? 0 : end;
       for (std::int64_t b = 0; b < examples; ++b, to += slice.stride) {
@@ -191,7 +191,7 @@ struct Forward {
   // All examples of the block, some at a time so that pooled rows stay in the cache.
   bool lay_feature(std::int64_t f, const Block& block, Scratch<T>& scratch) const {
     static constexpr std::int64_t kNoIds[2] = {0, 0};
-    const LayoutFeature& feature = plan.features[f];
+    const PlanFeature& feature = plan.features[f];
     if (feature.first == feature.last) return true;
     const LayoutCells& cells = index.cells[block.request * plan.n_features + f];
     const bool one_cell = cells.shared != 0 || cells.count == 0;

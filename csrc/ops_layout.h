@@ -1,26 +1,21 @@
 #pragma once
 // Rows of ids, pooled per example and laid out as model inputs, and the gradient back to the rows.
-// src/shoal/ops/layout_index.py and layout_specs.py describe the int64 tables read here.
+// lookup.h has the rows of a plan; LayoutIndex in src/shoal/ops/layout_plan.py the rest.
 #include <cstdint>
 #include <vector>
 
+#include "lookup.h"
+
 namespace shoal {
 
-// Columns of LayoutPlan.features_F and slices_S.
-struct LayoutFeature {
-  std::int64_t first, last, pooling, length, low, high;
-};
-struct LayoutSlice {
-  std::int64_t feature, start, width, output, place, step, role, floats_before, stride;
-};
 // A row of LayoutIndex.cells_RF.
 struct LayoutCells {
   std::int64_t first, count, shared;
 };
 
 struct LayoutPlanView {
-  const LayoutFeature* features;
-  const LayoutSlice* slices;
+  const PlanFeature* features;
+  const PlanSlice* slices;
   std::int64_t n_features, n_slices;
   std::int64_t floats;  // of all slices, one after the other
 };

@@ -70,7 +70,7 @@ class Backward {
     ids_.assign(found.size(), 0);
     std::atomic<bool> good{true};
     Pool::instance().run(plan_.n_features, threads_, [&](std::int64_t f, int) {
-      const LayoutFeature& feature = plan_.features[f];
+      const PlanFeature& feature = plan_.features[f];
       const LayoutCells& cells = index_.cells[f];
       if (feature.first == feature.last || cells.count == 0) return;
       std::vector<Extent> own(buffers, Extent{INT64_MAX, 0, f});
@@ -151,11 +151,11 @@ class Backward {
   }
 
   void sum_feature(std::int64_t f, std::vector<T>& laid) const {
-    const LayoutFeature& feature = plan_.features[f];
+    const PlanFeature& feature = plan_.features[f];
     const LayoutCells& cells = index_.cells[f];
     if (feature.first == feature.last || cells.count == 0) return;
     const std::int64_t* splits = index_.splits + cells.first;
-    const LayoutSlice& slice = plan_.slices[feature.first];
+    const PlanSlice& slice = plan_.slices[feature.first];
     if (feature.last - feature.first == 1 && cells.shared == 0) {
       const T* grad = static_cast<const T*>(grads_.grads[static_cast<std::size_t>(slice.output)]);
       if (grad == nullptr) return;
@@ -182,7 +182,7 @@ class Backward {
   };
 
   // Adds each cell's gradient to the rows of its ids.
-  void add_cells(const LayoutFeature& feature, const std::int64_t* splits, std::int64_t cells,
+  void add_cells(const PlanFeature& feature, const std::int64_t* splits, std::int64_t cells,
                  CellGrads grads) const {
     const std::int64_t width = feature.high - feature.low;
     const bool first_n = feature.pooling == kFirstN;

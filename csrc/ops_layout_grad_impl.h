@@ -51,24 +51,24 @@ struct GradRows {
   }
 
   std::int64_t cell_floats(std::int64_t f) const {
-    const LayoutFeature& feature = plan.features[f];
+    const PlanFeature& feature = plan.features[f];
     return (feature.high - feature.low) * std::max<std::int64_t>(feature.length, 1);
   }
 
-  T factor(const LayoutFeature& feature, std::int64_t count) const {
+  T factor(const PlanFeature& feature, std::int64_t count) const {
     const bool mean = feature.pooling == kMean || (feature.pooling & ~kByRow) == kShares;
     return mean && count > 1 ? scale / static_cast<T>(count) : scale;
   }
 
   // Cells [b, b + count) of a feature: [count, L or 1, columns].
   void lay(std::int64_t f, std::int64_t b, std::int64_t count, T* out) const {
-    const LayoutFeature& feature = plan.features[f];
+    const PlanFeature& feature = plan.features[f];
     const LayoutCells& cells = index.cells[f];
     const std::int64_t floats = cell_floats(f);
     const bool copies = tiled[static_cast<std::size_t>(f)] && cells.shared == 0;
     if (!copies) std::memset(out, 0, static_cast<std::size_t>(count * floats) * sizeof(T));
     for (std::int64_t s = feature.first; s < feature.last; ++s) {
-      const LayoutSlice& slice = plan.slices[s];
+      const PlanSlice& slice = plan.slices[s];
       const T* grad = static_cast<const T*>(grads[static_cast<std::size_t>(slice.output)]);
       if (grad == nullptr) continue;
       if (cells.shared != 0) {
@@ -90,11 +90,11 @@ struct GradRows {
   }
 
  private:
-  bool tiles(const LayoutFeature& feature) const {
+  bool tiles(const PlanFeature& feature) const {
     std::vector<bool> filled(static_cast<std::size_t>(feature.high - feature.low), false);
     std::int64_t floats = 0;
     for (std::int64_t s = feature.first; s < feature.last; ++s) {
-      const LayoutSlice& slice = plan.slices[s];
+      const PlanSlice& slice = plan.slices[s];
       if (grads[static_cast<std::size_t>(slice.output)] == nullptr) return false;
       for (std::int64_t i = 0; i < slice.width; ++i) {
         filled[static_cast<std::size_t>(slice.start - feature.low + i)] = true;
@@ -106,7 +106,7 @@ struct GradRows {
   }
 
   template <bool kAdd>
-  static void lay_slice(const LayoutFeature& feature, const LayoutSlice& slice, const T* grad,
+  static void lay_slice(const PlanFeature& feature, const PlanSlice& slice, const T* grad,
                         T* out) {
     const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
     out += slice.start - feature.low;
@@ -123,7 +123,7 @@ struct GradRows {
   }
 
   // The gradient of the one cell of a shared feature, over the batch.
-  void sum_slice(const LayoutFeature& feature, const LayoutSlice& slice, const T* grad,
+  void sum_slice(const PlanFeature& feature, const PlanSlice& slice, const T* grad,
                  T* out) const {
     const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
     out += slice.start - feature.low;
@@ -135,7 +135,7 @@ struct GradRows {
     }
   }
 
-  void scale_cell(const LayoutFeature& feature, std::int64_t cell, std::int64_t floats,
+  void scale_cell(const PlanFeature& feature, std::int64_t cell, std::int64_t floats,
                   T* out) const {
     const T by = factor(feature, index.splits[cell + 1] - index.splits[cell]);
     if (by == T(1)) return;
@@ -230,7 +230,7 @@ class FiledSum {
       const std::int64_t to = std::min(size, stop - f * size);
       at = f * size + to;
       if (!works(f)) continue;
-      const LayoutFeature& feature = plan_.features[f];
+      const PlanFeature& feature = plan_.features[f];
       const LayoutCells& own = index_.cells[f];
       const std::int64_t last = std::min(to, own.count);  // a shared cell is example 0's
       for (std::int64_t b = from; b < last; ++b) {
@@ -290,7 +290,7 @@ class FiledSum {
     space_.zero<T>(s == 0 ? 0 : reaches_[at - 1], reaches_[at]);
     for (std::int64_t i = bounds_[at]; i < bounds_[at + 1]; ++i) {
       const Filed& entry = filed_[static_cast<std::size_t>(i)];
-      const LayoutFeature& feature = plan_.features[entry.feature];
+      const PlanFeature& feature = plan_.features[entry.feature];
       const std::int64_t width = feature.high - feature.low;
       const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
       const T* from = laid_.get() + begin(entry.feature) + (entry.cell * steps + entry.step) * width;

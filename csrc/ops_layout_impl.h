@@ -9,13 +9,6 @@
 namespace shoal {
 namespace {
 
-// Poolings of a feature, LayoutPlan.features_F's third column.
-constexpr std::int64_t kMean = 1;     // the sum over the number of ids
-constexpr std::int64_t kShares = 2;   // a mean as shards take it: every row times 1 / number, summed
-constexpr std::int64_t kFirstN = 3;
-constexpr std::int64_t kByRow = 8;    // with 0 or kShares: every row goes to the output by itself
-constexpr std::int64_t kAdded = 2;  // the role of a slice that adds to what earlier ones wrote
-
 // Sixteen bytes at any address. Slices are a few floats wide: calls and loop prologues would cost
 // more than the copy. Where a run is no multiple of it, its last vector overlaps the one before.
 template <class T>

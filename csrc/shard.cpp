@@ -92,11 +92,10 @@ void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found
     kernels().probe(table.index().view(), groups.ids + piece.start, n, rows.data(),
                     nullptr);
     for (std::int64_t i = 0; i < n; ++i) found[piece.start + i] = rows[i] != kNoRow;
-    const Slice whole{0, view.rows.dim, 0, 0, false};
+    const PlanSlice whole = whole_row(view.rows.dim);
     void* target = out;
-    const std::int64_t width = view.rows.dim;
     const GatherJob job{view, rows.data(), groups.ids + piece.start, nullptr, 0, n, nullptr,
-                        PoolSpec{Pooling::sum, 1, &whole, 1}, &target, &width, true, last_step_};
+                        PoolSpec{kSum, 0, &whole, 1}, &target, true, last_step_};
     kernels().gather(job, 0, n, scratch.data());
   });
 }
@@ -113,18 +112,14 @@ void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool abs
     if (scratch[lane].empty()) scratch[lane].resize(widest);
     const TableView view = tables_[groups.tables[g]].view();
     GatherJob job{view, rows, groups.ids, nullptr, groups.splits[g], groups.splits[g + 1],
-                  args.weights, PoolSpec{}, args.outputs, nullptr, absent_is_zero,
-                  args.global_step};
-    const Slice whole{0, view.rows.dim, 0, 0, false};
-    const std::int64_t width = view.rows.dim;
+                  args.weights, PoolSpec{}, args.outputs, absent_is_zero, args.global_step};
+    const PlanSlice whole = whole_row(view.rows.dim);
     if (args.plan == nullptr) {
-      job.pool = PoolSpec{Pooling::sum, 1, &whole, 1};
+      job.pool = PoolSpec{kSum, 0, &whole, 1};
       job.outputs = args.outputs + g;
-      job.widths = &width;
     } else {
       job.offsets = args.offsets + g * args.bags;
       job.pool = args.plan->pools[g];
-      job.widths = args.plan->widths.data();
     }
     kernels().gather(job, start, stop, scratch[lane].data());
   };

@@ -30,7 +30,7 @@ struct Groups {
 
 // Frozen description of a pooled lookup, compiled once.
 struct Plan {
-  std::vector<Slice> slices;
+  std::vector<PlanSlice> slices;
   std::vector<PoolSpec> pools;  // one per group; slices point into `slices`
   std::vector<std::int64_t> widths;
   bool adds = false;            // some slice sums into what another group wrote

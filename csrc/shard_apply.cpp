@@ -45,7 +45,7 @@ std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs>
         continue;
       }
       const PoolSpec& pool = record.plan->pools[g];
-      for (int k = 0; k < pool.n_slices; ++k) wide[pool.slices[k].output] = doubles;
+      for (std::int64_t k = 0; k < pool.n_slices; ++k) wide[pool.slices[k].output] = doubles;
     }
     for (std::size_t k = 0; k < outputs; ++k) {
       add(record.grads[k], record.bags * record.plan->widths[k], wide[k]);
@@ -80,13 +80,13 @@ bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs>& records
   for (std::size_t r = 0; r < records.size(); ++r) {
     const GradArgs& record = records[r];
     const auto n = static_cast<std::int64_t>(record.ticket->rows.size());
-    int slices = 1;  // that read one column
+    std::int64_t slices = 1;  // that read one column
     for (std::size_t g = 0; record.plan != nullptr && g < record.plan->pools.size(); ++g) {
       slices = std::max(slices, record.plan->pools[g].n_slices);
     }
     double factor = std::fabs(record.scale);
     if (record.weights != nullptr) factor *= std::max(1.0, largest(record.weights, n, false));
-    total += most[r] * factor * static_cast<double>(n) * slices;
+    total += most[r] * factor * static_cast<double>(n) * static_cast<double>(slices);
   }
   // A quarter: rounding may add to a sum as it grows.
   return total <= (wide ? std::numeric_limits<double>::max()

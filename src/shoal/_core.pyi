@@ -45,7 +45,9 @@ class Ticket:
     def found(self, out: int) -> None: ...
 
 class Plan:
-    def __init__(self, pools: Sequence[dict[str, Any]], widths: Sequence[int]) -> None: ...
+    def __init__(
+        self, features: int, n_features: int, slices: int, n_slices: int, widths: Sequence[int]
+    ) -> None: ...
 
 class Groups:
     def __init__(

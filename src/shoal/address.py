@@ -1,13 +1,16 @@
-"""Where the values of a tensor lie: the only module that asks for the compiled core."""
+"""Memory that the compiled core reads and writes: the only module that asks where it lies."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import DTypeError
 
 _PLAIN = Tensor.__torch_dispatch__
+# Below this the allocator's own free lists are warm and cheaper than a pooled buffer.
+_POOLED_BYTES = 1 << 19
 
 
 def address(tensor: Tensor) -> int:
@@ -27,6 +30,23 @@ def address(tensor: Tensor) -> int:
     except RuntimeError as error:  # no storage: sparse, or wrapped by torch.func
         raise _without_values(tensor) from error
     raise _without_values(tensor)
+
+
+def fresh_address(tensor: Tensor) -> int:
+    """`address` of a CPU tensor that Shoal has just allocated: it is dense, if it has values."""
+    found = tensor.data_ptr() if type(tensor) is Tensor else 0
+    if found or not tensor.numel():
+        return found
+    raise _without_values(tensor)
+
+
+def empty_rows(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised [rows, columns] float32 or float64 tensor; a large one reuses memory."""
+    if rows * columns * dtype.itemsize < _POOLED_BYTES:
+        return torch.empty(rows, columns, dtype=dtype, device="cpu")
+    make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
+    tensor: Tensor = make(rows, columns)
+    return tensor
 
 
 def check_dense(what: str, tensor: Tensor) -> None:

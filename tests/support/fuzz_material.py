@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, Float32
-from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
+from shoal.table.shard import IdGroups
 
 __all__ = ["NARROW", "PLAIN", "RICH", "Bags", "Material", "Menu"]
 

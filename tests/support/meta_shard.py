@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InputError
+from shoal.lookup import PoolPlan
 from shoal.table.shard import (
     Found,
     GradRecord,
     IdGroups,
-    PoolPlan,
     Snapshot,
     StepContext,
     SummedGrads,

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.lookup import PoolPlan
 from shoal.table.factory import shard_copied
-from shoal.table.shard import (
-    Found,
-    GradRecord,
-    IdGroups,
-    PoolPlan,
-    Shard,
-    StepContext,
-    SummedGrads,
-    Ticket,
-)
+from shoal.table.shard import Found, GradRecord, IdGroups, Shard, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 
 __all__ = ["PlacedCuda", "PlacedShard", "PlacedTicket", "PlacedTiered"]

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.table.shard import GradRecord, PoolPlan, Slice
+from shoal.lookup import PoolPlan, Slice
+from shoal.table.shard import GradRecord
 
 __all__ = ["pool_rows", "position_gradients"]
 
@@ -60,5 +61,5 @@ def _contributions(
                 for part in pool.slices:
                     width = part.stop - part.start
                     lane = position - first if pool.pooling == "first_n" else 0
-                    column = part.column + lane * width
+                    column = part.column + lane * part.stride
                     yield position, bag, part, slice(column, column + width), factor

@@ -12,11 +12,12 @@ from torch import Tensor
 from shoal.embedding.layouts import Feature, Layout, compile_layouts
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
+from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.shard import GradRecord, IdGroups, PoolPlan, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 
 __all__ = ["CTX", "Received", "batch_of", "make_received", "table"]

@@ -16,18 +16,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import TableFull, TicketError
+from shoal.lookup import PoolPlan
 from shoal.rules.admission import Admission, make_counter
 from shoal.rules.admission import Counter as SightCounter
 from shoal.table.factory import shard_copied
-from shoal.table.shard import (
-    Found,
-    GradRecord,
-    IdGroups,
-    PoolPlan,
-    StepContext,
-    SummedGrads,
-    Ticket,
-)
+from shoal.table.shard import Found, GradRecord, IdGroups, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
 

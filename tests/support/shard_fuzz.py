@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import NonFiniteGradient, ShoalError
-from shoal.table.shard import GradRecord, PoolPlan, Shard, StepContext, SummedGrads, Ticket
+from shoal.lookup import PoolPlan
+from shoal.table.shard import GradRecord, Shard, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 
 from .change_consumer import Consumer, contents

@@ -146,4 +146,4 @@ def test_factories_name_a_device_and_one_module_asks_for_addresses(path: Path) -
             named = {keyword.arg for keyword in call.keywords}
             assert "device" in named or room in ON_THE_DEFAULT_DEVICE, where
         if call.func.attr == "data_ptr" and "import _core" in path.read_text():
-            assert path.stem in OTHER_ADDRESSES, f"{where}: use shoal.address"
+            assert path.stem in {"address", *OTHER_ADDRESSES}, f"{where}: use shoal.address"

@@ -23,12 +23,13 @@ from shoal.errors import (
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.request import Exchange, LocalExchange, Request, Route, Sending
 from shoal.exchange.verbs import RoutedVerbs
+from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.table import shard as scalars
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import PoolPlan, Shard, StepContext
+from shoal.table.shard import Shard, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 

@@ -15,13 +15,12 @@ from torch.nn.functional import pad
 from shoal.comm.collectives import Collectives
 from shoal.errors import ConfigError, InputError, ShapeError, describe
 from shoal.exchange.request import PendingRecords, Route
+from shoal.lookup import Pool, PoolPlan
 from shoal.ops import segment_sum
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import (
     GradRecord,
     IdGroups,
-    Pool,
-    PoolPlan,
     ReadTicket,
     Shard,
     StepContext,
@@ -64,11 +63,11 @@ def _rows_of(
     rows = grads[like].new_zeros(shape)
     for part in pool.slices:
         width = part.stop - part.start
-        floats = width * (pool.length if pool.pooling == "first_n" else 1)
-        block = grads[part.output][:, part.column : part.column + floats]
+        reach = (pool.lanes - 1) * part.stride + width
+        block = grads[part.output][:, part.column : part.column + reach]
         if pool.pooling == "first_n":
             lane_N = torch.arange(count, device=device) + offsets_B1[0] - offsets_B1[bags_N]
-            lanes = block.reshape(-1, pool.length, width)
+            lanes = block.unfold(1, width, part.stride)
             taken = lanes[bags_N, lane_N.clamp(max=pool.length - 1)]
             rows[:, part.start : part.stop] += taken.where(lane_N[:, None] < pool.length, 0)
         else:

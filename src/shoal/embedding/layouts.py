@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
 from shoal.errors import ConfigError, unknown_name
-from shoal.table.shard import Output, Pool, PoolPlan, Slice
+from shoal.lookup import Columns, Joined, PoolPlan, join, plan_of
 from shoal.table.spec import TableSpec
 
 LayoutKind = Literal["none", "concat", "stack", "addn"]
@@ -83,86 +83,30 @@ class Layout:
             raise _wrong(f"slices of layout {self.name!r}", "none", "one or more", "Name one.")
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A model input as outputs of the plan: `shape` without B, joined in dim 2 when several."""
-
-    name: str
-    outputs: tuple[int, ...]
-    shape: tuple[int, ...] | None = None
-    widths: tuple[int, ...] = ()
-
-    def take(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The model input, a view of its output; several outputs are copied together."""
-        if len(self.outputs) == 1:
-            output = outputs[self.outputs[0]]
-            return output if self.shape is None else output.view(-1, *self.shape)
-        assert self.shape is not None
-        length = self.shape[0]
-        parts = [
-            outputs[i].view(-1, length, width)
-            for i, width in zip(self.outputs, self.widths, strict=True)
-        ]
-        return torch.cat(parts, dim=2)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CompiledLayouts:
     """What a step needs of the declarations, worked out once.
 
     Args:
-        plan: one `Pool` per feature in `features` order.
-        plain: names of the model inputs that are an output as it is, in output order; they come
-            first in the plan's outputs.
-        placed: the other model inputs.
-        order: names of all model inputs as declared.
+        plan: one `Pool` per feature in `features` order, one output per model input.
+        names: of the model inputs, in the order of the outputs.
     """
 
     plan: PoolPlan
-    plain: tuple[str, ...]
-    placed: tuple[Placed, ...]
-    order: tuple[str, ...]
+    names: tuple[str, ...]
 
     def inputs(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Model inputs by name, as declared, of the plan's outputs [B, width]."""
-        named = dict(zip(self.plain, outputs, strict=False))
-        if not self.placed:
-            return named
-        for placed in self.placed:
-            named[placed.name] = placed.take(outputs)
-        return {name: named[name] for name in self.order}
+        named = dict(zip(self.names, outputs, strict=True))
+        for name, shape in self.shapes:
+            named[name] = named[name].view(-1, *shape)
+        return named
 
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """A layout slice with its names resolved."""
-
-    feature: int
-    start: int
-    stop: int
-    length: int | None
-
-    @property
-    def width(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def floats(self) -> int:
-        return self.width * (self.length or 1)
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        return None if self.length is None else (self.length, self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A model input before its outputs have numbers: each output is a run of slices."""
-
-    name: str
-    outputs: tuple[tuple[_Columns, ...], ...]
-    added: bool = False
-    shape: tuple[int, ...] | None = None
+    @cached_property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Model inputs that are not [B, width], and their shapes without B."""
+        pairs = zip(self.names, self.plan.outputs, strict=True)
+        return tuple((name, output.shape) for name, output in pairs if output.shape)
 
 
 def default_layouts(features: Sequence[Feature]) -> tuple[Layout, ...]:
@@ -181,17 +125,26 @@ def compile_layouts(
         ConfigError: a name used twice, a feature no layout uses, or shapes that do not fit.
     """
     positions = _check_features(tables, features)
-    drafts: list[_Draft] = []
+    inputs: list[Joined] = []
     for layout in layouts:
-        columns = [_resolve(layout, piece, tables, features, positions) for piece in layout.slices]
-        drafts += DRAFTERS[layout.kind](layout, columns)
-    _check_names([draft.name for draft in drafts])
-    used = {piece.feature for draft in drafts for run in draft.outputs for piece in run}
+        parts = [_columns(layout, piece, tables, features, positions) for piece in layout.slices]
+        if layout.kind == "none":
+            names = [p.feature if p.segment is None else f"{p.feature}/{p.segment}"
+                     for p in layout.slices]  # fmt: skip
+            inputs += [
+                join(name, "concat", [part]) for name, part in zip(names, parts, strict=True)
+            ]
+        else:
+            inputs.append(join(layout.name, layout.kind, parts))
+    names = [made.name for made in inputs]
+    _check_names(names)
+    used = {part.feature for made in inputs for part, _, _ in made.places}
     unused = [feature.name for i, feature in enumerate(features) if i not in used]
     if unused:
         remedy = "Add it to a layout, or drop the feature."
         raise _wrong("features without a layout", unused, "each in one or more layouts", remedy)
-    return _number(features, drafts)
+    poolings = [(f.combiner.pooling, f.combiner.max_seq_length) for f in features]
+    return CompiledLayouts(plan_of(poolings, inputs), tuple(names))
 
 
 def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]) -> dict[str, int]:
@@ -208,77 +161,19 @@ def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]
     return positions
 
 
-def _resolve(
+def _columns(
     layout: Layout,
     piece: LayoutSlice,
     tables: Mapping[str, TableSpec],
     features: Sequence[Feature],
     positions: Mapping[str, int],
-) -> _Columns:
+) -> Columns:
     if piece.feature not in positions:
         raise unknown_name(f"feature in layout {layout.name!r}", piece.feature, positions)
     index = positions[piece.feature]
     spec = tables[features[index].table]
     start, stop = (0, spec.dim) if piece.segment is None else spec.columns(piece.segment)
-    return _Columns(index, start, stop, features[index].combiner.max_seq_length or None)
-
-
-def _draft_none(layout: Layout, columns: list[_Columns]) -> list[_Draft]:
-    return [
-        _Draft(
-            piece.feature if piece.segment is None else f"{piece.feature}/{piece.segment}",
-            ((part,),),
-            shape=part.shape,
-        )
-        for piece, part in zip(layout.slices, columns, strict=True)
-    ]
-
-
-def _draft_concat(layout: Layout, columns: list[_Columns]) -> list[_Draft]:
-    lengths = {part.length for part in columns}
-    if len(lengths) > 1:
-        remedy = "Use one FirstN length, or a layout per length."
-        got = [part.length or "pooled" for part in columns]
-        raise _wrong(f"lengths in concat layout {layout.name!r}", got, "one length", remedy)
-    if columns[0].length is None:
-        return [_Draft(layout.name, (tuple(columns),))]
-    shape = (columns[0].length, sum(part.width for part in columns))
-    return [_Draft(layout.name, tuple((part,) for part in columns), shape=shape)]
-
-
-def _draft_stack(layout: Layout, columns: list[_Columns]) -> list[_Draft]:
-    _check_equal(layout, columns)
-    shape = (len(columns), *(columns[0].shape or (columns[0].width,)))
-    return [_Draft(layout.name, (tuple(columns),), shape=shape)]
-
-
-def _draft_addn(layout: Layout, columns: list[_Columns]) -> list[_Draft]:
-    for piece, part in zip(layout.slices, columns, strict=True):
-        if part.length is not None:
-            got = f"FirstN feature {piece.feature!r}"
-            remedy = "Pool the feature with ReduceSum, or use a stack layout."
-            raise _wrong(f"addn layout {layout.name!r}", got, "pooled features", remedy)
-    _check_equal(layout, columns)
-    return [_Draft(layout.name, (tuple(columns),), added=True)]
-
-
-DRAFTERS: dict[LayoutKind, Callable[[Layout, list[_Columns]], list[_Draft]]] = {
-    "none": _draft_none,
-    "concat": _draft_concat,
-    "stack": _draft_stack,
-    "addn": _draft_addn,
-}
-
-
-def _check_equal(layout: Layout, columns: list[_Columns]) -> None:
-    shapes = [part.shape or (part.width,) for part in columns]
-    if len(set(shapes)) > 1:
-        raise _wrong(
-            f"slices of {layout.kind} layout {layout.name!r}",
-            f"shapes {shapes}",
-            "equal shapes",
-            "Use a concat layout for slices of different widths.",
-        )
+    return Columns(index, start, stop, features[index].combiner.max_seq_length)
 
 
 def _check_names(names: list[str]) -> None:
@@ -286,49 +181,6 @@ def _check_names(names: list[str]) -> None:
     if twice:
         remedy = "Rename a layout, or read a segment of a feature in one 'none' layout only."
         raise _wrong("names of model inputs", f"{twice} twice", "distinct names", remedy)
-
-
-def _number(features: Sequence[Feature], drafts: list[_Draft]) -> CompiledLayouts:
-    # Plain inputs come first, so that naming them is one zip whatever their number.
-    ordered = sorted(drafts, key=_needs_view)
-    slices: list[list[Slice]] = [[] for _ in features]
-    outputs: list[Output] = []
-    placed: list[Placed] = []
-    for draft in ordered:
-        first = len(outputs)
-        for run in draft.outputs:
-            outputs.append(_place(run, len(outputs), slices, added=draft.added))
-        if _needs_view(draft):
-            widths = tuple(run[0].width for run in draft.outputs)
-            numbers = tuple(range(first, len(outputs)))
-            placed.append(Placed(draft.name, numbers, draft.shape, widths))
-    pools = tuple(
-        Pool(feature.combiner.pooling, tuple(parts), feature.combiner.max_seq_length or 1)
-        for feature, parts in zip(features, slices, strict=True)
-    )
-    plain = tuple(draft.name for draft in ordered if not _needs_view(draft))
-    order = tuple(draft.name for draft in drafts)
-    return CompiledLayouts(PoolPlan(pools, tuple(outputs)), plain, tuple(placed), order)
-
-
-def _needs_view(draft: _Draft) -> bool:
-    return draft.shape is not None
-
-
-def _place(
-    run: tuple[_Columns, ...], output: int, slices: list[list[Slice]], *, added: bool
-) -> Output:
-    """Give a run of slices its columns of one output."""
-    column = 0
-    if not added:
-        for part in run:
-            slices[part.feature].append(Slice(part.start, part.stop, output, column))
-            column += part.floats
-        return Output(column)
-    # A plan writes feature by feature, so the first feature in that order starts the sum.
-    for i, part in enumerate(sorted(run, key=lambda part: part.feature)):
-        slices[part.feature].append(Slice(part.start, part.stop, output, 0, add=i > 0))
-    return Output(run[0].width)
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:

@@ -43,10 +43,11 @@ from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.wire import Load, Wire, send_loads
+from shoal.lookup import PoolPlan
 from shoal.placement import Placement
 from shoal.table import shard as scalars
 from shoal.table.hosting import hosted_specs
-from shoal.table.shard import GradRecord, PoolPlan, ReadTicket, Shard, StepContext, Ticket
+from shoal.table.shard import GradRecord, ReadTicket, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 
 if TYPE_CHECKING:

@@ -5,166 +5,26 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShapeError
-from shoal.exchange.received_plan import ADDED, BankLayout, HostedColumns, Part, compile_plan
+from shoal.exchange.received_plan import BankLayout, Block, HostedColumns, compile_plan
 from shoal.kernels.launch import sent
+from shoal.lookup import LookupTables, PoolPlan
 from shoal.ops import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
-    segment_first_n,
-    segment_sum,
 )
 from shoal.ops.dispatch import backend_on, checks_bounds
 from shoal.ops.layout import layout_backward, layout_forward
+from shoal.ops.reference import layout as reference
 from shoal.ragged import KeyedRagged
-from shoal.table.shard import PoolPlan
 
 if TYPE_CHECKING:
     from shoal.exchange.received_cuda import DenseRows, Places
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Positions [start, stop) of `offsets_N`: one feature in one hosted table."""
-
-    group: int
-    start: int
-    stop: int
-    hosted: HostedColumns
-
-    @property
-    def count(self) -> int:
-        """Positions."""
-        return self.stop - self.start
-
-
-def pool(
-    layout: BankLayout,
-    spans: Sequence[Span],
-    rows: Sequence[Tensor],
-    offsets_N: Tensor,
-    ordered: KeyedRagged,
-) -> list[Tensor]:
-    """One [B, width] per output of the layout."""
-    size, device = ordered.batch_size, offsets_N.device
-    outputs = [
-        torch.zeros(size, width, dtype=layout.dtype, device=device) for width in layout.widths
-    ]
-    for part in layout.parts:
-        span = spans[part.block]
-        offsets_n = offsets_N[span.start : span.stop]
-        bank, width = rows[span.hosted.bank], span.hosted.width
-        rows_nD = fused_gather_embeddings_by_input(bank, [offsets_n], [width])[0]
-        rows_nD = rows_nD * _factors(layout, part, span, ordered)[:, None]
-        offsets_B1 = _offsets(span, ordered)
-        if part.pool.pooling == "first_n":
-            pooled = segment_first_n(rows_nD, offsets_B1, part.pool.length)
-        else:
-            pooled = segment_sum(rows_nD, offsets_B1)[:, None]
-        for piece in part.pieces:
-            columns = slice(piece.start, piece.start + piece.width)
-            for j in range(pooled.shape[1]):
-                first = piece.place + j * piece.step
-                into = outputs[piece.output][:, first : first + piece.width]
-                if piece.role == ADDED and into.is_cpu and part.pool.pooling != "first_n":
-                    into.copy_(_added_by_row(into, rows_nD[:, columns], offsets_B1))
-                else:
-                    into += pooled[:, j, columns]
-    return outputs
-
-
-def _added_by_row(base_BD: Tensor, rows_nD: Tensor, offsets_B1: Tensor) -> Tensor:
-    """base + row + row ..., in that order, as a shard on the CPU adds: base leads each segment."""
-    size, count = base_BD.shape[0], rows_nD.shape[0]
-    longer_B1 = offsets_B1 + torch.arange(size + 1, device="cpu")
-    joined = rows_nD.new_empty(size + count, rows_nD.shape[1])
-    joined[longer_B1[:-1]] = base_BD
-    joined[torch.arange(count, device="cpu") + _bags(offsets_B1, count) + 1] = rows_nD
-    return segment_sum(joined, longer_B1)
-
-
-def spread_weighted(
-    layout: BankLayout,
-    spans: Sequence[Span],
-    grads: Sequence[Tensor],
-    sizes: Sequence[int],
-    offsets_N: Tensor,
-    ordered: KeyedRagged,
-) -> list[Tensor]:
-    """One flat [size] per bank of the layout: the gradients of `pool`."""
-    found: dict[int, list[tuple[Tensor, Tensor, int]]] = {bank: [] for bank in layout.banks}
-    for part in layout.parts:
-        span = spans[part.block]
-        own = _position_grads(layout, part, span, grads, ordered)
-        own = own * _factors(layout, part, span, ordered)[:, None]
-        offsets_n = offsets_N[span.start : span.stop]
-        found[span.hosted.bank].append((own, offsets_n, span.hosted.width))
-    made = []
-    for bank, size in zip(layout.banks, sizes, strict=True):
-        if not found[bank]:
-            made.append(torch.zeros(size, dtype=layout.dtype, device=offsets_N.device))
-            continue
-        parts, offsets, widths = zip(*found[bank], strict=True)
-        made.append(fused_gather_embeddings_by_input_gradient(size, parts, offsets, widths))
-    return made
-
-
-def _position_grads(
-    layout: BankLayout, part: Part, span: Span, grads: Sequence[Tensor], ordered: KeyedRagged
-) -> Tensor:
-    """[n, D]: what each position's row gets, without its factor."""
-    offsets_B1 = _offsets(span, ordered)
-    bags_n = _bags(offsets_B1, span.count)
-    rows_nD = torch.zeros(
-        span.count, span.hosted.width, dtype=layout.dtype, device=offsets_B1.device
-    )
-    first_n = part.pool.pooling == "first_n"
-    lanes_n = torch.arange(span.count, device=offsets_B1.device) - offsets_B1[bags_n]
-    for piece in part.pieces:
-        columns = torch.arange(piece.width, device=offsets_B1.device) + piece.place
-        into = rows_nD[:, piece.start : piece.start + piece.width]
-        if first_n:
-            kept_n = lanes_n.clamp(max=part.pool.length - 1)
-            at = kept_n[:, None] * piece.step + columns
-            taken = grads[piece.output][bags_n[:, None], at]
-            into += taken.where(lanes_n[:, None] < part.pool.length, 0)
-        else:
-            into += grads[piece.output][bags_n[:, None], columns]
-    return rows_nD
-
-
-def _factors(layout: BankLayout, part: Part, span: Span, ordered: KeyedRagged) -> Tensor:
-    """[n]: each position's weight, over the number of ids for a mean."""
-    offsets_B1 = _offsets(span, ordered)
-    factors_n = torch.ones(span.count, dtype=layout.dtype, device=offsets_B1.device)
-    if part.pool.pooling == "mean":
-        bags_n = _bags(offsets_B1, span.count)
-        factors_n = factors_n / offsets_B1.diff()[bags_n]
-    if ordered.weights_N is not None:
-        first = int(ordered.host_splits[span.group])
-        weights_n = ordered.weights_N[first : first + span.count]
-        factors_n = factors_n * weights_n.to(layout.dtype)
-    return factors_n
-
-
-def _offsets(span: Span, ordered: KeyedRagged) -> Tensor:
-    """int64 [B+1] into the span's positions."""
-    size = ordered.batch_size
-    first = int(ordered.host_splits[span.group])
-    return ordered.offsets_FB1[span.group * size : (span.group + 1) * size + 1] - first
-
-
-def _bags(offsets_B1: Tensor, count: int) -> Tensor:
-    """Example of each position; the host knows how many there are."""
-    lengths_B = offsets_B1.diff()
-    bags_B = torch.arange(lengths_B.numel(), device=offsets_B1.device)
-    return bags_B.repeat_interleave(lengths_B, output_size=count)
 
 
 _SIZES_KEPT = 64
@@ -209,8 +69,8 @@ class ReceivedRows:
         blocks = {block.group: k for k, block in enumerate(self._compiled.blocks)}
         self._block_of = None if self._compiled.straight else [blocks[g] for g in sorted(blocks)]
         self._dense: dict[torch.device, DenseRows] = {}
-        self._static: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._cells: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._static: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._cells: dict[tuple[torch.dtype, int, torch.device], Tensor] = {}
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -265,19 +125,26 @@ class ReceivedRows:
             places = self.places(offsets_N, ordered, backward=False)
         if places is not None:
             return self._dense_on(offsets_N.device).pool(rows[0], places, ordered)
-        made: dict[int, Tensor] = {}
+        device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
-        for number, layout in enumerate(self._compiled.layouts):
-            if layout.operators and layout.parts and ordered.weights_N is None:
-                outputs = layout_forward(
-                    [rows[bank] for bank in layout.banks],
-                    offsets_N,
-                    *index,
-                    *self._arguments(number, ordered, offsets_N.device),
+        made: dict[int, Tensor] = {}
+        for layout in self._compiled.layouts:
+            tables = layout.weighted if weighted else layout.tables
+            outputs = [
+                torch.zeros(ordered.batch_size, self._widths[o], dtype=layout.dtype, device=device)
+                for o in layout.outputs
+            ]
+            if layout.blocks:
+                if weighted:
+                    buffers = self._scaled(layout, rows, starts, offsets_N, ordered)
+                else:
+                    buffers = [rows[bank] for bank in layout.banks]
+                # Rare, and only there: implementations add pooled rows to what others wrote.
+                forward = reference.layout_forward if tables.sequences_add else layout_forward
+                outputs = forward(
+                    buffers, *index, *self._arguments(layout, tables, ordered, device)
                 )
-            else:
-                outputs = pool(layout, self._blocks(starts), rows, offsets_N, ordered)
-            for output, first, stop in layout.gaps:
+            for output, first, stop in () if tables.sequences_add else tables.gaps:
                 outputs[output][:, first:stop] = 0
             made.update(zip(layout.outputs, outputs, strict=True))
         return tuple(made[output] for output in range(len(self._widths)))
@@ -310,23 +177,24 @@ class ReceivedRows:
         if places is not None:
             dense = self._dense_on(offsets_N.device)
             return (dense.spread(grads, sizes[0], places, ordered),)
+        device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
-        for number, layout in enumerate(self._compiled.layouts):
+        for layout in self._compiled.layouts:
             own = [grads[output] for output in layout.outputs]
             floats = [sizes[bank] for bank in layout.banks]
-            if layout.operators and layout.parts and ordered.weights_N is None:
-                spread = layout_backward(
-                    own,
-                    None,
-                    floats,
-                    offsets_N,
-                    *index,
-                    *self._arguments(number, ordered, offsets_N.device),
-                )
-            else:
-                blocks = self._blocks(starts)
-                spread = spread_weighted(layout, blocks, own, floats, offsets_N, ordered)
+            spread = [torch.zeros(size, dtype=layout.dtype, device=device) for size in floats]
+            if layout.blocks:
+                tables = layout.weighted if weighted else layout.tables
+                if weighted:
+                    floats = [
+                        (stop - start) * self._hosted[block.hosted].width
+                        for block, start, stop in self._blocks(starts)
+                    ]
+                arguments = self._arguments(layout, tables, ordered, device)
+                spread = layout_backward(own, None, floats, *index, *arguments)
+            if layout.blocks and weighted:
+                spread = self._summed(layout, spread, sizes, starts, offsets_N, ordered)
             made.update(zip(layout.banks, spread, strict=True))
         return tuple(made[bank] for bank in range(len(self._reals)))
 
@@ -364,82 +232,144 @@ class ReceivedRows:
         if got != want:
             raise _shape("gradients", got, want, "Give one per output, in its shape.")
 
-    def _blocks(self, starts: Sequence[int]) -> list[Span]:
-        """Where each block's positions are, here and in the request, and how wide its rows."""
-        return [
-            Span(block.group, first, stop, self._hosted[block.hosted])
-            for block, first, stop in zip(
-                self._compiled.blocks, starts[:-1], starts[1:], strict=True
-            )
-        ]
+    def _blocks(self, starts: Sequence[int]) -> list[tuple[Block, int, int]]:
+        """Each block, its first position and the one after its last."""
+        return list(zip(self._compiled.blocks, starts[:-1], starts[1:], strict=True))
 
     def _index(
         self, starts: Sequence[int], offsets_N: Tensor, ordered: KeyedRagged
-    ) -> tuple[Tensor, Tensor]:
-        """Buffer of each position, and where cells begin; the host waits for nothing."""
-        groups_K, buffers_K = self._on(offsets_N.device)
-        count, size = offsets_N.shape[0], ordered.batch_size
-        if not any(self._compiled.buffers_K):
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each position's row and buffer, and where cells begin; the host waits for nothing.
+
+        Weighted rows lie in order of position, in a buffer for each block.
+        """
+        groups_K, buffers_K, widths_K = self._on(offsets_N.device)
+        count, size, rows_N = offsets_N.shape[0], ordered.batch_size, offsets_N
+        starts_K1 = sent(starts, offsets_N.device)
+        if ordered.weights_N is not None:
+            blocks_K = torch.arange(groups_K.numel(), device=offsets_N.device)
+            block_N = blocks_K.repeat_interleave(starts_K1.diff(), output_size=count)
+            within_N = torch.arange(count, device=offsets_N.device) - starts_K1[block_N]
+            rows_N, buffer_N = within_N * widths_K[block_N], block_N.to(torch.int32)
+        elif not any(self._compiled.buffers_K):
             buffer_N = offsets_N.new_zeros(count, dtype=torch.int32)
         elif len(set(self._compiled.buffers_K)) == 1:
             buffer_N = buffers_K[:1].expand(count).contiguous()
         else:
-            lengths = [b - a for a, b in itertools.pairwise(starts)]
-            lengths_K = sent(lengths, offsets_N.device)
-            buffer_N = buffers_K.repeat_interleave(lengths_K, output_size=count)
+            buffer_N = buffers_K.repeat_interleave(starts_K1.diff(), output_size=count)
         if self._compiled.straight:
-            return buffer_N, ordered.offsets_FB1
+            return rows_N, buffer_N, ordered.offsets_FB1
         if size == 0 or not self._compiled.blocks:
-            return buffer_N, offsets_N.new_zeros(1)
-        cuts = ordered.host_splits.tolist()
-        moves = [
-            first - cuts[block.group]
-            for first, block in zip(starts[:-1], self._compiled.blocks, strict=True)
-        ]
-        moves_K1 = sent([*moves, starts[-1]], offsets_N.device)
+            return rows_N, buffer_N, offsets_N.new_zeros(1)
+        splits_G1 = sent(ordered.host_splits.tolist(), offsets_N.device)
         begins_FB = ordered.offsets_FB1[:-1].view(self._groups, size)
-        moved_KB = begins_FB.index_select(0, groups_K) + moves_K1[:-1, None]
-        return buffer_N, torch.cat([moved_KB.view(-1), moves_K1[-1:]])
+        moves_K = starts_K1[:-1] - splits_G1[groups_K]
+        moved_KB = begins_FB.index_select(0, groups_K) + moves_K[:, None]
+        return rows_N, buffer_N, torch.cat([moved_KB.view(-1), starts_K1[-1:]])
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """int64 [K] feature and int32 [K] buffer of each block."""
+    def _factors(self, layout: BankLayout, ordered: KeyedRagged) -> Tensor:
+        """[N, 1]: what each position's row counts for, in the order of the batch."""
+        assert ordered.weights_N is not None
+        lengths_GB = ordered.lengths
+        shares_GB = torch.ones(lengths_GB.shape, dtype=layout.dtype, device=ordered.values_N.device)
+        for group, pool in enumerate(self._plan.pools):
+            if pool.pooling == "mean":
+                shares_GB[group] /= lengths_GB[group]
+        weights_N = ordered.weights_N.to(layout.dtype)
+        shares_N = shares_GB.view(-1).repeat_interleave(
+            lengths_GB.reshape(-1), output_size=weights_N.shape[0]
+        )
+        return (shares_N * weights_N)[:, None]
+
+    def _scaled(
+        self,
+        layout: BankLayout,
+        rows: Sequence[Tensor],
+        starts: Sequence[int],
+        offsets_N: Tensor,
+        ordered: KeyedRagged,
+    ) -> list[Tensor]:
+        """Each block's rows times their factors, by position; nothing for those of other dtypes."""
+        factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
+        found = []
+        for block, start, stop in self._blocks(starts):
+            hosted, first = self._hosted[block.hosted], firsts[block.group]
+            if hosted.bank not in layout.banks:
+                found.append(factors_N.new_empty(0))
+                continue
+            taken = [offsets_N[start:stop]], [hosted.width]
+            (rows_nD,) = fused_gather_embeddings_by_input(rows[hosted.bank], *taken)
+            found.append(rows_nD * factors_N[first : first + stop - start])
+        return found
+
+    def _summed(
+        self,
+        layout: BankLayout,
+        spread: Sequence[Tensor],
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        offsets_N: Tensor,
+        ordered: KeyedRagged,
+    ) -> list[Tensor]:
+        """Gradients by position times their factors, summed per row: one flat [size] per bank."""
+        factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
+        summed = []
+        for bank in layout.banks:
+            parts, offsets, widths = [], [], []
+            for (block, start, stop), grad in zip(self._blocks(starts), spread, strict=True):
+                hosted, first = self._hosted[block.hosted], firsts[block.group]
+                if hosted.bank == bank:
+                    factors_n = factors_N[first : first + stop - start]
+                    parts.append(grad.view(-1, hosted.width) * factors_n)
+                    offsets.append(offsets_N[start:stop])
+                    widths.append(hosted.width)
+            flat = sizes[bank], parts, offsets, widths
+            summed.append(
+                fused_gather_embeddings_by_input_gradient(*flat)
+                if parts
+                else factors_N.new_zeros(sizes[bank])
+            )
+        return summed
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [K] feature, int32 [K] buffer and int64 [K] width of each block."""
         found = self._static.get(device)
         if found is None:
             groups = [block.group for block in self._compiled.blocks]
+            widths = [self._hosted[block.hosted].width for block in self._compiled.blocks]
             buffers_K = torch.tensor(self._compiled.buffers_K, dtype=torch.int32, device="cpu")
             found = self._static[device] = (
                 torch.tensor(groups, dtype=torch.int64, device="cpu").to(device),
                 buffers_K.to(device),
+                torch.tensor(widths, dtype=torch.int64, device="cpu").to(device),
             )
         return found
 
     def _arguments(
-        self, number: int, ordered: KeyedRagged, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int]]:
+        self, layout: BankLayout, tables: LookupTables, ordered: KeyedRagged, device: torch.device
+    ) -> tuple[Any, ...]:
         """Cells, the plan's tensors and numbers, as the layout operators take them."""
-        layout, size = self._compiled.layouts[number], ordered.batch_size
-        plan = layout.plan.on(device)
+        size, there = ordered.batch_size, tables.on(device)
         return (
-            self._cells_of(number, layout, size, device),
-            plan.features_F,
-            plan.slices_S,
-            plan.sums_AM,
+            self._cells_of(layout, size, device),
+            there.features_F,
+            there.slices_S,
+            there.sums_AM,
             [size],
-            list(plan.shapes),
-            [plan.widest, plan.floats],
+            list(there.shapes),
+            [there.widest, there.floats],
         )
 
-    def _cells_of(self, number: int, layout: BankLayout, size: int, device: torch.device) -> Tensor:
-        """int64 [1, parts, 3]: a cell per example; made once per batch size."""
-        key = (number, size, device)
+    def _cells_of(self, layout: BankLayout, size: int, device: torch.device) -> Tensor:
+        """int64 [1, features, 3]: a cell per example; made once per batch size."""
+        key = (layout.dtype, size, device)
         found = self._cells.get(key)
         if found is None:
-            rows = [[part.block * size, size, 0] if size else [0, 0, 0] for part in layout.parts]
+            rows = [[block * size, size, 0] if size else [0, 0, 0] for block in layout.blocks]
             if len(self._cells) >= _SIZES_KEPT:
                 self._cells.clear()
-            found = self._cells[key] = sent(
-                torch.tensor([rows], dtype=torch.int64, device="cpu"), device
-            )
+            cells = torch.tensor([rows], dtype=torch.int64, device="cpu")
+            found = self._cells[key] = sent(cells, device)
         return found
 
 

@@ -21,11 +21,11 @@ from shoal.kernels.gradients import Runs, runs_of
 from shoal.kernels.launch import staged
 from shoal.kernels.step_sums import sum_rows
 from shoal.kernels.tables import CHUNK_ROWS, CallGroups, RowForm, ShardLayout
+from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.table import checks
 from shoal.table.cuda.calls import CompiledPlan, PlanCache
 from shoal.table.cuda.side_stream import SideStream
-from shoal.table.shard import PoolPlan
 
 _ALIGNED = 15
 

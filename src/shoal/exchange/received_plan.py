@@ -7,23 +7,16 @@ slices' borders. One layout serves all outputs of one dtype.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from shoal.errors import ConfigError
-from shoal.ops.layout_plan import LayoutPlan
+from shoal.lookup import LookupTables, Output, Pool, PoolPlan, Slice, compile_tables
 from shoal.table import checks
-from shoal.table.shard import Pool, PoolPlan
 
 _REALS = (torch.float32, torch.float64)
-# As `LayoutPlan` has them: means, and sums into what others wrote, as shards take them.
-_POOLINGS = {"sum": 0, "mean": 2, "first_n": 3}
-_BY_ROW = 8
-_ALONE, _FIRST, ADDED = 0, 1, 2
-"""Roles of pieces; ADDED: it sums into what earlier ones wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +48,6 @@ class Block:
     hosted: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Columns [start, start + width) of a received row, and where they go.
-
-    place: column of the output; step: columns from one first_n row to the next.
-    """
-
-    start: int
-    width: int
-    output: int
-    place: int
-    step: int
-    role: int = _ALONE
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a plan reads of one block, in the plan's order."""
-
-    block: int
-    pool: Pool
-    pieces: tuple[Piece, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BankLayout:
     """The outputs of one dtype.
@@ -86,21 +55,18 @@ class BankLayout:
     Args:
         dtype: of the outputs and the buffers.
         banks: numbers of the buffers, in the order the layout counts them.
-        outputs, widths: the plan's outputs, in the order the layout counts them.
-        parts: what feeds them; pieces name outputs by the layout's count.
-        plan: the same as tensors.
-        gaps: (output by the layout's count, first column, end) that nothing writes.
-        operators: the layout operators can do it: no first_n slice adds.
+        outputs: the plan's outputs, in the order the layout counts them.
+        blocks: what the plan reads of which block, in the plan's order: a feature of the tables.
+        tables: how the blocks are pooled.
+        weighted: the same for rows that hold their weights and shares of a mean: means are sums.
     """
 
     dtype: torch.dtype
     banks: tuple[int, ...]
     outputs: tuple[int, ...]
-    widths: tuple[int, ...]
-    parts: tuple[Part, ...]
-    plan: LayoutPlan
-    gaps: tuple[tuple[int, int, int], ...]
-    operators: bool
+    blocks: tuple[int, ...]
+    tables: LookupTables
+    weighted: LookupTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,176 +155,37 @@ def _layout(
     dtypes: Sequence[torch.dtype],
 ) -> BankLayout:
     outputs = tuple(i for i, of in enumerate(dtypes) if of == dtype)
-    widths = tuple(plan.outputs[i].width for i in outputs)
     numbers = {output: i for i, output in enumerate(outputs)}
+    numbered: list[int] = []
+    pools: list[Pool] = []
     # Plan order: all of a feature's columns come before the next feature's.
-    order = sorted(range(len(blocks)), key=lambda b: (blocks[b].group, blocks[b].hosted))
-    drafts: list[tuple[int, Pool, list[tuple[Piece, bool]]]] = []
-    for number in order:
-        block = blocks[number]
-        pool, columns = plan.pools[block.group], hosted[block.hosted]
-        pieces = [
-            (piece, add) for piece, add in _pieces(pool, columns, numbers) if columns.bank in banks
-        ]
-        if pieces:
-            drafts.append((number, pool, pieces))
-    edges = _edges(drafts)
-    parts, sums = _roles(drafts, edges)
-    operators = not any(
-        piece.role != _ALONE and part.pool.pooling == "first_n"
-        for part in parts
-        for piece in part.pieces
-    )
+    for number in sorted(range(len(blocks)), key=lambda b: (blocks[b].group, blocks[b].hosted)):
+        pool, columns = plan.pools[blocks[number].group], hosted[blocks[number].hosted]
+        held = tuple(_held(part, columns, numbers) for part in pool.slices if _meet(part, columns))
+        if held and columns.bank in banks:
+            numbered.append(number)
+            pools.append(replace(pool, slices=held))
+    own = [Output(plan.outputs[i].width) for i in outputs]
+    sums = [replace(p, pooling="sum") if p.pooling == "mean" else p for p in pools]
     return BankLayout(
         dtype,
         banks,
         outputs,
-        widths,
-        tuple(parts),
-        _tensors(parts, widths, sums),
-        tuple(_gaps(parts, widths)),
-        operators,
+        tuple(numbered),
+        compile_tables(pools, own),
+        compile_tables(sums, own),
     )
 
 
-def _pieces(
-    pool: Pool, columns: HostedColumns, numbers: dict[int, int]
-) -> Iterator[tuple[Piece, bool]]:
-    """A feature's slices as far as these columns hold them, and whether each adds."""
-    for part in pool.slices:
-        start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
-        if start < stop and part.output in numbers:
-            place = part.column + start - part.start
-            step = part.stop - part.start
-            output = numbers[part.output]
-            yield Piece(start - columns.start, stop - start, output, place, step), part.add
+def _meet(part: Slice, columns: HostedColumns) -> bool:
+    return max(part.start, columns.start) < min(part.stop, columns.stop)
 
 
-def _spans(pool: Pool, piece: Piece) -> list[tuple[int, int]]:
-    """Columns of the output that a piece writes."""
-    many = pool.length if pool.pooling == "first_n" else 1
-    firsts = [piece.place + j * piece.step for j in range(many)]
-    return [(first, first + piece.width) for first in firsts]
-
-
-def _edges(
-    drafts: Sequence[tuple[int, Pool, list[tuple[Piece, bool]]]],
-) -> dict[int, list[int]]:
-    """Of each output, where its pieces begin and end, rising."""
-    edges: dict[int, set[int]] = {}
-    for _, pool, pieces in drafts:
-        for piece, _ in pieces:
-            for span in _spans(pool, piece):
-                edges.setdefault(piece.output, set()).update(span)
-    return {output: sorted(found) for output, found in edges.items()}
-
-
-def _roles(
-    drafts: Sequence[tuple[int, Pool, list[tuple[Piece, bool]]]],
-    edges: dict[int, list[int]],
-) -> tuple[list[Part], list[list[int]]]:
-    """Parts whose pieces are cut so that those which meet cover the same columns; and the sums:
-    for each run of columns that several pieces feed, its output and the numbers of its pieces.
-    """
-    written: dict[tuple[int, int], list[int]] = {}  # (output, column) -> numbers of pieces
-    first: dict[tuple[int, int], list[Pool]] = {}  # features whose pieces do not add there
-    cut: list[tuple[int, Pool, list[Piece]]] = []
-    opening: dict[tuple[int, int], Pool] = {}
-    number = 0
-    for block, pool, pieces in drafts:
-        own: list[Piece] = []
-        for piece, add in pieces:
-            for smaller in _cut(pool, piece, edges[piece.output]):
-                own.append(smaller)
-                for column, _ in _spans(pool, smaller):
-                    place = piece.output, column
-                    written.setdefault(place, []).append(number)
-                    opening.setdefault(place, pool)
-                    if not add:
-                        first.setdefault(place, []).append(pool)
-                number += 1
-        cut.append((block, pool, own))
-    for (output, column), pools in first.items():
-        # Which column slice of the opening feature comes first does not matter: sums commute.
-        if len(pools) > 1 or pools[0] is not opening[output, column]:
-            what = f"column {column} of output {output} of a pool plan"
-            remedy = "Slices that share columns add: Slice(add=True)."
-            raise _wrong(what, "written twice", "once, or added", remedy)
-    runs = [[output, *found] for (output, _), found in written.items() if len(found) > 1]
-    roles = {piece: ADDED for _, *run in runs for piece in run[1:]}
-    roles.update({run[1]: roles.get(run[1], _FIRST) for run in runs})
-    parts, number = [], 0
-    for block, pool, own in cut:
-        kept = []
-        for piece in own:
-            kept.append(_with_role(piece, roles.get(number, _ALONE)))
-            number += 1
-        parts.append(Part(block, pool, tuple(kept)))
-    return parts, runs
-
-
-def _cut(pool: Pool, piece: Piece, edges: Sequence[int]) -> list[Piece]:
-    """A piece in parts, cut at the edges that fall inside any of its rows."""
-    cuts = {0, piece.width}
-    for first, stop in _spans(pool, piece):
-        cuts.update(edge - first for edge in edges if first < edge < stop)
-    rising = sorted(cuts)
-    return [
-        Piece(piece.start + a, b - a, piece.output, piece.place + a, piece.step)
-        for a, b in itertools.pairwise(rising)
-    ]
-
-
-def _with_role(piece: Piece, role: int) -> Piece:
-    return Piece(piece.start, piece.width, piece.output, piece.place, piece.step, role)
-
-
-def _gaps(parts: Sequence[Part], widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for output, width in enumerate(widths):
-        spans = [
-            span
-            for part in parts
-            for piece in part.pieces
-            if piece.output == output
-            for span in _spans(part.pool, piece)
-        ]
-        reached = 0
-        for first, stop in [*sorted(spans), (width, width)]:
-            if first > reached:
-                yield output, reached, first
-            reached = max(reached, stop)
-
-
-def _tensors(
-    parts: Sequence[Part], widths: Sequence[int], sums: Sequence[Sequence[int]]
-) -> LayoutPlan:
-    features: list[tuple[int, ...]] = []
-    slices: list[tuple[int, ...]] = []
-    floats = 0
-    for number, part in enumerate(parts):
-        first_n = part.pool.pooling == "first_n"
-        length = part.pool.length if first_n else 0
-        low = min(piece.start for piece in part.pieces)
-        high = max(piece.start + piece.width for piece in part.pieces)
-        last = len(slices) + len(part.pieces)
-        pooling = _POOLINGS[part.pool.pooling]
-        if not first_n and any(piece.role == ADDED for piece in part.pieces):
-            pooling += _BY_ROW
-        features.append((len(slices), last, pooling, length, low, high))
-        for piece in part.pieces:
-            own = (number, piece.start, piece.width, piece.output, piece.place, piece.step)
-            slices.append((*own, piece.role, floats, widths[piece.output]))
-            floats += piece.width * max(length, 1)
-    most = max((len(run) for run in sums), default=1)
-    padded = [[*run, *[-1] * (most - len(run))] for run in sums]
-    return LayoutPlan(
-        torch.tensor(features, dtype=torch.int64, device="cpu").view(-1, 6),
-        torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 9),
-        torch.tensor(padded, dtype=torch.int64, device="cpu").view(-1, most),
-        tuple(size for width in widths for size in (0, 0, width)),
-        max((row[5] for row in features), default=0),
-        floats,
-    )
+def _held(part: Slice, columns: HostedColumns, numbers: dict[int, int]) -> Slice:
+    """A slice as far as these columns hold it, of outputs by the layout's count."""
+    start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
+    place = numbers.get(part.output, 0), part.column + start - part.start
+    return Slice(start - columns.start, stop - columns.start, *place, step=part.stride)
 
 
 def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:

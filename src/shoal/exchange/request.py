@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shoal.comm.collectives import Collectives, LocalCollectives, PendingSizes
 from shoal.exchange.partition import Parcel, Trip
+from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
-from shoal.table.shard import GradRecord, IdGroups, PoolPlan, ReadTicket, Shard, StepContext, Ticket
+from shoal.table.shard import GradRecord, IdGroups, ReadTicket, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 
 

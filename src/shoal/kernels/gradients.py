@@ -22,6 +22,7 @@ from shoal.kernels.tables import (
     search_steps,
     table_word,
 )
+from shoal.lookup import Pool
 
 COLD_RUN = 8  # positions of a run that one program adds in turn
 SHORTEST_PIECE = 64
@@ -252,23 +253,11 @@ _T_MEAN, _T_FIRST_N = tl.constexpr(_MEAN), tl.constexpr(_FIRST_N)
 
 
 @dataclass(frozen=True, slots=True)
-class GradSlice:
-    """Columns [start, stop) of a row take their gradient from `column` on of output `output`."""
-
-    start: int
-    stop: int
-    output: int
-    column: int
-
-
-@dataclass(frozen=True, slots=True)
 class PooledGroup:
-    """How one group was pooled ("sum", "mean", "first_n"), and its table's row dim and form."""
+    """One group of a plan, and its table's row dim and form."""
 
-    pooling: str
-    slices: tuple[GradSlice, ...]
+    pool: Pool
     dim: int
-    length: int = 1
     form: int = 0
 
 
@@ -490,20 +479,22 @@ def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
     words = np.zeros((len(groups), _WORDS), dtype=np.int64)
     parted = []
     for g, group in enumerate(groups):
-        only = group.slices[0]
-        if len(group.slices) > 1 or only.start > 0 or only.stop < group.dim:
+        pool, only = group.pool, group.pool.slices[0]
+        if len(pool.slices) > 1 or only.width < group.dim:
             parted.append(g)
-        first_n = group.pooling == "first_n"
-        words[g, _KIND] = _KINDS[group.pooling]
-        words[g, _LENGTH], words[g, _LANE] = (group.length, group.dim) if first_n else (0, 0)
+        words[g, _KIND] = _KINDS[pool.pooling]
+        if pool.pooling == "first_n":
+            # A gradient that is put together has its rows side by side.
+            words[g, _LENGTH] = pool.length
+            words[g, _LANE] = group.dim if g in parted else only.stride
     made = _PoolWords(
         groups,
         words,
-        np.array([group.slices[0].output for group in groups], dtype=np.int64),
-        np.array([group.slices[0].column for group in groups], dtype=np.int64),
+        np.array([group.pool.slices[0].output for group in groups], dtype=np.int64),
+        np.array([group.pool.slices[0].column for group in groups], dtype=np.int64),
         tuple(parted),
         tuple(group.form for group in groups),
-        any(group.pooling == "mean" for group in groups),
+        any(group.pool.pooling == "mean" for group in groups),
     )
     if isinstance(groups, tuple):
         if len(_pool_words_kept) >= _GROUPS_KEPT:
@@ -515,13 +506,13 @@ def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
 
 def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
     """Gradient of a group's whole rows per bag: [B, D], or [B, length * D] for first_n."""
-    lanes = group.length if group.pooling == "first_n" else 1
-    like = grads[group.slices[0].output]
+    lanes, slices = group.pool.lanes, group.pool.slices
+    like = grads[slices[0].output]
     flat_BLD = like.new_zeros(like.shape[0], lanes, group.dim)
-    for part in group.slices:
-        width = part.stop - part.start
-        columns = grads[part.output][:, part.column : part.column + lanes * width]
-        flat_BLD[:, :, part.start : part.stop] += columns.reshape(-1, lanes, width)
+    for part in slices:
+        reach = (lanes - 1) * part.stride + part.width
+        columns = grads[part.output][:, part.column : part.column + reach]
+        flat_BLD[:, :, part.start : part.stop] += columns.unfold(1, part.width, part.stride)
     return flat_BLD.flatten(1)
 
 

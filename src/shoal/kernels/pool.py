@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ from shoal.kernels.launch import blocks_of, launch, power_of_2, sent, step_of
 from shoal.kernels.rounding import load_weights, storage_of
 from shoal.kernels.rows import initial_rows
 from shoal.kernels.tables import CHUNK_WEIGHTS, CallGroups, RowForm, ShardLayout, row_address
+from shoal.lookup import ADDED, BY_ROW, FIRST_N, MEAN, PoolPlan
 
 LINE_WORDS = 10
 GROUP, START, WIDTH, PREFIX, STRIDE, COLUMN, KIND, NTH, ADD = range(9)
-SUM, MEAN, FIRST_N, ZERO = 0, 1, 2, 3
-
-_KINDS = {"sum": SUM, "mean": MEAN, "first_n": FIRST_N}
+ZERO = 4  # beside the pooling numbers of a plan: nothing is read
 _TILE = 2048  # elements of a program's block; two rows of a bag are under way together
 _HEAVY_TILE = 1024
 _MOST_COLUMNS = 128
@@ -41,24 +40,6 @@ _MEAN = tl.constexpr(MEAN)
 _FIRST_N = tl.constexpr(FIRST_N)
 _ZERO = tl.constexpr(ZERO)
 _WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPiece:
-    """One slice of a pool plan: columns [start, start + width) of a group's rows.
-
-    They go to `column` on of output `output`; a "first_n" piece takes `length * width` columns.
-    `pooling`: "sum", "mean" or "first_n". `add` sums into what earlier pieces wrote.
-    """
-
-    group: int
-    start: int
-    width: int
-    output: int
-    column: int
-    pooling: str
-    length: int = 1
-    add: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,80 +68,60 @@ class PoolLines:
     untouched: tuple[int, ...]
 
 
-def pool_lines(
-    pieces: Sequence[PoolPiece],
-    widths: Sequence[int],
-    forms_G: Sequence[RowForm],
-    device: torch.device,
-) -> PoolLines:
+def pool_lines(plan: PoolPlan, forms_G: Sequence[RowForm], device: torch.device) -> PoolLines:
     """Compile a pool plan; keep what comes back, a plan costs a copy to the device.
 
     Args:
-        pieces: slices in the plan's order, checked.
-        widths: of the outputs.
+        plan: checked.
         forms_G: row form of each group's table; equal forms should be one object.
     """
-    doubles = [False] * len(widths)
-    for piece in pieces:
-        doubles[piece.output] = forms_G[piece.group].real is torch.float64
+    widths = [output.width for output in plan.outputs]
+    form_of = {
+        part.output: forms_G[group] for group, pool in enumerate(plan.pools) for part in pool.slices
+    }
+    doubles = [o in form_of and form_of[o].real is torch.float64 for o in range(len(widths))]
     prefixes, filled = [], [0, 0]
     for width, double in zip(widths, doubles, strict=True):
         prefixes.append(filled[double])
         filled[double] += -(-width // 8) * 8  # outputs start aligned, whatever the widths before
     batches: dict[tuple[int, int, int], list[list[int]]] = {}
-    forms = {id(form): form for form in forms_G}
-    for wave, form, line in _lines(pieces, widths, prefixes, forms_G):
+    for wave, form, line in _lines(plan, prefixes, forms_G, form_of):
         # Lines that allow wide loads are not held back by those that do not.
         step = min(_step(line), 16 // form.dtype.itemsize)
         batches.setdefault((wave, id(form), step), []).append(line)
+    forms = {id(form): form for form in forms_G}
     launches = tuple(
         _launch_of(forms[form], lines, step, device)
         for (_, form, step), lines in sorted(batches.items(), key=lambda item: item[0][0])
     )
-    named = {piece.output for piece in pieces}
-    untouched = tuple(o for o in range(len(widths)) if o not in named)
+    untouched = tuple(o for o in range(len(widths)) if o not in form_of)
     return PoolLines(launches, tuple(widths), tuple(doubles), tuple(prefixes), untouched)
 
 
 def _lines(
-    pieces: Sequence[PoolPiece],
-    widths: Sequence[int],
+    plan: PoolPlan,
     prefixes: Sequence[int],
     forms_G: Sequence[RowForm],
-) -> list[tuple[int, RowForm, list[int]]]:
-    """(wave, form, line in columns): each piece after those whose columns it shares."""
-    found: list[tuple[int, RowForm, list[int]]] = []
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    forms: dict[int, RowForm] = {}
-
-    def add_line(piece: PoolPiece, column: int, wave: int, kind: int, nth: int, width: int) -> None:
-        line = [0] * LINE_WORDS
-        line[GROUP], line[START], line[WIDTH] = piece.group, piece.start, width
-        line[PREFIX], line[STRIDE] = prefixes[piece.output], widths[piece.output]
-        line[COLUMN], line[KIND], line[NTH] = column, kind, nth
-        line[ADD] = int(piece.add and wave > 0)
-        found.append((wave, forms_G[piece.group], line))
-
-    for piece in pieces:
-        kind = _KINDS[piece.pooling]
-        rows = piece.length if kind == FIRST_N else 1
-        stop = piece.column + rows * piece.width
-        own = spans.setdefault(piece.output, [])
-        forms.setdefault(piece.output, forms_G[piece.group])
-        shared = [wave for left, right, wave in own if left < stop and piece.column < right]
-        wave = max(shared, default=-1) + 1
-        own.append((piece.column, stop, wave))
-        for nth in range(rows):
-            add_line(piece, piece.column + nth * piece.width, wave, kind, nth, piece.width)
-    for output, own in spans.items():
-        piece = next(piece for piece in pieces if piece.output == output)
-        reached = 0
-        ends = [(left, right) for left, right, wave in own if wave == 0]
-        for left, right in [*sorted(ends), (widths[output], widths[output])]:
-            if left > reached:
-                add_line(piece, reached, 0, ZERO, 0, left - reached)
-            reached = max(reached, right)
-    return found
+    form_of: Mapping[int, RowForm],
+) -> Iterator[tuple[int, RowForm, list[int]]]:
+    """(wave, form, line in columns): each slice after those whose columns it shares."""
+    tables = plan.tables
+    waves: dict[int, int] = {}
+    for _, *run in tables.sums_AM.tolist():
+        waves.update({slice_: max(waves.get(slice_, 0), n) for n, slice_ in enumerate(run)})
+    features = tables.features_F.tolist()
+    for number, row in enumerate(tables.slices_S.tolist()):
+        group, start, width, output, column, step, role, _, stride = row
+        pooling, length = features[group][2] & ~BY_ROW, features[group][3]
+        adds = int(role == ADDED)
+        for nth in range(max(length, 1)):
+            place = prefixes[output], stride, column + nth * step
+            line = [group, start, width, *place, pooling, nth, adds, 0]
+            yield waves.get(number, 0), forms_G[group], line
+    for output, first, stop in tables.gaps:
+        if output in form_of:
+            place = prefixes[output], plan.outputs[output].width, first
+            yield 0, form_of[output], [0, 0, stop - first, *place, ZERO, 0, 0, 0]
 
 
 def _step(line: Sequence[int]) -> int:

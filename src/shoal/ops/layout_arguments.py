@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, LayoutPlan
+from shoal.lookup import LookupTables
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
 
 _OP = "fused_embedding_to_layout"
@@ -56,7 +57,7 @@ def reshaped(grads: Sequence[Tensor], embeddings_list: Sequence[Tensor]) -> list
     return [grad.view(buffer.shape) for grad, buffer in zip(grads, embeddings_list, strict=True)]
 
 
-def _tables(index: LayoutIndex, plan: LayoutPlan) -> tuple[Tensor, ...]:
+def _tables(index: LayoutIndex, plan: LookupTables) -> tuple[Tensor, ...]:
     return (
         index.rows_N,
         index.buffer_N,
@@ -68,7 +69,7 @@ def _tables(index: LayoutIndex, plan: LayoutPlan) -> tuple[Tensor, ...]:
     )
 
 
-def _numbers(index: LayoutIndex, plan: LayoutPlan) -> tuple[list[int], list[int], list[int]]:
+def _numbers(index: LayoutIndex, plan: LookupTables) -> tuple[list[int], list[int], list[int]]:
     return list(index.batch_sizes), list(plan.shapes), [plan.widest, plan.floats]
 
 
@@ -112,7 +113,7 @@ def _check_tensors(name: str, tensors: Sequence[Tensor], op: str) -> None:
 
 
 def _grads(
-    given: Sequence[Tensor | None], like: Tensor, plan: LayoutPlan, size: int, op: str
+    given: Sequence[Tensor | None], like: Tensor, plan: LookupTables, size: int, op: str
 ) -> list[Tensor]:
     """The gradients; one that is missing becomes an empty tensor, which counts as zeros."""
     outputs = len(plan.shapes) // 3

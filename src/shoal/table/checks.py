@@ -18,8 +18,9 @@ from shoal.errors import (
     unknown_name,
 )
 from shoal.ids import salt
+from shoal.lookup import POOLINGS, PoolPlan, check_sums
 from shoal.table import shard
-from shoal.table.shard import POOLINGS, IdGroups, PoolPlan, StepContext, SummedGrads
+from shoal.table.shard import IdGroups, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
 
@@ -63,9 +64,10 @@ def expected_rows(rows: object) -> int:
     return min(rows, _MAX_COUNT - 1)
 
 
-def _ids(ids_N: Tensor, what: str) -> None:
+def _ids(ids_N: Tensor, what: str) -> int:
+    """The address of ids, after their checks."""
     if ids_N.dtype is torch.int64 and ids_N.is_cpu and ids_N.dim() == 1 and ids_N.is_contiguous():
-        return
+        return address(ids_N)
     if ids_N.dtype != torch.int64 or not ids_N.is_cpu:
         raise DTypeError(
             what,
@@ -84,8 +86,7 @@ def _ids(ids_N: Tensor, what: str) -> None:
 def groups(value: IdGroups, tables: int) -> Any:
     """Check ids, splits and table indices of a call; returns them as the core takes them."""
     ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
-    _ids(ids_N, "ids")
-    _ids(splits_G1, "splits of ids")
+    places = _ids(ids_N, "ids"), _ids(splits_G1, "splits of ids"), address(tables_G)
     count = tables_G.numel()
     if tables_G.dtype is not torch.int32 or splits_G1.numel() != count + 1:
         raise ShapeError(
@@ -94,7 +95,6 @@ def groups(value: IdGroups, tables: int) -> Any:
             allowed="G + 1 splits and G int32 table indices",
             remedy="Give each group of ids one table index.",
         )
-    places = address(ids_N), address(splits_G1), address(tables_G)
     try:
         return _core.Groups(ids_N.numel(), count, *places, tables)
     except ValueError:
@@ -107,11 +107,11 @@ def groups(value: IdGroups, tables: int) -> Any:
         ) from None
 
 
-def counts(value: IdGroups, counts_N: Tensor | None) -> None:
-    """Check occurrence counts against ids."""
+def counts(value: IdGroups, counts_N: Tensor | None) -> int:
+    """Check occurrence counts against ids; where they lie, 0 for None."""
     if counts_N is None:
-        return
-    _ids(counts_N, "counts")
+        return 0
+    place = _ids(counts_N, "counts")
     if counts_N.numel() != value.ids_N.numel():
         raise ShapeError(
             "counts",
@@ -120,6 +120,7 @@ def counts(value: IdGroups, counts_N: Tensor | None) -> None:
             remedy="Leave counts out when each position stands for one sight.",
         )
     _within("counts", counts_N, _MAX_COUNT)
+    return place
 
 
 def table_index(index: int, tables: int) -> None:
@@ -146,9 +147,15 @@ def _within(what: str, values_N: Tensor, high: int) -> None:
         )
 
 
-def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | None) -> int:
-    """Check bag offsets and weights of a pooled call against its groups; returns B."""
-    _ids(offsets_GB1, "offsets")
+def bags(
+    value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | None
+) -> tuple[int, int, int]:
+    """Check bag offsets and weights of a pooled call against its groups.
+
+    Returns:
+        address of the offsets, bags B, address of the weights or 0.
+    """
+    place = _ids(offsets_GB1, "offsets")
     count, n = value.tables_G.numel(), value.ids_N.numel()
     cells = offsets_GB1.numel() - 1
     if cells < 0 or (count == 0 and cells) or (count and cells % count):
@@ -160,30 +167,30 @@ def bags(value: IdGroups, core: Any, offsets_GB1: Tensor, weights_N: Tensor | No
         )
     size = cells // count if count else 0
     # Group edges must agree with the splits, or a row of one table would be read as another's.
-    if not core.bags_fit(address(offsets_GB1), size):
+    if not core.bags_fit(place, size):
         raise ShapeError(
             "offsets",
             got=f"edges {offsets_GB1[:: max(size, 1)].tolist()[:8]}",
             allowed=f"rising, with group edges {value.splits_G1.tolist()[:8]}",
             remedy="Offsets are absolute positions in the ids, group-major.",
         )
-    if weights_N is not None and (
-        weights_N.dtype != torch.float32 or weights_N.shape != (n,) or not weights_N.is_contiguous()
-    ):
+    if weights_N is None:
+        return place, size, 0
+    if weights_N.dtype != torch.float32 or weights_N.shape != (n,) or not weights_N.is_contiguous():
         raise ShapeError(
             "weights of ids",
             got=f"{weights_N.dtype} {tuple(weights_N.shape)}",
             allowed=f"contiguous torch.float32 ({n},)",
             remedy="Give one float32 weight per id.",
         )
-    if weights_N is not None and not weights_N.isfinite().all():
+    if not weights_N.isfinite().all():
         raise InputError(
             "weights of ids",
             got=f"NaN or infinity at position {int((~weights_N.isfinite()).nonzero()[0])}",
             allowed="finite numbers",
             remedy="Use weight 0 for ids that should not count.",
         )
-    return size
+    return place, size, address(weights_N)
 
 
 def plan(
@@ -205,7 +212,7 @@ def plan(
         if pool.pooling not in POOLINGS:
             raise unknown_name("pooling of a pool plan", str(pool.pooling), POOLINGS)
         for piece in pool.slices:
-            width = pool.length * (piece.stop - piece.start)
+            width = (pool.length - 1) * piece.stride + piece.width
             if not 0 <= piece.output < len(value.outputs):
                 raise ShapeError(
                     "output of a slice of a pool plan",
@@ -228,6 +235,7 @@ def plan(
                     allowed="tables of one precision",
                     remedy="Put float64 tables into outputs of their own.",
                 )
+    check_sums(value.pools)
     return tuple(dtypes.get(i, torch.float32) for i in range(len(value.outputs)))
 
 
@@ -261,7 +269,9 @@ def grads(
                 remedy=f"Convert with .to({str(device)!r}, {dtype}).",
             )
         value = value.detach() if value.requires_grad else value
-        ready.append(value.resolve_neg().contiguous())
+        if value.is_neg() or not value.is_contiguous():
+            value = value.resolve_neg().contiguous()
+        ready.append(value)
     return ready
 
 

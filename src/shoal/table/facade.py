@@ -246,7 +246,8 @@ class Table:
             raise _dtype("ids", ids_N, torch.int64)
         if ids_N.dim() != 1:
             raise _shape("ids", ids_N, "[N]")
-        ids_N = ids_N.resolve_neg().contiguous()
+        if ids_N.is_neg() or not ids_N.is_contiguous():
+            ids_N = ids_N.resolve_neg().contiguous()
         if self._device is not None:
             ids_N = _sent(ids_N, self._device)
         return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)

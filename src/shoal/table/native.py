@@ -16,6 +16,7 @@ from shoal.errors import (
     NonFiniteGradient,
     OutOfDeviceMemory,
     ShapeError,
+    ShoalError,
     TableFull,
     TicketError,
     out_of_device_memory,
@@ -25,7 +26,6 @@ from shoal.rules.admission import Admission
 from shoal.rules.expiry import BySlot
 from shoal.rules.optimizers import DelayCompensated, Optimizer
 from shoal.rules.schedules import Schedule
-from shoal.table.shard import PoolPlan
 from shoal.table.spec import TableSpec
 
 
@@ -92,18 +92,6 @@ def _by_slot_dict(setting: BySlot) -> dict[str, Any]:
     return {name: getattr(setting, name) for name in ("otherwise", "shift", "mask", "values")}
 
 
-def pool_dicts(plan: PoolPlan) -> list[dict[str, Any]]:
-    """A pooled lookup's groups as the core reads them."""
-    return [
-        {
-            "pooling": pool.pooling,
-            "length": pool.length,
-            "slices": [(s.start, s.stop, s.output, s.column, s.add) for s in pool.slices],
-        }
-        for pool in plan.pools
-    ]
-
-
 class RateList:
     """Learning rates of all segments of all tables of a shard, in order, at any step."""
 
@@ -134,6 +122,9 @@ KEPT_EPOCH = "a closed epoch from which on deletions are kept"
 T = TypeVar("T")
 
 
+CORE_ERRORS = (_core.TableFullError, _core.TicketStateError, _core.NonFiniteError)
+
+
 def worded(call: Callable[[], T]) -> T:
     """Run a call into the core.
 
@@ -145,19 +136,24 @@ def worded(call: Callable[[], T]) -> T:
     """
     try:
         return call()
-    except _core.TableFullError as error:
+    except CORE_ERRORS as error:
+        raise reworded(error) from None
+
+
+def reworded(error: Exception) -> ShoalError:
+    """The error for one of `CORE_ERRORS`."""
+    if isinstance(error, _core.TableFullError):
         rows, capacity, wanted, name = str(error).split(" ", 3)
-        raise table_full(name, int(rows), int(capacity), int(wanted)) from None
-    except _core.TicketStateError:
-        raise foreign_ticket() from None
-    except _core.NonFiniteError:
-        raise NonFiniteGradient(
-            "gradient of a row, summed over all that has its id",
-            got="NaN or infinity",
-            allowed="finite values under nan_policy='raise'",
-            remedy="Find the overflow (loss scale, learning rate), or choose "
-            "nan_policy='skip' or 'clip'. No table was changed.",
-        ) from None
+        return table_full(name, int(rows), int(capacity), int(wanted))
+    if isinstance(error, _core.TicketStateError):
+        return foreign_ticket()
+    return NonFiniteGradient(
+        "gradient of a row, summed over all that has its id",
+        got="NaN or infinity",
+        allowed="finite values under nan_policy='raise'",
+        remedy="Find the overflow (loss scale, learning rate), or choose "
+        "nan_policy='skip' or 'clip'. No table was changed.",
+    )
 
 
 def cut(call: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Rows that leave or enter a CPU shard whole, and memory for what a lookup returns."""
+"""Rows that leave or enter a CPU shard whole, as chunks of tensors."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shoal import _core
-from shoal.address import address
+from shoal.address import address, empty_rows
 from shoal.errors import ShapeError
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
-
-# Below this the allocator's own free lists are warm and cheaper than a pooled buffer.
-_POOLED_BYTES = 1 << 19
-
-
-def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised [rows, columns] float32 or float64 tensor; a large one reuses memory."""
-    if rows * columns * dtype.itemsize < _POOLED_BYTES:
-        return torch.empty(rows, columns, dtype=dtype, device="cpu")
-    make = _core.pooled64 if dtype is torch.float64 else _core.pooled32
-    tensor: Tensor = make(rows, columns)
-    return tensor
-
 
 _LINE = 64  # bytes
 
@@ -55,7 +40,7 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
     columns = [((count,), whole)] * 4 + [((count, width), dtype) for dtype, width in wide]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in columns]
     starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
-    memory = empty(starts[-1] // 4, 1, torch.float32).view(-1).view(torch.uint8)
+    memory = empty_rows(starts[-1] // 4, 1, torch.float32).view(-1).view(torch.uint8)
     parts = [
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, columns, strict=False)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError
+from shoal.lookup import PoolPlan
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, ChangeFeed, Cursor, Entry, RowChunk, TableStats
 
 NanPolicy = Literal["raise", "skip", "clip"]
-Pooling = Literal["sum", "mean", "first_n"]
-POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "first_n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,51 +61,6 @@ class IdGroups:
     ids_N: Tensor
     splits_G1: Tensor
     tables_G: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Columns [start, stop) of a feature's rows, written at `column` of output `output`.
-
-    `add` sums into what earlier slices of the plan wrote there (ADDN).
-    """
-
-    start: int
-    stop: int
-    output: int
-    column: int
-    add: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """How one group (feature) is pooled.
-
-    "sum" and "mean" give [B, D]; "first_n" gives [B, length, D], zero padded. A slice of a
-    first_n group takes `length * (stop - start)` columns of its output, length-major.
-    """
-
-    pooling: Pooling
-    slices: tuple[Slice, ...]
-    length: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One dense output [B, width] of a plan; `float64` follows from float64 tables."""
-
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """The static part of a pooled lookup: one `Pool` per group, and the outputs they fill.
-
-    Built once by the embedding collection; shards may cache a compiled form by identity.
-    """
-
-    pools: tuple[Pool, ...]
-    outputs: tuple[Output, ...]
 
 
 @runtime_checkable

@@ -9,9 +9,10 @@ import torch
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, ShapeError
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ragged import Ragged
 from shoal.table.facade import Table
-from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice
+from shoal.table.shard import IdGroups
 from shoal.table.spec import Segment, TableSpec
 
 ALL = [ReduceSum(), ReduceMean(), FirstN(2)]

@@ -152,9 +152,9 @@ class TestDeclarations:
         [
             (Layout("l", "concat", slices("usr")), "unknown feature in layout 'l'.*user"),
             (Layout("l", "concat", slices("user/s7")), "unknown segment of table 'users'.*s0"),
-            (Layout("l", "addn", slices("history", "clicks")), "FirstN feature 'history'"),
-            (Layout("l", "addn", slices("user", "item")), "equal shapes"),
-            (Layout("l", "stack", slices("user", "item")), "equal shapes"),
+            (Layout("l", "addn", slices("history", "clicks")), "got sequences"),
+            (Layout("l", "addn", slices("user", "item")), "one shape"),
+            (Layout("l", "stack", slices("user", "item")), "one shape"),
             (Layout("l", "concat", slices("user", "history")), "one length"),
             (Layout("l", "concat", slices("user")), r"without a layout.*\['item', 'history'"),
             (Layout("l", "none", slices("user", "user")), r"\['user'\] twice"),

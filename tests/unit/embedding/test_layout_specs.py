@@ -79,7 +79,7 @@ def test_wrong_specs_are_refused(make: Any, error: type[Exception], message: str
         ([("a", 0, 2), ("a", 0, 3)], "stack", "shapes of the slices of stack layout 'x'"),
         ([("a", 0, 2), ("q", 0, 2)], "stack", "shapes of the slices of stack layout 'x'"),
         ([("a", 0, 2), ("a", 0, 3)], "addn", "shapes of the slices of addn layout 'x'"),
-        ([("q", 0, 2)], "addn", "pooling of the slices of addn layout 'x': got firstn"),
+        ([("q", 0, 2)], "addn", "pooling of the slices of addn layout 'x': got sequences"),
     ],
 )
 def test_layouts_refuse_slices_they_cannot_join(slices: Any, kind: Any, message: str) -> None:

@@ -16,8 +16,8 @@ from shoal.embedding.layouts import Feature, Layout, LayoutKind, LayoutSlice, de
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ops.dispatch import bounds_checks, forced
-from shoal.table.shard import Output, Pool, PoolPlan, Slice
 from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned

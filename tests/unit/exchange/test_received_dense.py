@@ -15,10 +15,11 @@ from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
 from shoal.exchange.request import Exchange, LocalExchange, Request
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ops.dispatch import bounds_checks, forced
 from shoal.ragged import KeyedRagged
 from shoal.table.hosting import plan_placement
-from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation
 from support.poison import poisoned

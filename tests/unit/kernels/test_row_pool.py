@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.pool import PoolPiece, gather_pooled, pool_lines
+from shoal.kernels.pool import gather_pooled, pool_lines
 from shoal.kernels.rows import gather
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import FixedR8, OneBit
 from shoal.rules.initializers import Normal, Uniform
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.device_rows import DEVICES, DeviceRows, draw_ids, plain_table
 from support.pooling import pool_rows
@@ -26,14 +27,6 @@ SEED = 11
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def pieces_of(plan: PoolPlan) -> list[PoolPiece]:
-    return [
-        PoolPiece(g, s.start, s.stop - s.start, s.output, s.column, p.pooling, p.length, s.add)
-        for g, p in enumerate(plan.pools)
-        for s in p.slices
-    ]
 
 
 class Pooled:
@@ -58,8 +51,7 @@ class Pooled:
 
     def pool(self, plan: PoolPlan, weighted: bool, initial: bool) -> tuple[Tensor, ...]:
         forms_G = [self.shard.forms[table] for table in self.tables]
-        widths = [output.width for output in plan.outputs]
-        lines = pool_lines(pieces_of(plan), widths, forms_G, torch.device(self.shard.device))
+        lines = pool_lines(plan, forms_G, torch.device(self.shard.device))
         outputs = gather_pooled(
             self.shard.tables.layout,
             lines,

@@ -11,7 +11,6 @@ from torch import Tensor
 from shoal.ids import mix64
 from shoal.kernels.gradients import (
     COLD_RUN,
-    GradSlice,
     PooledGroup,
     bags_of,
     per_position,
@@ -22,6 +21,7 @@ from shoal.kernels.gradients import (
 from shoal.kernels.step import apply
 from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_tiles import Stamp
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.compressors import OneBit
 from shoal.rules.optimizers import (
     FTRL,
@@ -45,7 +45,7 @@ from shoal.rules.optimizers import (
     SignSGD,
 )
 from shoal.rules.rounding import stochastic_round
-from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice
+from shoal.table.shard import GradRecord
 from support.pooling import position_gradients
 from support.stepped_rows import StepWorld, drawn, eighths, form_of, on, step
 
@@ -285,15 +285,7 @@ def test_pooled_gradients(weighted: bool, dtype: torch.dtype, device: str) -> No
     weights = torch.rand(n, generator=made) if weighted else None
     record = GradRecord(None, grads, PLAN, offsets, weights)  # type: ignore[arg-type]
     alone = eighths(6, 5, dtype=dtype)
-    groups = tuple(
-        PooledGroup(
-            pool.pooling,
-            tuple(GradSlice(s.start, s.stop, s.output, s.column) for s in pool.slices),
-            dim=5,
-            length=pool.length,
-        )
-        for pool in PLAN.pools
-    )
+    groups = tuple(PooledGroup(pool, dim=5) for pool in PLAN.pools)
     # Two records in one call: the second has a gradient for each position.
     runs = runs_of(on(world, handles + handles[:6]))
     first = pooled(

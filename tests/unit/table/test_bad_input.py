@@ -16,13 +16,14 @@ from torch import nn
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, DTypeError, InputError, NonFiniteGradient, ShapeError
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD
 from shoal.table import checks
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.facade import Table
-from shoal.table.shard import IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.shards import CUDA, RAISES_LATE, WITH_INTERPRETED, shard_factory
 from support.toy_collections import batch, one_table

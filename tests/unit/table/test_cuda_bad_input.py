@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError, TicketError, UnknownName
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD, Adam, Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 from support.placed_shard import PlacedShard

@@ -14,13 +14,14 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.errors import OutOfDeviceMemory, ShapeError
 from shoal.kernels import cache, evict, step
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
 from shoal.table.cuda import admission, insert, memory
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.cuda.tiered import TieredShard
-from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import GradRecord, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 

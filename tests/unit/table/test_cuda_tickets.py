@@ -11,17 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.errors import (
-    NonFiniteGradient,
-    TicketError,
-    UnknownName,
-)
+from shoal.errors import NonFiniteGradient, TicketError, UnknownName
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import FTRL, LAMB, SGD, Adagrad, Adam, Optimizer
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.shard import GradRecord, Output, Pool, PoolPlan, Shard, Slice, StepContext
+from shoal.table.shard import GradRecord, Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 from support.placed_shard import PlacedShard

@@ -9,10 +9,11 @@ from shoal import Segment, TableSpec, initializers, optimizers
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.errors import DTypeError, NonFiniteGradient, ShapeError
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.optim import SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 
 OFFSETS_GB1 = torch.tensor([0, 1, 3])
 IDS = torch.tensor([5, 6, 7])

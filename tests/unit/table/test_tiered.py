@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adam
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.cuda.tiered import TieredShard
-from shoal.table.shard import GradRecord, IdGroups, Output, Pool, PoolPlan, Slice, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 
 DEVICES = [

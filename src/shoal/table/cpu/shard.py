@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address
+from shoal.address import address, empty_rows, fresh_address
 from shoal.errors import ConfigError, InputError
+from shoal.lookup import PoolPlan
 from shoal.table import checks, native, rows, shard
 from shoal.table import native as refusals
 from shoal.table.cpu.snapshot import CpuSnapshot
 from shoal.table.factory import shard_copied
-from shoal.table.native import RateList, pool_dicts, table_dict
+from shoal.table.native import RateList, table_dict
 from shoal.table.shard import (
     BUFFER_BYTES,
     Found,
     GradRecord,
     IdGroups,
-    PoolPlan,
     StepContext,
     SummedGrads,
     not_copied,
@@ -351,7 +351,7 @@ class CpuShard(CpuUpkeep):
 
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
         if len(self._dims) == 1 and groups.tables_G.numel() == 1:
-            return [rows.empty(groups.ids_N.numel(), self._dims[0], self._reals[0])]
+            return [empty_rows(groups.ids_N.numel(), self._dims[0], self._reals[0])]
         tables = groups.tables_G.tolist()
         sizes = groups.splits_G1.diff().tolist()
         rooms = [size * self._dims[t] for size, t in zip(sizes, tables, strict=True)]
@@ -359,7 +359,7 @@ class CpuShard(CpuUpkeep):
         outputs: dict[int, Tensor] = {}
         for real in {self._reals[t] for t in tables}:
             members = [g for g, t in enumerate(tables) if self._reals[t] is real]
-            buffer = rows.empty(sum(rooms[g] for g in members), 1, real).view(-1)
+            buffer = empty_rows(sum(rooms[g] for g in members), 1, real).view(-1)
             parts = torch.split(buffer, [rooms[g] for g in members])
             for g, part in zip(members, parts, strict=True):
                 outputs[g] = part.view(sizes[g], self._dims[tables[g]])
@@ -373,7 +373,14 @@ class CpuShard(CpuUpkeep):
         if kept is not None:
             return kept.core, kept.dtypes
         dtypes = checks.plan(plan, groups.tables_G.tolist(), self._dims, self._reals)
-        core = _core.Plan(pool_dicts(plan), [output.width for output in plan.outputs])
+        tables = plan.tables
+        core = _core.Plan(
+            address(tables.features_F),
+            tables.features_F.shape[0],
+            address(tables.slices_S),
+            tables.slices_S.shape[0],
+            [output.width for output in plan.outputs],
+        )
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
         self._plans[key] = _KeptPlan(plan, groups.tables_G, core, dtypes)
@@ -388,7 +395,8 @@ class CpuShard(CpuUpkeep):
             checks.single_output(out, groups, self._dims, self._reals)
             outputs = [out]
         found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool, device="cpu")
-        self._core.find(core, [address(o) for o in outputs], address(found_N), self._lanes())
+        places = [fresh_address(o) if out is None else address(o) for o in outputs]
+        self._core.find(core, places, fresh_address(found_N), self._lanes())
         return Found(tuple(outputs), found_N)
 
     def find_pooled(
@@ -398,23 +406,16 @@ class CpuShard(CpuUpkeep):
         core = self._groups(groups)
         native, dtypes = self._plan(plan, groups)
         bags = checks.bags(groups, core, offsets_GB1, weights_N)
-        outputs = self._outputs(plan, dtypes, bags)
-        self._core.find_pooled(
-            core,
-            native,
-            address(offsets_GB1),
-            bags,
-            0 if weights_N is None else address(weights_N),
-            [address(o) for o in outputs],
-            self._lanes(),
-        )
+        outputs = self._outputs(plan, dtypes, bags[1])
+        places = [fresh_address(o) for o in outputs]
+        self._core.find_pooled(core, native, *bags, places, self._lanes())
         return outputs
 
     def _outputs(
         self, plan: PoolPlan, dtypes: tuple[torch.dtype, ...], bags: int
     ) -> tuple[Tensor, ...]:
         return tuple(
-            rows.empty(bags, output.width, dtype)
+            empty_rows(bags, output.width, dtype)
             for output, dtype in zip(plan.outputs, dtypes, strict=True)
         )
 
@@ -423,16 +424,12 @@ class CpuShard(CpuUpkeep):
     ) -> CpuTicket:
         """Probe, decide admission once, insert admitted ids with their initial value."""
         core = self._groups(groups)
-        checks.counts(groups, counts_N)
-        ticket = refusals.worded(
-            lambda: self._core.find_or_init(
-                core,
-                0 if counts_N is None else address(counts_N),
-                ctx.global_step,
-                ctx.event_time_s,
-                self._lanes(),
-            )
-        )
+        counts = checks.counts(groups, counts_N)
+        step = ctx.global_step, ctx.event_time_s
+        try:
+            ticket = self._core.find_or_init(core, counts, *step, self._lanes())
+        except refusals.CORE_ERRORS as error:
+            raise refusals.reworded(error) from None
         return CpuTicket(self, ticket, groups, core)
 
     def _own(self, ticket: object) -> CpuTicket:
@@ -444,13 +441,22 @@ class CpuShard(CpuUpkeep):
         """Read the ticket's rows now: one [n_g, D_g] per group."""
         own = self._own(ticket)
         outputs = self._per_group(own.groups)
-        addresses = [address(o) for o in outputs]
-        refusals.worded(
-            lambda: self._core.gather(
-                own.core, None, 0, 0, 0, addresses, ctx.global_step, self._lanes()
-            )
-        )
+        self._gather(own, None, (0, 0, 0), outputs, ctx)
         return tuple(outputs)
+
+    def _gather(
+        self,
+        own: CpuTicket,
+        plan: Any,
+        bags: tuple[int, int, int],
+        outputs: Sequence[Tensor],
+        ctx: StepContext,
+    ) -> None:
+        places = [fresh_address(o) for o in outputs]
+        try:
+            self._core.gather(own.core, plan, *bags, places, ctx.global_step, self._lanes())
+        except refusals.CORE_ERRORS as error:
+            raise refusals.reworded(error) from None
 
     def gather_pooled(
         self,
@@ -465,17 +471,8 @@ class CpuShard(CpuUpkeep):
         own = self._own(ticket)
         native, dtypes = self._plan(plan, own.groups)
         bags = checks.bags(own.groups, own.native, offsets_GB1, weights_N)
-        outputs = self._outputs(plan, dtypes, bags)
-        self._core.gather(
-            own.core,
-            native,
-            address(offsets_GB1),
-            bags,
-            0 if weights_N is None else address(weights_N),
-            [address(o) for o in outputs],
-            ctx.global_step,
-            self._lanes(),
-        )
+        outputs = self._outputs(plan, dtypes, bags[1])
+        self._gather(own, native, bags, outputs, ctx)
         return outputs
 
     def _records(self, records: Sequence[GradRecord]) -> tuple[list[Any], list[Tensor]]:
@@ -484,32 +481,22 @@ class CpuShard(CpuUpkeep):
         kept: list[Tensor] = []
         for record in records:
             own = self._own(record.ticket)
-            bags = plan = offsets = weights = None
+            plan, bags = None, (0, 0, 0)
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
                 if record.offsets_GB1 is None:
                     raise refusals.plan_without_offsets()
                 bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
-                offsets, weights = record.offsets_GB1, record.weights_N
                 shapes = [
-                    ((bags, output.width), dtype)
+                    ((bags[1], output.width), dtype)
                     for output, dtype in zip(record.plan.outputs, dtypes, strict=True)
                 ]
             else:
                 shapes = self._group_shapes(own.groups)
             grads = checks.grads(record.grads, shapes)
             kept.extend(grads)
-            native.append(
-                _core.Record(
-                    own.core,
-                    plan,
-                    0 if offsets is None else address(offsets),
-                    bags or 0,
-                    0 if weights is None else address(weights),
-                    [address(g) for g in grads],
-                    record.scale,
-                )
-            )
+            places = [address(g) for g in grads]
+            native.append(_core.Record(own.core, plan, *bags, places, record.scale))
         return native, kept
 
     def _group_shapes(self, groups: IdGroups) -> list[tuple[tuple[int, int], torch.dtype]]:
@@ -593,14 +580,14 @@ class CpuShard(CpuUpkeep):
         ctx: StepContext,
     ) -> None:
         core = self._groups(groups)
-        checks.counts(groups, counts_N)
+        counts = checks.counts(groups, counts_N)
         shapes = self._group_shapes(groups)
         ready = checks.grads(grads, shapes)
         latest = checks.grads(seen, shapes) if seen else []
         refusals.worded(
             lambda: self._core.apply_ids(
                 core,
-                0 if counts_N is None else address(counts_N),
+                counts,
                 [address(g) for g in ready],
                 [address(s) for s in latest],
                 self._rates(ctx),

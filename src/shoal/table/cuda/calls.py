@@ -14,14 +14,15 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.kernels.gradients import GradSlice, PooledGroup
+from shoal.kernels.gradients import PooledGroup
 from shoal.kernels.launch import retire, staged
-from shoal.kernels.pool import PoolLines, PoolPiece, pool_lines
+from shoal.kernels.pool import PoolLines, pool_lines
 from shoal.kernels.tables import CallGroups, RowForm, SegmentForm
+from shoal.lookup import PoolPlan
 from shoal.rules.optimizers import DelayCompensated, Optimizer
 from shoal.table import checks
 from shoal.table.rows import weight_dtype
-from shoal.table.shard import IdGroups, Pool, PoolPlan
+from shoal.table.shard import IdGroups
 from shoal.table.spec import TableSpec
 
 _WORDS_OF_A_BLOCK = 4
@@ -119,36 +120,12 @@ class PlanCache:
         dims = [form.dim for form in (self._forms[index] for index in self._form_of)]
         reals = [form.real for form in (self._forms[index] for index in self._form_of)]
         dtypes = checks.plan(plan, tables, dims, reals)
-        widths = [output.width for output in plan.outputs]
         forms_G = [self._forms[self._form_of[k]] for k in tables]
-        pieces = [piece for g, pool in enumerate(plan.pools) for piece in _pieces(g, pool)]
         groups = tuple(
-            PooledGroup(
-                pool.pooling,
-                tuple(GradSlice(s.start, s.stop, s.output, s.column) for s in pool.slices),
-                forms_G[g].dim,
-                pool.length,
-                self._form_of[tables[g]],
-            )
+            PooledGroup(pool, forms_G[g].dim, self._form_of[tables[g]])
             for g, pool in enumerate(plan.pools)
         )
-        return CompiledPlan(plan, pool_lines(pieces, widths, forms_G, self._device), groups, dtypes)
-
-
-def _pieces(group: int, pool: Pool) -> list[PoolPiece]:
-    return [
-        PoolPiece(
-            group=group,
-            start=part.start,
-            width=part.stop - part.start,
-            output=part.output,
-            column=part.column,
-            pooling=pool.pooling,
-            length=pool.length,
-            add=part.add,
-        )
-        for part in pool.slices
-    ]
+        return CompiledPlan(plan, pool_lines(plan, forms_G, self._device), groups, dtypes)
 
 
 _SHAPES_KEPT = 256

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shoal.kernels import pool, rows
 from shoal.kernels.tables import CallGroups
+from shoal.lookup import PoolPlan
 from shoal.table.cuda.calls import CallShape, PlanCache, check_bags
 from shoal.table.cuda.insert import CudaInsert
-from shoal.table.shard import PoolPlan
 from shoal.table.spec import TableSpec
 
 

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.lookup import PoolPlan
 from shoal.table.cuda.calls import check_counts, occurrences
 from shoal.table.cuda.snapshot import CudaSnapshots
 from shoal.table.cuda.ticket import CudaTicket
 from shoal.table.factory import shard_copied
-from shoal.table.shard import Found, IdGroups, PoolPlan, StepContext
+from shoal.table.shard import Found, IdGroups, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
