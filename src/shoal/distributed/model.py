@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.collectives import Collectives
+from shoal.comm.consensus import require_same
 from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
-from shoal.comm.watch import ALIKE, Group
+from shoal.comm.watch import ALIKE, Calls
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, collective_failed, unknown_name
@@ -194,7 +195,7 @@ def name_failures(
     group: dist.ProcessGroup,
     mesh: Mesh,
     step_of: Callable[[], int],
-    watched: Group,
+    watched: Calls,
 ) -> None:
     """Let backward say rank, step and collective where a rank is gone, on Gloo.
 
@@ -265,6 +266,14 @@ def lost_in_backward(error: Exception) -> CollectiveFailed | None:
     return CollectiveFailed(text.partition("\n")[0])
 
 
+def _first_unlike(
+    theirs: Sequence[tuple[object, ...]], first: Sequence[tuple[object, ...]]
+) -> tuple[str, str]:
+    pairs = itertools.zip_longest(theirs, first, fillvalue=("nothing",))
+    there, here = next(pair for pair in pairs if pair[0] != pair[1])
+    return " ".join(map(str, there)), " ".join(map(str, here))
+
+
 DenseWrapper = Literal["ddp", "fsdp2"]
 
 
@@ -330,14 +339,14 @@ class DistributedModelParallel(nn.Module):
         self._waiting: list[_Waiting] = []
         self._wrapped: DistributedDataParallel | None = None
         self._splits_dense = False
-        self._dense = Group()
+        self._dense = Calls()
         launch = self.mesh.launch
         families = families_of(
             self.collections(), placement, self.mesh.world_size, launch.local_world_size
         )
         if self.mesh.world_size > 1:
-            self._agree(families)
-            self._agree_on_dense()
+            self._require_same_tables(families)
+            self._require_same_dense()
             steps = self.mesh.collectives("steps", path=exchange_path)
             for family in families:
                 self._place(family, steps)
@@ -425,39 +434,31 @@ class DistributedModelParallel(nn.Module):
             loss = loss_of(self.dummy_batch())
             (loss * 0.0).sum().backward()  # type: ignore[no-untyped-call]
 
-    def _agree(self, families: tuple[Family, ...]) -> None:
+    def _require_same_tables(self, families: tuple[Family, ...]) -> None:
         """Refuse ranks that built different tables."""
         mine = [
             (repr(family.placement), repr(family.shard.specs), family.shard.seed, name)
             for family in families
             for name in family.collections
         ]
-        said = self.mesh.votes.gather_objects(mine, what="tables of a model")
-        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
-        if other is not None:
-            raise ConfigError(
-                "tables, seeds and placement of a model",
-                got=f"others on rank {other} than on rank 0",
-                allowed="the same on every rank",
-                remedy="Build the model from the same configuration and seed on each rank.",
-            )
+        require_same(
+            self.mesh.votes,
+            "tables, seeds and placement of a model",
+            mine,
+            remedy="Build the model from the same configuration and seed on each rank.",
+            shown=lambda theirs, first: ("others", f"{len(first)} collections"),
+        )
 
-    def _agree_on_dense(self) -> None:
+    def _require_same_dense(self) -> None:
         """Refuse ranks whose dense parts differ: their broadcast would not match."""
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()]
-        said = self.mesh.votes.gather_objects(mine, what="dense part of a model")
-        for rank, value in enumerate(said):
-            for here, there in itertools.zip_longest(said[0], value, fillvalue=("nothing",)):
-                if here == there:
-                    continue
-                raise ConfigError(
-                    "parameters and buffers of a model",
-                    got=f"{' '.join(map(str, there))} on rank {rank}, "
-                    f"{' '.join(map(str, here))} on rank 0",
-                    allowed="the same on every rank",
-                    remedy="Build the model from the same configuration on each rank.",
-                )
+        require_same(
+            self.mesh.votes,
+            "parameters and buffers of a model",
+            [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()],
+            remedy="Build the model from the same configuration on each rank.",
+            shown=_first_unlike,
+        )
 
     def _place(self, family: Family, steps: Collectives) -> None:
         if family.shard.device.type != self.mesh.device.type:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import ConfigError, DataError
+from shoal.comm.consensus import rank_rows, require_same
+from shoal.errors import DataError
 from shoal.pipeline.scheduler import Facts
 
 
@@ -84,23 +83,13 @@ class Ballots:
         Raises:
             ConfigError: another rank has other settings.
         """
-        said = self._votes.gather_objects(repr(settings), what="settings of a pipeline")
-        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
-        if other is not None:
-            raise ConfigError(
-                "settings of a pipeline",
-                got=f"{said[other]} on rank {other}, {said[0]} on rank 0",
-                allowed="the same on every rank",
-                remedy="Make the pipeline from the same configuration on each rank.",
-            )
+        remedy = "Make the pipeline from the same configuration on each rank."
+        require_same(self._votes, "settings of a pipeline", repr(settings), remedy=remedy)
 
     def begin(self, ballot: Ballot, index: int, step: int) -> Pending:
         """Send a ballot; `read` the result. step: windows applied, which errors name."""
         self._votes.step = step
-        numbers = ballot.numbers()
-        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64, device="cpu")
-        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        return self._votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
+        return rank_rows(self._votes, ballot.numbers(), what=f"vote on batch {index}")
 
     def read(self, pending: Pending) -> tuple[Ballot, ...]:
         """The ballots, by rank; waits for them."""
