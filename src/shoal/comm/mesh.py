@@ -257,7 +257,7 @@ class Mesh:
 
     def _require_same(self, what: str, wanted: object) -> None:
         remedy = "Make groups and collectives in the same order on every rank."
-        require_same(self.votes, f"agreement on {what}", wanted, remedy=remedy)
+        require_same(self.votes, f"agreement on {what}", repr(wanted), remedy=remedy)
 
 
 def path_named(name: str) -> Path:

@@ -24,7 +24,6 @@ from shoal.exchange.partition import (
     flat_rows,
     received_ids,
     reply_buffers,
-    row_views,
     rows_of_groups,
 )
 from shoal.exchange.wire import RowBuffer, send_rows
@@ -39,124 +38,108 @@ from shoal.table.values import Entry, RowChunk, TableStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TablePositions:
-    """Where each whole table's ids are in a call: positions of its groups, one after the other."""
+class CallRows:
+    """Where the rows of a call's groups are: those of one dtype lie in one flat tensor, in order.
+
+    Args:
+        groups: of whole tables.
+        spans: (table, first position, end, first float of its rows) of each group of a table.
+        floats: by dtype, of all rows.
+    """
 
     groups: IdGroups
-    by_table: tuple[Tensor, ...]
+    spans: tuple[tuple[int, int, int, int], ...]
+    floats: dict[torch.dtype, int]
 
     @classmethod
-    def of(cls, groups: IdGroups, tables: int) -> TablePositions:
-        """Of the first `tables` tables; other groups belong to none."""
-        spans: list[list[Tensor]] = [[] for _ in range(tables)]
-        cuts = groups.splits_G1.tolist()
-        for (start, stop), table in zip(pairwise(cuts), groups.tables_G.tolist(), strict=True):
-            if 0 <= table < tables:
-                spans[table].append(torch.arange(start, stop, device="cpu"))
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        device = groups.ids_N.device
-        return cls(groups, tuple(torch.cat([none, *parts]).to(device) for parts in spans))
+    def of(cls, groups: IdGroups, specs: Sequence[TableSpec]) -> CallRows:
+        """Groups of other tables than `specs` have no rows."""
+        floats, spans = {torch.float32: 0, torch.float64: 0}, []
+        cuts = pairwise(groups.splits_G1.tolist())
+        for (start, stop), table in zip(cuts, groups.tables_G.tolist(), strict=True):
+            if 0 <= table < len(specs):
+                real = real_dtype(specs[table])
+                spans.append((table, start, stop, floats[real]))
+                floats[real] += (stop - start) * specs[table].dim
+        return cls(groups, tuple(spans), floats)
 
-    def joined(self, parts: Sequence[Tensor], spec: TableSpec, table: int) -> Tensor:
-        """Rows [n, D] of a table's groups, one after the other."""
-        tables = self.groups.tables_G.tolist()
-        own = [part for part, k in zip(parts, tables, strict=bool(parts)) if k == table]
-        shape, device = (0, spec.dim), self.groups.ids_N.device
-        return torch.cat([torch.empty(shape, dtype=real_dtype(spec), device=device), *own])
-
-    def by_group(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Each group's part of its table's rows."""
-        at, found = [0] * len(rows), []
-        sizes: list[int] = self.groups.splits_G1.diff().tolist()
-        for table, size in zip(self.groups.tables_G.tolist(), sizes, strict=True):
-            found.append(rows[table][at[table] : at[table] + size])
-            at[table] += size
-        return tuple(found)
+    def split(self, flats: dict[torch.dtype, Tensor], specs: Sequence[TableSpec]) -> list[Tensor]:
+        """Rows [n, D] of each group."""
+        found = []
+        for table, start, stop, at in self.spans:
+            count, dim = stop - start, specs[table].dim
+            flat = flats[real_dtype(specs[table])]
+            found.append(flat[at : at + count * dim].view(count, dim))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Ids of a call in send buffers.
+    """A call's ids in send buffers, duplicates as they are.
 
-    orders: by buffer and table, which of the table's positions go out, in order of owner.
+    Args:
+        outgoing: the ids, and how often each occurs.
+        rows: where the call's rows are.
+        positions: by buffer, the position in the call of each id that goes out.
+        elements: by buffer, which of the call's flat rows' floats go with them.
+        firsts: by buffer, whether each id stands for the first columns of its table.
     """
 
     outgoing: Outgoing
-    positions: TablePositions
-    orders: tuple[tuple[Tensor, ...], ...]
-
-    def rows(self, number: int, parts: Sequence[Tensor], specs: Sequence[TableSpec]) -> Tensor:
-        """Rows of the groups as the flat data of a buffer."""
-        columns = []
-        tables = self.outgoing.plan.buffers[number].tables
-        for table, order in zip(tables, self.orders[number], strict=True):
-            whole = self.positions.joined(parts, specs[table.table], table.table)
-            columns.append(whole[order, table.hosted.start : table.hosted.stop])
-        return _by_rank(columns, self.outgoing.buffers[number])
-
-    def replies(
-        self, number: int, data: Tensor, dims: Sequence[int]
-    ) -> list[tuple[HostedTable, Tensor, Tensor]]:
-        """Flat replies of a buffer: (table, positions within the table, values [n, dim])."""
-        buffer, layout = self.outgoing.buffers[number], self.outgoing.plan.buffers[number]
-        sizes_WK = _sent(buffer)
-        views = row_views(data, sizes_WK, dims)
-        orders = [
-            torch.split(order, sizes)
-            for order, sizes in zip(
-                self.orders[number], map(list, zip(*sizes_WK, strict=True)), strict=True
-            )
-        ]
-        return [
-            (table, orders[k][rank], views[rank * len(layout.tables) + k])
-            for rank in range(len(sizes_WK))
-            for k, table in enumerate(layout.tables)
-        ]
+    rows: CallRows
+    positions: tuple[Tensor, ...]
+    elements: tuple[Tensor, ...]
+    firsts: tuple[Tensor, ...]
 
 
 def pack(
-    plan: SendPlan, groups: IdGroups, counts_N: Tensor, tables: int, *, to_all: bool
+    plan: SendPlan,
+    groups: IdGroups,
+    counts_N: Tensor,
+    specs: Sequence[TableSpec],
+    *,
+    to_all: bool,
 ) -> Packed:
-    """Put the ids of a call into send buffers, duplicates as they are.
+    """Put the ids of a call into send buffers.
 
     to_all: ids of replicated tables go to every rank (writes); else they stay here (reads).
     """
-    positions = TablePositions.of(groups, tables)
-    buffers, orders = [], []
+    rows, device = CallRows.of(groups, specs), groups.ids_N.device
+    packed = []
     for layout in plan.buffers:
         everywhere = layout.replicated and to_all
-        ranks = 1 if everywhere else plan.world_size
-        own, sizes = [], []
-        for table in layout.tables:
-            at_n = positions.by_table[table.table]
-            if everywhere:
-                to_n = torch.zeros_like(at_n)
-            elif layout.replicated:
-                to_n = torch.full_like(at_n, plan.rank)
-            else:
-                to_n = owners(table.hosted, hash_ids(table.hash_name, groups.ids_N[at_n]))
-            own.append(to_n.argsort(stable=True))
-            sizes.append(torch.bincount(to_n, minlength=ranks).cpu())
-        sizes_WK = torch.stack(sizes, dim=1).expand(plan.world_size, -1)
-        empty = SendBuffer(groups.ids_N[:0], counts_N[:0], sizes_WK, everywhere)
-        at = [positions.by_table[t.table][o] for t, o in zip(layout.tables, own, strict=True)]
-        ids, counts = (_by_rank([of[n] for n in at], empty) for of in (groups.ids_N, counts_N))
-        buffers.append(replace(empty, ids_N=ids, counts_N=counts))
-        orders.append(tuple(own))
-    return Packed(Outgoing(plan, tuple(buffers), groups.ids_N[:0]), positions, tuple(orders))
-
-
-def _sent(buffer: SendBuffer) -> list[list[int]]:
-    """Ids of a buffer by rank and table; one line with `to_all`."""
-    sizes: list[list[int]] = buffer.sizes_WK[: 1 if buffer.to_all else None].tolist()
-    return sizes
-
-
-def _by_rank(columns: Sequence[Tensor], buffer: SendBuffer) -> Tensor:
-    """Values of each table, in order of rank, as one flat tensor by rank and then by table."""
-    sizes_KW = map(list, zip(*_sent(buffer), strict=True))
-    pieces = [torch.split(part, sizes) for part, sizes in zip(columns, sizes_KW, strict=True)]
-    return torch.cat([part.reshape(-1) for row in zip(*pieces, strict=True) for part in row])
+        ranks, tables = 1 if everywhere else plan.world_size, len(layout.tables)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        positions, floats, keys = [none], [none], [none]
+        for k, one in enumerate(layout.tables):
+            for table, start, stop, at in rows.spans:
+                if table != one.table:
+                    continue
+                at_n = torch.arange(stop - start, device=device)
+                if layout.replicated:
+                    to_n = torch.full_like(at_n, 0 if everywhere else plan.rank)
+                else:
+                    to_n = owners(one.hosted, hash_ids(one.hash_name, groups.ids_N[start:stop]))
+                positions.append(at_n + start)
+                floats.append(at_n * specs[table].dim + at + one.hosted.start)
+                keys.append(to_n * tables + k)
+        key_n, order_n = torch.cat(keys).sort(stable=True)
+        position_n, float_n = torch.cat(positions)[order_n], torch.cat(floats)[order_n]
+        width_n = torch.tensor(layout.dims, device=device)[key_n % tables]
+        ends_n = width_n.cumsum(0)
+        elements_E = torch.repeat_interleave(float_n - ends_n + width_n, width_n)
+        elements_E += torch.arange(elements_E.numel(), device=device)
+        first_K = torch.tensor([one.hosted.start == 0 for one in layout.tables], device=device)
+        sizes_WK = torch.bincount(key_n, minlength=ranks * tables).cpu().view(ranks, tables)
+        buffer = SendBuffer(
+            groups.ids_N[position_n],
+            counts_N[position_n],
+            sizes_WK.expand(plan.world_size, -1),
+            everywhere,
+        )
+        packed.append((buffer, position_n, elements_E, first_K[key_n % tables]))
+    buffers, places, elements, firsts = zip(*packed, strict=True)
+    return Packed(Outgoing(plan, buffers, groups.ids_N[:0]), rows, places, elements, firsts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,20 +196,6 @@ class RowsOverRanks:
         """Where this rank's ids are given and rows are returned."""
         return self._shard.device
 
-    @property
-    def seed(self) -> int:
-        """Of initial values."""
-        return self._shard.seed
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update on this rank."""
-        return self._shard.last_step
-
-    @last_step.setter
-    def last_step(self, step: int) -> None:
-        self._shard.last_step = step
-
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts. Rows of replicated tables are read at home."""
         call = self._send("find", groups, (), None, StepContext(), to_all=False)
@@ -234,16 +203,17 @@ class RowsOverRanks:
         rows = flat_rows(call.transfer, [found.weights])
         buffers = [*reply_buffers(call.transfer, rows)[0], *self._numbers(call, found.found_N)[0]]
         replies = send_rows(self._collectives, buffers, None, what=_REPLIES).wait()
-        positions, half = call.packed.positions, len(self._plan.buffers)
-        weights = [
-            torch.zeros(len(at_n), spec.dim, dtype=real_dtype(spec), device=self.device)
-            for spec, at_n in zip(self._specs, positions.by_table, strict=True)
-        ]
-        for number, layout in enumerate(self._plan.buffers):
-            for table, at, values in call.packed.replies(number, replies[number], layout.dims):
-                weights[table.table][at, table.hosted.start : table.hosted.stop] = values
+        packed, half = call.packed, len(self._plan.buffers)
+        flats = {
+            real: torch.zeros(count, dtype=real, device=self.device)
+            for real, count in packed.rows.floats.items()
+        }
+        for layout, elements_E, data in zip(
+            self._plan.buffers, packed.elements, replies[:half], strict=True
+        ):
+            flats[layout.real][elements_E] = data
         there_N = self._by_position(call, replies[half:], 0)
-        return Found(positions.by_group(weights), there_N != 0)
+        return Found(tuple(packed.rows.split(flats, self._specs)), there_N != 0)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins, of ranks the highest."""
@@ -439,7 +409,7 @@ class RowsOverRanks:
                 torch.empty(0, dtype=torch.int64, device=self.device), _NONE, _NO_TABLES
             )
         counted_N = torch.zeros_like(here.ids_N) if counts_N is None or wrong else counts_N
-        packed = pack(plan, here, counted_N, len(self._specs), to_all=to_all)
+        packed = pack(plan, here, counted_N, self._specs, to_all=to_all)
         known = agree(
             collectives,
             _METHODS,
@@ -456,13 +426,15 @@ class RowsOverRanks:
         found = collectives.all_to_all(transfer.id_parts(dtype), what=method)
         rows = [
             RowBuffer(
-                packed.rows(number, parts, self._specs),
+                self._flat(groups, parts, layout.real)[elements_E],
                 layout.dims,
                 *transfer.sizes_of(layout),
-                to_all=packed.outgoing.buffers[number].to_all,
+                to_all=buffer.to_all,
             )
             for parts in ready
-            for number, layout in enumerate(plan.buffers)
+            for layout, buffer, elements_E in zip(
+                plan.buffers, packed.outgoing.buffers, packed.elements, strict=True
+            )
         ]
         flat, each = send_rows(collectives, rows, None, what=method).wait(), len(plan.buffers)
         return Arrived(
@@ -514,13 +486,21 @@ class RowsOverRanks:
 
     def _by_position(self, call: Arrived, replies: Sequence[Tensor], other: int) -> Tensor:
         """What the owners of each id's first columns replied, int32 [N]; else `other`."""
-        positions = call.packed.positions
-        numbers_N = torch.full_like(positions.groups.ids_N, other, dtype=torch.int32)
-        for number, (layout, data) in enumerate(zip(self._plan.buffers, replies, strict=True)):
-            for table, at, values in call.packed.replies(number, data, [1] * len(layout.tables)):
-                if table.hosted.start == 0:
-                    numbers_N[positions.by_table[table.table][at]] = values[:, 0]
+        packed = call.packed
+        numbers_N = torch.full_like(packed.rows.groups.ids_N, other, dtype=torch.int32)
+        for position_n, first_n, data in zip(packed.positions, packed.firsts, replies, strict=True):
+            numbers_N[position_n[first_n]] = data[first_n]
         return numbers_N
+
+    def _flat(self, groups: IdGroups, parts: Sequence[Tensor], real: torch.dtype) -> Tensor:
+        """Rows of the groups of one dtype, one after the other; no parts: nobody has ids."""
+        tables = groups.tables_G.tolist()
+        own = [
+            part.reshape(-1)
+            for part, table in zip(parts, tables, strict=bool(parts))
+            if real_dtype(self._specs[table]) is real
+        ]
+        return torch.cat([torch.empty(0, dtype=real, device=self.device), *own])
 
     def _together(self, method: str, work: Callable[[], T]) -> list[T]:
         """Do this rank's part, then learn how the others' went."""

@@ -191,17 +191,6 @@ class RowsById(Protocol):
     @property
     def specs(self) -> tuple[TableSpec, ...]: ...
 
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update: what reads without a step use (OneBit's scale)."""
-        ...
-
-    @last_step.setter
-    def last_step(self, step: int) -> None: ...
-
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
         ...
@@ -277,6 +266,17 @@ class Lookups(Protocol):
 
     Offsets, weights and gradients are on the shard's device, and so are rows and sums.
     """
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def last_step(self) -> int:
+        """Global step of the last update: what reads without a step use (OneBit's scale)."""
+        ...
+
+    @last_step.setter
+    def last_step(self, step: int) -> None: ...
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
