@@ -58,9 +58,9 @@ def exchange_rows(*, mib: int, dim: int, repeats: int, device: str) -> dict[str,
     ctx = StepContext()
     request = Request(batch, batch, torch.zeros(1, dtype=torch.int32), plan)
     route = exchange.dispatch(request, insert=True, ctx=ctx)
-    assert route.trip is not None
-    (lane,) = route.trip.lanes.lanes
-    sent, received = route.trip.sizes_of(lane)
+    assert route.transfer is not None
+    (layout,) = route.transfer.plan.buffers
+    sent, received = route.transfer.sizes_of(layout)
     send = (received.sum(1) * dim).tolist()
     back = (sent.sum(1) * dim).tolist()
     source = torch.randn(sum(send), device=mesh.device)

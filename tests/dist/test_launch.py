@@ -90,7 +90,7 @@ def disagreeing() -> str:
 
 def test_ranks_that_ask_for_different_groups_are_told() -> None:
     for said in run_ranks(2, disagreeing):
-        assert "rank 0: 'of rank 0', rank 1: 'of rank 1'" in said
+        assert "'of rank 1' on rank 1, 'of rank 0' on rank 0" in said
 
 
 def waiting_alone(path: Any) -> tuple[str, float]:

@@ -12,7 +12,7 @@ from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.backends.torch import TorchCollectives
 from shoal.errors import CollectiveFailed, ConfigError, InputError, ShapeError, TableFull
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.verbs import RoutedVerbs
+from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.placement import Placement, column_wise, data_parallel, grid, row_wise, table_wise
 from shoal.rules.expiry import Expiry
 from shoal.rules.optimizers import Adagrad
@@ -50,12 +50,12 @@ def spec(**more: Any) -> TableSpec:
 OTHER = TableSpec(name="u", segments=(Segment(dim=3, optimizer=Adagrad(lr=1.0)),))
 
 
-def verbs(collectives: Collectives, kind: Any, one: TableSpec) -> RoutedVerbs:
+def verbs(collectives: Collectives, kind: Any, one: TableSpec) -> RowsOverRanks:
     ranks = collectives.world_size
     specs = (one, OTHER)
     placement = Placement(ranks, (*kind, *row_wise("u", 3, ranks)))
     shard = make_shard(hosted_specs(specs, placement, collectives.rank), seed=7)
-    return RoutedVerbs(AllToAllExchange(shard, placement, specs, collectives))
+    return RowsOverRanks(AllToAllExchange(shard, placement, specs, collectives))
 
 
 def table(kind: str, **more: Any) -> Table:
@@ -177,7 +177,7 @@ def test_a_table_that_does_not_exist() -> None:
     ids, tables = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 1, 0], dtype=torch.int32)
     groups = IdGroups(ids, torch.tensor([0, 2, 3, 4]), tables)
     assert routed.reinitialize(groups, ctx=CTX).tolist() == [-1, -1, 0, 0]
-    with pytest.raises(ConfigError, match="verb of a table over ranks"):
+    with pytest.raises(ConfigError, match="table .t. over ranks"):
         Table(one, shard=routed).find_or_init([1])
 
 

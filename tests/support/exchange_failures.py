@@ -17,7 +17,7 @@ from shoal.embedding.layouts import Feature, compile_layouts, default_layouts
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.request import Request
-from shoal.exchange.verbs import RoutedVerbs
+from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.exchange.wire import Wire, WireKind
 from shoal.placement import Placement, data_parallel, table_wise
 from shoal.ragged import KeyedRagged
@@ -103,7 +103,7 @@ def went_on(exchange: AllToAllExchange, request: Request) -> str:
     for act in (
         lambda: exchange.dispatch(request, insert=True, ctx=ctx),
         lambda: exchange.read(request),
-        lambda: RoutedVerbs(exchange),
+        lambda: RowsOverRanks(exchange),
     ):
         with pytest.raises(CollectiveFailed) as caught:
             act()

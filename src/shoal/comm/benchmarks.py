@@ -114,23 +114,16 @@ def byteps_benchmark_ar(
     Raises:
         DeviceUnavailable: the card is asked for and this rank has none.
     """
-    own = collectives is None
-    if collectives is None:
-        collectives = _collectives(init(), use_cpu, "all-reduce benchmark", "auto")
-    rank, size = collectives.rank, collectives.world_size
-    values = torch.full((total_len, 1), float(rank + 1), device=collectives.device)
+    made = collectives or _collectives(init(), use_cpu, "all-reduce benchmark", "auto")
+    values = torch.full((total_len, 1), float(made.rank + 1), device=made.device)
     name = f"data_len_{total_len}_{op}_{'cpu' if use_cpu else 'gpu'}"
 
     def once() -> None:
-        (summed,) = collectives.all_reduce(values, "sum", what=name).wait()
-        summed.div_(size)
+        (total,) = made.all_reduce(values, "sum", what=name).wait()
+        total.div_(made.world_size)
 
-    _log.info("start %s benchmark %d/%d total_len=%d", op, rank, size, total_len)
-    goodputs = _goodputs(once, total_len, total_niter, collectives, clock, f", is_cpu={use_cpu}")
-    _log.info("end %s benchmark %d/%d total_len=%d", op, rank, size, total_len)
-    if own:
-        collectives.close()
-    return goodputs[1:]
+    suffix = f", is_cpu={use_cpu}"
+    return _goodputs(once, op, total_len, total_niter, made, clock, suffix, collectives is None)
 
 
 def byteps_benchmark_a2a(
@@ -165,40 +158,37 @@ def byteps_benchmark_a2a(
     on_cpu = not (dst_gpu or src_gpu)
     if on_cpu:
         total_len //= _CPU_SHARE
-    own = collectives is None
-    if collectives is None:
-        collectives = _collectives(init(), on_cpu, "all-to-all benchmark", "auto")
-    rank, size = collectives.rank, collectives.world_size
+    made = collectives or _collectives(init(), on_cpu, "all-to-all benchmark", "auto")
+    size = made.world_size
     if total_len % size or not total_len:
         raise _refused("values of the all-to-all", total_len, f"a multiple of {size} ranks")
     splits = (total_len // size,) * size
-    source = torch.full(
-        (total_len, 1), float(rank + 1), device=collectives.device if src_gpu else "cpu"
-    )
+    device = made.device if src_gpu else torch.device("cpu")
+    source = torch.full((total_len, 1), float(made.rank + 1), device=device)
     name = f"data_len_{total_len}_{'cg'[src_gpu]}2{'cg'[dst_gpu]}"
 
     def once() -> None:
-        part = Part(source.to(collectives.device), splits, splits)
-        (received,) = collectives.all_to_all([part], what=name).wait()
+        part = Part(source.to(made.device), splits, splits)
+        (received,) = made.all_to_all([part], what=name).wait()
         if not dst_gpu:
             received.cpu()
 
-    _log.info("start all2all benchmark %d/%d total_len=%d", rank, size, total_len)
-    goodputs = _goodputs(once, total_len, total_niter, collectives, clock, "")
-    _log.info("end all2all benchmark %d/%d total_len=%d", rank, size, total_len)
-    if own:
-        collectives.close()
-    return goodputs[1:]
+    return _goodputs(once, "all2all", total_len, total_niter, made, clock, "", collectives is None)
 
 
 def _goodputs(
     once: Callable[[], None],
+    kind: str,
     total_len: int,
     total_niter: int,
     collectives: Collectives,
     clock: Clock,
-    said: str,
+    suffix: str,
+    own: bool,
 ) -> list[float]:
+    """Goodputs without the first; collectives of this call's own are closed."""
+    place = kind, collectives.rank, collectives.world_size, total_len
+    _log.info("start %s benchmark %d/%d total_len=%d", *place)
     goodputs: list[float] = []
     began_s = clock()
     for done in range(1, total_niter + 1):
@@ -210,15 +200,13 @@ def _goodputs(
         latency_ms = max(clock() - began_s, 1e-9) / INTERVAL * 1000
         goodputs.append(total_len * 32 / latency_ms / 1e6)
         if collectives.rank == 0:
-            _log.info(
-                "DONE iter=%d, latency=%.3g ms, Goodput=%.5g Gb/s%s",
-                done,
-                latency_ms,
-                goodputs[-1],
-                said,
-            )
+            text = "DONE iter=%d, latency=%.3g ms, Goodput=%.5g Gb/s%s"
+            _log.info(text, done, latency_ms, goodputs[-1], suffix)
         began_s = clock()
-    return goodputs
+    _log.info("end %s benchmark %d/%d total_len=%d", *place)
+    if own:
+        collectives.close()
+    return goodputs[1:]
 
 
 def bps_comm_benchmark(
@@ -246,72 +234,40 @@ def bps_comm_benchmark(
     """
     settings = settings or benchmark_settings()
     mesh = mesh or init()
-    carriers = _Carriers(mesh, settings.path)
-    has_card = mesh.device.type == "cuda"
+    has_gpu, everything = mesh.device.type == "cuda", settings.which == "all"
+    made: dict[bool, Collectives] = {}
+
+    def on(cpu: bool) -> Collectives:
+        if cpu not in made:
+            name = f"benchmark on {'cpu' if cpu else 'cuda'}"
+            made[cpu] = _collectives(mesh, cpu, name, settings.path)
+        return made[cpu]
+
     summaries: Summary = {}
-    for name in BENCHMARKS if settings.which == "all" else (settings.which,):
+    for name in BENCHMARKS if everything else (settings.which,):
+        results: list[tuple[int, float]] = []
         if name == "ar":
-            results = _all_reduces(settings, carriers, has_card)
-        elif "g" in name and not has_card and settings.which == "all":
-            results = []
-        else:
-            results = _all_to_alls(settings, carriers, src_gpu=name[0] == "g", dst_gpu="2g" in name)
-        if mesh.rank == 0 and not has_card and ("g" in name or name == "ar"):
+            length = settings.all_reduce_length
+            for cpu in (True, False) if has_gpu else (True,):
+                found = byteps_benchmark_ar(length, settings.iterations, cpu, collectives=on(cpu))
+                results.append((length, sum(found) / len(found)))
+        elif "g" not in name or has_gpu or not everything:
+            gpus = name.endswith("g"), name.startswith("g")  # destination, source
+            for part in range(_LENGTHS):
+                length = settings.all_to_all_length >> part
+                found = byteps_benchmark_a2a(
+                    length, settings.iterations, *gpus, collectives=on(not any(gpus))
+                )
+                results.append((length, sum(found) / len(found)))
+        if mesh.rank == 0 and not has_gpu and ("g" in name or name == "ar"):
             tell(f"{name}: no card on this machine; its part on cards is left out")
         if results:
             summaries[name] = results
             if mesh.rank == 0:
                 tell(f"{name}_summary: {results}")
-    carriers.close()
+    for collectives in made.values():
+        collectives.close()
     return summaries
-
-
-class _Carriers:
-    """Collectives of a benchmark on the CPU and on the card, made when first used."""
-
-    def __init__(self, mesh: Mesh, path: Path) -> None:
-        self._mesh, self._path = mesh, path
-        self._made: dict[bool, Collectives] = {}
-
-    def on(self, cpu: bool) -> Collectives:
-        """Those on the CPU, or on the card."""
-        if cpu not in self._made:
-            name = f"benchmark on {'cpu' if cpu else 'cuda'}"
-            self._made[cpu] = _collectives(self._mesh, cpu, name, self._path)
-        return self._made[cpu]
-
-    def close(self) -> None:
-        """Close what was made."""
-        for made in self._made.values():
-            made.close()
-
-
-def _all_reduces(
-    settings: BenchmarkSettings, carriers: _Carriers, has_card: bool
-) -> list[tuple[int, float]]:
-    length = settings.all_reduce_length
-    results = []
-    for use_cpu in (True, False) if has_card else (True,):
-        goodputs = byteps_benchmark_ar(
-            length, settings.iterations, use_cpu, collectives=carriers.on(use_cpu)
-        )
-        results.append((length, sum(goodputs) / len(goodputs)))
-    return results
-
-
-def _all_to_alls(
-    settings: BenchmarkSettings, carriers: _Carriers, *, src_gpu: bool, dst_gpu: bool
-) -> list[tuple[int, float]]:
-    carrier = carriers.on(not (src_gpu or dst_gpu))
-    length = settings.all_to_all_length
-    results = []
-    for _ in range(_LENGTHS):
-        goodputs = byteps_benchmark_a2a(
-            length, settings.iterations, dst_gpu, src_gpu, collectives=carrier
-        )
-        results.append((length, sum(goodputs) / len(goodputs)))
-        length //= 2
-    return results
 
 
 def _collectives(mesh: Mesh, cpu: bool, name: str, path: Path) -> Collectives:

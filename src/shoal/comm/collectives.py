@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
-from shoal.comm.watch import ALIKE, Group
+from shoal.comm.watch import ALIKE, Calls
 from shoal.errors import (
     CollectiveFailed,
     DTypeError,
@@ -20,6 +23,7 @@ from shoal.errors import (
     collective_failed,
 )
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 
 _REDUCIBLE = (
@@ -53,43 +57,127 @@ class Sizes:
     received_WX: Tensor
 
 
-class Pending(Protocol):
-    """A collective under way."""
+class Arriving(Generic[T]):
+    """Something under way.
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """What was received, one tensor for each that was handed in.
-
-        On the CPU this blocks; on CUDA it orders the present stream behind the collective. May be
-        called again.
-
-        Raises:
-            CollectiveFailed: a rank died or did not come in time.
-        """
-        ...
-
-
-class PendingSizes(Protocol):
-    """An exchange of sizes under way."""
-
-    def wait(self) -> Sizes:
-        """The sizes, on the host; blocks on every device. May be called again.
-
-        Raises:
-            CollectiveFailed: a rank died or did not come in time.
-        """
-        ...
-
-
-class Collectives(Protocol):
-    """What W ranks do together, each from one thread, all in the same order.
-
-    step: what errors name; the owner of the loop sets it.
+    Args:
+        get: waits for it.
+        repeated: each `wait` calls `get`; else the first one's result stays.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    step: int
+    __slots__ = ("_get", "_got", "_repeated")
+
+    def __init__(self, get: Callable[[], T], *, repeated: bool = False) -> None:
+        self._get: Callable[[], T] | None = get
+        self._got: T | None = None
+        self._repeated = repeated
+
+    def wait(self) -> T:
+        """What arrived. May be called again.
+
+        Rows: on the CPU this blocks; on CUDA it orders the present stream behind the collective.
+        Sizes: on the host; blocks on every device.
+
+        Raises:
+            CollectiveFailed: a rank died or did not come in time.
+        """
+        if self._get is not None:
+            got = self._get()
+            if self._repeated:
+                return got
+            self._got, self._get = got, None  # with what was sent, which need not be kept
+        return cast(T, self._got)
+
+
+def after(wait: Callable[[], None], get: Callable[[], T]) -> Arriving[T]:
+    """What `get` gives once `wait` has returned."""
+
+    def both() -> T:
+        wait()
+        return get()
+
+    return Arriving(both)
+
+
+Pending = Arriving[tuple[Tensor, ...]]
+"""A collective under way: one tensor for each that was handed in."""
+PendingSizes = Arriving[Sizes]
+"""An exchange of sizes under way."""
+
+
+class WaitClock:
+    """Seconds that went into collectives, all that share this clock together.
+
+    On the CPU the host's time in calls and waits; on CUDA the time streams stood still for them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._host_s = 0.0
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def total_s(self) -> float:
+        """All so far; on CUDA it waits for the streams."""
+        for before, after in self._stalls:
+            after.synchronize()
+            self._host_s += before.elapsed_time(after) / 1e3
+        self._stalls.clear()
+        return self._host_s
+
+    @contextmanager
+    def counted(self, device: torch.device) -> Iterator[None]:
+        """Count what a block takes."""
+        if device.type == "cuda":
+            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.current_stream(device)
+            before.record(stream)
+            yield
+            after.record(stream)
+            self._stalls.append((before, after))
+        else:
+            start_s = self._clock()
+            try:
+                yield
+            finally:
+                self._host_s += self._clock() - start_s
+
+
+class Collectives(ABC):
+    """What W ranks do together, each from one thread, all in the same order.
+
+    A backend carries four things: rows, sizes, reductions and broadcasts. The first failure stays:
+    later calls raise it at once.
+
+    Args:
+        rank, world_size: this one among all.
+        device: where tensors are.
+        timeout_s: how long a collective may take.
+        watched: notes the calls; see `Watchdog`.
+
+    Attributes:
+        step: what errors name; the owner of the loop sets it.
+        clock: counts the time that goes into calls and waits; None: nobody asks.
+        failure: the first failure.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        watched: Calls | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.watched = watched or Calls()
+        self.step = 0
+        self.clock: WaitClock | None = None
+        self.failure: CollectiveFailed | None = None
 
     def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
         """Begin to send rows of several tensors to their ranks.
@@ -100,7 +188,9 @@ class Collectives(Protocol):
             ShapeError, DTypeError: a part does not fit; nothing was sent.
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        _check_parts(parts, self, what)
+        with self._counted():
+            return self._waits_counted(self._rows(parts, what))
 
     def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
         """Begin to send row w of `sizes_WX` (int64, on the CPU or on `device`) to rank w.
@@ -109,7 +199,9 @@ class Collectives(Protocol):
             ShapeError, DTypeError: not such a tensor; nothing was sent.
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        _check_sizes(sizes_WX, self, what)
+        with self._counted():
+            return self._waits_counted(self._exchange_sizes(sizes_WX.detach(), what))
 
     def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
         """Begin to combine `values` of all ranks by element; the result is a new tensor.
@@ -118,7 +210,9 @@ class Collectives(Protocol):
             DTypeError: a dtype that cannot be combined, or another device; nothing was sent.
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        _check_values(values, op, self, what)
+        with self._counted():
+            return self._waits_counted(self._all_reduce(values.detach().contiguous(), op, what))
 
     def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
         """Overwrite `values` with those of rank `source` (CUDA: in stream order).
@@ -127,7 +221,14 @@ class Collectives(Protocol):
             ShapeError, DTypeError: no such rank, or values elsewhere; nothing was sent.
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        _check_device(values, self, f"values of {what!r}")
+        if not 0 <= source < self.world_size:
+            raise _shape_error(f"source of {what!r}", source, f"a rank below {self.world_size}")
+        whole = values.detach().contiguous()
+        with self._counted():
+            self._broadcast(whole, source, what)
+            if whole.data_ptr() != values.data_ptr():
+                values.detach().copy_(whole)
 
     def gather_objects(self, value: Any, *, what: str) -> list[Any]:
         """Every rank's picklable value, by rank.
@@ -135,100 +236,100 @@ class Collectives(Protocol):
         Raises:
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        ranks = self.world_size
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes_W1 = torch.full((ranks, 1), data.numel(), dtype=torch.int64, device="cpu")
+        with self._counted():
+            found = self._exchange_sizes(sizes_W1, what).wait()
+            receive = tuple(int(size) for size in found.received_WX[:, 0].tolist())
+            part = Part(data.repeat(ranks).to(self.device), (data.numel(),) * ranks, receive)
+            (got,) = self._rows([part], what).wait()
+        return [
+            pickle.loads(piece.numpy().tobytes()) for piece in torch.split(got.cpu(), list(receive))
+        ]
 
     def barrier(self, *, what: str) -> None:
-        """Return when every rank has come here.
+        """Return when every rank has come here; on CUDA, the device has reached it too.
 
         Raises:
             CollectiveFailed: this or an earlier collective failed.
         """
-        ...
+        with self._counted():
+            sizes_W1 = torch.zeros((self.world_size, 1), dtype=torch.int64, device="cpu")
+            self._exchange_sizes(sizes_W1, what).wait()
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of what carries the collectives; no call may follow."""
-        ...
+
+    @abstractmethod
+    def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
+        """Begin to move rows of contiguous parts into the results."""
+
+    @abstractmethod
+    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes: ...
+
+    @abstractmethod
+    def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
+        """Begin to combine contiguous values."""
+
+    @abstractmethod
+    def _broadcast(self, values: Tensor, source: int, what: str) -> None:
+        """Overwrite contiguous values."""
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for rows that arrive."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _rows(self, parts: Sequence[Part], what: str) -> Pending:
+        parts = [Part(one.data.detach().contiguous(), one.send, one.receive) for one in parts]
+        results = tuple(
+            self._empty((sum(one.receive), *one.data.shape[1:]), one.data.dtype) for one in parts
+        )
+        return self._all_to_all(parts, results, what)
+
+    def _counted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.counted(self.device)
+
+    def _waits_counted(self, pending: Arriving[T]) -> Arriving[T]:
+        if self.clock is None:
+            return pending
+
+        def wait() -> T:
+            with self._counted():
+                return pending.wait()
+
+        return Arriving(wait, repeated=True)
 
 
-class Done:
-    """A `Pending` that has ended."""
-
-    def __init__(self, received: tuple[Tensor, ...]) -> None:
-        self._received = received
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """What was received."""
-        return self._received
-
-
-class DoneSizes:
-    """A `PendingSizes` that has ended."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
-
-    def wait(self) -> Sizes:
-        """The sizes."""
-        return self._sizes
-
-
-class LocalCollectives:
+class LocalCollectives(Collectives):
     """One rank alone: what it sends it receives, as copies."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.rank = 0
-        self.world_size = 1
-        self.device = torch.device(device)
-        self.step = 0
-
-    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
-        """See `Collectives`."""
-        check_parts(parts, self, what)
-        for part in parts:
-            if part.send != part.receive:
-                raise ShapeError(
-                    f"rows that the only rank receives in {what!r}",
-                    got=part.receive,
-                    allowed=f"what it sends, {part.send}",
-                    remedy="Give both the same.",
-                )
-        return Done(tuple(part.data.detach().clone() for part in parts))
-
-    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
-        """See `Collectives`."""
-        check_sizes(sizes_WX, self, what)
-        host_WX = sizes_WX.detach().cpu()
-        return DoneSizes(Sizes(host_WX.clone(), host_WX.clone()))
-
-    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
-        """See `Collectives`."""
-        check_values(values, op, self, what)
-        return Done((values.detach().clone(),))
-
-    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
-        """See `Collectives`."""
-        check_source(values, source, self, what)
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        """See `Collectives`."""
-        return [pickle.loads(pickle.dumps(value))]
-
-    def barrier(self, *, what: str) -> None:
-        """See `Collectives`."""
+        super().__init__(0, 1, torch.device(device), 0.0)
 
     def close(self) -> None:
-        """See `Collectives`."""
+        """Nothing to let go of."""
+
+    def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
+        for part, result in zip(parts, results, strict=True):
+            result.copy_(part.data)
+        return Arriving(lambda: results)
+
+    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
+        sent_WX, received_WX = sizes_WX.to("cpu", copy=True), sizes_WX.to("cpu", copy=True)
+        return Arriving(lambda: Sizes(sent_WX, received_WX))
+
+    def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
+        result = values.clone()
+        return Arriving(lambda: (result,))
+
+    def _broadcast(self, values: Tensor, source: int, what: str) -> None:
+        pass
 
 
-def check_parts(parts: Sequence[Part], collectives: Collectives, what: str) -> None:
-    """Refuse parts that do not fit `collectives`.
-
-    Raises:
-        ShapeError: no rows dimension, splits of another number of ranks, negative, or that do not
-            add up to the rows.
-        DTypeError: a tensor on another device.
-    """
-    world_size = collectives.world_size
+def _check_parts(parts: Sequence[Part], collectives: Collectives, what: str) -> None:
+    world_size, rank = collectives.world_size, collectives.rank
     for index, part in enumerate(parts):
         name = f"part {index} of {what!r}"
         _check_device(part.data, collectives, name)
@@ -236,11 +337,8 @@ def check_parts(parts: Sequence[Part], collectives: Collectives, what: str) -> N
             raise _shape_error(f"shape of {name}", (), "rows as the first dimension")
         for way, splits in (("send", part.send), ("receive", part.receive)):
             if len(splits) != world_size:
-                raise _shape_error(
-                    f"{way} splits of {name}",
-                    f"{len(splits)} entries",
-                    f"one for each of {world_size} ranks",
-                )
+                got, allowed = f"{len(splits)} entries", f"one for each of {world_size} ranks"
+                raise _shape_error(f"{way} splits of {name}", got, allowed)
             if min(splits) < 0:
                 raise _shape_error(f"{way} splits of {name}", tuple(splits), "0 rows or more")
         if sum(part.send) != part.data.shape[0]:
@@ -249,38 +347,25 @@ def check_parts(parts: Sequence[Part], collectives: Collectives, what: str) -> N
                 f"{tuple(part.send)}, {sum(part.send)} rows",
                 f"splits that add up to the {part.data.shape[0]} rows of the data",
             )
+        if part.send[rank] != part.receive[rank]:
+            raise _shape_error(
+                f"rows that rank {rank} receives from itself in {what!r}",
+                part.receive[rank],
+                f"what it sends, {part.send[rank]}",
+            )
 
 
-def check_sizes(sizes_WX: Tensor, collectives: Collectives, what: str) -> None:
-    """Refuse sizes that are not int64 [W, X] on the CPU or the collectives' device.
-
-    Raises:
-        ShapeError, DTypeError: as said.
-    """
+def _check_sizes(sizes_WX: Tensor, collectives: Collectives, what: str) -> None:
     if sizes_WX.device.type != "cpu":
         _check_device(sizes_WX, collectives, f"sizes of {what!r}")
     if sizes_WX.dtype != torch.int64:
-        raise DTypeError(
-            f"dtype of the sizes of {what!r}",
-            got=sizes_WX.dtype,
-            allowed=torch.int64,
-            remedy="Convert them.",
-        )
+        raise _dtype_error(f"dtype of the sizes of {what!r}", sizes_WX.dtype, torch.int64)
     if sizes_WX.dim() != 2 or sizes_WX.shape[0] != collectives.world_size:
-        raise _shape_error(
-            f"sizes of {what!r}",
-            tuple(sizes_WX.shape),
-            f"[{collectives.world_size}, X], a row for each rank",
-        )
+        allowed = f"[{collectives.world_size}, X], a row for each rank"
+        raise _shape_error(f"sizes of {what!r}", tuple(sizes_WX.shape), allowed)
 
 
-def check_values(values: Tensor, op: str, collectives: Collectives, what: str) -> None:
-    """Refuse values that cannot be combined over ranks.
-
-    Raises:
-        InputError: an unknown operation.
-        DTypeError: a dtype without it, or another device.
-    """
+def _check_values(values: Tensor, op: str, collectives: Collectives, what: str) -> None:
     _check_device(values, collectives, f"values of {what!r}")
     if op not in get_args(ReduceOp):
         allowed = ", ".join(get_args(ReduceOp))
@@ -288,47 +373,17 @@ def check_values(values: Tensor, op: str, collectives: Collectives, what: str) -
             f"operation of {what!r}", got=repr(op), allowed=allowed, remedy="Choose one."
         )
     if values.dtype not in _REDUCIBLE:
-        raise DTypeError(
-            f"dtype of the values of {what!r}",
-            got=values.dtype,
-            allowed=", ".join(str(dtype) for dtype in _REDUCIBLE),
-            remedy="Convert them.",
-        )
-
-
-def check_source(values: Tensor, source: int, collectives: Collectives, what: str) -> None:
-    """Refuse a broadcast from no rank, of values elsewhere or with gaps between them.
-
-    Raises:
-        ShapeError, DTypeError: as said.
-    """
-    _check_device(values, collectives, f"values of {what!r}")
-    if not 0 <= source < collectives.world_size:
-        raise _shape_error(f"source of {what!r}", source, f"a rank below {collectives.world_size}")
-
-
-def gathered_objects(collectives: Collectives, value: Any, what: str) -> list[Any]:
-    """`gather_objects` by means of the other collectives: sizes first, then the bytes."""
-    ranks = collectives.world_size
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes_W1 = torch.full((ranks, 1), data.numel(), dtype=torch.int64, device="cpu")
-    found = collectives.exchange_sizes(sizes_W1, what=what).wait()
-    receive = tuple(int(size) for size in found.received_WX[:, 0].tolist())
-    part = Part(data.repeat(ranks).to(collectives.device), (data.numel(),) * ranks, receive)
-    (got,) = collectives.all_to_all([part], what=what).wait()
-    return [
-        pickle.loads(piece.numpy().tobytes()) for piece in torch.split(got.cpu(), list(receive))
-    ]
+        allowed = ", ".join(str(dtype) for dtype in _REDUCIBLE)
+        raise _dtype_error(f"dtype of the values of {what!r}", values.dtype, allowed)
 
 
 def _check_device(values: Tensor, collectives: Collectives, name: str) -> None:
     if values.device != collectives.device:
-        raise DTypeError(
-            f"device of {name}",
-            got=values.device,
-            allowed=collectives.device,
-            remedy="Move the tensor there.",
-        )
+        raise _dtype_error(f"device of {name}", values.device, collectives.device)
+
+
+def _dtype_error(what: str, got: object, allowed: object) -> DTypeError:
+    return DTypeError(what, got=got, allowed=allowed, remedy="Convert the tensor with .to().")
 
 
 def _shape_error(what: str, got: object, allowed: object) -> ShapeError:
@@ -336,46 +391,44 @@ def _shape_error(what: str, got: object, allowed: object) -> ShapeError:
     return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
-class _Owner(Protocol):
-    """Collectives that keep the first failure: later calls raise it at once."""
-
-    rank: int
-    world_size: int
-    step: int
-    timeout_s: float
-    watched: Group
-    _failure: CollectiveFailed | None
-
-
 class Call:
     """A collective that has begun.
 
+    Args:
+        owner: the collectives.
+        what: names it.
+        closed: the owner was closed before it.
+
     Raises:
-        CollectiveFailed: an earlier one of the same collectives failed.
+        CollectiveFailed: an earlier one of the same collectives failed, or they were closed.
     """
 
-    def __init__(self, owner: _Owner, what: str) -> None:
-        if owner._failure is not None:
-            raise owner._failure
-        self._told, self._what, self._step = owner, what, owner.step
+    def __init__(self, owner: Collectives, what: str, *, closed: bool = False) -> None:
+        if owner.failure is not None:
+            raise owner.failure
+        # Owners may keep calls: a strong reference back would keep both for good.
+        self._owner: Collectives = weakref.proxy(owner)
+        self._what, self._step = what, owner.step
         self._start = time.monotonic()
+        if closed:
+            raise self.failed("the collectives were closed before it, or belong to another process")
         self._number = owner.watched.begin(what)
 
     def left_s(self) -> float:
         """Seconds until the collective counts as failed."""
-        return self._start + self._told.timeout_s - time.monotonic()
+        return self._start + self._owner.timeout_s - time.monotonic()
 
     def look(self) -> None:
         """Between short waits: fail if ranks wait for each other in different calls."""
-        told = self._told.watched.look(self._number)
+        told = self._owner.watched.look(self._number)
         if told is not None:
             raise self.failed(told, remedy=ALIKE)
 
     def failed(self, reason: str, **remedy: str) -> CollectiveFailed:
         """The error, or an earlier one; later collectives of the same ranks raise it at once."""
-        owner = self._told
-        if owner._failure is None:
-            owner._failure = collective_failed(
+        owner = self._owner
+        if owner.failure is None:
+            owner.failure = collective_failed(
                 self._what,
                 rank=owner.rank,
                 world_size=owner.world_size,
@@ -385,4 +438,4 @@ class Call:
                 reason=reason,
                 **remedy,
             )
-        return owner._failure
+        return owner.failure

@@ -1,4 +1,7 @@
-"""All ranks or none: calls that ranks make together, and work that all of them do or undo."""
+"""All ranks or none, the same on every rank, and what rank 0 finds: how ranks agree.
+
+Everything here is a collective call: all ranks make it, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,32 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives
+from shoal.comm.collectives import Collectives, Pending, ReduceOp
 from shoal.comm.watch import ALIKE
-from shoal.errors import CheckpointError, CollectiveFailed, InputError, ShoalError
+from shoal.errors import CheckpointError, CollectiveFailed, ConfigError, InputError, ShoalError
 
 T = TypeVar("T")
 
 
-def together(collectives: Collectives, what: str, work: Callable[[], T]) -> list[T]:
+def together(
+    collectives: Collectives,
+    what: str,
+    work: Callable[[], T],
+    *,
+    failed: type[ShoalError] = CheckpointError,
+    remedy: str = "Mend what is named, and try again.",
+) -> list[T]:
     """Do a rank's part of some work; what it returned on every rank, by rank.
 
     Args:
         collectives: the ranks; all of them call this.
         what: the work, for messages.
         work: this rank's part, without collectives. Its result is picklable.
+        failed, remedy: of the error when another rank's part failed.
 
     Raises:
-        CheckpointError: another rank's part failed; it says which and why. Here its own error is
-            raised, whatever it is.
+        CheckpointError, or `failed`: another rank's part failed; it says which and why. Here its
+            own error is raised, whatever it is.
         CollectiveFailed: a rank is gone.
     """
     value: T | None = None
@@ -37,23 +48,110 @@ def together(collectives: Collectives, what: str, work: Callable[[], T]) -> list
         raise
     except Exception as error:  # noqa: BLE001 - every rank hears of it, whatever it is
         failure = error
-    told = None if failure is None else " ".join(f"{_name(failure)}{failure}".split())
-    said = collectives.gather_objects((told, value), what=what)
+    text = None if failure is None else " ".join(f"{_name(failure)}{failure}".split())
+    found = collectives.gather_objects((text, value), what=what)
     if isinstance(failure, ShoalError | MemoryError):
         raise failure
-    wrong = [(rank, text) for rank, (text, _) in enumerate(said) if text is not None]
+    wrong = [(rank, text) for rank, (text, _) in enumerate(found) if text is not None]
     if wrong:
-        raise CheckpointError(
+        raise failed(
             what,
             got="; ".join(f"on rank {rank}: {text}" for rank, text in wrong),
             allowed="success on every rank",
-            remedy="Mend what is named, and try again.",
+            remedy=remedy,
         ) from failure
-    return [one for _, one in said]
+    return [one for _, one in found]
 
 
 def _name(error: Exception) -> str:
     return "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+
+
+def as_first_rank(control: Collectives, find: Callable[[], T], *, what: str) -> T:
+    """What rank 0 finds, on every rank.
+
+    Args:
+        control: collectives between the hosts of all ranks.
+        find: called on rank 0 only.
+        what: its result is, for errors.
+
+    Raises:
+        ShoalError: what rank 0 raised, on every rank; a ConfigError that names any other error.
+        CollectiveFailed: a rank died or did not come in time.
+    """
+    found: tuple[T] | ShoalError | None = None
+    own: Exception | None = None
+    if control.rank == 0:
+        try:
+            found = (find(),)
+        except ShoalError as error:
+            # Errors with further `args` keep their kind, not their parts: the text has them.
+            own, found = error, type(error)(str(error))
+        except Exception as error:  # noqa: BLE001 - raised again once the others know
+            own, found = error, ConfigError(f"rank 0: {type(error).__name__}: {error}")
+    found = control.gather_objects(found, what=what)[0]
+    if own is not None:
+        raise own  # with its traceback
+    if isinstance(found, ShoalError):
+        raise found
+    if found is None:
+        raise ConfigError(
+            what,
+            got="nothing from rank 0",
+            allowed="what rank 0 found",
+            remedy="Start every rank with the same command.",
+        )
+    return found[0]
+
+
+def require_same(
+    control: Collectives,
+    what: str,
+    value: T,
+    *,
+    remedy: str,
+    shown: Callable[[T, T], tuple[object, object]] = lambda theirs, first: (theirs, first),
+) -> None:
+    """Check that every rank has the same picklable value.
+
+    Args:
+        control: collectives between the hosts of all ranks.
+        what: the value is, for errors.
+        value: this rank's.
+        remedy: what to do about another.
+        shown: what an error shows of another rank's value and of rank 0's.
+
+    Raises:
+        ConfigError: on every rank, if any differs.
+        CollectiveFailed: a rank died or did not come in time.
+    """
+    found = control.gather_objects(value, what=what)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            there, here = shown(theirs, found[0])
+            got = f"{there} on rank {rank}, {here} on rank 0"
+            allowed = "the same on every rank"
+            raise ConfigError(what, got=got, allowed=allowed, remedy=remedy)
+
+
+def reduced(collectives: Collectives, values: Tensor, op: ReduceOp, *, what: str) -> Tensor:
+    """Values combined over ranks, on the values' own device."""
+    (found,) = collectives.all_reduce(values.to(collectives.device), op, what=what).wait()
+    return found.to(values.device)
+
+
+def flagged(collectives: Collectives, flag: Tensor, *, what: str) -> Tensor:
+    """Which ranks have a bool scalar set, uint8 [W]; the device is not waited for."""
+    flags_W = torch.zeros(collectives.world_size, dtype=torch.uint8, device=flag.device)
+    flags_W[collectives.rank] = flag
+    return reduced(collectives, flags_W, "max", what=what)
+
+
+def rank_rows(collectives: Collectives, row: Sequence[float], *, what: str) -> Pending:
+    """Begin to gather every rank's row of numbers, float64 [W, X]: one small all-reduce."""
+    every_WX = torch.zeros(collectives.world_size, len(row), dtype=torch.float64, device="cpu")
+    every_WX[collectives.rank] = torch.tensor(row, dtype=torch.float64, device="cpu")
+    return collectives.all_reduce(every_WX, "sum", what=what)
 
 
 _CALL, _TIME, _BAD, _SETS = range(4)
@@ -120,37 +218,6 @@ def agree(
         return Agreed(found.sent_WX, heads_WX)
     remedy = "Nothing was changed; see the other ranks' errors."
     raise InputError(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy)
-
-
-def finish(collectives: Collectives, call: str, work: Callable[[], object]) -> None:
-    """Do this rank's part, then learn how the others' went.
-
-    Raises:
-        CollectiveFailed: another rank's part failed; this rank's is done.
-        ShoalError: this rank's part failed, as it raised.
-    """
-    wrong: ShoalError | None = None
-    try:
-        work()
-    except ShoalError as error:
-        wrong = error
-    flags_W1 = torch.full(
-        (collectives.world_size, 1), int(wrong is not None), dtype=torch.int64, device="cpu"
-    )
-    found = collectives.exchange_sizes(flags_W1, what=call).wait()
-    if not found.received_WX.any():
-        return
-    text = None if wrong is None else f"{type(wrong).__name__}: {wrong}"
-    texts = collectives.gather_objects(text, what=call)
-    if wrong is not None:
-        raise wrong
-    rank = next(i for i, told in enumerate(texts) if told is not None)
-    raise CollectiveFailed(
-        f"{call} on rank {rank}",
-        got=texts[rank],
-        allowed="success on every rank",
-        remedy="Other ranks did their part; see that rank's error.",
-    )
 
 
 # What ranks say of a lookup, in one word that goes with its sizes: (what it is, bits, its text).

@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from shoal.comm import launch
@@ -36,78 +36,60 @@ class Flag:
 
 _WAY = "accepted; tensors travel between the devices where they are, whatever it says"
 
-FLAGS: Mapping[str, Flag] = {
-    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports"),
-    "optimized_horovod": Flag(
-        "MONOLITH_WITH_OPTIMIZED_HOROVOD",
-        0,
-        SWITCH,
-        "as MONOLITH_WITH_HOROVOD: sizes are exchanged with the data here",
-    ),
-    "horovod_fid_g2g": Flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY),
-    "horovod_fwd_g2g": Flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY),
-    "horovod_bwd_g2g": Flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY),
-    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place"),
-    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids"),
-    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows"),
-    "byteps_bwd": Flag("MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"),
-    "byteps_bwd_cast": Flag(
-        "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
-    ),
-    "byteps_bwd_fake_cast": Flag(
-        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, SWITCH, "accepted; nothing is cast twice"
-    ),
-    "byteps_fwd_gdr": Flag(
-        "MONOLITH_WITH_BYTEPS_FWD_GDR",
-        0,
-        SWITCH,
-        "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
-    ),
-    "byteps_fwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY),
-    "byteps_bwd_gdr": Flag(
-        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
-    ),
-    "byteps_bwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, SWITCH, _WAY),
-    "byteps_bcast": Flag(
-        "MONOLITH_WITH_BYTEPS_BCAST",
-        1,
-        (-1, 0, 1),
-        "-1: no run hooks at all; 1: telemetry too when all is synchronous",
-    ),
-    "byteps_allreduce": Flag(
-        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, beside BytePS"
-    ),
-    "force_gpu_compatible": Flag(
-        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are page-locked"
-    ),
-}
-"""Field of `BackendFlags` -> its variable."""
 
-_FAMILIES = ("MONOLITH_WITH_HOROVOD", "MONOLITH_WITH_OPTIMIZED", "MONOLITH_WITH_BYTEPS")
+def _flag(*flag: Any) -> Any:
+    return field(default=flag[1], metadata={"flag": Flag(*flag)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFlags:
-    """The values of `FLAGS`, by field, each with its default."""
+    """Values of the variables, each with its default."""
 
-    horovod: int = FLAGS["horovod"].default
-    optimized_horovod: int = FLAGS["optimized_horovod"].default
-    horovod_fid_g2g: int = FLAGS["horovod_fid_g2g"].default
-    horovod_fwd_g2g: int = FLAGS["horovod_fwd_g2g"].default
-    horovod_bwd_g2g: int = FLAGS["horovod_bwd_g2g"].default
-    byteps: int = FLAGS["byteps"].default
-    byteps_fid: int = FLAGS["byteps_fid"].default
-    byteps_fwd: int = FLAGS["byteps_fwd"].default
-    byteps_bwd: int = FLAGS["byteps_bwd"].default
-    byteps_bwd_cast: int = FLAGS["byteps_bwd_cast"].default
-    byteps_bwd_fake_cast: int = FLAGS["byteps_bwd_fake_cast"].default
-    byteps_fwd_gdr: int = FLAGS["byteps_fwd_gdr"].default
-    byteps_fwd_gdr_g2g: int = FLAGS["byteps_fwd_gdr_g2g"].default
-    byteps_bwd_gdr: int = FLAGS["byteps_bwd_gdr"].default
-    byteps_bwd_gdr_g2g: int = FLAGS["byteps_bwd_gdr_g2g"].default
-    byteps_bcast: int = FLAGS["byteps_bcast"].default
-    byteps_allreduce: int = FLAGS["byteps_allreduce"].default
-    force_gpu_compatible: int = FLAGS["force_gpu_compatible"].default
+    horovod: int = _flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports")
+    optimized_horovod: int = _flag(
+        "MONOLITH_WITH_OPTIMIZED_HOROVOD",
+        0,
+        SWITCH,
+        "as MONOLITH_WITH_HOROVOD: sizes are exchanged with the data here",
+    )
+    horovod_fid_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY)
+    horovod_fwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY)
+    horovod_bwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY)
+    byteps: int = _flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place")
+    byteps_fid: int = _flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids")
+    byteps_fwd: int = _flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows")
+    byteps_bwd: int = _flag(
+        "MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"
+    )
+    byteps_bwd_cast: int = _flag(
+        "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
+    )
+    byteps_bwd_fake_cast: int = _flag(
+        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, SWITCH, "accepted; nothing is cast twice"
+    )
+    byteps_fwd_gdr: int = _flag(
+        "MONOLITH_WITH_BYTEPS_FWD_GDR",
+        0,
+        SWITCH,
+        "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
+    )
+    byteps_fwd_gdr_g2g: int = _flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY)
+    byteps_bwd_gdr: int = _flag(
+        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
+    )
+    byteps_bwd_gdr_g2g: int = _flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, SWITCH, _WAY)
+    byteps_bcast: int = _flag(
+        "MONOLITH_WITH_BYTEPS_BCAST",
+        1,
+        (-1, 0, 1),
+        "-1: no run hooks at all; 1: telemetry too when all is synchronous",
+    )
+    byteps_allreduce: int = _flag(
+        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, next to BytePS"
+    )
+    force_gpu_compatible: int = _flag(
+        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are pinned"
+    )
 
     @property
     def gdr(self) -> bool:
@@ -124,6 +106,12 @@ class BackendFlags:
     def gradient_wire(self) -> Literal["float16"] | None:
         """How gradients should travel: as float16, or as they are (None)."""
         return "float16" if self.byteps and self.byteps_bwd_cast == 16 else None
+
+
+FLAGS: Mapping[str, Flag] = {one.name: one.metadata["flag"] for one in fields(BackendFlags)}
+"""Field of `BackendFlags` -> its variable."""
+
+_FAMILIES = ("MONOLITH_WITH_HOROVOD", "MONOLITH_WITH_OPTIMIZED", "MONOLITH_WITH_BYTEPS")
 
 
 def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:

@@ -196,13 +196,7 @@ def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
         LaunchError: one of them is no number.
     """
     environ = os.environ if environ is None else environ
-    rank, size, local_rank, local_size = _VARIABLES["mpi"]
-    return OpenMpi(
-        _optional(environ, rank),
-        _optional(environ, size),
-        _optional(environ, local_rank),
-        _optional(environ, local_size),
-    )
+    return OpenMpi(*(_optional(environ, name) for name in _VARIABLES["mpi"]))
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
@@ -245,7 +239,8 @@ def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
     )
     address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
     restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    return replace(_at(placed, address, _port(environ, DEFAULT_PORT)), restarts=restarts)
+    port = _port(environ, DEFAULT_PORT)
+    return replace(placed, master_addr=address, master_port=port, restarts=restarts)
 
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:
@@ -266,7 +261,7 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         or environ.get("DMLC_PS_ROOT_URI")
         or _address_on_one_host(placed, remedy)
     )
-    return _at(placed, address, _port(environ, DEFAULT_PORT))
+    return replace(placed, master_addr=address, master_port=_port(environ, DEFAULT_PORT))
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -300,7 +295,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     address = address or _address_on_one_host(placed, "export MASTER_ADDR=<host of rank 0>")
     # Jobs that share a node need ports of their own.
     job = _optional(environ, "SLURM_JOB_ID", 0) + _optional(environ, "SLURM_STEP_ID", 0)
-    return _at(placed, address, _port(environ, DEFAULT_PORT + job % 10_000))
+    port = _port(environ, DEFAULT_PORT + job % 10_000)
+    return replace(placed, master_addr=address, master_port=port)
 
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
@@ -319,18 +315,6 @@ def _address_on_one_host(placed: Launch, remedy: str) -> str:
         got="nothing",
         allowed="a host name or address that every rank reaches",
         remedy=f"Say where rank 0 listens: {remedy}.",
-    )
-
-
-def _at(placed: Launch, address: str, port: int) -> Launch:
-    return Launch(
-        placed.launcher,
-        placed.rank,
-        placed.world_size,
-        placed.local_rank,
-        placed.local_world_size,
-        address,
-        port,
     )
 
 

@@ -7,27 +7,17 @@ import datetime
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shoal.comm.backends.shared_memory import SharedMemoryCollectives
 from shoal.comm.backends.torch import TorchCollectives
-from shoal.comm.collectives import (
-    Collectives,
-    LocalCollectives,
-    Part,
-    Pending,
-    PendingSizes,
-    ReduceOp,
-    Sizes,
-)
+from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
+from shoal.comm.consensus import require_same
 from shoal.comm.launchers import Launch
-from shoal.comm.watch import Group, Watch
+from shoal.comm.watch import Calls, Watchdog
 from shoal.errors import (
     CollectiveFailed,
     ConfigError,
@@ -36,132 +26,6 @@ from shoal.errors import (
 )
 
 _made = itertools.count()  # ranks make their meshes in the same order
-
-
-class Waiting:
-    """Seconds that went into collectives, all that share this clock together.
-
-    On the CPU the host's time in calls and waits; on CUDA the time streams stood still for them.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._host_s = 0.0
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @property
-    def total_s(self) -> float:
-        """All so far; on CUDA it waits for the streams."""
-        for before, after in self._stalls:
-            after.synchronize()
-            self._host_s += before.elapsed_time(after) / 1e3
-        self._stalls.clear()
-        return self._host_s
-
-    @contextmanager
-    def counted(self, device: torch.device) -> Iterator[None]:
-        """Count what a block takes."""
-        if device.type == "cuda":
-            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            stream = torch.cuda.current_stream(device)
-            before.record(stream)
-            yield
-            after.record(stream)
-            self._stalls.append((before, after))
-        else:
-            start_s = self._clock()
-            try:
-                yield
-            finally:
-                self._host_s += self._clock() - start_s
-
-
-class TimedCollectives:
-    """Collectives that count the time they take.
-
-    Args:
-        inner: what does the work.
-        waiting: where time is counted.
-    """
-
-    def __init__(self, inner: Collectives, waiting: Waiting) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.device = inner.device
-        self._waiting = waiting
-
-    @property
-    def step(self) -> int:
-        """What errors name."""
-        return self.inner.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.inner.step = step
-
-    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
-        """See `Collectives`."""
-        with self._counted():
-            pending = self.inner.all_to_all(parts, what=what)
-        return _Timed(pending, self)
-
-    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
-        """See `Collectives`."""
-        with self._counted():
-            pending = self.inner.exchange_sizes(sizes_WX, what=what)
-        return _TimedSizes(pending, self)
-
-    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
-        """See `Collectives`."""
-        with self._counted():
-            pending = self.inner.all_reduce(values, op, what=what)
-        return _Timed(pending, self)
-
-    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
-        """See `Collectives`."""
-        with self._counted():
-            self.inner.broadcast(values, source, what=what)
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        """See `Collectives`."""
-        with self._counted():
-            return self.inner.gather_objects(value, what=what)
-
-    def barrier(self, *, what: str) -> None:
-        """See `Collectives`."""
-        with self._counted():
-            self.inner.barrier(what=what)
-
-    def close(self) -> None:
-        """See `Collectives`."""
-        self.inner.close()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._waiting.counted(self.device):
-            yield
-
-
-class _Timed:
-    def __init__(self, inner: Pending, owner: TimedCollectives) -> None:
-        self._inner, self._owner = inner, owner
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See `Pending`."""
-        with self._owner._counted():
-            return self._inner.wait()
-
-
-class _TimedSizes:
-    def __init__(self, inner: PendingSizes, owner: TimedCollectives) -> None:
-        self._inner, self._owner = inner, owner
-
-    def wait(self) -> Sizes:
-        """See `PendingSizes`."""
-        with self._owner._counted():
-            return self._inner.wait()
 
 
 _log = logging.getLogger("shoal.comm")
@@ -200,9 +64,9 @@ class Mesh:
         self._owns_world = owns_world
         self._groups: list[dist.ProcessGroup] = []
         self._open: list[Collectives] = []
-        self._waiting: Waiting | None = None
+        self._clock: WaitClock | None = None
         several = self.world_size > 1
-        self._watch = Watch(self.rank, self.world_size, number=next(_made)) if several else None
+        self._watch = Watchdog(self.rank, self.world_size, number=next(_made)) if several else None
         self.votes: Collectives = self._host_votes()
 
     def new_group(
@@ -223,7 +87,7 @@ class Mesh:
         """
         if self.world_size == 1:
             return None
-        self._agree(f"group {name!r}", name)
+        self._require_same(f"group {name!r}", name)
         return self._make_group(name, timeout_s or self.timeout_s, device or self.device)
 
     def collectives(
@@ -256,25 +120,25 @@ class Mesh:
         if self.world_size == 1:
             made: Collectives = LocalCollectives(device)
         else:
-            self._agree(f"collectives {name!r}", (name, carrier))
+            self._require_same(f"collectives {name!r}", (name, carrier))
             made = self._over(carrier, name, device, timeout_s, given=path != "auto")
-        if timed and self._waiting is not None and self.world_size > 1:
-            made = TimedCollectives(made, self._waiting)
+        if timed and self.world_size > 1:
+            made.clock = self._clock
         self._open.append(made)
         if self.rank == 0:
             _log.info("collectives %r: %s on %s", name, carrier, device.type)
         return made
 
-    def watched(self, name: str) -> Group:
+    def watched(self, name: str) -> Calls:
         """Where calls of a group are noted, so that ranks in different calls do not wait for a
         time-out. Every rank calls this alike."""
-        return Group(name) if self._watch is None else self._watch.group(name)
+        return Calls(name) if self._watch is None else self._watch.group(name)
 
-    def time_waits(self) -> Waiting:
+    def time_waits(self) -> WaitClock:
         """Count the time of all collectives made from now on; the same clock at each call."""
-        if self._waiting is None:
-            self._waiting = Waiting()
-        return self._waiting
+        if self._clock is None:
+            self._clock = WaitClock()
+        return self._clock
 
     def abandon(self) -> None:
         """Let go of all connections: ranks that wait for this one fail. No call may follow."""
@@ -391,15 +255,9 @@ class Mesh:
         group = self._make_group("votes", self.timeout_s, host, backend="gloo")
         return TorchCollectives(group, host, self.timeout_s, watched=self.watched("votes"))
 
-    def _agree(self, what: str, wanted: object) -> None:
-        every = self.votes.gather_objects(wanted, what=f"agreement on {what}")
-        if any(other != wanted for other in every):
-            raise ConfigError(
-                f"{what} on rank {self.rank}",
-                got=", ".join(f"rank {rank}: {said!r}" for rank, said in enumerate(every)),
-                allowed="the same on every rank",
-                remedy="Make groups and collectives in the same order on every rank.",
-            )
+    def _require_same(self, what: str, wanted: object) -> None:
+        remedy = "Make groups and collectives in the same order on every rank."
+        require_same(self.votes, f"agreement on {what}", repr(wanted), remedy=remedy)
 
 
 def path_named(name: str) -> Path:

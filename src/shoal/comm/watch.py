@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different calls: found while they wait, beside the calls.
+"""Ranks that wait for each other in different calls: found while they wait, next to the calls.
 
 Every rank counts what it begins. One that has waited for a second writes into the job's store what
 it has begun and what it waits for; once all ranks have, they read that. Ranks that each wait for a
@@ -33,7 +33,7 @@ _REMEMBERED = 32  # calls of a group
 _ANSWER_S = 5.0  # for one word with the store
 
 
-class Watch:
+class Watchdog:
     """What this rank has begun and waits for. Only the thread that makes it is watched.
 
     Args:
@@ -50,17 +50,17 @@ class Watch:
         cast(Any, store).set_timeout(datetime.timedelta(seconds=_ANSWER_S))
         self._store: Store | None = PrefixStore(f"shoal waits {number}", store)
         self._home = threading.get_ident()
-        self._groups: list[Group] = []
+        self._groups: list[Calls] = []
         self._lock = threading.Lock()
         self._waiting: _Wait | None = None
         self._next_s = 0.0
         self._counted = False
         self._in_torch: _Wait | None = None
-        self._beside: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> Calls:
         """A group of all ranks; they make theirs in the same order."""
-        self._groups.append(Group(name, self, len(self._groups)))
+        self._groups.append(Calls(name, self, len(self._groups)))
         return self._groups[-1]
 
     def begun(self) -> None:
@@ -72,7 +72,7 @@ class Watch:
                     self._counted = False
                     self._ask("add", "ranks", -1)
 
-    def look(self, group: Group, number: int) -> str | None:
+    def look(self, group: Calls, number: int) -> str | None:
         """Between short waits for a call: which ranks are in which calls, if none can go on."""
         if threading.get_ident() != self._home:
             return None
@@ -85,9 +85,9 @@ class Watch:
     def enter(self, wait: _Wait) -> None:
         """From here on this rank is in a call of torch's, where a thread looks in its place."""
         self._in_torch = wait
-        if self._beside is None:
-            self._beside = threading.Thread(target=self._work, name="shoal-watch", daemon=True)
-            self._beside.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="shoal-watch", daemon=True)
+            self._thread.start()
 
     def leave(self) -> None:
         """The call has ended."""
@@ -145,7 +145,7 @@ class Watch:
             return None
 
 
-class Group:
+class Calls:
     """Calls of one group of all ranks, in order.
 
     Args:
@@ -155,7 +155,7 @@ class Group:
 
     __slots__ = ("_calls", "_watch", "index", "name")
 
-    def __init__(self, name: str = "", watch: Watch | None = None, index: int = 0) -> None:
+    def __init__(self, name: str = "", watch: Watchdog | None = None, index: int = 0) -> None:
         self.name, self._watch, self.index = name, watch, index
         self._calls: deque[tuple[int, str]] = deque([(0, "")], maxlen=_REMEMBERED)
 
@@ -173,7 +173,7 @@ class Group:
         return calls[-1][0], [what for number, what in calls if number]
 
     def look(self, number: int) -> str | None:
-        """See `Watch.look`."""
+        """See `Watchdog.look`."""
         return None if self._watch is None else self._watch.look(self, number)
 
     def enter(self, what: str) -> None:
@@ -188,7 +188,7 @@ class Group:
             self._watch.leave()
 
 
-_Wait = tuple[Group, int]
+_Wait = tuple[Calls, int]
 
 
 def _different(said: Sequence[Any]) -> str | None:

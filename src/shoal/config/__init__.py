@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shoal.comm.consensus import as_first_rank
 from shoal.config.compose import (
     ENVIRONMENT,
-    as_first_rank,
     compose_file,
     from_mapping,
     load,

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.collectives import Collectives
+from shoal.comm.consensus import require_same
 from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
-from shoal.comm.watch import ALIKE, Group
+from shoal.comm.watch import ALIKE, Calls
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, collective_failed, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
-from shoal.exchange.request import Exchange, PendingRecords, Request, Route, Sending
+from shoal.exchange.request import Exchange
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged
@@ -33,7 +34,7 @@ from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD
 from shoal.table.factory import shard_like
 from shoal.table.hosting import check_placement, hosted_spec, hosted_specs, move_in, plan_placement
-from shoal.table.shard import Shard, StepContext
+from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
 
 
@@ -49,52 +50,13 @@ class LaterExchange:
     def __init__(
         self, shard: Shard, specs: Sequence[TableSpec], make: Callable[[], Exchange]
     ) -> None:
-        self._shard = shard
-        self._specs = tuple(specs)
+        self.shard = shard
+        self.specs = tuple(specs)
         self._make = make
 
-    @property
-    def shard(self) -> Shard:
-        """The rows this rank holds."""
-        return self._shard
-
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The whole tables."""
-        return self._specs
-
-    @property
-    def collectives(self) -> Collectives:
-        """See `Exchange`; makes it, as all that follows."""
-        return self._make().collectives
-
-    def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
-        """See `Exchange`."""
-        return self._make().send(request, insert=insert, ctx=ctx)
-
-    def probe(self, sending: Sending) -> Route:
-        """See `Exchange`."""
-        return self._make().probe(sending)
-
-    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
-        """See `Exchange`."""
-        return self._make().dispatch(request, insert=insert, ctx=ctx)
-
-    def fetch(self, route: Route, *, ctx: StepContext) -> None:
-        """See `Exchange`."""
-        self._make().fetch(route, ctx=ctx)
-
-    def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
-        """See `Exchange`."""
-        return self._make().combine(route, ctx=ctx)
-
-    def read(self, request: Request) -> tuple[Tensor, ...]:
-        """See `Exchange`."""
-        return self._make().read(request)
-
-    def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
-        """See `Exchange`."""
-        return self._make().back(route, grads)
+    def __getattr__(self, name: str) -> Any:
+        """See `Exchange`; makes it."""
+        return getattr(self._make(), name)
 
 
 Placing = Placement | Mapping[str, str] | None
@@ -194,7 +156,7 @@ def name_failures(
     group: dist.ProcessGroup,
     mesh: Mesh,
     step_of: Callable[[], int],
-    watched: Group,
+    watched: Calls,
 ) -> None:
     """Let backward say rank, step and collective where a rank is gone, on Gloo.
 
@@ -265,6 +227,14 @@ def lost_in_backward(error: Exception) -> CollectiveFailed | None:
     return CollectiveFailed(text.partition("\n")[0])
 
 
+def _first_unlike(
+    theirs: Sequence[tuple[object, ...]], first: Sequence[tuple[object, ...]]
+) -> tuple[str, str]:
+    pairs = itertools.zip_longest(theirs, first, fillvalue=("nothing",))
+    there, here = next(pair for pair in pairs if pair[0] != pair[1])
+    return " ".join(map(str, there)), " ".join(map(str, here))
+
+
 DenseWrapper = Literal["ddp", "fsdp2"]
 
 
@@ -296,7 +266,7 @@ class DistributedModelParallel(nn.Module):
         dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
             (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
             take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
-        exchange_path: what carries ids, rows and votes; see `Mesh.collectives`.
+        exchange_path: what carries ids, rows and flags; see `Mesh.collectives`.
 
     Attributes:
         module: the wrapped module.
@@ -326,18 +296,24 @@ class DistributedModelParallel(nn.Module):
         self.module = module
         self.mesh = init() if mesh is None else mesh
         wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
-        self._options = _Options(grad_reduce, per_sender_steps, wire, exchange_path)
+        self._path = exchange_path
+        self._exchange = partial(
+            AllToAllExchange,
+            grad_reduce=grad_reduce,
+            per_sender_steps=per_sender_steps,
+            wire=wire,
+        )
         self._waiting: list[_Waiting] = []
         self._wrapped: DistributedDataParallel | None = None
         self._splits_dense = False
-        self._dense = Group()
+        self._dense = Calls()
         launch = self.mesh.launch
         families = families_of(
             self.collections(), placement, self.mesh.world_size, launch.local_world_size
         )
         if self.mesh.world_size > 1:
-            self._agree(families)
-            self._agree_on_dense()
+            self._require_same_tables(families)
+            self._require_same_dense()
             steps = self.mesh.collectives("steps", path=exchange_path)
             for family in families:
                 self._place(family, steps)
@@ -425,39 +401,31 @@ class DistributedModelParallel(nn.Module):
             loss = loss_of(self.dummy_batch())
             (loss * 0.0).sum().backward()  # type: ignore[no-untyped-call]
 
-    def _agree(self, families: tuple[Family, ...]) -> None:
+    def _require_same_tables(self, families: tuple[Family, ...]) -> None:
         """Refuse ranks that built different tables."""
         mine = [
             (repr(family.placement), repr(family.shard.specs), family.shard.seed, name)
             for family in families
             for name in family.collections
         ]
-        said = self.mesh.votes.gather_objects(mine, what="tables of a model")
-        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
-        if other is not None:
-            raise ConfigError(
-                "tables, seeds and placement of a model",
-                got=f"others on rank {other} than on rank 0",
-                allowed="the same on every rank",
-                remedy="Build the model from the same configuration and seed on each rank.",
-            )
+        require_same(
+            self.mesh.votes,
+            "tables, seeds and placement of a model",
+            mine,
+            remedy="Build the model from the same configuration and seed on each rank.",
+            shown=lambda theirs, first: ("others", f"{len(first)} collections"),
+        )
 
-    def _agree_on_dense(self) -> None:
+    def _require_same_dense(self) -> None:
         """Refuse ranks whose dense parts differ: their broadcast would not match."""
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()]
-        said = self.mesh.votes.gather_objects(mine, what="dense part of a model")
-        for rank, value in enumerate(said):
-            for here, there in itertools.zip_longest(said[0], value, fillvalue=("nothing",)):
-                if here == there:
-                    continue
-                raise ConfigError(
-                    "parameters and buffers of a model",
-                    got=f"{' '.join(map(str, there))} on rank {rank}, "
-                    f"{' '.join(map(str, here))} on rank 0",
-                    allowed="the same on every rank",
-                    remedy="Build the model from the same configuration on each rank.",
-                )
+        require_same(
+            self.mesh.votes,
+            "parameters and buffers of a model",
+            [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()],
+            remedy="Build the model from the same configuration on each rank.",
+            shown=_first_unlike,
+        )
 
     def _place(self, family: Family, steps: Collectives) -> None:
         if family.shard.device.type != self.mesh.device.type:
@@ -472,7 +440,9 @@ class DistributedModelParallel(nn.Module):
         for name, collection in family.collections.items():
             self._waiting.append(_Waiting(name, collection, part, family.placement, specs))
             later = LaterExchange(part, specs, partial(self._opened, collection))
-            collection.distribute(later, collectives=steps, silent=family.silent_on(rank))
+            collection.distribute(
+                cast(Exchange, later), collectives=steps, silent=family.silent_on(rank)
+            )
 
     def _replicate(self, dense: DenseWrapper, steps: Collectives) -> None:
         parameters, buffers = list(self.module.parameters()), list(self.module.buffers())
@@ -508,28 +478,13 @@ class DistributedModelParallel(nn.Module):
 
     def _open(self) -> None:
         """Make the exchanges, in the same order on every rank: the first batch is here."""
-        options = self._options
         while self._waiting:
             one = self._waiting[0]
-            exchange = AllToAllExchange(
-                one.part,
-                one.placement,
-                one.specs,
-                self.mesh.collectives(f"tables {one.name}", path=options.path),
-                grad_reduce=options.grad_reduce,
-                per_sender_steps=options.per_sender_steps,
-                wire=options.wire,
+            collectives = self.mesh.collectives(f"tables {one.name}", path=self._path)
+            one.collection.distribute(
+                self._exchange(one.part, one.placement, one.specs, collectives)
             )
-            one.collection.distribute(exchange)
             del self._waiting[0]  # one that could not be made is made by the next batch
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    grad_reduce: GradReduce
-    per_sender_steps: bool
-    wire: Wire
-    path: Path
 
 
 @dataclass(frozen=True, slots=True, eq=False)

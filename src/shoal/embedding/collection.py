@@ -12,24 +12,17 @@ from torch import Tensor, nn
 from shoal.comm.collectives import Collectives
 from shoal.embedding.gradients import GradientLedger
 from shoal.embedding.layouts import Feature, Layout, compile_layouts, default_layouts
-from shoal.errors import (
-    ConfigError,
-    DTypeError,
-    InputError,
-    ShapeError,
-    TicketError,
-    unknown_name,
-)
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, TicketError, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.request import Exchange, LocalExchange, Request, Route, Sending
-from shoal.exchange.verbs import RoutedVerbs
+from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.table import shard as scalars
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import Shard, StepContext
+from shoal.table.shard import RowsById, Shard, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
@@ -454,25 +447,25 @@ class EmbeddingCollection(nn.Module):
         return dict(self._tables)
 
     def table(self, name: str) -> Table:
-        """The verbs of one table, over the same rows.
+        """The methods of one table, over the same rows.
 
-        Where the rows are spread over ranks, verbs reach them wherever they are, and every rank
-        calls the same verbs in the same order.
+        If the rows are spread over ranks, methods reach them on any rank, and every rank calls
+        the same methods in the same order.
 
         Raises:
             UnknownName: no such table.
         """
         if name not in self._tables:
             raise unknown_name("table", name, self._tables)
-        return Table(self._tables[name], shard=self._verbs())
+        return Table(self._tables[name], shard=self._rows_by_id())
 
-    def _verbs(self) -> Shard:
+    def _rows_by_id(self) -> RowsById:
         if not self.distributed:
             return self.shard
         # One that waits for the first batch comes into being, and takes its own place, here.
         _ = self._exchange.collectives
         if isinstance(self._exchange, AllToAllExchange):
-            return RoutedVerbs(self._exchange)
+            return RowsOverRanks(self._exchange)
         return self.shard
 
     def forward(self, batch: KeyedRagged, *, event_time_s: int = 0) -> dict[str, Tensor]:

@@ -20,29 +20,25 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, Pending
+from shoal.comm.collectives import Arriving, Collectives, Pending
 from shoal.comm.consensus import latest_time, said
-from shoal.errors import (
-    CollectiveFailed,
-    ConfigError,
-    DTypeError,
-    ShoalError,
-    unknown_name,
-)
+from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, unknown_name
 from shoal.exchange.partition import (
-    Lanes,
-    Trip,
-    Visit,
-    compile_lanes,
-    flat_lanes,
-    grads_of,
+    ReceivedIds,
+    SendPlan,
+    Transfer,
+    compile_send_plan,
+    flat_rows,
+    ids_by_sender,
     partition,
-    visits_of,
+    received_ids,
+    reply_buffers,
+    rows_of_groups,
 )
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
-from shoal.exchange.wire import Load, Wire, send_loads
+from shoal.exchange.wire import RowBuffer, Wire, send_rows
 from shoal.lookup import PoolPlan
 from shoal.placement import Placement
 from shoal.table import shard as scalars
@@ -56,11 +52,13 @@ if TYPE_CHECKING:
 
 GradReduce = Literal["mean", "sum"]
 
+_IDS = "exchange of ids"
+
 _PLANS_KEPT = 64
 
 
 class AllToAllExchange:
-    """Rows live on the rank that a placement names; every verb is collective.
+    """Rows live on the rank that a placement names; every method is collective.
 
     Args:
         shard: this rank's; it holds `hosted_specs(specs, placement, rank)`.
@@ -74,7 +72,7 @@ class AllToAllExchange:
         wire: how rows and gradients travel; as they are, unless told otherwise.
 
     Attributes:
-        on_trip: called with what crosses the wire for each training lookup; None: nobody asks.
+        on_transfer: called with what crosses the wire for each training lookup; None: nobody asks.
 
     Raises:
         ConfigError: the shard, the placement and the ranks do not fit each other.
@@ -102,15 +100,14 @@ class AllToAllExchange:
         self._scale = 1.0 / collectives.world_size if grad_reduce == "mean" else 1.0
         self._per_sender = per_sender_steps
         self._wire = Wire() if wire is None else wire
-        self._local = {spec.name: k for k, spec in enumerate(shard.specs)}
-        self._lanes: dict[tuple[int, ...], Lanes] = {}
+        self._plans: dict[tuple[int, ...], SendPlan] = {}
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
         self._backs = 0
         self._names = ", ".join(spec.name for spec in self._specs)
-        self.on_trip: Callable[[Trip], None] | None = None
+        self.on_transfer: Callable[[Transfer], None] | None = None
         self._left: CollectiveFailed | None = None
 
     def _check_fit(self) -> None:
@@ -183,9 +180,9 @@ class AllToAllExchange:
                 "device of a request", got=ids_N.device, allowed=allowed, remedy=remedy
             )
         self.collectives.step = ctx.global_step
-        parcel = partition(self._lanes_of(request), request.ordered)
+        outgoing = partition(self._plan_of(request), request.ordered)
         sizes = self._collectives.exchange_sizes(
-            parcel.header(
+            outgoing.header(
                 said(
                     ctx.event_time_s,
                     backs=self._backs,
@@ -195,7 +192,7 @@ class AllToAllExchange:
             ),
             what="exchange of id counts",
         )
-        return Sending(request, insert, ctx, parcel, sizes)
+        return Sending(request, insert, ctx, outgoing, sizes)
 
     def probe(self, sending: Sending) -> Route:
         """Send the ids; find or insert those that came here.
@@ -207,18 +204,18 @@ class AllToAllExchange:
         """
         ctx = sending.ctx
         self.collectives.step = ctx.global_step
-        trip = self._trip(sending)
-        if self.on_trip is not None:
-            self.on_trip(trip)
-        visits = self._visits(trip, counted=True)
-        here = StepContext(global_step=ctx.global_step, event_time_s=trip.event_time_s)
+        transfer = self._transfer(sending)
+        if self.on_transfer is not None:
+            self.on_transfer(transfer)
+        lookups = self._lookups(transfer)
+        here = StepContext(global_step=ctx.global_step, event_time_s=transfer.event_time_s)
         tickets: list[Ticket] = []
-        for visit in visits:
+        for ids in lookups:
             if sending.insert:
-                tickets.append(self._inserted(trip, visit, here))
+                tickets.append(self._inserted(transfer, ids, here))
             else:
-                tickets.append(ReadTicket(visit.groups, visit.counts_N))
-        return Route(sending.request, tuple(tickets), trip.event_time_s, trip)
+                tickets.append(ReadTicket(ids.groups, ids.counts_N))
+        return Route(sending.request, tuple(tickets), transfer.event_time_s, transfer)
 
     def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
         """`probe(send(...))`."""
@@ -241,54 +238,70 @@ class AllToAllExchange:
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
         ctx = StepContext(global_step=self.collectives.step)
-        trip = self._trip(self._send(request, False, ctx, kind=0))
-        visits = self._visits(trip, counted=False)
-        rows = [self._shard.find(visit.groups).weights for visit in visits]
-        sent = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
+        transfer = self._transfer(self._send(request, False, ctx, kind=0))
+        found = self._collectives.all_to_all(transfer.id_parts(None), what=_IDS).wait()
+        rows = []
+        if transfer.plan.here_G.numel():
+            ids = received_ids(transfer, found, counted=False)
+            rows = [self._shard.find(ids.groups).weights]
+        sent = self._send_rows(transfer, flat_rows(transfer, rows), ctx.global_step)
         return self._pool(request, sent)
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
-        trip, request = _trip_of(route), route.request
+        transfer, request = _transfer_of(route), route.request
         self._backs += 1
         if self._in_flight is not None:
             self._in_flight.wait()
         spread = self._received_rows(request).spread(
             grads,
-            trip.floats(),
-            trip.parcel.offsets_N,
+            transfer.floats(),
+            transfer.outgoing.offsets_N,
             request.ordered,
             self._places.get(route),
         )
-        loads = [
-            Load(data, lane.dims, *trip.sizes_of(lane), to_all=lane.replicated)
-            for lane, data in zip(trip.lanes.lanes, spread, strict=True)
+        buffers = [
+            RowBuffer(data, layout.dims, *transfer.sizes_of(layout), to_all=layout.replicated)
+            for layout, data in zip(transfer.plan.buffers, spread, strict=True)
         ]
         # Kept here until it has arrived: nobody may wait for gradients that are dropped.
-        self._in_flight = send_loads(
-            self.collectives, loads, self._wire.grads, what="exchange of gradients"
+        pending = self._in_flight = send_rows(
+            self.collectives, buffers, self._wire.grads, what="exchange of gradients"
         )
-        return _SentGrads(route, self._in_flight, self._scale)
 
-    def _trip(self, sending: Sending) -> Trip:
-        if sending.parcel is None or sending.sizes is None:
+        def records() -> tuple[GradRecord, ...]:
+            tickets = route.tickets
+            by_ticket = rows_of_groups(transfer, pending.wait(), len(tickets))
+            return tuple(
+                GradRecord(ticket, grads, scale=self._scale)
+                for ticket, grads in zip(tickets, by_ticket, strict=True)
+            )
+
+        return Arriving(records, repeated=True)
+
+    def _transfer(self, sending: Sending) -> Transfer:
+        if sending.outgoing is None or sending.sizes is None:
             raise _foreign("a sending")
         sizes = sending.sizes.wait()
         words = sizes.received_WX[:, -1].tolist()
-        return Trip(sending.parcel, sizes, latest_time(words, self._collectives.rank, self._names))
+        latest_s = latest_time(words, self._collectives.rank, self._names)
+        return Transfer(sending.outgoing, sizes, latest_s)
 
-    def _visits(self, trip: Trip, *, counted: bool) -> tuple[Visit, ...]:
-        parts = trip.id_parts(counted=counted)
-        received = self._collectives.all_to_all(parts, what="exchange of ids").wait()
-        by_sender = counted and self._per_sender
-        return visits_of(trip, received, counted=counted, by_sender=by_sender)
+    def _lookups(self, transfer: Transfer) -> tuple[ReceivedIds, ...]:
+        """One lookup of what came here, or one per sender; none where no table is."""
+        found = self._collectives.all_to_all(transfer.id_parts(torch.int32), what=_IDS).wait()
+        if self._per_sender:
+            return ids_by_sender(transfer, found)
+        if not transfer.plan.here_G.numel():
+            return ()
+        return (received_ids(transfer, found, counted=True),)
 
-    def _inserted(self, trip: Trip, visit: Visit, ctx: StepContext) -> Ticket:
+    def _inserted(self, transfer: Transfer, ids: ReceivedIds, ctx: StepContext) -> Ticket:
         try:
-            return self._shard.find_or_init(visit.groups, visit.counts_N, ctx=ctx)
+            return self._shard.find_or_init(ids.groups, ids.counts_N, ctx=ctx)
         except ShoalError as error:
-            # Where every rank holds all rows, all of them fail alike.
-            alike = all(lane.replicated for lane in trip.lanes.lanes)
+            # If every rank holds all rows, all of them fail alike.
+            alike = all(layout.replicated for layout in transfer.plan.buffers)
             if self._collectives.world_size > 1 and not alike:
                 self._left = _gone(error, self._collectives.rank, ctx.global_step)
             raise
@@ -301,56 +314,52 @@ class AllToAllExchange:
             else self._shard.gather(ticket, ctx=ctx)
             for ticket in route.tickets
         ]
-        trip = _trip_of(route)
-        fetched = self._send_rows(trip, flat_lanes(trip, rows), ctx.global_step)
+        transfer = _transfer_of(route)
+        fetched = self._send_rows(transfer, flat_rows(transfer, rows), ctx.global_step)
         if route not in self._places:
             # While rows are on their way.
             received = self._received_rows(route.request)
-            self._places[route] = received.places(trip.parcel.offsets_N, route.request.ordered)
+            self._places[route] = received.places(
+                transfer.outgoing.offsets_N, route.request.ordered
+            )
         return fetched
 
-    def _send_rows(self, trip: Trip, rows: Sequence[Tensor], step: int) -> _Fetched:
-        """Begin to send each lane's rows to who asked; rows of replicated tables stay."""
-        loads, home = [], []
-        for lane, data in zip(trip.lanes.lanes, rows, strict=True):
-            sent_WK, received_WK = trip.sizes_of(lane)
-            if lane.replicated:
-                floats_W = (received_WK @ lane.dims_K).tolist()
-                home.append(torch.split(data, floats_W)[self._collectives.rank])
-            else:
-                loads.append(Load(data, lane.dims, received_WK, sent_WK))
-        pending = send_loads(self._collectives, loads, self._wire.rows, what="exchange of rows")
-        return _Fetched(trip, pending, tuple(home), step)
+    def _send_rows(self, transfer: Transfer, rows: Sequence[Tensor], step: int) -> _Fetched:
+        """Begin to send each buffer's rows to who asked; rows of replicated tables stay."""
+        away, home = reply_buffers(transfer, rows)
+        pending = send_rows(self._collectives, away, self._wire.rows, what="exchange of rows")
+        return _Fetched(transfer, pending, home, step)
 
     def _pool(
         self, request: Request, fetched: _Fetched, places: Places | None = None
     ) -> tuple[Tensor, ...]:
-        # Lanes that are split come before those that are replicated.
-        banks = (*fetched.pending.wait(), *fetched.home)
-        offsets_N = fetched.trip.parcel.offsets_N
-        return self._received_rows(request).pool(banks, offsets_N, request.ordered, places)
+        rows = (*fetched.pending.wait(), *fetched.home)
+        offsets_N = fetched.transfer.outgoing.offsets_N
+        return self._received_rows(request).pool(rows, offsets_N, request.ordered, places)
 
-    def _lanes_of(self, request: Request) -> Lanes:
-        tables_G = tuple(request.tables_G.tolist())
-        if tables_G not in self._lanes:
-            rank = self._collectives.rank
-            self._lanes[tables_G] = compile_lanes(
-                self._specs, self._placement, self._local, rank, tables_G
+    def _plan_of(self, request: Request) -> SendPlan:
+        return self.send_plan(tuple(request.tables_G.tolist()))
+
+    def send_plan(self, tables_G: tuple[int, ...]) -> SendPlan:
+        """The buffers of calls whose groups are of these tables."""
+        if tables_G not in self._plans:
+            self._plans[tables_G] = compile_send_plan(
+                self._specs, self._placement, self._shard.specs, self._collectives.rank, tables_G
             )
-        return self._lanes[tables_G]
+        return self._plans[tables_G]
 
     def _received_rows(self, request: Request) -> ReceivedRows:
         tables_G = tuple(request.tables_G.tolist())
         key = (id(request.plan), tables_G)
         kept = self._received.get(key)
         if kept is None:
-            lanes = self._lanes_of(request).lanes
+            layouts = self._plan_of(request).buffers
             hosted = [
                 HostedColumns(table.table, table.hosted.start, table.hosted.stop, bank)
-                for bank, lane in enumerate(lanes)
-                for table in lane.tables
+                for bank, layout in enumerate(layouts)
+                for table in layout.tables
             ]
-            reals = [lane.real for lane in lanes]
+            reals = [layout.real for layout in layouts]
             if len(self._received) >= _PLANS_KEPT:
                 self._received.clear()
             # The plan is held so that its identity stays its own.
@@ -362,36 +371,18 @@ class AllToAllExchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Rows on their way, by lane, and those that are at home; as they were at a step."""
+    """Rows on their way, by buffer, and those that are at home; as they were at a step."""
 
-    trip: Trip
+    transfer: Transfer
     pending: Pending
     home: tuple[Tensor, ...]
     step: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SentGrads:
-    """Gradients on their way; see `PendingRecords`."""
-
-    route: Route
-    pending: Pending
-    scale: float
-
-    def wait(self) -> tuple[GradRecord, ...]:
-        """The records, one per ticket."""
-        tickets, trip = self.route.tickets, _trip_of(self.route)
-        by_ticket = grads_of(trip, self.pending.wait(), len(tickets))
-        return tuple(
-            GradRecord(ticket, grads, scale=self.scale)
-            for ticket, grads in zip(tickets, by_ticket, strict=True)
-        )
-
-
-def _trip_of(route: Route) -> Trip:
-    if route.trip is None:
+def _transfer_of(route: Route) -> Transfer:
+    if route.transfer is None:
         raise _foreign("a route")
-    return route.trip
+    return route.transfer
 
 
 def _gone(error: ShoalError, rank: int, step: int) -> CollectiveFailed:

@@ -1,8 +1,12 @@
-"""Ids of a request made distinct, grouped by owner, in buffers; what reaches the owner."""
+"""Send buffers: ids grouped by owner, rows of the same ids; and what of them reaches the owner.
+
+Lookups pack the distinct ids of a request (`partition`), methods of tables over ranks the ids as
+they are given (`rows_by_id`); sizes, ids, rows and replies then travel alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Part, Sizes
+from shoal.exchange.wire import RowBuffer
 from shoal.ids import salt, to_signed
 from shoal.kernels.launch import staged
 from shoal.ops.reorder import fused_reorder, fused_reorder_into
@@ -48,16 +53,21 @@ class HostedTable:
         """Floats of a row."""
         return self.hosted.stop - self.hosted.start
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank's shard has some of it."""
+        return self.local != _ABSENT
+
 
 @dataclass(frozen=True)
-class Lane:
+class BufferLayout:
     """Hosted tables of one dtype, all split over ranks or all kept on every rank.
 
     Args:
         real: dtype of the rows that travel.
         replicated: every rank has all rows.
         tables: the hosted tables, in the order of their ids and rows.
-        first_column: of the lane's sizes among all sizes that ranks exchange.
+        first_column: of the buffer's sizes among all sizes that ranks exchange.
     """
 
     real: torch.dtype
@@ -67,7 +77,7 @@ class Lane:
 
     @cached_property
     def columns(self) -> slice:
-        """The lane's columns among the sizes."""
+        """The buffer's columns among the sizes."""
         return slice(self.first_column, self.first_column + len(self.tables))
 
     @cached_property
@@ -103,7 +113,7 @@ class Lane:
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Which of its tables this rank's shard has."""
-        return tuple(k for k, table in enumerate(self.tables) if table.local != _ABSENT)
+        return tuple(k for k, table in enumerate(self.tables) if table.is_here)
 
     @cached_property
     def here_columns(self) -> Tensor:
@@ -112,10 +122,10 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """All lanes of a request, for one rank of `world_size`."""
+class SendPlan:
+    """All buffers of a request, for one rank of `world_size`."""
 
-    lanes: tuple[Lane, ...]
+    buffers: tuple[BufferLayout, ...]
     rank: int
     world_size: int
     _ranges: dict[tuple[int, torch.device], Tensor] = field(
@@ -124,24 +134,24 @@ class Lanes:
 
     @cached_property
     def tables(self) -> tuple[HostedTable, ...]:
-        """Hosted tables of all lanes, in order."""
-        return tuple(table for lane in self.lanes for table in lane.tables)
+        """Hosted tables of all buffers, in order."""
+        return tuple(table for layout in self.buffers for table in layout.tables)
 
     @cached_property
     def columns(self) -> int:
-        """Sizes that each rank tells each other."""
+        """Sizes that each rank sends each other."""
         return len(self.tables)
 
-    def ranges_on(self, lane: Lane, device: torch.device) -> Tensor:
-        """A lane's `ranges`, on a device; sent there once."""
-        key = lane.first_column, device
+    def ranges_on(self, layout: BufferLayout, device: torch.device) -> Tensor:
+        """A buffer's `ranges`, on a device; sent there once."""
+        key = layout.first_column, device
         if key not in self._ranges:
-            self._ranges[key] = lane.ranges(self.world_size).to(device)
+            self._ranges[key] = layout.ranges(self.world_size).to(device)
         return self._ranges[key]
 
     @cached_property
     def here_G(self) -> Tensor:
-        """int32: tables, in this rank's shard, of what comes from all ranks: lane by lane."""
+        """int32: tables, in this rank's shard, of what comes from all ranks: buffer by buffer."""
         return self._local(self.world_size)
 
     @cached_property
@@ -152,23 +162,24 @@ class Lanes:
     def _local(self, senders: int) -> Tensor:
         numbers = [
             number
-            for lane in self.lanes
-            for number in [lane.tables[k].local for k in lane.here] * senders
+            for layout in self.buffers
+            for number in [layout.tables[k].local for k in layout.here] * senders
         ]
         return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-def compile_lanes(
+def compile_send_plan(
     specs: Sequence[TableSpec],
     placement: Placement,
-    local: Mapping[str, int],
+    hosted_here: Sequence[TableSpec],
     rank: int,
     tables_G: Sequence[int],
-) -> Lanes:
-    """Lanes of requests whose features read the tables `tables_G` of `specs`.
+) -> SendPlan:
+    """Buffers of requests whose features read the tables `tables_G` of `specs`.
 
-    local: index in this rank's shard of each hosted table's name.
+    hosted_here: the tables of this rank's shard.
     """
+    local = {spec.name: k for k, spec in enumerate(hosted_here)}
     found = []
     for table in sorted(set(tables_G)):
         spec = specs[table]
@@ -177,138 +188,133 @@ def compile_lanes(
             here = local[hosted_spec(spec, hosted).name] if rank in hosted.ranks else _ABSENT
             entry = HostedTable(table, hosted, spec.hash_name, here, features)
             found.append((hosted.replicated, real_dtype(spec) is torch.float64, entry))
-    # Sorting keeps the order of tables inside a lane.
+    # Sorting keeps the order of tables inside a layout.
     found.sort(key=lambda item: item[:2])
-    lanes: list[Lane] = []
+    buffers: list[BufferLayout] = []
     column = 0
     for (replicated, double), entries in groupby(found, key=lambda item: item[:2]):
         members = tuple(entry for _, _, entry in entries)
         real = torch.float64 if double else torch.float32
-        lanes.append(Lane(real, replicated, members, column))
+        buffers.append(BufferLayout(real, replicated, members, column))
         column += len(members)
-    return Lanes(tuple(lanes), rank, placement.world_size)
+    return SendPlan(tuple(buffers), rank, placement.world_size)
 
 
 _WHAT = "exchange of ids: owners"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """Distinct ids of one lane.
+class SendBuffer:
+    """Ids of one buffer layout.
 
     Args:
-        ids_N: int64, by rank and then by table; once for all ranks where they are replicated. On
-            CUDA what lies behind the last id is unused.
+        ids_N: int64, by rank and then by table; once for all ranks with `to_all`. On CUDA what
+            lies behind the last id is unused.
         counts_N: int64, occurrences of each.
         sizes_WK: int64 [W, K], ids for each rank by table.
-        offsets_N: int64, for each position of each table's features: where its row starts in the
-            lane's buffer of received rows, in floats.
+        to_all: every rank gets all of the ids.
     """
 
     ids_N: Tensor
     counts_N: Tensor
     sizes_WK: Tensor
-    offsets_N: Tensor
+    to_all: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
-    """All that one rank sends for one request."""
+class Outgoing:
+    """All that one rank sends for one request.
 
-    lanes: Lanes
-    packed: tuple[Packed, ...]
+    offsets_N: int64, for each position of each table's features of a lookup, buffer by buffer:
+        where its row starts in the receive buffer of rows, in floats. Empty for other calls.
+    """
+
+    plan: SendPlan
+    buffers: tuple[SendBuffer, ...]
     offsets_N: Tensor
 
     def header(self, said: int) -> Tensor:
-        """int64 [W, X + 1]: ids for each rank by table of each lane, and `Said` as a word."""
-        parts = [packed.sizes_WK for packed in self.packed]
-        said_W1 = self.offsets_N.new_full((self.lanes.world_size, 1), said)
+        """int64 [W, X + 1]: ids for each rank by table of each buffer, and `said`."""
+        parts = [buffer.sizes_WK for buffer in self.buffers]
+        said_W1 = self.offsets_N.new_full((self.plan.world_size, 1), said)
         return torch.cat([*parts, said_W1], dim=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trip:
-    """What crossed the wire for one request.
+class Transfer:
+    """What crosses the wire for one request.
 
     Args:
-        parcel: what this rank sent.
-        sizes: ids by rank and hosted table, sent and received; the last column is the sender's
-            `Said`.
+        outgoing: what this rank sends.
+        sizes: ids by rank and hosted table, sent and received; for lookups, the last column is
+            what the sender said.
         event_time_s: latest of any sender.
     """
 
-    parcel: Parcel
+    outgoing: Outgoing
     sizes: Sizes
     event_time_s: int
 
     @property
-    def lanes(self) -> Lanes:
-        """The lanes of its request."""
-        return self.parcel.lanes
+    def plan(self) -> SendPlan:
+        """The buffers of its request."""
+        return self.outgoing.plan
 
-    def sizes_of(self, lane: Lane) -> tuple[Tensor, Tensor]:
-        """int64 [W, K] on the CPU: ids sent to and received from each rank, by table of a lane."""
-        return self.sizes.sent_WX[:, lane.columns], self.sizes.received_WX[:, lane.columns]
+    def sizes_of(self, layout: BufferLayout) -> tuple[Tensor, Tensor]:
+        """int64 [W, K] on the CPU: ids sent to and received from each rank, by table."""
+        return self.sizes.sent_WX[:, layout.columns], self.sizes.received_WX[:, layout.columns]
 
     def floats(self) -> list[int]:
-        """Floats of the rows this rank reads, by lane."""
+        """Floats of the rows this rank reads, by buffer."""
         found = []
-        for lane in self.lanes.lanes:
-            sent_WK, _ = self.sizes_of(lane)
-            floats_W = sent_WK @ lane.dims_K
-            found.append(int(floats_W[0] if lane.replicated else floats_W.sum()))
+        for layout in self.plan.buffers:
+            sent_WK, _ = self.sizes_of(layout)
+            floats_W = sent_WK @ layout.dims_K
+            found.append(int(floats_W[0] if layout.replicated else floats_W.sum()))
         return found
 
-    def id_parts(self, *, counted: bool) -> list[Part]:
-        """Ids of each lane and, where they are counted, how often each occurs (int32)."""
+    def id_parts(self, counts: torch.dtype | None) -> list[Part]:
+        """Ids of each buffer and, in a dtype if there is one, how often each occurs."""
         parts: list[Part] = []
-        for lane, packed in zip(self.lanes.lanes, self.parcel.packed, strict=True):
-            sent_W, received_W = (tuple(sizes.sum(1).tolist()) for sizes in self.sizes_of(lane))
-            size = sent_W[0] if lane.replicated else sum(sent_W)
-            data = [packed.ids_N[:size]]
-            if counted:
-                data.append(packed.counts_N[:size].to(torch.int32))
-            if lane.replicated:
-                data = [part.repeat(self.lanes.world_size) for part in data]
+        for layout, buffer in zip(self.plan.buffers, self.outgoing.buffers, strict=True):
+            sent_W, received_W = (tuple(sizes.sum(1).tolist()) for sizes in self.sizes_of(layout))
+            size = sent_W[0] if buffer.to_all else sum(sent_W)
+            data = [buffer.ids_N[:size]]
+            if counts is not None:
+                data.append(buffer.counts_N[:size].to(counts))
+            if buffer.to_all:
+                data = [part.repeat(self.plan.world_size) for part in data]
             parts.extend(Part(part, sent_W, received_W) for part in data)
         return parts
 
 
-def partition(lanes: Lanes, ordered: KeyedRagged) -> Parcel:
+def partition(plan: SendPlan, ordered: KeyedRagged) -> Outgoing:
     """Make a request's ids distinct per hosted table and group them by owner.
 
     Nothing waits for the device, but for a batch that was built on it (`host_splits`).
     """
-    cuts = ordered.host_splits.tolist()
-    packed = tuple(
-        _replicated(lanes, lane, ordered.values_N, cuts)
-        if lane.replicated
-        else _split(lanes, lane, ordered.values_N, cuts)
-        for lane in lanes.lanes
-    )
-    parts = [lane.offsets_N for lane in packed]
-    return Parcel(lanes, packed, parts[0] if len(parts) == 1 else torch.cat(parts))
+    cuts, device = ordered.host_splits.tolist(), ordered.values_N.device
+    buffers, offsets = [], []
+    for layout in plan.buffers:
+        ranks, rule, ranges = 1, "floormod", None
+        if not layout.replicated:
+            ranks, rule = plan.world_size, "hash_ranges"
+            ranges = plan.ranges_on(layout, device)
+        spans = _spans(layout, ordered.values_N, cuts)
+        ids, counts, sizes, offsets_n = _reordered(*spans, layout.dims, ranks, rule, ranges)
+        sizes_WK = sizes.view(ranks, -1).expand(plan.world_size, -1)
+        buffers.append(SendBuffer(ids, counts, sizes_WK, layout.replicated))
+        offsets.append(offsets_n)
+    return Outgoing(plan, tuple(buffers), _joined(offsets))
 
 
-def _split(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
-    ranges = lanes.ranges_on(lane, values_N.device)
-    ids, counts, sizes, offsets = _reordered(
-        *_spans(lane, values_N, cuts), lane.dims, lanes.world_size, "hash_ranges", ranges
-    )
-    return Packed(ids, counts, sizes.view(lanes.world_size, -1), offsets)
-
-
-def _replicated(lanes: Lanes, lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> Packed:
-    spans = _spans(lane, values_N, cuts)
-    ids, counts, sizes, offsets = _reordered(*spans, lane.dims, 1, "floormod", None)
-    return Packed(ids, counts, sizes.view(1, -1).expand(lanes.world_size, -1), offsets)
-
-
-def _spans(lane: Lane, values_N: Tensor, cuts: Sequence[int]) -> tuple[list[Tensor], Tensor | None]:
+def _spans(
+    layout: BufferLayout, values_N: Tensor, cuts: Sequence[int]
+) -> tuple[list[Tensor], Tensor | None]:
     """Ids of each table; or those of all, and where each table's begin."""
-    if lane.edges is None:
-        return [_span(table.features, values_N, cuts) for table in lane.tables], None
-    starts = np.array([cuts[edge] for edge in lane.edges], dtype=np.int64)
+    if layout.edges is None:
+        return [_span(table.features, values_N, cuts) for table in layout.tables], None
+    starts = np.array([cuts[edge] for edge in layout.edges], dtype=np.int64)
     first, last = int(starts[0]), int(starts[-1])
     return [values_N[first:last]], staged(starts - first, values_N.device)
 
@@ -356,99 +362,112 @@ def _reordered(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
-    """Ids of one lookup at their owner: groups by lane, then by sender, then by table.
+class ReceivedIds:
+    """Ids of one lookup at their owner: groups by buffer, then by sender, then by table.
 
     Tables that this rank does not hold have no groups: nothing comes for them.
-    counts_N: int64, occurrences each position stands for; None where they did not travel.
+    counts_N: int64, occurrences each position stands for; None when they did not travel.
     """
 
     groups: IdGroups
     counts_N: Tensor | None
 
 
-def visits_of(
-    trip: Trip, received: Sequence[Tensor], *, counted: bool, by_sender: bool
-) -> tuple[Visit, ...]:
-    """What came to this rank: one visit, or one per sender.
-
-    A rank that holds no such table has no visit, or one without ids per sender: all ranks know
-    alike that senders step one by one.
-
-    received: ids of each lane, each followed by its counts where they are counted.
-    """
+def received_ids(transfer: Transfer, received: Sequence[Tensor], *, counted: bool) -> ReceivedIds:
+    """What came to this rank: ids of each buffer, each followed by its counts if counted."""
     ids, counts = (received[::2], received[1::2]) if counted else (received, ())
-    if by_sender:
-        return _by_sender(trip, ids, counts)
-    if not any(lane.here for lane in trip.lanes.lanes):
-        return ()
-    return (_of_all(trip, ids, counts),)
+    received_WX = transfer.sizes.received_WX
+    sizes = [received_WX[:, layout.here_columns].flatten() for layout in transfer.plan.buffers]
+    return _received(sizes, ids, counts, transfer.plan.here_G)
 
 
-def _of_all(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> Visit:
-    received_WX = trip.sizes.received_WX
-    sizes = [received_WX[:, lane.here_columns].flatten() for lane in trip.lanes.lanes]
-    return _visit(sizes, ids, counts, trip.lanes.here_G)
-
-
-def _by_sender(trip: Trip, ids: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Visit, ...]:
-    lanes = trip.lanes.lanes
-    splits: list[list[int]] = [trip.sizes_of(lane)[1].sum(1).tolist() for lane in lanes]
-    ids_LW = [torch.split(part, cut) for part, cut in zip(ids, splits, strict=True)]
-    counts_LW = [torch.split(part, cut) for part, cut in zip(counts, splits, strict=bool(counts))]
+def ids_by_sender(transfer: Transfer, received: Sequence[Tensor]) -> tuple[ReceivedIds, ...]:
+    """The same, counted, for one lookup per sender; without ids on a rank that has no table:
+    all ranks know alike that senders step one by one.
+    """
+    layouts = transfer.plan.buffers
+    splits = [s for one in layouts for s in [transfer.sizes_of(one)[1].sum(1).tolist()] * 2]
+    parts = [torch.split(part, cut) for part, cut in zip(received, splits, strict=True)]
     return tuple(
-        _visit(
-            [received_X[lane.here_columns] for lane in lanes],
-            [part[rank] for part in ids_LW],
-            [part[rank] for part in counts_LW],
-            trip.lanes.sender_G,
+        _received(
+            [received_X[layout.here_columns] for layout in layouts],
+            [part[rank] for part in parts[::2]],
+            [part[rank] for part in parts[1::2]],
+            transfer.plan.sender_G,
         )
-        for rank, received_X in enumerate(trip.sizes.received_WX)
+        for rank, received_X in enumerate(transfer.sizes.received_WX)
     )
 
 
-def _visit(
+def _received(
     sizes: Sequence[Tensor], ids: Sequence[Tensor], counts: Sequence[Tensor], tables_G: Tensor
-) -> Visit:
+) -> ReceivedIds:
     sizes_G = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), *sizes])
-    return Visit(
+    return ReceivedIds(
         IdGroups(_joined(ids), sizes_G.cumsum(0), tables_G),
         _joined(counts).long() if counts else None,
     )
 
 
-def flat_lanes(trip: Trip, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Rows [n, D] of each visit's groups as one flat buffer per lane, by sender and then table."""
-    senders = trip.lanes.world_size // max(len(rows), 1)
+def flat_rows(transfer: Transfer, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Rows [n, D] of each lookup's groups as one flat tensor per buffer, by sender and table."""
+    senders = transfer.plan.world_size // max(len(rows), 1)
     buffers, first = [], 0
-    for lane in trip.lanes.lanes:
-        last = first + senders * len(lane.here)
-        views = [view for visit in rows for view in visit[first:last]]
-        device = trip.parcel.offsets_N.device
-        buffers.append(flat(views, lane.real, device))
+    for layout in transfer.plan.buffers:
+        last = first + senders * len(layout.here)
+        views = [view for lookup in rows for view in lookup[first:last]]
+        buffers.append(flat(views, layout.real, transfer.outgoing.offsets_N.device))
         first = last
     return buffers
 
 
-def grads_of(trip: Trip, received: Sequence[Tensor], visits: int) -> tuple[tuple[Tensor, ...], ...]:
-    """Gradients [n, D] of each visit's groups: views of each lane's buffer."""
-    if visits == 0:
+def reply_buffers(
+    transfer: Transfer, rows: Sequence[Tensor], dims: Sequence[tuple[int, ...]] | None = None
+) -> tuple[list[RowBuffer], tuple[Tensor, ...]]:
+    """Flat rows of each buffer on their way back to who asked, and those that stay.
+
+    Of ids that went to every rank, every rank has the rows: those of its own stay. Buffers of
+    such tables come after the others.
+
+    dims: elements of a row of each buffer's tables; None: as they have them.
+    """
+    away, home = [], []
+    plan = transfer.plan
+    for number, (layout, buffer) in enumerate(
+        zip(plan.buffers, transfer.outgoing.buffers, strict=True)
+    ):
+        sent_WK, received_WK = transfer.sizes_of(layout)
+        widths = layout.dims if dims is None else dims[number]
+        if buffer.to_all:
+            floats_W = (received_WK @ torch.tensor(widths, device="cpu")).tolist()
+            home.append(torch.split(rows[number], floats_W)[plan.rank])
+        else:
+            away.append(RowBuffer(rows[number], widths, received_WK, sent_WK))
+    return away, tuple(home)
+
+
+def rows_of_groups(
+    transfer: Transfer, received: Sequence[Tensor], lookups: int
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Rows [n, D] of each lookup's groups: views of each flat receive buffer."""
+    if lookups == 0:
         return ()
-    senders = trip.lanes.world_size // visits
-    lanes = [
-        (senders * len(lane.here), _views(trip, lane, buffer))
-        for lane, buffer in zip(trip.lanes.lanes, received, strict=True)
-    ]
+    senders = transfer.plan.world_size // lookups
+    buffers = []
+    for layout, buffer in zip(transfer.plan.buffers, received, strict=True):
+        sizes_WK = transfer.sizes.received_WX[:, layout.here_columns].tolist()
+        views = _row_views(buffer, sizes_WK, [layout.dims[k] for k in layout.here])
+        buffers.append((senders * len(layout.here), views))
     return tuple(
-        tuple(view for size, views in lanes for view in views[at * size : (at + 1) * size])
-        for at in range(visits)
+        tuple(view for size, views in buffers for view in views[at * size : (at + 1) * size])
+        for at in range(lookups)
     )
 
 
-def _views(trip: Trip, lane: Lane, buffer: Tensor) -> list[Tensor]:
-    """A lane's buffer as [n, D] per sender and table held here."""
-    dims = [lane.dims[k] for k in lane.here]
-    sizes_WK = trip.sizes.received_WX[:, lane.here_columns].tolist()
+def _row_views(
+    buffer: Tensor, sizes_WK: Sequence[Sequence[int]], dims: Sequence[int]
+) -> list[Tensor]:
+    """A flat buffer as [n, D] per rank and table."""
     if len(set(dims)) == 1:
         return list(torch.split(buffer.view(-1, dims[0]), [n for sizes in sizes_WK for n in sizes]))
     shapes = [(n, dim) for sizes in sizes_WK for n, dim in zip(sizes, dims, strict=True)]

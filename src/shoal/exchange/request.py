@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, LocalCollectives, PendingSizes
-from shoal.exchange.partition import Parcel, Trip
+from shoal.comm.collectives import Arriving, Collectives, LocalCollectives, PendingSizes
+from shoal.exchange.partition import Outgoing, Transfer
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import GradRecord, IdGroups, ReadTicket, Shard, StepContext, Ticket
@@ -42,14 +42,14 @@ class Sending:
 
     Args:
         request, insert, ctx: what was sent, for what.
-        parcel: the ids as they are sent; None in one process.
+        outgoing: the ids as they are sent; None in one process.
         sizes: how many ids come from each rank, on their way; None in one process.
     """
 
     request: Request
     insert: bool
     ctx: StepContext
-    parcel: Parcel | None = None
+    outgoing: Outgoing | None = None
     sizes: PendingSizes | None = None
 
 
@@ -63,13 +63,13 @@ class Route:
         tickets: of the rows that this rank's shard gives: one, or one per sender; none where it
             holds no table of the request (and senders do not step one by one).
         event_time_s: latest event time of any sender.
-        trip: ids, sizes and splits of the exchange; None in one process.
+        transfer: ids, sizes and splits of the exchange; None in one process.
     """
 
     request: Request
     tickets: tuple[Ticket, ...]
     event_time_s: int
-    trip: Trip | None = None
+    transfer: Transfer | None = None
 
     @property
     def ticket(self) -> Ticket:
@@ -77,35 +77,14 @@ class Route:
         return self.tickets[0]
 
 
-class PendingRecords(Protocol):
-    """Gradients on their way to their owner."""
-
-    def wait(self) -> tuple[GradRecord, ...]:
-        """What this rank's shard received: one record per ticket of the route, in their order.
-
-        May be called again, with the same result.
-
-        Raises:
-            CollectiveFailed: the exchange did not finish.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadyRecords:
-    """Gradients that have arrived."""
-
-    records: tuple[GradRecord, ...]
-
-    def wait(self) -> tuple[GradRecord, ...]:
-        """The records."""
-        return self.records
+PendingRecords = Arriving[tuple[GradRecord, ...]]
+"""Gradients on their way to their owner: one record per ticket of the route, in their order."""
 
 
 class Exchange(Protocol):
     """From ids to pooled rows and back.
 
-    With several ranks every verb is collective: all ranks call it, in the same order.
+    With several ranks every method is collective: all ranks call it, in the same order.
     """
 
     @property
@@ -124,7 +103,7 @@ class Exchange(Protocol):
         ...
 
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
-        """Begin a dispatch: make ids distinct, group them by owner, tell owners how many come.
+        """Begin a dispatch: make ids distinct, group them by owner, send owners their number.
 
         insert: owners admit and insert unknown ids now; else they only read, and the rows come
         into being when gradients are applied.
@@ -223,7 +202,7 @@ class LocalExchange:
         record = GradRecord(
             route.ticket, grads, request.plan, ordered.offsets_FB1, ordered.weights_N
         )
-        return ReadyRecords((record,))
+        return Arriving(lambda: (record,))
 
     def _find(self, request: Request, groups: IdGroups) -> tuple[Tensor, ...]:
         ordered = request.ordered

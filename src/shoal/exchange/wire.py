@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, Part, Pending
+from shoal.comm.collectives import Arriving, Collectives, Part, Pending
 from shoal.errors import ConfigError, DTypeError, ShapeError
 
 WireKind = Literal["bfloat16", "float16", "int8"]
@@ -215,7 +215,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class RowBuffer:
     """Flat rows of several tables for every rank.
 
     Args:
@@ -232,51 +232,38 @@ class Load:
     to_all: bool = False
 
 
-def send_loads(
-    collectives: Collectives, loads: Sequence[Load], kind: WireKind | None, *, what: str
+def send_rows(
+    collectives: Collectives, buffers: Sequence[RowBuffer], kind: WireKind | None, *, what: str
 ) -> Pending:
-    """Begin to send; `wait` gives one flat tensor per load, of its own dtype."""
-    if not loads:
-        return _Arrived((), None, None)
+    """Begin to send; `wait` gives one flat tensor per buffer, of its own dtype."""
+    if not buffers:
+        return Arriving(lambda: ())
     parts = []
-    for load in loads:
-        widths_K = torch.tensor([wire_elements(1, dim, kind) for dim in load.dims], device="cpu")
-        data = load.data
+    for buffer in buffers:
+        widths_K = torch.tensor([wire_elements(1, dim, kind) for dim in buffer.dims], device="cpu")
+        data = buffer.data
         if kind is not None:
-            sizes_WK = load.send_WK[:1] if load.to_all else load.send_WK
-            data = encode(data, _segments(sizes_WK, load.dims), kind)
-        if load.to_all:
+            sizes_WK = buffer.send_WK[:1] if buffer.to_all else buffer.send_WK
+            data = encode(data, _segments(sizes_WK, buffer.dims), kind)
+        if buffer.to_all:
             data = data.repeat(collectives.world_size)
-        send, receive = ((sizes @ widths_K).tolist() for sizes in (load.send_WK, load.receive_WK))
-        parts.append(Part(data, tuple(send), tuple(receive)))
+        send_W, receive_W = (
+            tuple((sizes @ widths_K).tolist()) for sizes in (buffer.send_WK, buffer.receive_WK)
+        )
+        parts.append(Part(data, send_W, receive_W))
     pending = collectives.all_to_all(parts, what=what)
-    return pending if kind is None else _Arrived(tuple(loads), kind, pending)
+    if kind is None:
+        return pending
+    # Not what is sent, which need not be kept that long.
+    forms = [(_segments(buffer.receive_WK, buffer.dims), buffer.data.dtype) for buffer in buffers]
 
+    def decoded() -> tuple[Tensor, ...]:
+        return tuple(
+            decode(wire, segments, kind, real)
+            for wire, (segments, real) in zip(pending.wait(), forms, strict=True)
+        )
 
-class _Arrived:
-    """Decodes, once, what a collective brings."""
-
-    __slots__ = ("_kind", "_loads", "_pending", "_rows")
-
-    def __init__(
-        self, loads: tuple[Load, ...], kind: WireKind | None, pending: Pending | None
-    ) -> None:
-        self._loads = loads
-        self._kind = kind
-        self._pending = pending
-        self._rows: tuple[Tensor, ...] | None = None
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Flat rows of each load."""
-        if self._rows is None:
-            wires = () if self._pending is None else self._pending.wait()
-            self._rows = tuple(
-                decode(wire, _segments(load.receive_WK, load.dims), self._kind, load.data.dtype)
-                for wire, load in zip(wires, self._loads, strict=True)
-            )
-            # What was sent need not be kept any longer.
-            self._loads, self._pending = (), None
-        return self._rows
+    return Arriving(decoded)
 
 
 def _segments(sizes_WK: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.collectives import Collectives
+from shoal.comm.consensus import flagged, reduced
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.gradients import GradientLedger
 from shoal.errors import (
@@ -33,44 +35,41 @@ def shared(ledgers: Sequence[GradientLedger]) -> GradientLedger | None:
 
 def anywhere(ledgers: Sequence[GradientLedger], here: Sequence[Tensor]) -> Tensor:
     """Which ranks say yes to any of some bool scalars, uint8 [W]; a collective call."""
-    ledger = shared(ledgers)
     device = ledgers[0].shard.device
-    mine = torch.stack([flag.to(device) for flag in here]).any().to(torch.uint8)
-    if ledger is None or ledger.collectives is None:
-        return mine.reshape(1)
-    collectives = ledger.collectives
-    said_W = torch.zeros(collectives.world_size, dtype=torch.uint8, device=collectives.device)
-    said_W[collectives.rank] = mine
-    return _reduced(ledger, said_W, "max", "vote on finite gradients")
+    mine = torch.stack([flag.to(device) for flag in here]).any()
+    collectives = _collectives(ledgers)
+    if collectives is None:
+        return mine.to(torch.uint8).reshape(1)
+    return flagged(collectives, mine, what="vote on finite gradients")
 
 
 def summed(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
     """A scalar, added up over ranks; a collective call."""
-    ledger = shared(ledgers)
-    return value if ledger is None else _reduced(ledger, value, "sum", "norm of gradients")
+    collectives = _collectives(ledgers)
+    return value if collectives is None else reduced(collectives, value, "sum", what=_NORM)
 
 
 def worst(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
     """The largest of a scalar over ranks, NaN if any is; a collective call."""
-    ledger = shared(ledgers)
-    if ledger is None:
+    collectives = _collectives(ledgers)
+    if collectives is None:
         return value
     # Whether the maximum of a NaN is one depends on what carries it.
     pair = torch.stack([value.nan_to_num(0.0, posinf=torch.inf), value.isnan().to(value.dtype)])
-    found = _reduced(ledger, pair, "max", "norm of gradients")
+    found = reduced(collectives, pair, "max", what=_NORM)
     return torch.where(found[1] > 0, torch.nan, found[0])
 
 
-def _reduced(ledger: GradientLedger, values: Tensor, op: str, what: str) -> Tensor:
-    collectives = ledger.collectives
-    assert collectives is not None
-    collectives.step = ledger.global_step
-    asked = values.to(collectives.device)
-    if op == "max":
-        (found,) = collectives.all_reduce(asked, "max", what=what).wait()
-    else:
-        (found,) = collectives.all_reduce(asked, "sum", what=what).wait()
-    return found.to(ledger.shard.device)
+_NORM = "norm of gradients"
+
+
+def _collectives(ledgers: Sequence[GradientLedger]) -> Collectives | None:
+    """Of the ranks that the tables are spread over, at the ledger's step; None for one rank."""
+    ledger = shared(ledgers)
+    if ledger is None or ledger.collectives is None:
+        return None
+    ledger.collectives.step = ledger.global_step
+    return ledger.collectives
 
 
 _OWN = ("params", "name")

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shoal.comm.collectives import Collectives, Pending
-from shoal.errors import ConfigError, DataError
+from shoal.comm.consensus import rank_rows, require_same
+from shoal.errors import DataError
 from shoal.pipeline.scheduler import Facts, Settings
 
 
@@ -64,23 +63,13 @@ def require_same_settings(votes: Collectives, settings: Settings) -> None:
     Raises:
         ConfigError: another rank has other settings.
     """
-    every = votes.gather_objects(repr(settings), what="settings of a pipeline")
-    other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
-    if other is not None:
-        raise ConfigError(
-            "settings of a pipeline",
-            got=f"{every[other]} on rank {other}, {every[0]} on rank 0",
-            allowed="the same on every rank",
-            remedy="Make the pipeline from the same configuration on each rank.",
-        )
+    remedy = "Make the pipeline from the same configuration on each rank."
+    require_same(votes, "settings of a pipeline", repr(settings), remedy=remedy)
 
 
 def vote(votes: Collectives, ballot: Ballot, index: int) -> Pending:
     """Send a ballot; `ballots_of` the result."""
-    numbers = ballot.numbers()
-    every_WX = torch.zeros(votes.world_size, len(numbers), dtype=torch.float64, device="cpu")
-    every_WX[votes.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
+    return rank_rows(votes, ballot.numbers(), what=f"vote on batch {index}")
 
 
 def ballots_of(pending: Pending) -> tuple[Ballot, ...]:

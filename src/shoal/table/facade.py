@@ -1,9 +1,10 @@
-"""`Table`: the verbs of one table, for people, tests and small jobs."""
+"""`Table`: the methods of one table, for people, tests and small jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from shoal.errors import (
 )
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
-from shoal.table.shard import IdGroups, Shard, StepContext, Ticket
+from shoal.table.shard import IdGroups, RowsById, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
 from shoal.uncompiled import uncompiled
@@ -61,9 +62,11 @@ class Table:
         *,
         seed: int = 0,
         device: str = "cpu",
-        shard: Shard | None = None,
+        shard: RowsById | None = None,
     ) -> None:
-        self._shard = make_shard((spec,), seed=seed, device=device) if shard is None else shard
+        self._shard: RowsById = (
+            make_shard((spec,), seed=seed, device=device) if shard is None else shard
+        )
         names = [hosted.name for hosted in self._shard.specs]
         if spec.name not in names:
             raise unknown_name("table of the given shard", spec.name, names)
@@ -89,8 +92,8 @@ class Table:
         return self._spec
 
     @property
-    def shard(self) -> Shard:
-        """The owner of the rows."""
+    def shard(self) -> RowsById:
+        """The owner of the rows: a `Shard`, or the shards of all ranks."""
         return self._shard
 
     def __len__(self) -> int:
@@ -128,7 +131,7 @@ class Table:
         """
         groups = self._groups(ids)
         ctx = StepContext(global_step=global_step, event_time_s=event_time_s)
-        return self._shard.find_or_init(groups, self._counts(counts, groups), ctx=ctx)
+        return self._own().find_or_init(groups, self._counts(counts, groups), ctx=ctx)
 
     def gather(self, ticket: Ticket, *, global_step: int = 0) -> Tensor:
         """Rows of a ticket as they are now, [N, D]; initial values of ids not admitted.
@@ -136,7 +139,7 @@ class Table:
         Raises:
             TicketError: the ticket has ended, or is another shard's.
         """
-        return self._shard.gather(ticket, ctx=StepContext(global_step=global_step))[0]
+        return self._own().gather(ticket, ctx=StepContext(global_step=global_step))[0]
 
     def apply(
         self,
@@ -217,7 +220,7 @@ class Table:
         """Upsert rows with their state and metadata."""
         # Of our own, whatever another thread does: what is checked is what gets loaded.
         own = replace(chunk, ids=chunk.ids.clone(), versions=chunk.versions.clone())
-        self._shard.load(self._index, own)
+        self._own().load(self._index, own)
 
     def clear(self) -> None:
         """Drop all rows.
@@ -238,6 +241,17 @@ class Table:
     def stats(self) -> TableStats:
         """Counters and bytes."""
         return self._shard.stats()[self._index]
+
+    def _own(self) -> Shard:
+        """The shard of this process, which has lookups and rows in bulk too."""
+        if getattr(self._shard, "collective", False):
+            raise ConfigError(
+                f"table {self._spec.name!r} over ranks",
+                got="a ticket, or rows in bulk",
+                allowed="rows by id, export, size, stats",
+                remedy="Call the collection to look up for training; load into each rank's shard.",
+            )
+        return cast(Shard, self._shard)
 
     def _groups(self, ids: Ids) -> IdGroups:
         ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)

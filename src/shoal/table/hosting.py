@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -301,34 +301,13 @@ def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entr
 def joined_state(spec: TableSpec, parts: Sequence[tuple[Hosted, Tensor]]) -> Tensor:
     """Optimizer state [..., S] of a whole row, of the states of its column slices.
 
-    A segment's state is runs as long as the segment, then single floats; where it is cut, each
-    run is cut with it and the single floats are the same in every slice.
+    See `_state_columns`; what a cut segment has for all of its columns is the same in every slice.
     """
-    pieces = []
-    at = [0] * len(parts)
-    first = 0
-    for segment in spec.segments:
-        runs: list[list[Tensor]] = []
-        rest: Tensor | None = None
-        for i, (one, state) in enumerate(parts):
-            width = min(one.stop, first + segment.dim) - max(one.start, first)
-            if width <= 0:
-                continue
-            whole = segment.optimizer.state_width(width)
-            own = state[..., at[i] : at[i] + whole]
-            at[i] += whole
-            if width == segment.dim:
-                runs, rest = [[own]], None
-                break
-            many = segment.optimizer.state_width(2) - segment.optimizer.state_width(1)
-            runs = runs or [[] for _ in range(many)]
-            for k, run in enumerate(runs):
-                run.append(own[..., k * width : (k + 1) * width])
-            rest = own[..., many * width :]
-        pieces += [torch.cat(run, dim=-1) for run in runs]
-        pieces += [] if rest is None else [rest]
-        first += segment.dim
-    return torch.cat(pieces, dim=-1)
+    like = parts[0][1]
+    whole = like.new_zeros((*like.shape[:-1], spec.state_width))
+    for one, state in parts:
+        whole[..., _state_columns(spec, one)] = state
+    return whole
 
 
 def joined_stats(spec: TableSpec, found: Sequence[tuple[Hosted, int, TableStats]]) -> TableStats:
@@ -342,21 +321,17 @@ def joined_stats(spec: TableSpec, found: Sequence[tuple[Hosted, int, TableStats]
         if one.start == 0 and (not one.replicated or rank == one.ranks[0])
     ]
     everything = [stats for _, _, stats in found]
-    return TableStats(
-        name=spec.name,
-        rows=sum(stats.rows for stats in counted),
-        bytes_total=sum(stats.bytes_total for stats in everything),
-        bytes_weights=sum(stats.bytes_weights for stats in everything),
-        bytes_state=sum(stats.bytes_state for stats in everything),
-        bytes_metadata=sum(stats.bytes_metadata for stats in everything),
-        bytes_index=sum(stats.bytes_index for stats in everything),
-        index_load=max(stats.index_load for stats in everything),
-        inserted=sum(stats.inserted for stats in counted),
-        refused=sum(stats.refused for stats in counted),
-        evicted=sum(stats.evicted for stats in counted),
-        nonfinite_skipped=sum(stats.nonfinite_skipped for stats in counted),
-        on_host=any(stats.on_host for stats in everything),
-    )
+    once = ("rows", "inserted", "refused", "evicted", "nonfinite_skipped")
+    numbers: dict[str, Any] = {
+        field.name: sum(
+            getattr(stats, field.name) for stats in (counted if field.name in once else everything)
+        )
+        for field in dataclasses.fields(TableStats)
+        if field.name != "name"
+    }
+    numbers["index_load"] = max(stats.index_load for stats in everything)
+    numbers["on_host"] = any(stats.on_host for stats in everything)
+    return TableStats(name=spec.name, **numbers)
 
 
 def joined_chunk(spec: TableSpec, found: Sequence[tuple[Hosted, RowChunk]]) -> RowChunk:

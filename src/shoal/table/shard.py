@@ -127,15 +127,14 @@ class SummedGrads:
     counts: tuple[Tensor, ...]
 
 
-class Shard(ChangeFeed, Protocol):
-    """All rows, of all tables, that one process owns. Many Python threads may call.
+class RowsById(Protocol):
+    """Rows of several tables by id, of one process or of all ranks.
 
-    Verbs are ordered as called. Every verb checks its whole input before it changes anything;
+    Methods are ordered as called. Every method checks its whole input before it changes anything;
     empty input is fine. All 2^64 int64 ids are legal.
 
-    Ids, offsets, weights, rows and gradients are on `device`, and so are rows, flags and sums
-    that verbs return. Splits and table indices of groups, row chunks, entries and admission
-    counters are on the CPU.
+    Ids, weights and rows are on `device`, and so are rows and flags that methods return. Splits
+    and table indices of groups, row chunks and entries are on the CPU.
     """
 
     @property
@@ -145,6 +144,82 @@ class Shard(ChangeFeed, Protocol):
 
     @property
     def specs(self) -> tuple[TableSpec, ...]: ...
+
+    def find(self, groups: IdGroups) -> Found:
+        """Read rows; never inserts."""
+        ...
+
+    def apply_ids(
+        self,
+        groups: IdGroups,
+        grads: Sequence[Tensor],
+        counts_N: Tensor | None = None,
+        *,
+        ctx: StepContext,
+        seen_weights: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`apply` without a ticket: inserts what is missing (admission applies), sums duplicates.
+
+        seen_weights: per group [n_g, D_g], the weights the gradients were computed at; only
+        delay-compensated optimizers read it.
+        """
+        ...
+
+    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
+        ...
+
+    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
+        """Add to rows; a missing id is initialised first. Duplicates add up."""
+        ...
+
+    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
+        """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
+        ...
+
+    def evict(self, now_s: int) -> int:
+        """Drop rows expired at event time `now_s`; returns how many. Never pinned ones.
+
+        `capacity_rows` needs no eviction of its own: inserts keep it.
+        """
+        ...
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+        ...
+
+    def export(self, table: int) -> RowChunk:
+        """All rows of a table, ordered by hash (placement.hash_ids)."""
+        ...
+
+    def entry(self, table: int, id: int) -> Entry | None:
+        """One row in full, or None."""
+        ...
+
+    def size(self, table: int) -> int:
+        """Rows of a table."""
+        ...
+
+    def clear(self, table: int) -> None:
+        """Drop all rows of a table. Live tickets make it raise TicketError."""
+        ...
+
+    def stats(self) -> tuple[TableStats, ...]: ...
+
+    def check(self) -> None:
+        """Raise what kernels found since the last call; waits for the device.
+
+        Raises:
+            NonFiniteGradient: a row's sum of gradients was not finite under nan_policy="raise".
+        """
+        ...
+
+
+class Lookups(Protocol):
+    """Training lookups: a ticket holds rows until their gradients are applied; pooled reads.
+
+    Offsets, weights and gradients are on the shard's device, and so are rows and sums.
+    """
 
     @property
     def seed(self) -> int: ...
@@ -156,10 +231,6 @@ class Shard(ChangeFeed, Protocol):
 
     @last_step.setter
     def last_step(self, step: int) -> None: ...
-
-    def find(self, groups: IdGroups) -> Found:
-        """Read rows; never inserts."""
-        ...
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
@@ -216,40 +287,9 @@ class Shard(ChangeFeed, Protocol):
         """`apply` with sums the caller may have changed; ends the records' tickets."""
         ...
 
-    def apply_ids(
-        self,
-        groups: IdGroups,
-        grads: Sequence[Tensor],
-        counts_N: Tensor | None = None,
-        *,
-        ctx: StepContext,
-        seen_weights: Sequence[Tensor] | None = None,
-    ) -> None:
-        """`apply` without a ticket: inserts what is missing (admission applies), sums duplicates.
 
-        seen_weights: per group [n_g, D_g], the weights the gradients were computed at; only
-        delay-compensated optimizers read it.
-        """
-        ...
-
-    def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
-        """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
-        ...
-
-    def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
-        """Add to rows; a missing id is initialised first. Duplicates add up."""
-        ...
-
-    def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
-        """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
-        ...
-
-    def evict(self, now_s: int) -> int:
-        """Drop rows expired at event time `now_s`; returns how many. Never pinned ones.
-
-        `capacity_rows` needs no eviction of its own: inserts keep it.
-        """
-        ...
+class BulkRows(Protocol):
+    """Rows in bulk, for checkpoints: each rank's own, on the CPU."""
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         """Make a cut and keep the rows as they are at it; at most one snapshot at a time.
@@ -274,10 +314,6 @@ class Shard(ChangeFeed, Protocol):
         Raises:
             InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
-        ...
-
-    def export(self, table: int) -> RowChunk:
-        """All rows of a table, ordered by hash (placement.hash_ids)."""
         ...
 
     def expect(self, table: int, rows: int) -> None:
@@ -305,27 +341,9 @@ class Shard(ChangeFeed, Protocol):
         """
         ...
 
-    def entry(self, table: int, id: int) -> Entry | None:
-        """One row in full, or None."""
-        ...
 
-    def size(self, table: int) -> int:
-        """Rows of a table."""
-        ...
-
-    def clear(self, table: int) -> None:
-        """Drop all rows of a table. Live tickets make it raise TicketError."""
-        ...
-
-    def stats(self) -> tuple[TableStats, ...]: ...
-
-    def check(self) -> None:
-        """Raise what kernels found since the last call; waits for the device.
-
-        Raises:
-            NonFiniteGradient: a row's sum of gradients was not finite under nan_policy="raise".
-        """
-        ...
+class Shard(RowsById, Lookups, BulkRows, ChangeFeed, Protocol):
+    """All rows, of all tables, that one process owns. Many Python threads may call."""
 
 
 MIN_ID, MAX_ID = -(1 << 63), (1 << 63) - 1

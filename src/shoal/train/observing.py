@@ -14,7 +14,7 @@ import torch
 from shoal.config import RunConfig
 from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.partition import Trip
+from shoal.exchange.partition import Transfer
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 
@@ -100,7 +100,7 @@ class RunObserver:
         self._per_slot = settings.enable_alltoall_metrics_for_slot
         self._watches = settings.enable_alltoall_metrics or self._per_slot
         self._main = main
-        self._trip: Trip | None = None
+        self._transfer: Transfer | None = None
         self._profile = _profiler(config.profile, ranks.rank) if config.profile else None
 
     def __enter__(self) -> Observer:
@@ -111,7 +111,7 @@ class RunObserver:
             _ = self._main.tables.exchange.collectives  # one that waits for a batch is made here
             exchange = self._main.tables.exchange
             if isinstance(exchange, AllToAllExchange):
-                exchange.on_trip = self._saw
+                exchange.on_transfer = self._saw
         if self._profile is not None:
             self._profile.start()
         return self
@@ -142,8 +142,8 @@ class RunObserver:
         self._since_s = now_s
         if self._device.type == "cuda":
             found |= _device_use(self._device)
-        if self._watches and self._trip is not None:
-            found |= self._exchanged(self._trip)
+        if self._watches and self._transfer is not None:
+            found |= self._exchanged(self._transfer)
         return found
 
     def completed(self, scalars: dict[str, float]) -> dict[str, float]:
@@ -153,41 +153,41 @@ class RunObserver:
             scalars = scalars | {"alltoall/imbalance": max(to) * len(to) / sum(to)}
         return scalars
 
-    def _saw(self, trip: Trip) -> None:
-        self._trip = trip
+    def _saw(self, transfer: Transfer) -> None:
+        self._transfer = transfer
 
-    def _exchanged(self, trip: Trip) -> dict[str, float]:
+    def _exchanged(self, transfer: Transfer) -> dict[str, float]:
         """Sizes and splits of the last lookup, and by table how hot its hottest id is."""
-        sent_WX = trip.sizes.sent_WX[:, :-1]
+        sent_WX = transfer.sizes.sent_WX[:, :-1]
         found = {
-            "alltoall/ids": float(trip.parcel.offsets_N.numel()),
+            "alltoall/ids": float(transfer.outgoing.offsets_N.numel()),
             "alltoall/unique_ids": float(sent_WX.sum()),
             "alltoall/row_bytes": float(
                 sum(
-                    floats * lane.real.itemsize
-                    for floats, lane in zip(trip.floats(), trip.lanes.lanes, strict=True)
+                    floats * layout.real.itemsize
+                    for floats, layout in zip(transfer.floats(), transfer.plan.buffers, strict=True)
                 )
             ),
         }
         for rank, count in enumerate(sent_WX.sum(1).tolist()):
             found[f"alltoall/ids_to_rank/{rank}"] = float(count)
         if self._per_slot:
-            found |= _by_table(trip, log=self._ranks.leads)
+            found |= _by_table(transfer, log=self._ranks.leads)
         return found
 
 
-def _by_table(trip: Trip, *, log: bool) -> dict[str, float]:
+def _by_table(transfer: Transfer, *, log: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     hot: list[str] = []
-    for lane, packed in zip(trip.lanes.lanes, trip.parcel.packed, strict=True):
-        sizes_WK = packed.sizes_WK.cpu()
-        if lane.replicated:
+    for layout, buffer in zip(transfer.plan.buffers, transfer.outgoing.buffers, strict=True):
+        sizes_WK = buffer.sizes_WK.cpu()
+        if layout.replicated:
             sizes_WK = sizes_WK[:1]
         sizes = sizes_WK.flatten().tolist()
-        ids = torch.split(packed.ids_N.cpu()[: sum(sizes)], sizes)
-        counts = torch.split(packed.counts_N.cpu()[: sum(sizes)], sizes)
-        tables = len(lane.tables)
-        for k, table in enumerate(lane.tables):
+        ids = torch.split(buffer.ids_N.cpu()[: sum(sizes)], sizes)
+        counts = torch.split(buffer.counts_N.cpu()[: sum(sizes)], sizes)
+        tables = len(layout.tables)
+        for k, table in enumerate(layout.tables):
             if table.hosted.start:
                 continue  # slices of the same rows
             name = table.hosted.table

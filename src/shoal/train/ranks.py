@@ -15,10 +15,10 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
 from shoal.comm.launch import current, init, pick_device, pin_cores
 from shoal.comm.launchers import detect
-from shoal.comm.mesh import Mesh, Waiting
+from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.data import RankShare
 from shoal.distributed.model import lost_in_backward
@@ -100,7 +100,7 @@ class Ranks:
         self.rank = 0 if mesh is None else mesh.rank
         self.world_size = 1 if mesh is None else mesh.world_size
         self.votes: Collectives = LocalCollectives() if mesh is None else mesh.votes
-        self.waiting: Waiting | None = None if mesh is None else mesh.time_waits()
+        self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
         self._alarm = None if mesh is None else Alarm(mesh, "run")
 

@@ -6,14 +6,14 @@ from itertools import count
 
 import torch
 
-from shoal.comm.collectives import LocalCollectives, Part
-from shoal.comm.mesh import TimedCollectives, Waiting
+from shoal.comm.collectives import LocalCollectives, Part, WaitClock
 
 
 def test_calls_and_waits_are_counted() -> None:
     ticks = count()
-    waiting = Waiting(clock=lambda: float(next(ticks)))
-    timed = TimedCollectives(LocalCollectives(), waiting)
+    waiting = WaitClock(clock=lambda: float(next(ticks)))
+    timed = LocalCollectives()
+    timed.clock = waiting
     pending = timed.all_to_all([Part(torch.arange(3), (3,), (3,))], what="rows")
     assert waiting.total_s == 1.0
     assert pending.wait()[0].tolist() == [0, 1, 2]
@@ -25,11 +25,3 @@ def test_calls_and_waits_are_counted() -> None:
     timed.broadcast(torch.zeros(1), 0, what="value")
     timed.barrier(what="end")
     assert waiting.total_s == 9.0
-
-
-def test_the_step_is_that_of_what_does_the_work() -> None:
-    inner = LocalCollectives()
-    timed = TimedCollectives(inner, Waiting())
-    timed.step = 7
-    assert (inner.step, timed.step) == (7, 7)
-    assert (timed.rank, timed.world_size, timed.device.type) == (0, 1, "cpu")

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from shoal.comm import watch
-from shoal.comm.watch import Group, Watch
+from shoal.comm.watch import Calls, Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ class Job:
 
     def __init__(self, ranks: int, *groups: str) -> None:
         store = HashStore()
-        self.watches = [Watch(rank, ranks, store) for rank in range(ranks)]
-        self.groups: list[dict[str, Group]] = [
+        self.watches = [Watchdog(rank, ranks, store) for rank in range(ranks)]
+        self.groups: list[dict[str, Calls]] = [
             {name: one.group(name) for name in groups} for one in self.watches
         ]
-        self.waits: list[tuple[Group, int]] = [(Group(), 0)] * ranks
+        self.waits: list[tuple[Calls, int]] = [(Calls(), 0)] * ranks
 
     def begins(self, rank: int, name: str, what: str = "sizes") -> None:
         group = self.groups[rank][name]
@@ -145,7 +145,7 @@ def test_a_store_that_is_gone_ends_the_looking(monkeypatch: pytest.MonkeyPatch) 
 def test_a_later_watch_does_not_read_what_an_earlier_one_left() -> None:
     store = HashStore()
     for number, slow in ((0, "old call"), (1, "new call")):
-        watches = [Watch(rank, 2, store, number) for rank in range(2)]
+        watches = [Watchdog(rank, 2, store, number) for rank in range(2)]
         groups = [one.group("a") for one in watches]
         waited = groups[0].begin(slow)
         groups[1].begin(slow)
@@ -154,7 +154,7 @@ def test_a_later_watch_does_not_read_what_an_earlier_one_left() -> None:
 
 def test_a_rank_that_went_on_meanwhile_does_not_count_as_waiting() -> None:
     store = HashStore()
-    watches = [Watch(rank, 2, store) for rank in range(2)]
+    watches = [Watchdog(rank, 2, store) for rank in range(2)]
     groups = [one.group("a") for one in watches]
     assert watches[0]._look((groups[0], groups[0].begin("sizes")), still=lambda: False) is None
     # Else rank 1 would ask for a word that rank 0 never wrote, until the store gives up.

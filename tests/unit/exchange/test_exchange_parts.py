@@ -9,7 +9,7 @@ from shoal.comm.collectives import LocalCollectives
 from shoal.embedding.gradients import sum_by_id
 from shoal.errors import ConfigError, UnknownName
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.partition import compile_lanes, flat
+from shoal.exchange.partition import compile_send_plan, flat
 from shoal.placement import Placement, table_wise
 from shoal.rules.initializers import Ones
 from shoal.rules.optimizers import SGD
@@ -54,7 +54,7 @@ def test_a_lane_knows_neighbours() -> None:
     placement = Placement(1, (*table_wise("a", 2, 0), *table_wise("b", 2, 0)))
 
     def edges(*tables_G: int) -> tuple[int, ...] | None:
-        (lane,) = compile_lanes(specs, placement, {"a": 0, "b": 1}, 0, tables_G).lanes
+        (lane,) = compile_send_plan(specs, placement, specs, 0, tables_G).buffers
         return lane.edges
 
     assert edges(0, 0, 1) == (0, 2, 3)

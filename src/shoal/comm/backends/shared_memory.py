@@ -7,15 +7,13 @@ import logging
 import os
 import secrets
 import socket
-import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +21,18 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.comm.collectives import (
+    Arriving,
+    Call,
     Collectives,
-    Done,
     Part,
     Pending,
     PendingSizes,
     ReduceOp,
     Sizes,
-    check_parts,
-    check_sizes,
-    check_source,
-    check_values,
-    gathered_objects,
+    after,
 )
-from shoal.comm.watch import ALIKE, Group
-from shoal.errors import CollectiveFailed, ConfigError, ShapeError, collective_failed
+from shoal.comm.watch import ALIKE, Calls
+from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +144,6 @@ def _text_of(path: Path) -> str:
 
 _POOLED_BYTES = 1 << 20  # results from here on take memory whose pages are warm
 _REDUCED_WHOLE_BYTES = 64 << 10  # every rank combines such values whole
-_CLOSED = "the collectives were closed or belong to another process"
 _calls: dict[int, str] = {}  # by tag, those of this process
 _LOOK_S = 0.1  # between looks at signals while waiting
 
@@ -157,24 +151,12 @@ _LOOK_S = 0.1  # between looks at signals while waiting
 _Runs = tuple[int, int, int, Sequence[int], Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _UnderWay:
-    """A call that may not be done, and the tensors whose memory it uses."""
-
-    call: _core.SharedCall
-    what: str
-    step: int
-    start_s: float
-    number: int
-    tensors: tuple[Tensor, ...]
-
-
-class SharedMemoryCollectives:
+class SharedMemoryCollectives(Collectives):
     """Collectives through one shared-memory object, for CPU tensors of ranks on one host.
 
     Bytes go through a ring of slots for each ordered pair of ranks, so that messages of any size
     use little memory and sender and receiver work at the same time. What fits into the rings is
-    sent in the call itself; a thread moves the rest beside the caller's work. The object's name is
+    sent in the call itself; a thread moves the rest next to the caller's work. The object's name is
     gone once all ranks have opened it, so that nothing stays behind, however they end.
 
     A copy in a forked child is of no use there, and harmless.
@@ -183,7 +165,7 @@ class SharedMemoryCollectives:
         bootstrap: any collectives of the same ranks, used here only.
         timeout_s: how long a collective may take once its turn has come.
         device: the CPU.
-        watched: notes the calls; see `Watch`.
+        watched: notes the calls; see `Watchdog`.
 
     Raises:
         ConfigError: not the CPU, ranks on several hosts or in several containers, or no room for
@@ -197,101 +179,17 @@ class SharedMemoryCollectives:
         *,
         timeout_s: float,
         device: torch.device | str = "cpu",
-        watched: Group | None = None,
+        watched: Calls | None = None,
     ) -> None:
-        self.rank = bootstrap.rank
-        self.world_size = bootstrap.world_size
-        self.device = torch.device(device)
-        self.step = 0
-        self.timeout_s = timeout_s
-        self.watched = watched or Group()
+        super().__init__(
+            bootstrap.rank, bootstrap.world_size, torch.device(device), timeout_s, watched
+        )
         if self.device.type != "cpu":
             raise refusal("device of shared-memory collectives", device, "cpu")
         self._process = os.getpid()
         self._closed = False
-        self._failure: CollectiveFailed | None = None
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_SharedCall] = deque()
         self._group = join(bootstrap, timeout_s)
-
-    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
-        """See `Collectives`."""
-        check_parts(parts, self, what)
-        rank = self.rank
-        runs: list[_Runs] = []
-        sources, results = [], []
-        for part in parts:
-            if part.send[rank] != part.receive[rank]:
-                raise ShapeError(
-                    f"rows that rank {rank} receives from itself in {what!r}",
-                    got=part.receive[rank],
-                    allowed=f"what it sends, {part.send[rank]}",
-                    remedy="Give both the same.",
-                )
-            source = part.data.detach().contiguous()
-            shape = source.shape[1:]
-            row_bytes = prod(shape) * source.element_size()
-            result = _empty((sum(part.receive), *shape), source.dtype)
-            sources.append(source)
-            results.append(result)
-            runs.append((address(source), address(result), row_bytes, part.send, part.receive))
-        under_way = self._start(runs, what, (*sources, *results))
-        return _Arriving(self, under_way, tuple(results))
-
-    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
-        """See `Collectives`."""
-        check_sizes(sizes_WX, self, what)
-        sent_WX = sizes_WX.detach().clone(memory_format=torch.contiguous_format)
-        received_WX = torch.empty_like(sent_WX)
-        ones = (1,) * self.world_size
-        row_bytes = sent_WX.shape[1] * 8
-        runs: list[_Runs] = [(address(sent_WX), address(received_WX), row_bytes, ones, ones)]
-        return _ArrivingSizes(self, self._start(runs, what, (sent_WX, received_WX)))
-
-    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
-        """See `Collectives`; combined in order of rank, the same bits on every rank.
-
-        Large values are combined before this returns.
-        """
-        check_values(values, op, self, what)
-        source = values.detach().contiguous()
-        if source.numel() * source.element_size() <= _REDUCED_WHOLE_BYTES:
-            return _Combining(self, op, source.shape, *self._all_gather(source.view(-1), what))
-        count, ranks = source.numel(), self.world_size
-        edges = [count * rank // ranks for rank in range(ranks + 1)]
-        shares = tuple(edges[rank + 1] - edges[rank] for rank in range(ranks))
-        mine = shares[self.rank]
-        flat = source.view(-1)
-        (parts,) = self.all_to_all([Part(flat, shares, (mine,) * ranks)], what=what).wait()
-        combined = _combine(parts.view(ranks, mine), op)
-        result = torch.empty(count, dtype=source.dtype, device="cpu")
-        runs = [*_same_to_all(combined, ranks), _from_all(result, shares)]
-        _Arriving(self, self._start(runs, what, (combined, result)), ()).wait()
-        return Done((result.view(source.shape),))
-
-    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
-        """See `Collectives`."""
-        check_source(values, source, self, what)
-        whole = values.detach().contiguous()
-        flat = whole.view(-1)
-        if self.rank == source:
-            runs = _same_to_all(flat, self.world_size)
-            runs[source] = (0, 0, 0, runs[source][3], runs[source][4])
-        else:
-            shares = tuple(flat.numel() if rank == source else 0 for rank in range(self.world_size))
-            runs = [_from_all(flat, shares)]
-        _Arriving(self, self._start(runs, what, (whole,)), ()).wait()
-        if whole.data_ptr() != values.data_ptr():
-            values.detach().copy_(whole)
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        """See `Collectives`."""
-        return gathered_objects(self, value, what)
-
-    def barrier(self, *, what: str) -> None:
-        """See `Collectives`."""
-        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        under_way, gathered_WN = self._all_gather(byte, what)
-        _Arriving(self, under_way, (gathered_WN,)).wait()
 
     def close(self) -> None:
         """See `Collectives`; ranks that still wait for this one fail."""
@@ -304,119 +202,114 @@ class SharedMemoryCollectives:
         if hasattr(self, "_group"):
             self.close()
 
-    def _all_gather(self, flat_N: Tensor, what: str) -> tuple[_UnderWay, Tensor]:
-        """Begin to give `flat_N` to all ranks; the second is what comes, [W, N]."""
+    def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
+        runs: list[_Runs] = []
+        for part, result in zip(parts, results, strict=True):
+            row_bytes = prod(part.data.shape[1:]) * part.data.element_size()
+            runs.append((address(part.data), address(result), row_bytes, part.send, part.receive))
+        call = self._start(runs, what, (*(part.data for part in parts), *results))
+        return after(partial(call.wait, self), lambda: results)
+
+    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
+        sent_WX = sizes_WX.clone(memory_format=torch.contiguous_format)
+        received_WX = torch.empty_like(sent_WX)
+        ones = (1,) * self.world_size
+        row_bytes = sent_WX.shape[1] * 8
+        runs: list[_Runs] = [(address(sent_WX), address(received_WX), row_bytes, ones, ones)]
+        call = self._start(runs, what, (sent_WX, received_WX))
+        return after(partial(call.wait, self), lambda: Sizes(sent_WX, received_WX))
+
+    def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
+        """In order of rank, the same bits on every rank; large values before this returns."""
+        flat, ranks = values.view(-1), self.world_size
+        if flat.numel() * flat.element_size() <= _REDUCED_WHOLE_BYTES:
+            gathered = self._all_gather(flat, what)
+            return Arriving(lambda: (_combine(gathered.wait(), op).view(values.shape),))
+        count = flat.numel()
+        edges = [count * rank // ranks for rank in range(ranks + 1)]
+        shares = tuple(edges[rank + 1] - edges[rank] for rank in range(ranks))
+        mine = shares[self.rank]
+        (parts,) = self._rows([Part(flat, shares, (mine,) * ranks)], what).wait()
+        combined = _combine(parts.view(ranks, mine), op)
+        result = torch.empty(count, dtype=flat.dtype, device="cpu")
+        runs = [*_same_to_all(combined, ranks), _from_all(result, shares)]
+        self._start(runs, what, (combined, result)).wait(self)
+        return Arriving(lambda: (result.view(values.shape),))
+
+    def _broadcast(self, values: Tensor, source: int, what: str) -> None:
+        flat = values.view(-1)
+        if self.rank == source:
+            runs = _same_to_all(flat, self.world_size)
+            runs[source] = (0, 0, 0, runs[source][3], runs[source][4])
+        else:
+            shares = tuple(flat.numel() if rank == source else 0 for rank in range(self.world_size))
+            runs = [_from_all(flat, shares)]
+        self._start(runs, what, (values,)).wait(self)
+
+    def barrier(self, *, what: str) -> None:
+        """See `Collectives`."""
+        with self._counted():
+            self._all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), what).wait()
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape) * dtype.itemsize
+        if size < _POOLED_BYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return _core.pooled_bytes(size).view(dtype).view(shape)
+
+    def _all_gather(self, flat_N: Tensor, what: str) -> Arriving[Tensor]:
+        """Begin to give `flat_N` to all ranks; what comes, [W, N]."""
         ranks, count = self.world_size, flat_N.numel()
         gathered_WN = torch.empty((ranks, count), dtype=flat_N.dtype, device="cpu")
         sent_N = flat_N.clone()  # the caller's may change before all have read it
         runs = [*_same_to_all(sent_N, ranks), _from_all(gathered_WN, (count,) * ranks)]
-        return self._start(runs, what, (sent_N, gathered_WN)), gathered_WN
+        call = self._start(runs, what, (sent_N, gathered_WN))
+        return after(partial(call.wait, self), lambda: gathered_WN)
 
-    def _start(self, runs: Sequence[_Runs], what: str, tensors: tuple[Tensor, ...]) -> _UnderWay:
+    def _start(self, runs: Sequence[_Runs], what: str, tensors: tuple[Tensor, ...]) -> _SharedCall:
         self._forget_done()
-        start_s = time.monotonic()
-        if self._failure is not None:
-            raise self._failure
-        if self._closed or os.getpid() != self._process:
-            raise self._failed(what, self.step, start_s, _CLOSED)
-        call = self._group.start(runs, self.world_size, _tag(what))
-        under_way = _UnderWay(call, what, self.step, start_s, self.watched.begin(what), tensors)
-        self._under_way.append(under_way)
-        return under_way
-
-    def _wait(self, under_way: _UnderWay) -> None:
-        while not self._group.wait(under_way.call, _LOOK_S):
-            if self._failure is not None:
-                raise self._failure
-            if self._closed or os.getpid() != self._process:
-                raise self._failed(under_way.what, under_way.step, under_way.start_s, _CLOSED)
-            fault, peer, theirs, blamed, detail = self._group.failure()
-            if fault:
-                first = next(
-                    (u for u in self._under_way if not self._group.wait(u.call, 0)), under_way
-                )
-                reason = _reason(fault, peer, theirs, blamed, detail, self.watched.name)
-                remedy = {"remedy": ALIKE} if "mismatch" in (fault, theirs) else {}
-                raise self._failed(first.what, first.step, first.start_s, reason, **remedy)
-            told = self.watched.look(under_way.number)
-            if told is not None:
-                raise self._failed(
-                    under_way.what, under_way.step, under_way.start_s, told, remedy=ALIKE
-                )
-        self._forget_done()
+        call = _SharedCall(self, runs, what, tensors)
+        self._under_way.append(call)
+        return call
 
     def _forget_done(self) -> None:
-        while self._under_way and self._group.wait(self._under_way[0].call, 0):
+        while self._under_way and self._under_way[0].done(0):
             self._under_way.popleft()
 
-    def _failed(
-        self, what: str, step: int, start_s: float, reason: str, **remedy: str
-    ) -> CollectiveFailed:
-        self._failure = collective_failed(
-            what,
-            rank=self.rank,
-            world_size=self.world_size,
-            step=step,
-            elapsed_s=time.monotonic() - start_s,
-            timeout_s=self.timeout_s,
-            reason=reason,
-            **remedy,
-        )
-        return self._failure
 
-
-class _Arriving:
-    """A `Pending` of rows."""
-
-    def __init__(
-        self, owner: SharedMemoryCollectives, under_way: _UnderWay, results: tuple[Tensor, ...]
-    ) -> None:
-        self._owner, self._results = owner, results
-        self._under_way: _UnderWay | None = under_way
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See `Pending`."""
-        if self._under_way is not None:
-            self._owner._wait(self._under_way)
-            self._under_way = None
-        return self._results
-
-
-class _ArrivingSizes:
-    """A `PendingSizes`; its call's tensors are the two sizes."""
-
-    def __init__(self, owner: SharedMemoryCollectives, under_way: _UnderWay) -> None:
-        self._owner, self._under_way = owner, under_way
-
-    def wait(self) -> Sizes:
-        """See `PendingSizes`."""
-        self._owner._wait(self._under_way)
-        sent_WX, received_WX = self._under_way.tensors
-        return Sizes(sent_WX, received_WX)
-
-
-class _Combining:
-    """A `Pending` of values that are combined once all have come."""
+class _SharedCall(Call):
+    """A collective under way, and the tensors whose memory it uses."""
 
     def __init__(
         self,
         owner: SharedMemoryCollectives,
-        op: ReduceOp,
-        shape: torch.Size,
-        under_way: _UnderWay,
-        gathered_WN: Tensor,
+        runs: Sequence[_Runs],
+        what: str,
+        tensors: tuple[Tensor, ...],
     ) -> None:
-        self._arriving = _Arriving(owner, under_way, (gathered_WN,))
-        self._op: ReduceOp = op
-        self._shape = shape
-        self._result: Tensor | None = None
+        super().__init__(owner, what, closed=owner._closed or os.getpid() != owner._process)
+        self._group, self._tensors = owner._group, tensors
+        self._started = owner._group.start(runs, owner.world_size, _tag(what))
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """See `Pending`."""
-        if self._result is None:
-            (gathered_WN,) = self._arriving.wait()
-            self._result = _combine(gathered_WN, self._op).view(self._shape)
-        return (self._result,)
+    def done(self, most_s: float) -> bool:
+        """Whether all has arrived, within a time."""
+        return self._group.wait(self._started, most_s)
+
+    def wait(self, owner: SharedMemoryCollectives) -> None:
+        """Block until all has arrived."""
+        while not self.done(_LOOK_S):
+            if owner.failure is not None:
+                raise owner.failure
+            if owner._closed or os.getpid() != owner._process:
+                raise self.failed("the collectives were closed, or belong to another process")
+            fault, peer, theirs, blamed, detail = owner._group.failure()
+            if fault:
+                first = next((call for call in owner._under_way if not call.done(0)), self)
+                reason = _reason(fault, peer, theirs, blamed, detail, owner.watched.name)
+                remedy = {"remedy": ALIKE} if "mismatch" in (fault, theirs) else {}
+                raise first.failed(reason, **remedy)
+            self.look()
+        owner._forget_done()
 
 
 def _combine(values_WN: Tensor, op: ReduceOp) -> Tensor:
@@ -444,13 +337,6 @@ def _same_to_all(values: Tensor, ranks: int) -> list[_Runs]:
 def _from_all(values: Tensor, counts: Sequence[int]) -> _Runs:
     """A run that receives `counts[w]` elements from rank w."""
     return (0, address(values), values.element_size(), (0,) * len(counts), counts)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    size = prod(shape) * dtype.itemsize
-    if size < _POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return _core.pooled_bytes(size).view(dtype).view(shape)
 
 
 def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str, name: str) -> str:

@@ -13,19 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.collectives import (
+    Arriving,
     Call,
+    Collectives,
     Part,
     Pending,
     PendingSizes,
     ReduceOp,
     Sizes,
-    check_parts,
-    check_sizes,
-    check_source,
-    check_values,
-    gathered_objects,
+    after,
 )
-from shoal.comm.watch import Group
+from shoal.comm.watch import Calls
 from shoal.errors import CollectiveFailed
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -35,7 +33,7 @@ _COLUMNS = 16  # sizes on the CPU are sent in so many, so that messages of most 
 _LOOK_S = 0.1  # between looks at what other ranks wait for
 
 
-class TorchCollectives:
+class TorchCollectives(Collectives):
     """Collectives of a group's ranks; rows of any dtype travel as bytes.
 
     Args:
@@ -46,7 +44,7 @@ class TorchCollectives:
         timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
             where the host waits (sizes, barriers).
         release: called once by `close`, with the group.
-        watched: notes the calls; see `Watch`.
+        watched: notes the calls; see `Watchdog`.
         sizes_group: sizes go over it; released like `group`. Gloo ends the process where messages
             of two sizes meet, so that those of ranks in different calls should not.
     """
@@ -58,84 +56,18 @@ class TorchCollectives:
         timeout_s: float,
         *,
         release: Callable[[dist.ProcessGroup], None] | None = None,
-        watched: Group | None = None,
+        watched: Calls | None = None,
         sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.device = device
-        self.step = 0
-        self.timeout_s = timeout_s
+        super().__init__(
+            dist.get_rank(group), dist.get_world_size(group), device, timeout_s, watched
+        )
         self._group: dist.ProcessGroup | None = group
         self._sizes_group: dist.ProcessGroup | None = sizes_group or group
         self._release = release
-        self.watched = watched or Group()
-        self._failure: CollectiveFailed | None = None
-        # Sizes are copied to the host beside the caller's stream, which need not wait for them.
+        # Sizes are copied to the host next to the caller's stream, which need not wait for them.
         self._sizes_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def all_to_all(self, parts: Sequence[Part], *, what: str) -> Pending:
-        """See `Collectives`."""
-        check_parts(parts, self, what)
-        sent, received, results, splits = [], [], [], []
-        for part in parts:
-            shape = (sum(part.receive), *part.data.shape[1:])
-            result = torch.empty(shape, dtype=part.data.dtype, device=self.device)
-            row_bytes = part.data.shape[1:].numel() * part.data.element_size()
-            sent.append(_as_bytes(part.data.detach().contiguous()))
-            received.append(_as_bytes(result))
-            results.append(result)
-            splits.append(
-                ([n * row_bytes for n in part.receive], [n * row_bytes for n in part.send])
-            )
-        call = _Call(self, what)
-        for output, source, (receive, send) in zip(received, sent, splits, strict=True):
-            call.begin(
-                partial(dist.all_to_all_single, output, source, receive, send, async_op=True)
-            )
-        return _Arriving(call, tuple(results), tuple(sent))
-
-    def exchange_sizes(self, sizes_WX: Tensor, *, what: str) -> PendingSizes:
-        """See `Collectives`."""
-        check_sizes(sizes_WX, self, what)
-        ranks, columns = sizes_WX.shape
-        room = columns if self.device.type == "cuda" else -(-columns // _COLUMNS) * _COLUMNS
-        both = torch.empty((2, ranks, room), dtype=torch.int64, device=self.device)
-        both[0, :, :columns].copy_(sizes_WX.detach(), non_blocking=True)
-        call = _Call(self, what)
-        exchange = partial(dist.all_to_all_single, both[1], both[0], async_op=True)
-        call.begin(exchange, self._sizes_group)
-        if self._sizes_stream is None:
-            return _ArrivingSizes(call, both[:, :, :columns])
-        return _sizes_on_host(call, both, self._sizes_stream)
-
-    def all_reduce(self, values: Tensor, op: ReduceOp, *, what: str) -> Pending:
-        """See `Collectives`."""
-        check_values(values, op, self, what)
-        result = values.detach().clone(memory_format=torch.contiguous_format)
-        call = _Call(self, what)
-        call.begin(partial(dist.all_reduce, result, op=_OPS[op], async_op=True))
-        return _Arriving(call, (result,), ())
-
-    def broadcast(self, values: Tensor, source: int, *, what: str) -> None:
-        """See `Collectives`."""
-        check_source(values, source, self, what)
-        whole = values.detach().contiguous()
-        call = _Call(self, what)
-        call.begin(partial(dist.broadcast, _as_bytes(whole), group_src=source, async_op=True))
-        _Arriving(call, (whole,), ()).wait()
-        if whole.data_ptr() != values.data_ptr():
-            values.detach().copy_(whole)
-
-    def gather_objects(self, value: Any, *, what: str) -> list[Any]:
-        """See `Collectives`."""
-        return gathered_objects(self, value, what)
-
-    def barrier(self, *, what: str) -> None:
-        """See `Collectives`; on CUDA, the device has reached it too."""
-        sizes_W1 = torch.zeros((self.world_size, 1), dtype=torch.int64, device="cpu")
-        self.exchange_sizes(sizes_W1, what=what).wait()
 
     def close(self) -> None:
         """See `Collectives`; the group itself belongs to whoever made it."""
@@ -145,21 +77,68 @@ class TorchCollectives:
             if self._release is not None:
                 self._release(group)
 
+    def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
+        call = _TorchCall(self, what)
+        for part, result in zip(parts, results, strict=True):
+            row_bytes = part.data.shape[1:].numel() * part.data.element_size()
+            receive, send = ([n * row_bytes for n in rows] for rows in (part.receive, part.send))
+            into, source = _as_bytes(result), _as_bytes(part.data)
+            call.begin(partial(dist.all_to_all_single, into, source, receive, send, async_op=True))
+        return self._arriving(call, results, [part.data for part in parts])
 
-class _Call(Call):
+    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
+        ranks, columns = sizes_WX.shape
+        padded = columns if self.device.type == "cuda" else -(-columns // _COLUMNS) * _COLUMNS
+        both = torch.empty((2, ranks, padded), dtype=torch.int64, device=self.device)
+        both[0, :, :columns].copy_(sizes_WX, non_blocking=True)
+        call = _TorchCall(self, what)
+        call.begin(partial(dist.all_to_all_single, both[1], both[0], async_op=True), sizes=True)
+        if self._sizes_stream is not None:
+            return _sizes_on_host(call, both, self._sizes_stream)
+        return after(call.wait, lambda: Sizes(both[0, :, :columns], both[1, :, :columns]))
+
+    def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
+        result = values.clone()
+        call = _TorchCall(self, what)
+        call.begin(partial(dist.all_reduce, result, op=_OPS[op], async_op=True))
+        return self._arriving(call, (result,), [])
+
+    def _broadcast(self, values: Tensor, source: int, what: str) -> None:
+        call = _TorchCall(self, what)
+        call.begin(partial(dist.broadcast, _as_bytes(values), group_src=source, async_op=True))
+        self._arriving(call, (values,), []).wait()
+
+    def _arriving(
+        self, call: _TorchCall, results: tuple[Tensor, ...], sent: list[Tensor]
+    ) -> Pending:
+        """The results, once there; keeps what is sent alive until it has been."""
+
+        def arrived() -> tuple[Tensor, ...]:
+            call.wait()
+            if self.device.type == "cuda":
+                # The buffers may be of another stream: their memory must outlast this one's use,
+                # and this one runs behind the collective.
+                stream = torch.cuda.current_stream(self.device)
+                for buffer in (*results, *sent):
+                    buffer.record_stream(stream)
+            sent.clear()
+            return results
+
+        return Arriving(arrived, repeated=self.device.type == "cuda")
+
+
+class _TorchCall(Call):
     """One collective under way."""
 
     def __init__(self, owner: TorchCollectives, what: str) -> None:
-        super().__init__(owner, what)
-        self._owner = owner
+        super().__init__(owner, what, closed=owner._group is None)
+        self._torch, self._groups = owner, (owner._group, owner._sizes_group)
         self._works: list[dist.Work] = []
 
-    def begin(self, operation: Callable[..., Any], group: dist.ProcessGroup | None = None) -> None:
+    def begin(self, operation: Callable[..., Any], *, sizes: bool = False) -> None:
         """Start one operation of torch.distributed, given its group."""
-        if self._owner._group is None:
-            raise self.failed("the collectives were closed before it")
         try:
-            self._works.append(operation(group=group or self._owner._group))
+            self._works.append(operation(group=self._groups[sizes]))
         except (RuntimeError, ValueError) as error:  # ValueError: of a group that is gone
             raise self.failed(_reason(error)) from error
 
@@ -167,7 +146,7 @@ class _Call(Call):
         """CPU: block until all has arrived. CUDA: order the present stream behind it."""
         try:
             for work in self._works:
-                if self._owner.device.type == "cuda":
+                if self._torch.device.type == "cuda":
                     work.wait()  # a timeout here would make the host wait
                 else:
                     self._arrived(work)
@@ -189,61 +168,8 @@ class _Call(Call):
             self.look()
 
 
-class _Arriving:
-    """A `Pending` of torch.distributed; keeps what is sent alive until it has been."""
-
-    def __init__(self, call: _Call, results: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
-        self._call, self._results, self._sent = call, results, sent
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See `Pending`."""
-        self._call.wait()
-        if self._results and self._results[0].is_cuda:
-            # The buffers may be of another stream: their memory must outlast this one's use, and
-            # this one runs behind the collective.
-            stream = torch.cuda.current_stream(self._results[0].device)
-            for buffer in (*self._results, *self._sent):
-                buffer.record_stream(stream)
-        self._sent = ()
-        return self._results
-
-
-class _ArrivingSizes:
-    """A `PendingSizes` on the CPU."""
-
-    def __init__(self, call: _Call, both: Tensor) -> None:
-        self._call, self._both = call, both
-
-    def wait(self) -> Sizes:
-        """See `PendingSizes`."""
-        self._call.wait()
-        return Sizes(self._both[0], self._both[1])
-
-
-class _SizesOnHost:
-    """A `PendingSizes` on CUDA: both sizes in page-locked memory once the event has passed."""
-
-    def __init__(self, call: _Call, host: Tensor, copied: torch.cuda.Event) -> None:
-        self._call, self._host, self._copied = call, host, copied
-
-    def wait(self) -> Sizes:
-        """See `PendingSizes`."""
-        spun = time.monotonic() + _SPIN_S
-        try:
-            while not self._copied.query():  # type: ignore[no-untyped-call]
-                if self._call.left_s() < 0:
-                    raise self._call.failed("sizes did not arrive")
-                if time.monotonic() > spun:
-                    self._call.look()
-                time.sleep(0 if time.monotonic() < spun else _POLL_S)
-        except CollectiveFailed:
-            raise
-        except RuntimeError as error:
-            raise self._call.failed(_reason(error)) from error
-        return Sizes(self._host[0], self._host[1])
-
-
-def _sizes_on_host(call: _Call, both: Tensor, stream: torch.cuda.Stream) -> PendingSizes:
+def _sizes_on_host(call: _TorchCall, both: Tensor, stream: torch.cuda.Stream) -> PendingSizes:
+    """Both sizes in pinned memory once the event has passed."""
     host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True, device="cpu")
     with torch.cuda.stream(stream):
         call.wait()
@@ -251,7 +177,23 @@ def _sizes_on_host(call: _Call, both: Tensor, stream: torch.cuda.Stream) -> Pend
         both.record_stream(stream)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(stream)
-    return _SizesOnHost(call, host, copied)
+
+    def arrived() -> Sizes:
+        spun = time.monotonic() + _SPIN_S
+        try:
+            while not copied.query():  # type: ignore[no-untyped-call]
+                if call.left_s() < 0:
+                    raise call.failed("sizes did not arrive")
+                if time.monotonic() > spun:
+                    call.look()
+                time.sleep(0 if time.monotonic() < spun else _POLL_S)
+        except CollectiveFailed:
+            raise
+        except RuntimeError as error:
+            raise call.failed(_reason(error)) from error
+        return Sizes(host[0], host[1])
+
+    return Arriving(arrived)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
