@@ -27,13 +27,13 @@ from shoal.rules.initializers import (
     stream_key,
 )
 from shoal.rules.optimizers import SGD, Adagrad, Adam, DelayCompensated, Optimizer, RowWiseAdagrad
-from shoal.rules.rounding import stochastic_round
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.hosting import hosted_spec
 from shoal.table.shard import IdGroups, Shard, StepContext
 from shoal.table.spec import RowDType, Segment, TableSpec
 from support.placed_shard import PlacedShard
+from support.rounding import stochastic_round
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

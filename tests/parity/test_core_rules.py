@@ -38,10 +38,10 @@ from shoal.rules.optimizers import (
     RuleContext,
     SignSGD,
 )
-from shoal.rules.rounding import stochastic_round
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
+from support.rounding import stochastic_round
 
 RULES: list[Optimizer] = [
     SGD(lr=0.1),

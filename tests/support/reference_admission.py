@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.rules.admission import Counter, ExactCounter, SketchCounter
 from shoal.table.values import AdmissionState
+from support.admission_counters import Counter, ExactCounter, SketchCounter
 
 __all__ = ["AdmissionVerbs"]
 

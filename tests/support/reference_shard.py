@@ -17,12 +17,13 @@ from torch import Tensor
 
 from shoal.errors import TableFull, TicketError
 from shoal.lookup import PoolPlan
-from shoal.rules.admission import Admission, make_counter
-from shoal.rules.admission import Counter as SightCounter
+from shoal.rules.admission import Admission
 from shoal.table.factory import shard_copied
 from shoal.table.shard import Found, GradRecord, IdGroups, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
+from support.admission_counters import Counter as SightCounter
+from support.admission_counters import make_counter
 
 from .pooling import pool_rows, position_gradients
 from .reference_admission import AdmissionVerbs

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, clean_errors, console
+from shoal.cli.shell import Debug, clean_errors, console, option, say
 
 bench = typer.Typer(
     name="bench",
@@ -25,37 +25,30 @@ def _bench() -> None:
 def comm(
     which: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="ar (all-reduce), c2c, c2g, g2c, g2g (all-to-all from CPU or GPU to either), or "
+        option(
+            "NAME",
+            "ar (all-reduce), c2c, c2g, g2c, g2g (all-to-all from CPU or GPU to either), or "
             "all; MONOLITH_BENCHMARK_BPS if left out, then all.",
-            show_default=False,
         ),
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Of each, 40 or more; MONOLITH_BENCHMARK_ITERS if left out, then 200.",
-            show_default=False,
-        ),
+        option("N", "Of each, 40 or more; MONOLITH_BENCHMARK_ITERS if left out, then 200."),
     ] = None,
     ar_length: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="float32 values of the all-reduce; MONOLITH_BENCHMARK_BPS_AR_LEN if left out, "
+        option(
+            "N",
+            "float32 values of the all-reduce; MONOLITH_BENCHMARK_BPS_AR_LEN if left out, "
             "then 65536000.",
-            show_default=False,
         ),
     ] = None,
     a2a_length: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="float32 values of the all-to-all, an eighth of it from CPU to CPU; "
+        option(
+            "N",
+            "float32 values of the all-to-all, an eighth of it from CPU to CPU; "
             "MONOLITH_BENCHMARK_BPS_A2A_LEN if left out, then 65536000.",
-            show_default=False,
         ),
     ] = None,
     path: Annotated[
@@ -103,7 +96,7 @@ def comm(
             benchmarks.bps_comm_benchmark(
                 settings,
                 mesh=started,
-                tell=lambda line: out.print(line, markup=False, highlight=False, soft_wrap=True),
+                tell=lambda line: say(out, line),
             )
         finally:
             launch.shutdown()

@@ -30,6 +30,7 @@ from shoal.checkpoint.formats import (
 )
 from shoal.checkpoint.manifest import SavedTable
 from shoal.cli.ckpt import chosen, find
+from shoal.cli.shell import say
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
 from shoal.config.tree import OPTIMIZERS, build
@@ -88,8 +89,8 @@ def import_rows(request: Request, *, tell: Console) -> None:
     )
     for table in manifest.tables:
         line = f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
-        tell.print(line, markup=False, highlight=False, soft_wrap=True)
-    tell.print(f"checkpoint: {where}", markup=False, highlight=False, soft_wrap=True)
+        say(tell, line)
+    say(tell, f"checkpoint: {where}")
 
 
 def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
@@ -297,7 +298,7 @@ def export(
                 weights_only=weights_only,
             )
             line = f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}"
-            tell.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(tell, line)
         os.replace(partial, out)
     except OSError as error:
         raise _unwritable(out, error) from error

@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from shoal.cli.shell import Debug, Overrides, argument, console, one_job, option
 
-from shoal.cli.shell import Debug, Overrides, console, one_job
+Run = Annotated[str, argument("CONFIG|RUN", "Run folder, or a config file: then its latest run.")]
 
 
 def train(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
-    ],
+    config: Annotated[str, argument("CONFIG", "YAML file of the run.")],
     overrides: Overrides = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN|latest",
-            help="Go on with an interrupted run: its folder, or the newest one of this name.",
-            show_default=False,
+        option(
+            "RUN|latest",
+            "Go on with an interrupted run: its folder, or the newest one of this name.",
         ),
     ] = None,
     debug: Debug = False,
@@ -63,14 +60,7 @@ def train(
 
 
 def evaluate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG|RUN",
-            help="Run folder, or a config file: then its latest run.",
-            show_default=False,
-        ),
-    ],
+    run: Run,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
@@ -91,22 +81,11 @@ def evaluate(
 
 
 def predict(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG|RUN",
-            help="Run folder, or a config file: then its latest run.",
-            show_default=False,
-        ),
-    ],
+    run: Run,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Parquet file to write; predictions.parquet in the run folder if left out.",
-            show_default=False,
-        ),
+        option("FILE", "Parquet file to write; predictions.parquet in the run folder if left out."),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -17,12 +17,22 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 _PLAIN_WIDTH = 110
 
+
+def argument(metavar: str, help: str) -> Any:
+    """An argument whose default, if it has one, its help says."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def option(metavar: str, help: str, *names: str) -> Any:
+    """An option of that kind, of the parameter's name or of `names`."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False)
+
+
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings to change: model.dropout=0.1, data.batch_size=1024, ~features.history.",
-        show_default=False,
+    argument(
+        "KEY=VALUE",
+        "Settings to change: model.dropout=0.1, data.batch_size=1024, ~features.history.",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -34,6 +44,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(
         file=cast(IO[str], _GivesWay(stream)), width=None if stream.isatty() else _PLAIN_WIDTH
     )
+
+
+def say(out: Console, line: str) -> None:
+    """Print a line as it is: no markup, no colours, no line breaks."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _GivesWay:

@@ -90,7 +90,7 @@ def storage_of(dtype: torch.dtype) -> int:
 
 
 def rounding_domain(global_step: int) -> int:
-    """`shoal.rules.rounding.rounding_domain` as the int32 of the same bits, for a kernel."""
+    """2 * (global_step mod 2^31) + 1 as the int32 of the same bits, for a kernel."""
     domain = ((global_step % (1 << 31)) << 1) | 1
     return domain - (1 << 32) if domain >> 31 else domain
 
@@ -121,7 +121,7 @@ def nearest_bits(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 def stochastic_bits(value, word, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """int16 patterns of float32 values, rounded by their random words (uint32).
 
-    `shoal.rules.rounding.stochastic_round` with the words of domain `rounding_domain(step)`.
+    `tests/support/rounding.py` with the words of domain `rounding_domain(step)`.
     """
     near = nearest_bits(value, STORAGE)
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF

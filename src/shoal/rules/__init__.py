@@ -11,7 +11,6 @@ from shoal.rules import (
     expiry,
     initializers,
     optimizers,
-    rounding,
     schedules,
 )
 
@@ -21,6 +20,5 @@ __all__ = [
     "expiry",
     "initializers",
     "optimizers",
-    "rounding",
     "schedules",
 ]

@@ -32,7 +32,6 @@ from shoal.rules.initializers import (
     stream_key,
 )
 from shoal.rules.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
-from shoal.rules.rounding import stochastic_round
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
@@ -45,6 +44,7 @@ from support.device_rows import (
     plain_table,
 )
 from support.reference_row import fresh_state, initial_row, retrieved
+from support.rounding import stochastic_round
 
 SEED = -5
 WIDTHS = [1, 3, 4, 8, 16, 24, 64, 128, 257] if torch.cuda.is_available() else [1, 3, 8, 24, 257]

@@ -44,9 +44,9 @@ from shoal.rules.optimizers import (
     RowWiseAdagrad,
     SignSGD,
 )
-from shoal.rules.rounding import stochastic_round
 from shoal.table.shard import GradRecord
 from support.pooling import position_gradients
+from support.rounding import stochastic_round
 from support.stepped_rows import StepWorld, drawn, eighths, form_of, on, step
 
 HAS_GPU = torch.cuda.is_available()

@@ -7,10 +7,11 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.placement import Placement, hash_ids, ranks_of, row_wise
-from shoal.rules.admission import Admission, Counter, make_counter
+from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD
 from shoal.table.hosting import check_placement
 from shoal.table.spec import Segment, TableSpec
+from support.admission_counters import Counter, make_counter
 
 COUNTERS = ["exact", "sketch"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import DTypeError
 from shoal.rules.initializers import column_words, stream_key
-from shoal.rules.rounding import rounding_domain, stochastic_round
+from support.rounding import rounding_domain, stochastic_round
 
 KEY = stream_key(7, "user")
 HALVES = [torch.float16, torch.bfloat16]

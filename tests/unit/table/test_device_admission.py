@@ -13,14 +13,9 @@ from shoal.errors import ShapeError
 from shoal.ids import salt
 from shoal.kernels.admission import count_refused
 from shoal.kernels.tables import COUNT_REFUSED
-from shoal.rules.admission import (
-    Admission,
-    Counter,
-    ExactCounter,
-    SketchCounter,
-    make_counter,
-)
+from shoal.rules.admission import Admission
 from shoal.table.cuda.admission import Sights
+from support.admission_counters import Counter, ExactCounter, SketchCounter, make_counter
 from support.device_fill import LANE
 from support.device_tables import TableSize, make_tables
 
