@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,6 +157,39 @@ class LookupTables:
         if type(moved.features_F) is Tensor and not torch.compiler.is_exporting():
             self._elsewhere[device] = moved
         return moved
+
+    def call(
+        self,
+        rows_N: Tensor,
+        buffer_N: Tensor,
+        cell_splits: Tensor,
+        cells: Tensor,
+        batch_sizes: Sequence[int],
+    ) -> LayoutCall:
+        """What a layout operator takes beside rows or gradients; all on one device."""
+        index = rows_N, buffer_N, cell_splits, cells
+        tables = self.features_F, self.slices_S, self.sums_AM
+        sizes = list(batch_sizes), list(self.shapes), [self.widest, self.floats]
+        return LayoutCall(*index, *tables, *sizes)
+
+
+class LayoutCall(NamedTuple):
+    """Arguments of the layout operators after the rows or gradients.
+
+    The first four are as `shoal.ops.LayoutIndex` has them, the next three as `LookupTables`;
+    `limits` are the tables' `widest` and `floats`.
+    """
+
+    rows_N: Tensor
+    buffer_N: Tensor
+    cell_splits: Tensor
+    cells: Tensor
+    features: Tensor
+    slices: Tensor
+    sums: Tensor
+    batch_sizes: list[int]
+    shapes: list[int]
+    limits: list[int]
 
 
 def compile_tables(

@@ -63,7 +63,7 @@ class PlacedShard:
         return value.to(self.inner.device)
 
     def groups(self, groups: IdGroups) -> IdGroups:
-        return replace(groups, ids_N=self.there(groups.ids_N))
+        return groups._replace(ids_N=self.there(groups.ids_N))
 
     def some(self, value: Tensor | None) -> Tensor | None:
         return None if value is None else self.there(value)

@@ -280,7 +280,9 @@ def _complete(
             ordered = route.request.ordered
             size, device = ordered.batch_size, ordered.values_N.device
             grad = torch.zeros(size, width, dtype=dtypes[i], device=device)
-        parts.append(grad.resolve_neg().contiguous())
+        if grad.is_neg() or not grad.is_contiguous():
+            grad = grad.resolve_neg().contiguous()
+        parts.append(grad)
     return tuple(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.errors import ShapeError
 from shoal.exchange.received_plan import BankLayout, Block, HostedColumns, compile_plan
 from shoal.kernels.launch import sent
-from shoal.lookup import LookupTables, PoolPlan
+from shoal.lookup import PoolPlan
 from shoal.ops import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
@@ -141,9 +141,9 @@ class ReceivedRows:
                     buffers = [rows[bank] for bank in layout.banks]
                 # Rare, and only there: implementations add pooled rows to what others wrote.
                 forward = reference.layout_forward if tables.sequences_add else layout_forward
-                outputs = forward(
-                    buffers, *index, *self._arguments(layout, tables, ordered, device)
-                )
+                cells = self._cells_of(layout, ordered.batch_size, device)
+                call = tables.on(device).call(*index, cells, [ordered.batch_size])
+                outputs = forward(buffers, *call)
             for output, first, stop in () if tables.sequences_add else tables.gaps:
                 outputs[output][:, first:stop] = 0
             made.update(zip(layout.outputs, outputs, strict=True))
@@ -191,8 +191,9 @@ class ReceivedRows:
                         (stop - start) * self._hosted[block.hosted].width
                         for block, start, stop in self._blocks(starts)
                     ]
-                arguments = self._arguments(layout, tables, ordered, device)
-                spread = layout_backward(own, None, floats, *index, *arguments)
+                cells = self._cells_of(layout, ordered.batch_size, device)
+                call = tables.on(device).call(*index, cells, [ordered.batch_size])
+                spread = layout_backward(own, None, floats, *call)
             if layout.blocks and weighted:
                 spread = self._summed(layout, spread, sizes, starts, offsets_N, ordered)
             made.update(zip(layout.banks, spread, strict=True))
@@ -344,21 +345,6 @@ class ReceivedRows:
                 torch.tensor(widths, dtype=torch.int64, device="cpu").to(device),
             )
         return found
-
-    def _arguments(
-        self, layout: BankLayout, tables: LookupTables, ordered: KeyedRagged, device: torch.device
-    ) -> tuple[Any, ...]:
-        """Cells, the plan's tensors and numbers, as the layout operators take them."""
-        size, there = ordered.batch_size, tables.on(device)
-        return (
-            self._cells_of(layout, size, device),
-            there.features_F,
-            there.slices_S,
-            there.sums_AM,
-            [size],
-            list(there.shapes),
-            [there.widest, there.floats],
-        )
 
     def _cells_of(self, layout: BankLayout, size: int, device: torch.device) -> Tensor:
         """int64 [1, features, 3]: a cell per example; made once per batch size."""

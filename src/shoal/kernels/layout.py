@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal import lookup
 from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
+from shoal.lookup import LayoutCall
 
-FIRSTN = tl.constexpr(3)
-MEAN = tl.constexpr(1)
-SHARES = tl.constexpr(2)
-BY_ROW = tl.constexpr(8)
+FIRSTN = tl.constexpr(lookup.FIRST_N)
+MEAN = tl.constexpr(lookup.DIVIDED)
+SHARES = tl.constexpr(lookup.MEAN)
+BY_ROW = tl.constexpr(lookup.BY_ROW)
 ELEMENTS = {
     torch.float32: (tl.float32, tl.float32),
     torch.float64: (tl.float64, tl.float64),
@@ -26,14 +29,9 @@ ELEMENTS = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def row_pointers(
-    addresses: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    ids: tl.tensor,
-    valid: tl.tensor,
-    ELEMENT: tl.constexpr,
-) -> tl.tensor:
+def row_pointers(  # type: ignore[no-untyped-def]
+    addresses, rows_N, buffer_N, ids, valid, ELEMENT: tl.constexpr,
+):  # fmt: skip
     buffers = tl.load(buffer_N + ids, mask=valid, other=0)
     bases = tl.load(addresses + buffers, mask=valid, other=0)
     rows = tl.load(rows_N + ids, mask=valid, other=0)
@@ -50,18 +48,10 @@ def share_of(pooling: tl.tensor, count: tl.tensor, SUM: tl.constexpr) -> tl.tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_slices(
-    tile: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    outputs: tl.tensor,
-    feature: tl.tensor,
-    examples: tl.tensor,
-    inside: tl.tensor,
-    columns: tl.tensor,
-    step: tl.tensor,
+def _store_slices(  # type: ignore[no-untyped-def]
+    tile, features, slices, outputs, feature, examples, inside, columns, step,
     ELEMENT: tl.constexpr,
-) -> None:
+):  # fmt: skip
     first = tl.load(features + feature * 6)
     last = tl.load(features + feature * 6 + 1)
     for s in range(first, last):
@@ -79,16 +69,9 @@ def _store_slices(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(
-    addresses: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    ids: tl.tensor,
-    valid: tl.tensor,
-    columns: tl.tensor,
-    high: tl.tensor,
-    ELEMENT: tl.constexpr,
-) -> tl.tensor:
+def _tile(  # type: ignore[no-untyped-def]
+    addresses, rows_N, buffer_N, ids, valid, columns, high, ELEMENT: tl.constexpr,
+):  # fmt: skip
     """Columns below `high` of the rows of some ids, [ids, columns]."""
     rows = row_pointers(addresses, rows_N, buffer_N, ids, valid, ELEMENT)
     mask = valid[:, None] & (columns < high)[None, :]
@@ -96,26 +79,11 @@ def _tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lay_feature(
-    program: tl.tensor,
-    addresses: tl.tensor,
-    outputs: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    requests: tl.tensor,
-    n_examples: tl.tensor,
-    n_features: tl.tensor,
-    n_blocks: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    EXAMPLES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MANY: tl.constexpr,
-) -> None:
+def _lay_feature(  # type: ignore[no-untyped-def]
+    program, addresses, outputs, rows_N, buffer_N, splits, cells, features, slices, requests,
+    n_examples, n_features, n_blocks, ELEMENT: tl.constexpr, SUM: tl.constexpr,
+    EXAMPLES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     feature = program // n_blocks
     examples = (program % n_blocks) * EXAMPLES + tl.arange(0, EXAMPLES)
     inside = examples < n_examples
@@ -159,27 +127,11 @@ def _lay_feature(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lay_sum(
-    program: tl.tensor,
-    addresses: tl.tensor,
-    outputs: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    sums: tl.tensor,
-    requests: tl.tensor,
-    n_examples: tl.tensor,
-    n_features: tl.tensor,
-    most: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    SLICES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MANY: tl.constexpr,
-) -> None:
+def _lay_sum(  # type: ignore[no-untyped-def]
+    program, addresses, outputs, rows_N, buffer_N, splits, cells, features, slices, sums, requests,
+    n_examples, n_features, most, ELEMENT: tl.constexpr, SUM: tl.constexpr, SLICES: tl.constexpr,
+    COLUMNS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     own = sums + (program // n_examples) * (most + 1)
     example = program % n_examples
     local = example.to(tl.int64)
@@ -221,27 +173,11 @@ def _lay_sum(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lay(
-    addresses: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    sums: tl.tensor,
-    requests: tl.tensor,
-    n_buffers: tl.tensor,
-    n_examples: tl.tensor,
-    n_features: tl.tensor,
-    n_blocks: tl.tensor,
-    most: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    EXAMPLES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MANY: tl.constexpr,
-) -> None:
+def _lay(  # type: ignore[no-untyped-def]
+    addresses, rows_N, buffer_N, splits, cells, features, slices, sums, requests, n_buffers,
+    n_examples, n_features, n_blocks, most, ELEMENT: tl.constexpr, SUM: tl.constexpr,
+    EXAMPLES: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     outputs = addresses + n_buffers
     by_feature = n_features * n_blocks
@@ -258,49 +194,38 @@ def _lay(
         )  # fmt: skip
 
 
-def layout_forward(
-    buffers: Sequence[Tensor],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: Sequence[int],
-    shapes: Sequence[int],
-    limits: Sequence[int],
-) -> list[Tensor]:
+def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
     """`shoal::layout_forward`; never waits for the device."""
+    given = LayoutCall(*call)
     sources = [buffer.contiguous() for buffer in buffers]
-    size, like = sum(batch_sizes), sources[0]
+    size, like = sum(given.batch_sizes), sources[0]
     outputs = [
         torch.empty(
-            [size, *(n for n in shapes[i : i + 3] if n)], dtype=like.dtype, device=like.device
+            [size, *(n for n in given.shapes[i : i + 3] if n)], dtype=like.dtype, device=like.device
         )
-        for i in range(0, len(shapes), 3)
+        for i in range(0, len(given.shapes), 3)
     ]
     if size == 0:
         return outputs
     element, summed = ELEMENTS[like.dtype]
-    examples, columns = tile_of(size, limits[0])
+    examples, columns = tile_of(size, given.limits[0])
     blocks = blocks_of(size, examples)
-    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
-    many = len(batch_sizes) > 1
+    index = [tensor.contiguous() for tensor in given[:4]]
+    many = len(given.batch_sizes) > 1
     launch(
         _lay,
-        (features.shape[0] * blocks + sums.shape[0] * size,),
+        (given.features.shape[0] * blocks + given.sums.shape[0] * size,),
         addresses_of([*sources, *outputs]),
         *index,
-        features,
-        slices,
-        sums,
-        _requests(batch_sizes, like.device) if many else cells,
+        given.features,
+        given.slices,
+        given.sums,
+        _requests(given.batch_sizes, like.device) if many else given.cells,
         len(sources),
         size,
-        features.shape[0],
+        given.features.shape[0],
         blocks,
-        sums.shape[1] - 1,
+        given.sums.shape[1] - 1,
         ELEMENT=element,
         SUM=summed,
         EXAMPLES=examples,
@@ -334,18 +259,10 @@ TILE = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_shared(
-    grads: tl.tensor,
-    sums: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    n_examples: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    EXAMPLES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+def _sum_shared(  # type: ignore[no-untyped-def]
+    grads, sums, cells, features, slices, n_examples, ELEMENT: tl.constexpr, SUM: tl.constexpr,
+    EXAMPLES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """For each slice of a shared feature, its gradient summed over the batch."""
     piece = slices + tl.program_id(0) * 9
     feature = tl.load(piece)
@@ -371,21 +288,10 @@ def _sum_shared(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _file_ids(
-    keys: tl.tensor,
-    entries: tl.tensor,
-    begins: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    crowded: tl.tensor,
-    n_examples: tl.tensor,
-    n_blocks: tl.tensor,
-    n_features: tl.tensor,
-    EXAMPLES: tl.constexpr,
-) -> None:
+def _file_ids(  # type: ignore[no-untyped-def]
+    keys, entries, begins, rows_N, buffer_N, splits, cells, features, crowded, n_examples, n_blocks,
+    n_features, EXAMPLES: tl.constexpr,
+):  # fmt: skip
     """For each id that passes a gradient on: its row's address, and its (feature, example).
 
     Where features share cells, that of any of them, and `crowded` becomes 1.
@@ -420,21 +326,10 @@ def _file_ids(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _share(
-    id_: tl.tensor,
-    entry: tl.tensor,
-    grads: tl.tensor,
-    shared_sums: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    n_examples: tl.tensor,
-    columns: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
+def _share(  # type: ignore[no-untyped-def]
+    id_, entry, grads, shared_sums, splits, cells, features, slices, n_examples, columns,
+    ELEMENT: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One id's part of its cell's gradient, for some columns of its row."""
     feature = entry // n_examples
     example = entry % n_examples
@@ -465,22 +360,10 @@ def _share(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _shares(
-    id_: tl.tensor,
-    entry: tl.tensor,
-    grads: tl.tensor,
-    shared_sums: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    n_examples: tl.tensor,
-    n_features: tl.tensor,
-    columns: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
+def _shares(  # type: ignore[no-untyped-def]
+    id_, entry, grads, shared_sums, splits, cells, features, slices, n_examples, n_features,
+    columns, ELEMENT: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """`_share` of all features that the id's cell belongs to, and how far into the row they go."""
     total = tl.zeros((COLUMNS,), SUM)
     reach = tl.zeros((), tl.int64)
@@ -503,18 +386,10 @@ def _shares(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _put(
-    total: tl.tensor,
-    id_: tl.tensor,
-    reach: tl.tensor,
-    targets: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    scale: tl.tensor,
-    columns: tl.tensor,
-    ELEMENT: tl.constexpr,
+def _put(  # type: ignore[no-untyped-def]
+    total, id_, reach, targets, rows_N, buffer_N, scale, columns, ELEMENT: tl.constexpr,
     SCALED: tl.constexpr,
-) -> None:
+):  # fmt: skip
     if SCALED:
         total = total * tl.load(scale).to(total.dtype)
     row = row_pointers(targets, rows_N, buffer_N, id_, id_ >= 0, ELEMENT)
@@ -536,33 +411,12 @@ def _opening(keys: tl.tensor, base: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_tiles(
-    order: tl.tensor,
-    keys: tl.tensor,
-    entries: tl.tensor,
-    grads: tl.tensor,
-    targets: tl.tensor,
-    shared_sums: tl.tensor,
-    parts: tl.tensor,
-    reaches: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    splits: tl.tensor,
-    cells: tl.tensor,
-    features: tl.tensor,
-    slices: tl.tensor,
-    scale: tl.tensor,
-    crowded: tl.tensor,
-    n_ids: tl.tensor,
-    n_examples: tl.tensor,
-    n_features: tl.tensor,
-    n_columns: tl.tensor,
-    ELEMENT: tl.constexpr,
-    SUM: tl.constexpr,
-    IDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def _sum_tiles(  # type: ignore[no-untyped-def]
+    order, keys, entries, grads, targets, shared_sums, parts, reaches, rows_N, buffer_N, splits,
+    cells, features, slices, scale, crowded, n_ids, n_examples, n_features, n_columns,
+    ELEMENT: tl.constexpr, SUM: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """Sums rows within a tile; `parts` gets what a row's first or last tile leaves to others."""
     tile = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -609,22 +463,10 @@ def _sum_tiles(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_tiles(
-    order: tl.tensor,
-    keys: tl.tensor,
-    targets: tl.tensor,
-    parts: tl.tensor,
-    reaches: tl.tensor,
-    rows_N: tl.tensor,
-    buffer_N: tl.tensor,
-    scale: tl.tensor,
-    n_ids: tl.tensor,
-    n_columns: tl.tensor,
-    ELEMENT: tl.constexpr,
-    IDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALED: tl.constexpr,
-) -> None:
+def _join_tiles(  # type: ignore[no-untyped-def]
+    order, keys, targets, parts, reaches, rows_N, buffer_N, scale, n_ids, n_columns,
+    ELEMENT: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Sums each row that begins in one tile and ends in a later one."""
     tile = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -646,43 +488,32 @@ def _join_tiles(
 
 
 def layout_backward(
-    grads: Sequence[Tensor],
-    scale: Tensor | None,
-    sizes: Sequence[int],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: Sequence[int],
-    shapes: Sequence[int],
-    limits: Sequence[int],
+    grads: Sequence[Tensor], scale: Tensor | None, sizes: Sequence[int], *call: Any
 ) -> list[Tensor]:
     """`shoal::layout_backward`; never waits for the device."""
-    like, size, ids = grads[0], sum(batch_sizes), rows_N.shape[0]
+    given = LayoutCall(*call)
+    like, size, ids = grads[0], sum(given.batch_sizes), given.rows_N.shape[0]
     targets = [like.new_zeros(floats) for floats in sizes]
     if size == 0 or ids == 0:
         return targets
     sources = [grad.contiguous() for grad in grads]
     element, summed = ELEMENTS[like.dtype]
-    examples, columns = tile_of(size, limits[0])
-    wide = blocks_of(max(limits[0], 1), columns)
-    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    examples, columns = tile_of(size, given.limits[0])
+    wide = blocks_of(max(given.limits[0], 1), columns)
+    index = [tensor.contiguous() for tensor in given[:4]]
     of_grads, of_targets = addresses_of(sources), addresses_of(targets)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    shared_sums = torch.empty(limits[1], dtype=dtype, device=like.device)
+    shared_sums = torch.empty(given.limits[1], dtype=dtype, device=like.device)
     launch(
         _sum_shared,
-        (slices.shape[0],),
-        *(of_grads, shared_sums, index[3], features, slices, size),
+        (given.slices.shape[0],),
+        *(of_grads, shared_sums, index[3], given.features, given.slices, size),
         ELEMENT=element,
         SUM=summed,
         EXAMPLES=examples,
         COLUMNS=columns,
     )
-    keys, order, entries, crowded = _filed(sizes, index, features, size)
+    keys, order, entries, crowded = _filed(sizes, index, given.features, size)
     tiles = blocks_of(ids, TILE)
     parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
     reaches = torch.empty(tiles, 2, dtype=torch.int64, device=like.device)
@@ -692,7 +523,16 @@ def layout_backward(
         _sum_tiles,
         (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
-        *(features, slices, factor, crowded, ids, size, features.shape[0], wide * columns),
+        *(
+            given.features,
+            given.slices,
+            factor,
+            crowded,
+            ids,
+            size,
+            given.features.shape[0],
+            wide * columns,
+        ),
         ELEMENT=element,
         SUM=summed,
         IDS=TILE,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address
+from shoal.address import address, fresh_address
 from shoal.errors import InputError
+from shoal.lookup import LayoutCall
 from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
@@ -104,85 +105,59 @@ def _output_shapes(batch_sizes: Sequence[int], shapes: Sequence[int]) -> list[li
     return [[size, *(n for n in shapes[i : i + 3] if n)] for i in range(0, len(shapes), 3)]
 
 
-def _core_forward(
-    buffers: list[Tensor],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: list[int],
-    shapes: list[int],
-    limits: list[int],
-) -> list[Tensor]:
+def _core_forward(buffers: list[Tensor], *call: Any) -> list[Tensor]:
+    given = LayoutCall(*call)
     sources = [buffer.contiguous() for buffer in buffers]
     like = sources[0]
     outputs = [
         torch.empty(shape, dtype=like.dtype, device="cpu")
-        for shape in _output_shapes(batch_sizes, shapes)
+        for shape in _output_shapes(given.batch_sizes, given.shapes)
     ]
-    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    index = [tensor.contiguous() for tensor in given[:4]]
     good = _core.layout_forward(
         [address(source) for source in sources],
         [source.numel() for source in sources],
         *_addresses(*index),
-        batch_sizes,
-        address(features),
-        features.shape[0],
-        address(slices),
-        slices.shape[0],
-        [address(output) for output in outputs],
+        given.batch_sizes,
+        address(given.features),
+        given.features.shape[0],
+        address(given.slices),
+        given.slices.shape[0],
+        [fresh_address(output) for output in outputs],
         like.dtype == torch.float64,
         torch.get_num_threads(),
     )
     if not good:
-        check_layout(
-            buffers, rows_N, buffer_N, cell_splits, cells, features, slices, sums, batch_sizes
-        )
+        check_layout(buffers, *call)
         raise _unexplained()
     return outputs
 
 
 def _core_backward(
-    grads: list[Tensor],
-    scale: Tensor | None,
-    sizes: list[int],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: list[int],
-    shapes: list[int],
-    limits: list[int],
+    grads: list[Tensor], scale: Tensor | None, sizes: list[int], *call: Any
 ) -> list[Tensor]:
+    given = LayoutCall(*call)
     sources = [grad.contiguous() for grad in grads]
     dtype = sources[0].dtype
     buffers = [torch.empty(size, dtype=dtype, device="cpu") for size in sizes]
-    index = [tensor.contiguous() for tensor in (rows_N, buffer_N, cell_splits, cells)]
+    index = [tensor.contiguous() for tensor in given[:4]]
     good = _core.layout_backward(
         [address(source) if source.numel() else 0 for source in sources],
         1.0 if scale is None else float(scale),
-        [address(buffer) for buffer in buffers],
+        [fresh_address(buffer) for buffer in buffers],
         sizes,
         *_addresses(*index),
-        batch_sizes,
-        address(features),
-        features.shape[0],
-        address(slices),
-        slices.shape[0],
-        limits[1],
+        given.batch_sizes,
+        address(given.features),
+        given.features.shape[0],
+        address(given.slices),
+        given.slices.shape[0],
+        given.limits[1],
         dtype == torch.float64,
         torch.get_num_threads(),
     )
     if not good:
-        check_layout(
-            sizes, rows_N, buffer_N, cell_splits, cells, features, slices, sums, batch_sizes
-        )
+        check_layout(sizes, *call)
         raise _unexplained()
     return buffers
 

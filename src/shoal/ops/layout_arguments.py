@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.lookup import LookupTables
+from shoal.lookup import LayoutCall, LookupTables
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
 
@@ -27,7 +27,7 @@ def forward_arguments(
     _check_tensors("embeddings_list", buffers, _OP)
     index = _index(buffers, offsets, feature_cfgs, _OP)
     plan = feature_cfgs.plan.on(buffers[0].device)
-    return (buffers, *_tables(index, plan), *_numbers(index, plan))
+    return (buffers, *_call(index, plan))
 
 
 def gradient_arguments(
@@ -49,7 +49,7 @@ def gradient_arguments(
     grads = _grads(layout_tensors_grad, buffers[0], plan, index.batch_size, op)
     sizes = [buffer.numel() for buffer in buffers]
     factor = _scale(scale, buffers[0], op)
-    return (grads, factor, sizes, *_tables(index, plan), *_numbers(index, plan))
+    return (grads, factor, sizes, *_call(index, plan))
 
 
 def reshaped(grads: Sequence[Tensor], embeddings_list: Sequence[Tensor]) -> list[Tensor]:
@@ -57,20 +57,9 @@ def reshaped(grads: Sequence[Tensor], embeddings_list: Sequence[Tensor]) -> list
     return [grad.view(buffer.shape) for grad, buffer in zip(grads, embeddings_list, strict=True)]
 
 
-def _tables(index: LayoutIndex, plan: LookupTables) -> tuple[Tensor, ...]:
-    return (
-        index.rows_N,
-        index.buffer_N,
-        index.cell_splits_C1,
-        index.cells_RF,
-        plan.features_F,
-        plan.slices_S,
-        plan.sums_AM,
-    )
-
-
-def _numbers(index: LayoutIndex, plan: LookupTables) -> tuple[list[int], list[int], list[int]]:
-    return list(index.batch_sizes), list(plan.shapes), [plan.widest, plan.floats]
+def _call(index: LayoutIndex, tables: LookupTables) -> LayoutCall:
+    cells = index.cell_splits_C1, index.cells_RF
+    return tables.call(index.rows_N, index.buffer_N, *cells, index.batch_sizes)
 
 
 def _index(

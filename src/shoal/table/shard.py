@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,8 +48,8 @@ class StepContext:
         step(self)
 
 
-@dataclass(frozen=True, slots=True)
-class IdGroups:
+# Made at every call: a named tuple is made in a third of a frozen dataclass's time.
+class IdGroups(NamedTuple):
     """Ids of several tables in one call.
 
     Args:
@@ -86,8 +86,7 @@ class Ticket(Protocol):
     def end(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """Rows of a `find`: per group [n_g, D_g] weights (zeros when missing) and bool [N]."""
 
     weights: tuple[Tensor, ...]

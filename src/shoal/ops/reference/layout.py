@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.lookup import LayoutCall
 from shoal.ops.checks import check_layout
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
@@ -31,7 +32,7 @@ def fused_embedding_to_layout(
 ) -> list[Tensor]:
     """`shoal.ops.fused_embedding_to_layout` in plain torch."""
     arguments = forward_arguments(embeddings_list, offsets, feature_cfgs)
-    check_layout(*arguments[:9])
+    check_layout(*arguments)
     return layout_forward(*arguments)
 
 
@@ -48,7 +49,7 @@ def fused_embedding_to_layout_grad(
         layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
     )
     grads, scale, sizes, *rest = arguments
-    check_layout(sizes, *rest[:8])
+    check_layout(sizes, *rest)
     return reshaped(layout_backward(grads, scale, sizes, *rest), embeddings_list)
 
 
@@ -87,27 +88,18 @@ def _features(
             yield _Feature(batch, bool(shared), ids, splits, pooling, length, low, high, chosen)
 
 
-def layout_forward(
-    buffers: Sequence[Tensor],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: Sequence[int],
-    shapes: Sequence[int],
-    limits: Sequence[int],
-) -> list[Tensor]:
+def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
     """Pool the rows of each cell, then put its columns where the plan says."""
+    given = LayoutCall(*call)
     flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    begin_N = _begins(buffers)[buffer_N.long()] + rows_N
-    size = sum(batch_sizes)
-    shapes_O = [[n for n in shapes[i : i + 3] if n] for i in range(0, len(shapes), 3)]
+    begin_N = _begins(buffers)[given.buffer_N.long()] + given.rows_N
+    size = sum(given.batch_sizes)
+    shapes_O = [[n for n in given.shapes[i : i + 3] if n] for i in range(0, len(given.shapes), 3)]
     outputs = [flat.new_zeros(size, *shape) for shape in shapes_O]
     filled = [out.flatten(1) for out in outputs]
-    for feature in _features(cell_splits, cells, features, slices, batch_sizes):
+    for feature in _features(
+        given.cell_splits, given.cells, given.features, given.slices, given.batch_sizes
+    ):
         columns = torch.arange(feature.low, feature.high, device=flat.device)
         rows = flat[begin_N[feature.ids].unsqueeze(1) + columns]
         pooled = _pooled(feature, rows)
@@ -133,25 +125,16 @@ def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
 
 
 def layout_backward(
-    grads: Sequence[Tensor],
-    scale: Tensor | None,
-    sizes: Sequence[int],
-    rows_N: Tensor,
-    buffer_N: Tensor,
-    cell_splits: Tensor,
-    cells: Tensor,
-    features: Tensor,
-    slices: Tensor,
-    sums: Tensor,
-    batch_sizes: Sequence[int],
-    shapes: Sequence[int],
-    limits: Sequence[int],
+    grads: Sequence[Tensor], scale: Tensor | None, sizes: Sequence[int], *call: Any
 ) -> list[Tensor]:
     """Give each id its share of its cell's gradient, and add up what ids of one row got."""
-    edges = torch.tensor([0, *itertools.accumulate(sizes)], device=rows_N.device)
-    begin_N = edges[buffer_N.long()] + rows_N
+    given = LayoutCall(*call)
+    edges = torch.tensor([0, *itertools.accumulate(sizes)], device=given.rows_N.device)
+    begin_N = edges[given.buffer_N.long()] + given.rows_N
     flat = grads[0].new_zeros(sum(sizes))
-    for feature in _features(cell_splits, cells, features, slices, batch_sizes):
+    for feature in _features(
+        given.cell_splits, given.cells, given.features, given.slices, given.batch_sizes
+    ):
         cell_n = row_ids(feature.splits)
         step_n = torch.arange(cell_n.numel(), device=flat.device) - feature.splits[cell_n]
         kept = step_n < feature.length if feature.pooling == _FIRSTN else step_n >= 0
