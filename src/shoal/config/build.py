@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timezone
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -205,7 +204,8 @@ def _check_memory(
     Raises:
         ConfigError: more than the machine has; names the largest part.
     """
-    weights = _dense_weights(model, inputs)
+    with torch.device("meta"):
+        weights = sum(one.numel() for one in _module(model, inputs).parameters())
     num_dense, features, dim = inputs
     widths = num_dense + features * dim + sum(getattr(model, "hidden", ()))
     order = config.data.shuffle_window or examples if config.data.shuffle != "never" else 0
@@ -233,36 +233,13 @@ def _check_memory(
         )
 
 
-def _dense_weights(model: AnyModel, inputs: tuple[int, int, int]) -> int:
-    """Dense weights of a model, biases left out, without making it."""
-    num_dense, features, dim = inputs
-    flat, hidden = num_dense + features * dim, getattr(model, "hidden", ())
-    chains: list[tuple[int, ...]] = [(flat, *hidden, 1)]
-    if isinstance(model, DlrmSettings):
-        pairs = features * (features + 1) // 2
-        chains = [(num_dense, *model.bottom, dim), (dim + pairs, *hidden, 1)]
-    elif isinstance(model, DcnSettings):
-        middle = () if model.low_rank is None else (model.low_rank[0] * model.low_rank[1],)
-        chains += [(flat, *middle, flat)] * model.cross_layers
-    return sum(a * b for chain in chains for a, b in pairwise(chain))
-
-
 def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:
     if isinstance(model, LogisticSettings):
         return LogisticRegression(inputs)
-    hidden, dropout, norm = model.hidden, model.dropout, model.batch_norm
-    if isinstance(model, DeepFMSettings):
-        return DeepFM(inputs, hidden=hidden, dropout=dropout, batch_norm=norm)
+    settings = model.model_dump(exclude={"kind"})
     if isinstance(model, DlrmSettings):
-        return DLRM(inputs, bottom=model.bottom, top=hidden, dropout=dropout, batch_norm=norm)
-    return DCN(
-        inputs,
-        cross_layers=model.cross_layers,
-        low_rank=model.low_rank,
-        hidden=hidden,
-        dropout=dropout,
-        batch_norm=norm,
-    )
+        return DLRM(inputs, top=settings.pop("hidden"), **settings)
+    return (DeepFM if isinstance(model, DeepFMSettings) else DCN)(inputs, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,18 +339,10 @@ def _split_s(config: RunConfig) -> int | None:
 
 
 def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+    shared = {"label", "dense", "dense_fill", "time", "weight"}
     recipe = Recipe(
-        ids=tuple(
-            IdFeature(
-                name=name, columns=own.columns, is_list=own.is_list, max_length=own.max_length
-            )
-            for name, own in settings.ids.items()
-        ),
-        label=settings.label,
-        dense=settings.dense,
-        dense_fill=settings.dense_fill,
-        time=settings.time,
-        weight=settings.weight,
+        ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
+        **settings.model_dump(include=shared),
     )
     if isinstance(settings, tree.CsvSource):
         return CsvSource(paths, recipe)
