@@ -72,12 +72,12 @@ def _jobs(params: dict[str, object]) -> list[Job]:
             _share("delta of 1 %, size", "MB", "3 % of the full's"),
         ),
         job(
-            "beside_training",
-            _share("saving beside training, mean step", "ms", "1.1x the step without"),
-            _share("saving beside training, worst step", "ms", "4x the worst without"),
-            _extra("saving beside training, memory"),
-            Case(name="saving beside training, write", unit="GB/s", peer=f"{plain}, fsync"),
-            Case(name="saving beside training, touched", unit="GB/s", peer="half the disk's rate"),
+            "during_training",
+            _share("saving during training, mean step", "ms", "1.1x the step without"),
+            _share("saving during training, worst step", "ms", "4x the worst without"),
+            _extra("saving during training, memory"),
+            Case(name="saving during training, write", unit="GB/s", peer=f"{plain}, fsync"),
+            Case(name="saving during training, touched", unit="GB/s", peer="half the disk's rate"),
         ),
         job(
             "finding_changes",
