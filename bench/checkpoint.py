@@ -1,7 +1,8 @@
 """Saving and loading 10 M rows: `python bench/checkpoint.py --json out-checkpoint.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _extra(name: str) -> Case:
 
 
 def _share(name: str, unit: str, limit: str) -> Case:
-    """A case whose peer is a multiple of something measured beside it."""
+    """A case whose baseline is a multiple of a figure of the same run."""
     return Case(name=name, unit=unit, peer=limit, better="lower", bar=1.0)
 
 

@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
 
 
 class _Peak:
-    """The most memory of its own that this process has resident while this is open, sampled."""
+    """Peak of this process's private resident memory while this is open, sampled."""
 
     def __enter__(self) -> _Peak:
         self.start = resident_bytes()
@@ -359,7 +359,7 @@ def finding_changes(
     touch(every)
     quiet = shard.cut()
     touch(every)
-    # An epoch between: every block has a later stamp, no row is in the span asked for.
+    # An epoch between: every block has a later stamp, no row is in the requested span.
     scans, reads = [], []
     for _ in range(7 * passes):
         reads.append(_timed(lambda: words.max()))
