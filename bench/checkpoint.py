@@ -1,7 +1,8 @@
 """Saving and loading 10 M rows: `python bench/checkpoint.py --json out-checkpoint.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def _jobs(params: dict[str, object]) -> list[Job]:
             _share("delta of 1 %, size", "MB", "3 % of the full's"),
         ),
         job(
-            "beside_training",
-            _share("saving beside training, mean step", "ms", "1.1x the step without"),
-            _share("saving beside training, worst step", "ms", "4x the worst without"),
-            _extra("saving beside training, memory"),
-            Case(name="saving beside training, write", unit="GB/s", peer=f"{plain}, fsync"),
-            Case(name="saving beside training, touched", unit="GB/s", peer="half the disk's rate"),
+            "during_training",
+            _share("saving during training, mean step", "ms", "1.1x the step without"),
+            _share("saving during training, worst step", "ms", "4x the worst without"),
+            _extra("saving during training, memory"),
+            Case(name="saving during training, write", unit="GB/s", peer=f"{plain}, fsync"),
+            Case(name="saving during training, touched", unit="GB/s", peer="half the disk's rate"),
         ),
         job(
             "finding_changes",
@@ -97,7 +98,7 @@ def _extra(name: str) -> Case:
 
 
 def _share(name: str, unit: str, limit: str) -> Case:
-    """A case whose peer is a multiple of something measured beside it."""
+    """A case whose baseline is a multiple of a figure of the same run."""
     return Case(name=name, unit=unit, peer=limit, better="lower", bar=1.0)
 
 

@@ -1,4 +1,4 @@
-"""How calls on a GPU are timed, and what the card copies a second."""
+"""Timing of calls on a GPU, and its copy bandwidth."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """All-to-all of two ranks on one host: `python bench/comm_cpu.py --json out.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PACKAGES = ("torch", "numpy", "mpi4py", "shoal")
 RANKS = 2
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
 BAR_FROM_BYTES = 1 << 20
-# Ours, its peer, and the bar from 1 MiB on.
+# Ours, its baseline, and the target from 1 MiB on.
 PAIRS: tuple[tuple[str, str, float | None], ...] = (
     ("shared memory", "Gloo", 3.0),
     ("shared memory", "mpi4py", None),
@@ -50,7 +51,7 @@ PAIRS: tuple[tuple[str, str, float | None], ...] = (
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Results of a call land in memory that is touched already, as the peers' do.
+    # Results of a call use memory that is touched already, as those of the baselines do.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
@@ -181,7 +182,7 @@ def _measured(size: int, rates: dict[str, float]) -> dict[str, Measured]:
         found[_name(size, ours, peer)] = Measured(
             ours=rates.get(ours),
             peer_value=rates.get(peer),
-            note=f"not here: {', '.join(lacking)}" if lacking else "",
+            note=f"not installed: {', '.join(lacking)}" if lacking else "",
         )
     return found
 

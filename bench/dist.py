@@ -1,9 +1,9 @@
-"""Training on several ranks against one, and exchanges of rows against what carries them:
+"""Training on several ranks against one, and exchanges of rows against raw transports:
 `python bench/dist.py --json out.json`.
 
-With GPUs: NCCL on all of them. Without: processes of this host, one thread each. Prints ours,
-peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that is missed is a
-result. See bench/README.md for what each case measures.
+With GPUs: NCCL on all of them. Without: processes of this host, one thread each. Prints our value,
+the baseline (peer), the ratio and the target (bar) of every case, and marks rows that miss their
+target red. It exits 0 even then. bench/README.md explains the cases.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _scaling_job(gpus: int, quick: bool) -> Job:
             peer=f"HugeCTR on 4 x H100, MLPerf, scaled to {gpus} GPUs",
             peer_value=HUGECTR_4_GPUS / 1e6 * gpus / 4,
         ),
-        Case(name=memory, unit="x", peer="the ceiling asked for", better="lower", bar=1.0,
+        Case(name=memory, unit="x", peer="the requested ceiling", better="lower", bar=1.0,
              peer_value=1.05),
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ def _flights(ranks: int, quick: bool) -> float:
 
 
 def _gloo_job(size: str, quick: bool) -> Job:
-    """A case of `comm_cpu.py`, which has more sizes and peers."""
+    """A case of `comm_cpu.py`, which has more sizes and baselines."""
     name = f"all-to-all of {size}, shared memory vs Gloo"
     cases = (Case(name=name, unit="GB/s", peer="Gloo", bar=3.0),)
 

@@ -1,7 +1,7 @@
-"""How fast rows cross the bus between a GPU's cache and host memory: kernels alone, no shard.
+"""Transfer rates of rows between a GPU's cache and host memory: only kernels, no shard.
 
-`python bench/gpu_cache.py --json out.json` on a machine with a GPU. Peers are page-locked copies
-of the same bytes, one stretch each way (cudaMemcpy); rows lie scattered, and swaps go both ways at
+`python bench/gpu_cache.py --json out.json` on a machine with a GPU. Baselines are pinned copies of
+the same bytes, contiguous and one way (cudaMemcpy). Rows are scattered, and swaps go both ways at
 once. `--sweep` also tries other numbers of programs and tile sizes. Without a GPU, `--quick` runs
 it interpreted on a few rows, to show that it runs.
 """
@@ -59,7 +59,7 @@ def _cases() -> Iterator[Case]:
 
 
 class Host:
-    """One table of rows in page-locked chunks, as a tiered shard's memory has them."""
+    """One table of rows in pinned chunks, like the memory of a tiered shard."""
 
     def __init__(self, form: RowForm, rows: int) -> None:
         self.chunks = 0
@@ -118,7 +118,7 @@ def timed(work: Callable[[], object], before: Callable[[], object] | None = None
 
 
 def copies(size: int) -> tuple[float, float]:
-    """GB/s of page-locked copies to the device and from it."""
+    """GB/s of pinned copies to and from the device."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda")
     there = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     into = timed(lambda: there.copy_(host, non_blocking=True))

@@ -61,7 +61,7 @@ CASES = (
 
 
 class Index:
-    """Tables of one size with room for rows: ids in their chunks, no weights."""
+    """Tables of one size with free rows: ids in their chunks, no weights."""
 
     def __init__(self, tables: int, slots: int, rows: int) -> None:
         self.slots = slots
@@ -163,7 +163,7 @@ def one_table(slots: int, batch: int) -> Iterator[tuple[str, Measured]]:
 
 
 def taken_out(index: Index, query: Tensor, find: float) -> Iterator[tuple[str, Measured]]:
-    """List a full index, erase half of its rows, find the others, build it anew."""
+    """List a full index, erase half of its rows, find the others, rebuild it."""
     rows = index.free.shape[1]
     handles = torch.empty(rows, dtype=torch.int32, device=DEVICE)
     size = torch.empty(1, dtype=torch.int32, device=DEVICE)
@@ -215,7 +215,7 @@ def sweep(slots: int, batch: int) -> None:
         both = rate(len(query), index.call(query, insert=True))
         print(
             f"block {block:3} warps {warps}: insert {new:.2f}, find {find:.2f}, "
-            f"find-or-insert of what is there {both:.2f} G/s",
+            f"find-or-insert of known ids {both:.2f} G/s",
             flush=True,
         )
 

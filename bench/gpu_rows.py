@@ -1,4 +1,4 @@
-"""Rows on one GPU: reads by handle and by id, first values, pooled reads, beside a plain copy.
+"""Rows on one GPU: reads by handle and by id, initial values, pooled reads, and a plain copy.
 
     python bench/gpu_rows.py --json out.json [--quick] [--sweep]
 
@@ -101,7 +101,7 @@ def seconds(run: Callable[[], object], rounds: int) -> float:
 
 
 class Store:
-    """Equal tables of float32 rows, with room for `rows` each, and an index at load 0.75."""
+    """Equal tables of up to `rows` float32 rows each, and an index at load 0.75."""
 
     def __init__(self, dim: int, rows: int, tables: int = 1, normal: bool = False) -> None:
         law = Normal(0.0, 0.1) if normal else Uniform()

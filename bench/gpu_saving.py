@@ -1,8 +1,8 @@
-"""What a save costs training on a GPU: steps while a checkpoint is written, against steps without.
+"""The cost of a save for training on a GPU: steps during a save against steps without.
 
 `PYTHONPATH=src python bench/gpu_saving.py --json out.json` on a machine with a GPU. One table,
 D=32 with Adagrad, Zipf ids; each step waits for the device, so that its time is that of the step.
-The peer of `mean` and `worst` is the same loop without a save; that of the write is a plain file
+The baseline of `mean` and `worst` is the same loop without a save; that of the write is a file
 with one fsync. Without a GPU, `--quick` runs it interpreted on a few rows, to show that it runs.
 """
 
@@ -117,9 +117,9 @@ def measured(rows: int, batch: int, folder: Path) -> dict[str, Measured]:
     took = time.perf_counter() - start
     done = saving.progress()
     note = (
-        f"{len(beside)} steps of {batch} ids beside {rows} rows; {done.copied_rows} rows copied,"
+        f"{len(beside)} steps of {batch} ids with {rows} rows; {done.copied_rows} rows copied,"
         f" {done.spilled_bytes >> 20} MiB in the file, waited {done.waited_s:.2f} s; median step"
-        f" {1e3 * median(without):.2f} ms without, {1e3 * median(beside):.2f} ms beside"
+        f" {1e3 * median(without):.2f} ms without, {1e3 * median(beside):.2f} ms during the save"
     )
     mean = [1e3 * sum(part) / len(part) for part in (beside, without)]
     worst = [1e3 * max(part) for part in (beside, without)]

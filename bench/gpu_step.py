@@ -1,4 +1,4 @@
-"""One optimizer step of device rows, launch by launch, beside the copy bandwidth.
+"""One optimizer step of device rows, launch by launch, and the copy bandwidth.
 
     python bench/gpu_step.py --json out.json [--quick] [--sweep]
 
@@ -55,7 +55,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 ALPHA = 1.05
 BATCHES = 4
-# Aims for runs, addresses and step together, ms; the floors are peers.md's bytes.
+# Targets for runs, addresses and step together, ms; the floors are the bytes of peers.md.
 AIMS = {"sgd": 0.36, "adam": 0.60}
 LAUNCHES = ("_list_runs", "_write_sources", "_add_pieces", "_step")
 TILE_BYTES, WARPS, PROGRAMS = (2048, 4096, 8192), (1, 2, 4), (16, 64)
@@ -214,7 +214,7 @@ class Contender:
         apply(store.layout, [store.form], runs, sources, store.rates_KR, self.stamp)
 
     def parts(self) -> dict[str, Callable[[int], object]]:
-        """What is timed, by name; each takes the number of a batch."""
+        """The timed functions, by name; each takes the number of a batch."""
         form = self.store.form
         return {
             "sort": lambda i: torch.sort(self.handles[i], stable=True),
@@ -240,7 +240,7 @@ class Contender:
         return n * form.weight_bytes + 2 * self.unique() * (form.weight_bytes + form.state_bytes)
 
     def check(self) -> None:
-        """An SGD step of the first batch is what float64 says."""
+        """Check an SGD step of the first batch against float64."""
         weights, handles = self.store.weights, self.handles[0].long()
         weights.normal_(std=0.01)
         chosen, inverse = torch.unique(handles, return_inverse=True)

@@ -1,8 +1,8 @@
-"""What every bench shares: cases and their bars, interleaved timing, JSON rows, machine facts.
+"""Shared by all benches: cases and their targets, interleaved timing, JSON rows, machine facts.
 
 Imports neither torch nor the package, so that a bench can list its cases anywhere.
-A case is declared before anything runs; what a run could not measure stays in the result as a
-row without a value, so a missed case never looks like one that was never asked for.
+Cases are declared before anything runs. A case that could not be measured stays in the result as a
+row without a value, so that it does not look like a case that was not selected.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Case:
     Args:
         name: unique in its bench.
         unit: of `ours` and `peer_value`.
-        peer: what ours is compared with; a floor or ceiling that was asked for is a peer too.
-        better: which direction of `ours` is good; `ratio` is larger-is-better either way.
-        bar, stretch: least ratio asked for, and hoped for. None: an informational row.
-        peer_value: given when the peer is a figure instead of something that runs.
+        peer: the baseline; a requested floor or ceiling is a baseline too.
+        better: the good direction of `ours`; a larger `ratio` is always better.
+        bar, stretch: target ratio, and stretch target. None: an informational row.
+        peer_value: set if the baseline is a figure instead of a program.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run found for one case; None where there was nothing to measure.
+    """The result of a run for one case; None if there was nothing to measure.
 
-    limit_fraction: ours as a part of the named machine limit (copy bandwidth), 0..1.
+    limit_fraction: ours as a fraction of the machine's limit (copy bandwidth), 0..1.
     """
 
     ours: float | None = None
@@ -86,13 +86,13 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Cases measured together in one process of their own.
+    """Cases measured together in one separate process.
 
     Args:
         task: name of the worker function.
         params: its keyword arguments (JSON values).
-        cases: what it must measure.
-        need_bytes: free memory it takes; without it the job is not started.
+        cases: the cases that it must measure.
+        need_bytes: free memory that it needs; otherwise the job is not started.
         env: extra environment of the process.
         timeout_s: longer than this counts as not measured.
     """
@@ -118,7 +118,7 @@ class Runner:
 
 
 def ratio(ours: float | None, peer_value: float | None, better: Better) -> float | None:
-    """Ours against the peer, larger always better; None when either is missing or not positive."""
+    """Ours against the baseline, larger is better; None if either is missing or not positive."""
     if not ours or not peer_value or ours <= 0 or peer_value <= 0:
         return None
     return ours / peer_value if better == "higher" else peer_value / ours
@@ -190,7 +190,7 @@ def available_bytes() -> int:
 
 
 def run_job(job: Job, script: Path) -> dict[str, Measured]:
-    """Run a job as `script --worker IN OUT` and read what it measured, by case name.
+    """Run a job as `script --worker IN OUT` and read its measurements, by case name.
 
     A job that cannot start, fails or takes too long gives every case a note instead of a value.
     """
@@ -294,7 +294,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def red_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the rows that have a bar and miss it."""
+    """Names of the rows that have a target and miss it."""
     return [row["case"] for row in rows if row["ok"] is False]
 
 

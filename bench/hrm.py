@@ -1,9 +1,9 @@
 """HRM: what small models learn on a CPU, and how fast large ones train on GPUs:
 `python bench/hrm.py --json out-hrm.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. Rows of GPUs are left without a value where there are none. See
-bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. Without GPUs, their rows have no value.
+bench/README.md explains the cases.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
             found = _failed(declared, error)
         rows += [as_row(case, found.get(case.name)) for case in declared]
         print("\n".join(table_lines(rows[-len(declared) :])), file=sys.stderr, flush=True)
-        if options.json:  # what is found stays, if the whole is cut off
+        if options.json:  # an interrupted run keeps its rows
             write_json(options.json, rows, PACKAGES)
     conclude(rows, options.json, PACKAGES)
 
@@ -176,7 +176,7 @@ def _jobs(scale: Scale, folder: Path | None) -> list[Declared]:
 
 
 def _asked(name: str, unit: str, floor: float) -> Case:
-    return Case(name=name, unit=unit, peer="the floor asked for", bar=1.0, peer_value=floor)
+    return Case(name=name, unit=unit, peer="the requested floor", bar=1.0, peer_value=floor)
 
 
 def _learning(task: str, seed: int, length: float) -> Job:
@@ -334,7 +334,7 @@ def _table_rows(
     gpus: int,
     late: str,
 ) -> Found:
-    """Rows of what was found, by the slowest rank and rank 0; `late`: why the others lack."""
+    """Rows of the measurements, by the slowest rank and rank 0; `late`: why others are missing."""
     filled, rows, step, saved = (case.name for case in declared)
     found = {name: Measured(note=late) for name in (filled, rows, step, saved)}
     for name, key in ((filled, "filled_rows_per_s"), (rows, "rows_per_s")):
@@ -363,7 +363,7 @@ def _failed(declared: tuple[Case, ...], error: Exception) -> Found:
 
 
 def _work(source: Path, target: Path) -> None:
-    """The learning jobs, in a process of their own."""
+    """The learning jobs, in a separate process."""
     import work_hrm
 
     job = json.loads(source.read_text())

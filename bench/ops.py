@@ -1,7 +1,8 @@
 """Operations against torch alone and against a copy: `python bench/ops.py --json out.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ Found = dict[str, Measured]
 def _on_cpu(
     scale: Scale, wanted: Sequence[Op], threads: Sequence[int], folder: Path | None
 ) -> tuple[str, Found]:
-    """In processes of their own, so that a crash costs one family's rows."""
+    """In separate processes, so that a crash costs only one family's rows."""
     found: Found = {}
     planned = jobs(scale, threads, wanted, folder, ENVIRONMENT)
     for number, job in enumerate(planned, 1):

@@ -15,7 +15,7 @@ __all__ = ["Cpu", "Cuda", "Device", "device_of"]
 
 BUDGET_S = 1.5  # of all turns of a case on the CPU, within these bounds
 LEAST, MOST = 3, 15
-ROUNDS = 9  # turns of a case on CUDA, beside one that is not counted
+ROUNDS = 9  # turns of a case on CUDA, plus one that is not counted
 WINDOW_S = 0.005  # launches of one turn on CUDA last about this long
 MOST_LAUNCHES = 64
 
@@ -54,7 +54,7 @@ class Device:
         gc.collect()
 
     def title(self) -> str:
-        """What a row says it ran on."""
+        """The device name in a row."""
         return self.name
 
 

@@ -109,7 +109,7 @@ def fused_reorder(*, device: str, tables: int, ids: int, shards: int, dim: int) 
             ids_U, sizes_WK, offsets_N = peer()
             equal(found.slot_sizes_WK, sizes_WK, "slot sizes")
             equal(found.ids_U.sort().values, ids_U.sort().values, "distinct ids")
-            equal(ids_U[offsets_N // dim], ids_N, "the peer's offsets")
+            equal(ids_U[offsets_N // dim], ids_N, "the baseline's offsets")
         equal(found.counts_U.sum(), torch.tensor(ids_N.numel(), device=device), "counts")
 
     unique = ops.fused_reorder_by_indices(parts, shards, dims).ids_U.numel()
@@ -128,7 +128,7 @@ class _Packed:
         self.parts, self.shards, self.dim = parts, shards, dim
         self.tables = len(parts)
         device = parts[0].device
-        # Ids below 2^48 leave room for the number of the table.
+        # Ids below 2^48 leave bits for the number of the table.
         numbers_K = torch.arange(self.tables, device=device) << 48
         lengths_K = torch.tensor([part.numel() for part in parts], device=device)
         self.table_N = numbers_K.repeat_interleave(lengths_K)

@@ -71,7 +71,7 @@ class _Batch:
     """A batch both ways: tables and an index for ours, rows per feature for torch.
 
     Args:
-        starts: a feature's first row in its table; each id has a row of its own.
+        starts: a feature's first row in its table; each id has its own row.
         weights: a feature's rows, contiguous.
         offsets: of a feature's cells, one of them where it is shared.
         ids, kept: rows of the cells, in the order of the batch; of a firstn feature its first

@@ -45,7 +45,7 @@ def measure(
 
 
 def trace(ops: Sequence[Op], device: Device, path: Path) -> None:
-    """Write a chrome trace of a few runs of each operation and its peers; a failure is printed."""
+    """Write a chrome trace of a few runs of each operation and its baselines; print failures."""
     activities = [ProfilerActivity.CPU]
     if device.name == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -55,7 +55,7 @@ def trace(ops: Sequence[Op], device: Device, path: Path) -> None:
             for op in ops:
                 _run_traced(op, device)
         profiler.export_chrome_trace(str(path))
-    except (RuntimeError, OSError) as error:  # what is measured already must not go missing
+    except (RuntimeError, OSError) as error:  # earlier measurements must not be lost
         print(f"no trace {path}: {_reason(error)}", file=sys.stderr, flush=True)
 
 

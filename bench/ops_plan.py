@@ -1,8 +1,8 @@
-"""The cases of the operations' bench, their bars and their sizes. Imports no torch, runs nothing.
+"""The cases of the operations' bench, their targets and sizes. Imports no torch, runs nothing.
 
-An `Op` is one operation at one size; it has a row per thread count against torch alone, and, when
-memory bandwidth bounds it, one against a copy. The workers name their results with the same
-functions, so a case cannot be measured under another name than it is asked for.
+An `Op` is one operation at one size. It has a row per thread count against plain torch and, if
+memory bandwidth limits it, one against a copy. The workers use the same functions for the names of
+their results, so the names always agree.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MODES = ("sum", "mean", "sqrtn", "l2")
 REDUCES = ("reduce_sum", "reduce_mean", "reduce_mean_sqrtn", "reduce_sqrtn")
 COPY = "a copy of memory by as many threads"
 DEVICE_COPY = "a copy of device memory"
-CEILING = "the ceiling asked for"
+CEILING = "the requested ceiling"
 CEILING_MS = 0.2
 # Against torch alone on the CPU: least ratio, and the one hoped for.
 TWICE = (2.0, None)
 # As a part of a copy: every such case on the CPU, from this width on CUDA.
 OF_COPY = {"cpu": 0.7, "cuda": 0.8}
 LEAST_DIM = {"cpu": 1, "cuda": 64}
-# Of a process on the CPU: the rows of a case several times over, and what it may take.
+# Limits of a process on the CPU: memory for several copies of a case's rows, and time.
 NEED_BYTES = 4_000_000_000
 TIMEOUT_S = 1800.0
 
@@ -79,13 +79,13 @@ class Op:
     """One operation at one size.
 
     Args:
-        what, dim: its name, and the width of its rows where that tells cases apart.
+        what, dim: its name, and the width of its rows if cases differ in it.
         family: cases measured in one process and traced in one file.
         build: "module:function" that makes its inputs and contenders.
-        params: keyword arguments of `build` (JSON values), beside the device.
-        peer: what torch offers for it; the fastest of several counts.
-        times: least and hoped-for ratio against the peer; None: informational.
-        copied: whether it is measured against a copy, and the part of it asked for.
+        params: keyword arguments of `build` (JSON values), without the device.
+        peer: the baseline in torch; the fastest of several counts.
+        times: target and stretch ratio to the baseline; None: informational.
+        copied: whether it is measured against a copy, and the target fraction.
         ceiling_ms: a time it must not exceed.
     """
 
@@ -183,12 +183,12 @@ def jobs(
 
 
 def _scattered(scale: Scale) -> dict[str, Any]:
-    """Bars of an operation that sums rows from all over memory."""
+    """Targets of an operation that sums rows from random positions."""
     return {"times": TWICE if scale.device == "cpu" else None, "copied": True}
 
 
 def _bound(scale: Scale, dim: int) -> dict[str, Any]:
-    """Bars of an operation that does nothing but move rows."""
+    """Targets of an operation that only moves rows."""
     asked = OF_COPY[scale.device] if dim >= LEAST_DIM[scale.device] else None
     return {**_scattered(scale), "of_copy": asked}
 

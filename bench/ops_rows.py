@@ -41,7 +41,7 @@ def map_id(*, device: str, ids: int, shards: int, dim: int) -> Work:
 
     def check() -> None:
         equal(ours(), original_ND, "rows: mapped != original")
-        equal(by_search(), original_ND, "rows of the peer")
+        equal(by_search(), original_ND, "rows of the baseline")
 
     return Work(
         ours=ours,
@@ -63,7 +63,7 @@ def gather_by_input(*, device: str, ids: int, columns: int, dim: int) -> Work:
         found = ops.gather_embeddings_by_input(ids_M, rows_MD, input_, _several())
         equal(found.embeddings, original, "rows: gathered != original")
         equal(found.index_mapping, pick, "index mapping")
-        equal(search(ids_M, rows_MD), original, "rows of the peer")
+        equal(search(ids_M, rows_MD), original, "rows of the baseline")
 
     total = ids * columns
     return Work(
@@ -112,7 +112,7 @@ def scatter(*, device: str, dim: int, value_bytes: int) -> Work:
 
 
 def fused_gather(*, device: str, tables: int, ids: int, dim: int) -> Work:
-    """Rows of each table drawn from as many of its own; the peer has row numbers ready."""
+    """Random rows of each table; the baseline has row numbers ready."""
     flat = _Flat(device, tables, ids, dim)
     outs = [torch.empty(ids, dim, device=device) for _ in range(tables)]
     out_ND = torch.empty(tables * ids, dim, device=device)
@@ -167,7 +167,7 @@ def _several() -> bool:
 
 
 class _Search:
-    """Rows by id with torch alone; every output but torch's own is there before."""
+    """Rows by id in plain torch; all outputs except torch's own are allocated before."""
 
     def __init__(self, ids: int, input_: Tensor, dim: int) -> None:
         self.input = input_

@@ -52,7 +52,7 @@ class _Segments:
         return counts_B1.rsqrt() if self.mode == "sqrtn" else counts_B1.reciprocal()
 
     def source(self) -> Tensor:
-        """What is added: the rows, or their squares."""
+        """The summed values: the rows, or their squares."""
         if self.mode != "l2":
             return self.values_ND
         return torch.mul(self.values_ND, self.values_ND, out=self.spare_ND)
@@ -95,7 +95,7 @@ class _Segments:
 
 
 def forward(*, device: str, mode: str, dim: int, value_bytes: int) -> Work:
-    """Segments by offsets; the peer has each row's segment and the divisors ready."""
+    """Segments by offsets; the baseline has each row's segment and the divisors ready."""
     x = _Segments(device, mode, dim, value_bytes)
     factors_B1 = x.factors_B1(x.offsets_B1.diff()) if mode in ("mean", "sqrtn") else None
 

@@ -16,13 +16,13 @@ SAMPLES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One operation on inputs that are already there.
+    """One operation on existing inputs.
 
     Args:
-        ours: runs it and gives its result.
-        peers: the same by torch alone, each way that may be the fastest.
+        ours: runs it and returns its result.
+        peers: baselines in plain torch, each way that may be the fastest.
         moved: bytes it must read and write at least.
-        check: raises AssertionError unless ours is right; None: each peer's result is compared.
+        check: raises AssertionError unless ours is right; None: compare each baseline.
     """
 
     ours: Callable[[], Any]

@@ -47,7 +47,7 @@ def table_spec(
     on_full: OnFull = "raise",
     ttl_s: int | None = None,
 ) -> TableSpec:
-    """One segment of `dim` float32 weights with the peers' optimizer settings."""
+    """One segment of `dim` float32 weights with the baselines' optimizer settings."""
     rule: Optimizer = Adam(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS)
     if optimizer == "adagrad":
         rule = Adagrad(lr=LR, initial_accumulator=INITIAL_ACCUMULATOR, eps=EPS)
@@ -67,7 +67,7 @@ def groups(ids_N: Tensor) -> IdGroups:
 
 
 def assign(shard: CpuShard, index_N: Tensor, *, event_time_s: int = 0) -> None:
-    """Give the ids of these indices rows with the peers' weights, a chunk at a time."""
+    """Give the ids of these indices rows with the baselines' weights, a chunk at a time."""
     dim = shard.specs[0].dim
     weights = torch.full((min(CHUNK_IDS, index_N.numel()), dim), FILL)
     context = StepContext(event_time_s=event_time_s)
@@ -183,7 +183,7 @@ def check_step(dim: int, optimizer: str) -> None:
     Adam takes one step: SparseAdam corrects its bias by the table's step, ours by the row's.
 
     Raises:
-        AssertionError: the step does not compute what the peers do.
+        AssertionError: the step's result differs from the baselines'.
     """
     rows, n = 50, 64
     indices = [torch.randint(0, rows, (n,)) for _ in range(2 if optimizer == "adagrad" else 1)]

@@ -56,7 +56,7 @@ def make_shard(scale: Scale, specs: Sequence[TableSpec]) -> Shard:
 
 
 def table(dim: int, rows: int, rule: str = "SGD", *, name: str = "t", **more: object) -> TableSpec:
-    """One segment of `dim` float32 weights, with room for `rows` from the start."""
+    """One segment of `dim` float32 weights, with memory for `rows` from the start."""
     segment = Segment(dim=dim, optimizer=_RULES[rule], initializer=Uniform(-0.01, 0.01))
     return TableSpec(name=name, segments=(segment,), expected_rows=rows, **more)  # type: ignore[arg-type]
 

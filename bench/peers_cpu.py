@@ -1,6 +1,6 @@
-"""The peers, each at its best: int64 indices of a static table, one id a bag, warm memory.
+"""The baselines, each at its best: int64 indices of a static table, one id a bag, warm memory.
 
-Every peer has `run(i)` for batch i, takes its batches when built, and is checked once against
+Every baseline has `run(i)` for batch i, gets its batches when built, and is checked once against
 arithmetic written out here before it is timed (`check_*`).
 """
 
@@ -131,8 +131,8 @@ class FbgemmStep:
 def step_peer(
     peer: str, rows: int, dim: int, batches: Sequence[Tensor]
 ) -> EmbeddingBagStep | FbgemmStep:
-    """The peer of a step case: "fbgemm", "torch_adagrad" or "torch_adam"."""
-    # torch warns that sparse gradients are not checked; checking them would only slow the peer.
+    """The baseline of a step case: "fbgemm", "torch_adagrad" or "torch_adam"."""
+    # torch warns that sparse gradients are not checked; checking would only slow the baseline.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     if peer == "fbgemm":
         return FbgemmStep(rows, dim, batches)
@@ -143,7 +143,7 @@ def check_peer(peer: str, dim: int) -> None:
     """Run a small sample, with duplicate ids, against the arithmetic below.
 
     Raises:
-        AssertionError: the peer does not compute what the case compares.
+        AssertionError: the baseline does not compute the case's result.
     """
     rows, n = 50, 64
     batches = [torch.randint(0, rows, (n,)) for _ in range(3)]

@@ -1,7 +1,7 @@
 """The cases of the CPU table bench and the processes that measure them. Runs nothing.
 
 Every row of the speed table is declared here; the workers name their results with the same
-functions, so a case cannot be measured under another name than it is asked for.
+functions, so the names always agree.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ THREADS = (1, 2)
 FULL_ROWS = 10_000_000
 QUICK_ROWS = 200_000
 
-FLOOR = "the floor asked for"
-CEILING = "the ceiling asked for"
+FLOOR = "the requested floor"
+CEILING = "the requested ceiling"
 # torch then asks for huge pages for its outputs, as the tables do for their rows.
 HUGE_PAGES: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
 PeerEnv = Mapping[tuple[str, int], Mapping[str, str]]
@@ -78,7 +78,7 @@ def case_name(
 
 
 def jobs(scale: Scale, peer_env: PeerEnv) -> list[Job]:
-    """All jobs, in the order of the speed table; `peer_env` is the best found per (peer, D)."""
+    """All jobs, in the order of the speed table; `peer_env` is the best per (baseline, D)."""
     return [
         *_find_jobs(scale, peer_env),
         *_step_jobs(scale, peer_env),

@@ -1,7 +1,7 @@
 """The cases of the GPU table bench and the processes that measure them. Runs nothing.
 
-Peers that cannot run beside us are figures here, each with where it was published; floors and
-ceilings are what was asked for.
+Baselines that cannot run on the same machine are published figures, each with its source. Floors
+and ceilings are the requested values.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["DIMS", "RULES", "Scale", "jobs"]
 DIMS = (8, 32, 64, 128)
 RULES = ("SGD", "Adam")
 
-FLOOR = "the floor asked for"
-CEILING = "the ceiling asked for"
+FLOOR = "the requested floor"
+CEILING = "the requested ceiling"
 SCRATCH_COPY_GB_S = 2991.0
 
 # dynamicemb/benchmark_results.json, 2026-05-26, one H100 80GB HBM3: milliseconds of a step.
 FBGEMM_STATIC = {"SGD": 0.96, "Adam": 1.35}
 DYNAMICEMB = {"SGD": 1.92, "Adam": 2.19}
 FBGEMM_UVM = {"no cache": 13.6, "cache 0.8x": 4.77}
-# HierarchicalKV built on the card the bars were set on, row width 8, load 0.75: 1e9 keys a second.
+# HierarchicalKV on the GPU that set the targets, row width 8, load 0.75: 1e9 keys a second.
 HKV = "HierarchicalKV, H100 80GB HBM3, D=8"
 HKV_FIND, HKV_INSERT = 3.6, 1.74
 
@@ -49,8 +49,8 @@ class Scale:
         bag_tables, bag_batch, bag_rows: tables, examples and rows a table of the pooled step.
         churn_steps, churn_ids: steps before a find, new ids in each.
         grow_from, grow_to, grow_ids: rows of the growing table, new ids a step.
-        copy_bytes: what is copied to measure bandwidth.
-        patience_s: a loop of many steps stops after so long and says how far it came.
+        copy_bytes: size of the copy that measures bandwidth.
+        patience_s: a loop of many steps stops after this time and reports its progress.
     """
 
     device: Literal["cuda", "cpu"]
@@ -137,7 +137,7 @@ def _job(scale: Scale, task: str, cases: list[Case], **more: Any) -> Job:
 
 
 def _scratch() -> Mapping[str, Any]:
-    return {"peer": "the card the bars were set on", "peer_value": SCRATCH_COPY_GB_S}
+    return {"peer": "the GPU that set the targets", "peer_value": SCRATCH_COPY_GB_S}
 
 
 def _find_cases() -> list[Case]:

@@ -1,16 +1,16 @@
-"""How well the quickstart's model predicts, against gradient-boosted trees on the same flights.
+"""Prediction quality of the quickstart's model and of gradient-boosted trees, on the same flights.
 
     .venv-peers/bin/python bench/quality_flights.py --json out.json
 
-Runs where both `shoal` and `lightgbm` are installed: the peers' venv that `make bench` builds.
+Needs both `shoal` and `lightgbm`: use the baselines' venv that `make bench` builds.
 Trees and model see the same examples and the same inputs, all known at scheduled departure. Ids
-are LightGBM's categorical columns; a list of earlier legs cannot be a column, so trees get the
-history as summaries: counts and late rates ("counts and rates"), or all the summaries that our
-model's dense columns hold, with delays in minutes besides ("all inputs").
+are LightGBM's categorical columns. A list of earlier flights cannot be a column, so trees get the
+history as summaries: counts and late rates ("counts and rates"), or all summaries of our model's
+dense columns, including delays in minutes ("all inputs").
 
 Every tree setting is tuned on January to August against September and October (number of trees;
 with or without the calendar day, which no tree can use later), refitted on January to October and
-scored on November and December. The peer is the setting that was best in September and October.
+scored on November and December. The baseline is the best setting in September and October.
 
 Our figure is the AUC of a run of examples/flights.yaml: `--shoal RUN_DIR` names a finished one,
 otherwise one is started here.
@@ -223,10 +223,10 @@ def main() -> None:
     _lightgbm()
     loaded = flights.load()
     columns = Columns(loaded, quick=args.quick)
-    print(f"{int(columns.fit.sum())} flights to train on, {int(columns.evaluate.sum())} to judge")
+    print(f"{int(columns.fit.sum())} flights to train, {int(columns.evaluate.sum())} to evaluate")
     held = columns.labels[columns.evaluate]
     base = float(columns.labels[columns.fit].mean())
-    print(f"base rate {base:.4f} in training, {held.mean():.4f} judged: AUC 0.5")
+    print(f"base rate {base:.4f} in training, {held.mean():.4f} in evaluation: AUC 0.5")
     regression = logistic(loaded, columns)
     print(f"logistic regression: AUC {regression:.4f}")
 
@@ -239,7 +239,7 @@ def main() -> None:
                 fits.append(fit)
                 print(
                     f"LightGBM, {fit.inputs}, {fit.setting}: {fit.trees} trees, AUC "
-                    f"{fit.tuning_auc:.4f} in September and October, {fit.auc:.4f} judged",
+                    f"{fit.tuning_auc:.4f} in September and October, {fit.auc:.4f} in evaluation",
                     flush=True,
                 )
     ours = None if args.trees_only else our_auc(args.shoal, quick=args.quick)[0]

@@ -1,7 +1,8 @@
-"""CPU tables against named peers, in one run: `python bench/table_cpu.py --json out.json`.
+"""CPU tables against named baselines, in one run: `python bench/table_cpu.py --json out.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small tables, few repetitions")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--rows", type=int, metavar="N", help="rows preloaded (10 M; 200 k quick)")
-    parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
+    parser.add_argument("--peers-only", action="store_true", help="measure only the baselines")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -91,7 +92,7 @@ def _matching(planned: list[Job], substring: str) -> list[Job]:
 
 
 def _best_environments(scale: Scale) -> dict[tuple[str, int], Mapping[str, str]]:
-    """Per peer and dim, the memory settings under which the peer ran fastest just now.
+    """Per baseline and dim, the memory settings under which it ran fastest in this run.
 
     Ours runs in the same process, under the same settings.
     """

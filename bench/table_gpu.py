@@ -1,7 +1,8 @@
-"""GPU tables against peers and a copy, in one run: `python bench/table_gpu.py --json out.json`.
+"""GPU tables against baselines and a copy, in one run: `python bench/table_gpu.py --json out.json`.
 
-Prints ours, peer, ratio and bar of every case, and which are red. Exits 0 either way: a bar that
-is missed is a result. See bench/README.md for what each case measures.
+Prints our value, the baseline (peer), the ratio and the target (bar) of every case, and marks rows
+that miss their target red. It exits 0 even then. bench/README.md explains the
+cases.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
             if options.case in case.name
         ]
         if options.json:
-            # After each job: a run that is cut short leaves what it has.
+            # After each job: an interrupted run keeps its rows.
             write_json(options.json, rows, PACKAGES)
     print("\n" + "\n".join(table_lines(rows)))
     red = red_rows(rows)
@@ -109,7 +110,7 @@ def _with_environment(job: Job, environment: Mapping[str, str]) -> Job:
 
 
 def _work(source: Path, target: Path) -> None:
-    """A process of its own for each job, so that a fault costs its rows only."""
+    """A separate process for each job, so that a fault costs only its rows."""
     request = json.loads(source.read_text())
     module = next(name for name, tasks in TASKS.items() if request["task"] in tasks)
     torch.manual_seed(0)

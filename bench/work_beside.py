@@ -1,4 +1,4 @@
-"""Workers of what is watched beside throughput: evicting, saving, giving back, missing, churn."""
+"""Workers of the cases next to throughput: eviction, saving, freed memory, missing ids, churn."""
 
 from __future__ import annotations
 

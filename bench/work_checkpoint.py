@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
 
 
 class _Peak:
-    """The most memory of its own that this process has resident while this is open, sampled."""
+    """Peak of this process's private resident memory while this is open, sampled."""
 
     def __enter__(self) -> _Peak:
         self.start = resident_bytes()
@@ -270,7 +270,7 @@ def _train(
     return _Steps(seconds, touched / (time.perf_counter() - begun))
 
 
-def beside_training(
+def during_training(
     rows: int, passes: int, threads: int, folder: str | None
 ) -> Mapping[str, Measured]:
     """Training has one thread, the save the others."""
@@ -312,17 +312,17 @@ def beside_training(
     mean, mean_alone = sum(saving_s) / len(saving_s), sum(alone) / len(alone)
     note = f"{len(saving_s)} steps of {BATCH} ids; {len(alone)} without: {mean_alone * 1e3:.2f} ms"
     return {
-        "saving beside training, mean step": Measured(
+        "saving during training, mean step": Measured(
             ours=mean * 1e3, peer_value=1.1 * mean_alone * 1e3, note=note
         ),
-        "saving beside training, worst step": Measured(
+        "saving during training, worst step": Measured(
             ours=max(saving_s) * 1e3,
             peer_value=4 * max(alone) * 1e3,
             note="the step at which the save began has the time of `begin` in it",
         ),
-        "saving beside training, memory": Measured(ours=max(extra) / 2**20),
-        "saving beside training, write": rates.measured(),
-        "saving beside training, touched": Measured(
+        "saving during training, memory": Measured(ours=max(extra) / 2**20),
+        "saving during training, write": rates.measured(),
+        "saving during training, touched": Measured(
             ours=median(touched) / 1e9, peer_value=median(limits) / 1e9
         ),
     }
@@ -359,7 +359,7 @@ def finding_changes(
     touch(every)
     quiet = shard.cut()
     touch(every)
-    # An epoch between: every block has a later stamp, no row is in the span asked for.
+    # An epoch between: every block has a later stamp, no row is in the requested span.
     scans, reads = [], []
     for _ in range(7 * passes):
         reads.append(_timed(lambda: words.max()))
@@ -390,6 +390,6 @@ def finding_changes(
 
 TASKS: Mapping[str, Callable[..., Mapping[str, Measured]]] = {
     "write_and_read": write_and_read,
-    "beside_training": beside_training,
+    "during_training": during_training,
     "finding_changes": finding_changes,
 }

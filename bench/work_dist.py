@@ -33,7 +33,7 @@ __all__ = ["exchange_rows", "train_dlrm"]
 
 # MLPerf's DLRM-DCNv2: lookups a sample in each of 26 tables, 214 in all.
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-# Distinct ids of each table in Criteo's 40 M cut; the bench draws from at most `most_ids`.
+# Distinct ids of each table in Criteo's 40 M version; the bench draws from at most `most_ids`.
 SIZES = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956)
 SIZES += (405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000)
 SIZES += (590_152, 12_973, 108, 36)
@@ -107,7 +107,7 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
         run()
         return 1e3 * (time.perf_counter() - begin)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The host is ahead by then, so that launches are not what is measured.
+    # The host is ahead by then, so that launches are not measured.
     torch.cuda._sleep(2_000_000)
     first.record()
     run()
@@ -164,7 +164,7 @@ def train_dlrm(
     optimizer = JointOptimizer(
         [SparseOptimizer(model), torch.optim.Adagrad(model.dense_parameters(), lr=0.01)]
     )
-    # In page-locked memory, as a loader gives them.
+    # In pinned memory, as a loader returns them.
     made = [
         _batch(names, batch_size, most_ids, mesh, turn).to("cpu").pin_memory() for turn in range(6)
     ]

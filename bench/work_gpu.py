@@ -79,7 +79,7 @@ def _find_rate(scale: Scale, clock: Clock, shard: Shard, ids: int) -> tuple[floa
 
 
 def insert(*, scale: Scale) -> dict[str, Measured]:
-    """New ids into a table with room for them, initial weights written; nothing is evicted."""
+    """New ids into a table with free rows, initial weights written; nothing is evicted."""
     clock = Clock(scale.device, scale.copy_bytes)
     bandwidth = clock.copy_bytes_per_s()
     n = scale.call_ids
@@ -180,7 +180,7 @@ def tier(*, scale: Scale, cache: str) -> dict[str, Measured]:
 
 
 def pooled(*, scale: Scale) -> dict[str, Measured]:
-    """26 features of 1 to 5 ids, summed, Adam, beside torch's sparse modules, by turns.
+    """26 features of 1 to 5 ids, summed, Adam; torch's sparse modules take turns.
 
     Both sides are timed by the clock, each step alone: neither hides its launches behind the
     other's work.

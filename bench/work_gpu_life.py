@@ -71,7 +71,7 @@ def churned(*, scale: Scale) -> dict[str, Measured]:
     worn = make_shard(scale, (spec,))
     load(worn, rows)
     steps = _churn(scale, worn, rows)
-    # What came last is there; an eviction may drop some more than it must.
+    # The latest ids are there; an eviction may drop a few more than necessary.
     last, span = rows + steps * scale.churn_ids, min(rows * 9 // 10, steps * scale.churn_ids)
     there = [last - 1 - index_N % span for index_N in draws]
     present = worn.find(groups(scrambled(there[0]))).found_N

@@ -36,10 +36,10 @@ SETTLE_STEPS = 5
 
 
 def overhead(*, rows: int, calls: int) -> dict[str, Measured]:
-    """Microseconds of one call of 64 ids from Python, and of the peers' forward of 64 bags.
+    """Microseconds of one call of 64 ids from Python, and of the baselines' forward of 64 bags.
 
-    The ceiling is for calls one after another; beside the peers, which leave cold caches to each
-    other, every side takes longer.
+    The ceiling is for consecutive calls. In turns with the baselines caches are cold, and every
+    side takes longer.
     """
     dim, n = 16, 64
     torch.set_num_threads(1)
@@ -70,8 +70,8 @@ def overhead(*, rows: int, calls: int) -> dict[str, Measured]:
 def growth(*, start: int, stop: int, threads: int) -> dict[str, Measured]:
     """A table of `start` rows trained to `stop` rows: half of each step's ids are new.
 
-    Nothing is reserved ahead. The note gives the same figure of a fixed copy timed beside each
-    step: what the machine's own unrest amounts to.
+    Nothing is reserved ahead. The note gives the same figure of a fixed copy, timed after each
+    step: it shows the noise of the machine.
     """
     torch.set_num_threads(threads)
     dim, new = 16, BATCH_IDS // 2
@@ -93,7 +93,7 @@ def growth(*, start: int, stop: int, threads: int) -> dict[str, Measured]:
 def tail(
     turns: range, prepare: Callable[[int], KeyedRagged], step: Callable[[KeyedRagged], object]
 ) -> Measured:
-    """p99 over p50 of `step`, one prepared batch a turn, beside a fixed copy."""
+    """p99 over p50 of `step`, one prepared batch a turn, and of a fixed copy."""
     source = torch.ones(1 << 20)
     target = torch.empty_like(source)
     seconds, control = [], []
@@ -109,7 +109,7 @@ def tail(
     unrest = percentile(control, 99) / percentile(control, 50)
     note = (
         f"{len(seconds)} steps, p50 {1e3 * middle:.1f} ms, longest {max(seconds) / middle:.1f} x; "
-        f"a fixed copy's p99/p50 beside: {unrest:.1f}"
+        f"p99/p50 of a fixed copy: {unrest:.1f}"
     )
     return Measured(ours=percentile(seconds, 99) / middle, note=note)
 

@@ -48,8 +48,8 @@ def table_scale(
 
     Args:
         folder: of the checkpoint.
-        notes: a folder; what is found is written there at once, as <rank>.json, for the case
-            that a later part fails or is cut off.
+        notes: a folder; measurements are written there at once, as <rank>.json, in case a later
+            part fails or is interrupted.
         saves: whether to save.
         size: of a `Size`.
     """
@@ -73,7 +73,7 @@ def table_scale(
 
 
 class _Said:
-    """Figures as they are found: in a file of this rank, and on rank 0's screen."""
+    """Report figures at once: in a file of this rank, and on rank 0's screen."""
 
     def __init__(self, path: Path, leads: bool) -> None:
         self.found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Workers of the throughput cases: find, step, insert, threads, and the probe of peer settings."""
+"""Workers of the throughput cases: find, step, insert, threads, and probes of settings."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def scaling(*, scale: Scale, dim: int) -> dict[str, Measured]:
 
 
 def probe(*, scale: Scale) -> dict[str, Measured]:
-    """Peers alone on one thread under this process's memory settings, to pick the better ones.
+    """Only baselines, on one thread, under this process's memory settings, to pick the best.
 
     Named `peer D`; the rate is in `peer_value`.
     """

@@ -4,20 +4,20 @@ ShoalError
 ├── ConfigError           a setting, spec or override is wrong           (ValueError)
 │   ├── UnknownName       a name that does not exist; lists the nearest  (KeyError)
 │   └── LaunchError       launcher variables that contradict each other
-├── InputError            data handed to a call is wrong                 (ValueError)
+├── InputError            data of a call is wrong                        (ValueError)
 │   ├── ShapeError        wrong shape, length or offsets
 │   ├── DTypeError        wrong dtype or device                          (TypeError)
 │   └── NonFiniteGradient a gradient holds NaN or infinity
 ├── DataError             a file or stream is missing, empty or malformed
-├── TableFull             a fixed-capacity table has no room for new ids
+├── TableFull             a fixed-capacity table has no slot for new ids
 ├── TicketError           a ticket was used after its end or by another shard
 ├── CheckpointError       saved state is missing, damaged or of another model
 ├── CollectiveFailed      ranks did not finish a collective together          (RuntimeError)
 ├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
-└── DeviceUnavailable     a device or backend was asked for that is not here
+└── DeviceUnavailable     a requested device or backend is not available
 
-A message says what was wrong, what was got, what is allowed and what to do about it. The classes
-take the four: `raise ShapeError("grads of table 'user'", got=..., allowed=..., remedy=...)`.
+A message reports what was wrong, what was got, what is allowed and how to fix it. The classes take
+these four parts: `raise ShapeError("grads of table 'user'", got=..., allowed=..., remedy=...)`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ __all__ = [
 
 
 class ShoalError(Exception):
-    """Root of the tree; catch it to catch everything Shoal raises on purpose.
+    """Root of the tree; catch it to catch every error that Shoal raises on purpose.
 
-    Its message is laid out by `describe` from what was wrong, what was got, what is allowed and
-    what to do about it; without a remedy, `what` is the whole message.
+    `describe` formats the message from what was wrong, what was got, what is allowed and the
+    remedy. Without a remedy, `what` is the whole message.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class UnknownName(ConfigError, KeyError):
 
 
 class LaunchError(ConfigError):
-    """Variables of a launcher contradict each other, or do not say enough."""
+    """Variables of a launcher contradict each other, or are incomplete."""
 
 
 class InputError(ShoalError, ValueError):
-    """Data handed to a call is wrong; nothing was changed."""
+    """The data of a call is wrong; nothing was changed."""
 
 
 class ShapeError(InputError):
@@ -98,11 +98,11 @@ class DataError(ShoalError):
 
 
 class TableFull(ShoalError):
-    """A fixed-capacity table has no room for new ids; the table is unchanged."""
+    """A fixed-capacity table has no slot for new ids; the table is unchanged."""
 
 
 class TicketError(ShoalError):
-    """A ticket was used after its end or handed to a shard that did not issue it."""
+    """A ticket was used after its end, or by a shard that did not issue it."""
 
 
 class CheckpointError(ShoalError):
@@ -110,7 +110,7 @@ class CheckpointError(ShoalError):
 
 
 class CollectiveFailed(ShoalError, RuntimeError):
-    """A collective did not finish: a rank died, left, or did not come in time.
+    """A collective did not finish: a rank died, left, or did not join in time.
 
     The ranks no longer agree on what was sent, so the job ends here and resumes from a checkpoint.
     """
@@ -121,11 +121,11 @@ class OutOfDeviceMemory(ShoalError, MemoryError):
 
 
 class DeviceUnavailable(ShoalError, RuntimeError):
-    """A device or backend was asked for that is not on this machine."""
+    """A requested device or backend is not available on this machine."""
 
 
 def describe(what: str, *, got: object, allowed: object, remedy: str) -> str:
-    """Lay out an error message: what was wrong, what was got, what is allowed, what to do."""
+    """Format an error message: what was wrong, what was got, what is allowed, the remedy."""
     return f"{what}: got {got}; allowed: {allowed}. {remedy}"
 
 
@@ -161,7 +161,7 @@ def collective_failed(
 
 
 def out_of_device_memory(what: str, wanted_bytes: int, free_bytes: int) -> OutOfDeviceMemory:
-    """Build an `OutOfDeviceMemory` that says what would not fit and what to do."""
+    """Build an `OutOfDeviceMemory` that names what does not fit, and the remedy."""
     return OutOfDeviceMemory(
         f"device memory for {what}",
         got=f"{wanted_bytes:,} bytes wanted",

@@ -1,4 +1,4 @@
-"""Feature ids that carry their slot, hashed strings, and the one bijective mix of 64-bit words."""
+"""Feature ids with a slot, hashed strings, and the one bijective mix of 64-bit words."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TEXT_TYPES = (
     "null",
 )
 
-# What vectorised parsing reads at once; the rest goes one by one: up to 20 digits, blanks around.
+# Vectorised parsing reads these; the rest is parsed one by one: up to 20 digits, blanks around.
 _SHORT_INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")
 _BOOLEANS = {b"true": 1, b"True": 1, b"TRUE": 1, b"false": 0, b"False": 0, b"FALSE": 0}
@@ -189,7 +189,7 @@ def hash_strings(
     """Ids of strings: blake2b of their UTF-8 bytes, 8 bytes little-endian, as int64 [N].
 
     Each distinct string is hashed once, so dictionary-encoded columns are cheapest. With `slot`
-    the hash is cut to the layout's signature and carries the slot; without, all 64 bits are hash.
+    the id has the slot and the low bits of the hash; without, all 64 bits are the hash.
 
     Raises:
         DTypeError: not strings or bytes.
@@ -209,7 +209,7 @@ def ids_of_text(
 ) -> Tensor:
     """Ids of text, int64 [N]: the integer that a text spells, or else the text's hash.
 
-    Each text is read by itself: its id depends on no other one and on no file. These spell
+    Each text is read alone: its id does not depend on other texts or on the file. These spell
     integers, also with blanks around them: decimal digits without a plus sign or leading zeros,
     from -2^63 to 2^64-1 (2^63 and more keep their 64 bits, as uint64 columns do), and true and
     false (also True, TRUE, False, FALSE), which are 1 and 0. All other text ("05", "+5", "5.0",
@@ -233,7 +233,7 @@ def ids_of_text(
 
 
 class SlotRegistry:
-    """Feature names and their slots, one to one, each registered by hand.
+    """Feature names and their slots, one to one, each registered explicitly.
 
     A slot never follows from a name or from the order of calls, so ids mean the same in every
     run.
@@ -255,10 +255,10 @@ class SlotRegistry:
             self.register(name, slot)
 
     def register(self, name: str, slot: int) -> None:
-        """Bind a name to a slot; the same pair again is fine.
+        """Bind a name to a slot; the same pair may be registered again.
 
         Raises:
-            ConfigError: a slot out of range, or a name or slot that is bound otherwise.
+            ConfigError: a slot out of range, or a name or slot with another binding.
         """
         if not 0 <= slot <= self._max_slot:
             allowed = f"0..{self._max_slot} ({self.layout})"
@@ -338,7 +338,7 @@ def _bits_of(value: int | Tensor) -> int | Tensor: ...
 
 
 def _bits_of(value: int | Tensor) -> int | Tensor:
-    """The 64 bits of an id: a tensor as it is, an int as unsigned."""
+    """The 64 bits of an id: a tensor unchanged, an int as unsigned."""
     if not isinstance(value, int):
         check_dense("ids", value)
         if value.dtype != torch.int64:

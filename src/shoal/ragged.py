@@ -112,7 +112,7 @@ def parts_of_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy in page-locked memory; the tensor itself where it is so, or there is no CUDA."""
+    """A copy in pinned memory; without CUDA, or if it is not on the CPU, the tensor itself."""
     return tensor.pin_memory() if torch.cuda.is_available() and tensor.is_cpu else tensor
 
 
@@ -133,7 +133,7 @@ class Ragged:
 
     Args:
         values: int64 [N].
-        offsets_B1: int64 [B+1], on the device of `values`; starts at 0, never falls, ends at N.
+        offsets_B1: int64 [B+1], on the device of `values`; from 0 to N, never decreasing.
 
     Raises:
         DTypeError: not int64, or on two devices.
@@ -180,10 +180,10 @@ class Ragged:
 
     @classmethod
     def from_torchrec(cls, jagged: Any) -> Ragged:
-        """View a torchrec `JaggedTensor` (or its like); int32 offsets are widened.
+        """View a torchrec `JaggedTensor` (or a similar class); widens int32 offsets.
 
         Raises:
-            InputError: it carries weights; those need a `KeyedRagged`.
+            InputError: it has weights; use a `KeyedRagged` for them.
         """
         if jagged.weights_or_none() is not None:
             remedy = "Use a KeyedJaggedTensor and KeyedRagged.from_torchrec."
@@ -194,7 +194,7 @@ class Ragged:
         """Return self after reading the offsets (waits for a CUDA device).
 
         Raises:
-            ShapeError: offsets do not start at 0, fall somewhere, or do not end at N.
+            ShapeError: offsets do not start at 0, decrease, or do not end at N.
         """
         read_offsets(self.offsets_B1, self.values.numel())
         return self
@@ -216,12 +216,12 @@ class Ragged:
         return torchrec_class("JaggedTensor")(values=self.values, offsets=self.offsets_B1)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Ragged:
-        """On a device; what is there already is not copied."""
+        """Move to a device; tensors that are already there are not copied."""
         values = self.values.to(device, non_blocking=non_blocking)
         return Ragged(values, self.offsets_B1.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Ragged:
-        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
+        """Copy to pinned memory, so that a non-blocking `to("cuda")` overlaps."""
         return Ragged(pinned(self.values), pinned(self.offsets_B1))
 
 
@@ -231,8 +231,8 @@ class KeyedRagged:
 
     Feature f of example b holds `values_N[offsets_FB1[f*B+b]:offsets_FB1[f*B+b+1]]`.
 
-    A batch on CUDA knows on the host where its features lie (`host_splits`): one moved there
-    takes the numbers along, one built there reads them once, when they are first asked for.
+    `host_splits` has the features' ranges on the host, for a batch on CUDA too. A batch that was
+    moved to CUDA keeps them; a batch that was built there reads them once, on first use.
 
     Args:
         keys: F distinct feature names, at least one.
@@ -250,7 +250,7 @@ class KeyedRagged:
     values_N: Tensor
     offsets_FB1: Tensor
     weights_N: Tensor | None = None
-    # What the host knows of a batch on a device: the offsets it was moved with, the edges.
+    # Known on the host for a batch on a device: the offsets before the move, and the edges.
     _moved_FB1: Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
     _edges_F1: Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
@@ -284,7 +284,7 @@ class KeyedRagged:
     def host_splits(self) -> Tensor:
         """`key_splits` on the CPU, int64 [F+1], contiguous.
 
-        Waits for the device when a batch that was built on it is asked first.
+        The first use waits for the device if the batch was built on it.
         """
         if self.offsets_FB1.is_cpu:
             return self.key_splits.contiguous()
@@ -295,7 +295,7 @@ class KeyedRagged:
 
     @property
     def longest(self) -> Tensor:
-        """int64 [F] on the CPU: ids of the longest list of each feature; 0 without examples.
+        """int64 [F] on the CPU: length of each feature's longest list; 0 without examples.
 
         Waits for the device if the batch was built on it.
         """
@@ -312,7 +312,7 @@ class KeyedRagged:
     ) -> KeyedRagged:
         """Build from one list of ids per example for each feature, on the CPU.
 
-        weights: one float32 weight per id, laid out as the ids; for all features or none.
+        weights: one float32 weight per id, in lists like the ids; for all features or none.
         """
         if weights is None:
             return cls.from_dict(features)
@@ -382,7 +382,7 @@ class KeyedRagged:
 
     @classmethod
     def from_torchrec(cls, keyed: Any) -> KeyedRagged:
-        """View a torchrec `KeyedJaggedTensor` (or its like); int32 offsets are widened.
+        """View a torchrec `KeyedJaggedTensor` (or a similar class); widens int32 offsets.
 
         Raises:
             ShapeError: its keys have different batch sizes (variable stride).
@@ -425,7 +425,7 @@ class KeyedRagged:
         return cls._built(keys, values_N, lengths_FB, joined_weights, edges_F1)
 
     def __getitem__(self, key: str) -> Ragged:
-        """Ids of one feature; the values are a view (`host_splits` says where they lie).
+        """Ids of one feature; the values are a view (by `host_splits`).
 
         Raises:
             UnknownName: no such key.
@@ -440,7 +440,7 @@ class KeyedRagged:
         return None if self.weights_N is None else self.weights_N[self._span(index)]
 
     def select(self, keys: Sequence[str]) -> KeyedRagged:
-        """Keep (and reorder to) these keys; ids of neighbours in order are not copied.
+        """Keep these keys, in this order; ids of adjacent keys are not copied.
 
         Raises:
             UnknownName: no such key.
@@ -471,7 +471,7 @@ class KeyedRagged:
         """Return self after reading the offsets (waits for a CUDA device).
 
         Raises:
-            ShapeError: offsets do not start at 0, fall somewhere, or do not end at N.
+            ShapeError: offsets do not start at 0, decrease, or do not end at N.
         """
         read_offsets(self.offsets_FB1, self.values_N.numel())
         return self
@@ -496,15 +496,15 @@ class KeyedRagged:
         return kind(keys=keys, values=values, weights=weights, offsets=self.offsets_FB1)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedRagged:
-        """On a device; what is there already is not copied.
+        """Move to a device; tensors that are already there are not copied.
 
-        From the CPU the host keeps the offsets, so what it knows of the batch costs no waiting.
-        Those must not be overwritten while the moved batch is in use.
+        The moved batch keeps the CPU's offsets, so that the host can read them without a wait.
+        Do not overwrite them while the moved batch is in use.
         """
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> KeyedRagged:
-        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
+        """Copy to pinned memory, so that a non-blocking `to("cuda")` overlaps."""
         return self._mapped(pinned)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedRagged:

@@ -1,4 +1,4 @@
-"""DCN-v2 (Wang et al. 2021): explicit crosses of bounded degree beside a deep part."""
+"""DCN-v2 (Wang et al. 2021): explicit crosses of bounded degree, next to a deep part."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CrossMixture(nn.Module):
 
 
 class DCN(nn.Module):
-    """Crosses and an MLP side by side over dense features and embeddings, joined linearly.
+    """Crosses and an MLP in parallel over dense features and embeddings, joined linearly.
 
     Args:
         inputs: (num_dense, num_features, dim).

@@ -17,7 +17,7 @@ def dot_interaction(vectors_BFD: Tensor) -> Tensor:
 
 
 class DLRM(nn.Module):
-    """A bottom MLP makes dense features a vector; a top MLP reads it and all dot products.
+    """A bottom MLP maps dense features to a vector; a top MLP reads it and all dot products.
 
     Args:
         inputs: (num_dense, num_features, dim). Without dense features there is no bottom, and

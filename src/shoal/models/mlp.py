@@ -1,4 +1,4 @@
-"""What every model starts from: the widths of its inputs, and a stack of dense layers."""
+"""The common parts of all models: the widths of the inputs, and a stack of dense layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.errors import ConfigError, ShapeError
 
 
 class Inputs(NamedTuple):
-    """Widths a model is built for; a plain (num_dense, num_features, dim) tuple will do.
+    """Widths of a model's inputs; a plain (num_dense, num_features, dim) tuple works too.
 
     num_dense: dense features, 0 for none; num_features F: pooled embeddings of one example; dim
     D: their width.
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
         return self.num_dense + self.num_features * self.dim
 
     def require(self) -> Inputs:
-        """Return self if the widths make sense.
+        """Return self if the widths are valid.
 
         Raises:
             ConfigError: a negative num_dense, or F or D below 1.
@@ -44,10 +44,10 @@ class Inputs(NamedTuple):
     def check(
         self, dense_B: Tensor | None, embeddings_BFD: Tensor, first_order_BF: Tensor | None
     ) -> None:
-        """Check a batch against the widths; no dense features go with num_dense = 0 only.
+        """Check a batch against the widths; dense_B is None exactly if num_dense is 0.
 
         Raises:
-            ShapeError: it differs.
+            ShapeError: a shape differs.
         """
         shape = tuple(embeddings_BFD.shape)
         if embeddings_BFD.ndim != 3 or shape[1:] != (self.num_features, self.dim):
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
             raise _shape_error("first-order weights", got, f"[{batch}, F]")
 
     def flatten(self, dense_B: Tensor | None, embeddings_BFD: Tensor) -> Tensor:
-        """Dense features and embeddings side by side, [B, width]."""
+        """Dense features and embeddings, concatenated, [B, width]."""
         flat_BX = embeddings_BFD.flatten(1)
         return flat_BX if dense_B is None else torch.cat([dense_B, flat_BX], dim=1)
 

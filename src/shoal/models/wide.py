@@ -24,7 +24,7 @@ class Wide(nn.Module):
     def forward(self, dense_B: Tensor | None, first_order_BF: Tensor | None) -> Tensor:
         """Logits [B] of dense [B, num_dense] and one weight per feature [B, F].
 
-        What is None is left out; with neither, the bias alone, [1].
+        An argument that is None adds nothing. With neither, the result is the bias, [1].
         """
         logits_B: Tensor = self.bias
         if dense_B is not None and self.dense is not None:

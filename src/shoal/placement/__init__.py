@@ -1,4 +1,4 @@
-"""Which rank holds an id: the hash, buckets and splits, and placements as plain values."""
+"""The rank of each id: hashes, buckets and splits, and placements as plain values."""
 
 from __future__ import annotations
 

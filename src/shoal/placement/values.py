@@ -1,4 +1,4 @@
-"""Placements as values: from an id to its hash and bucket, and which rank holds it."""
+"""Placements as values: the hash and bucket of an id, and the rank that holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUCKET_BITS = 16
 """Top bits of h that name a bucket."""
 
 BUCKETS = 1 << BUCKET_BITS
-"""Buckets of a table, and the most ranks a uniform split serves."""
+"""Buckets of a table, and the maximum number of ranks of a uniform split."""
 
 _LARGEST_DIVISOR = (1 << 31) - 1
 
@@ -39,10 +39,10 @@ def buckets_of(hashes_N: Tensor) -> Tensor:
 
 
 def bucket_hashes(start: int, stop: int) -> tuple[int, int]:
-    """First and last hash (unsigned, both inside) of the buckets [start, stop).
+    """First and last hash (unsigned, both inclusive) of the buckets [start, stop).
 
     Raises:
-        ConfigError: the range is empty or leaves 0..BUCKETS.
+        ConfigError: the range is empty or not within 0..BUCKETS.
     """
     if not 0 <= start < stop <= BUCKETS:
         raise ConfigError(
@@ -127,17 +127,17 @@ def _check_divisor(divisor: int) -> None:
 
 
 _FORMAT = "shoal-placement"
-_WIDE_LOAD = 4  # columns: what one load of a row takes, and one block of random words fills
+_WIDE_LOAD = 4  # columns: one load of a row, and one block of random words
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Columns [start, stop) of a table's rows, as some ranks hold them.
+    """Columns [start, stop) of a table's rows, on the ranks that hold them.
 
     Args:
         table: its name.
         start, stop: columns of the whole row.
-        ranks: share i of len(ranks) of the buckets is held by ranks[i]; each rank once.
+        ranks: ranks[i] holds share i of len(ranks) of the buckets; each rank once.
         replicated: every rank of `ranks` holds all rows instead.
 
     Raises:
@@ -179,17 +179,17 @@ class Hosted:
 
     @property
     def shares(self) -> int:
-        """Parts that the rows are split into: 1 where every rank holds all."""
+        """Number of parts of the rows: 1 if every rank holds all rows."""
         return 1 if self.replicated else len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where all tables of a job live.
+    """The ranks of all tables of a job.
 
     Args:
         world_size: ranks W of the job.
-        hosted: all slices of all tables; kept in the order of table names and then columns,
+        hosted: all slices of all tables, sorted by table name and then column,
             so that equal placements are equal values on every rank.
 
     Raises:
@@ -216,11 +216,11 @@ class Placement:
             _check_columns(table, self.of(table))
 
     def of(self, table: str) -> tuple[Hosted, ...]:
-        """The slices of a table from left to right; none if it is not placed."""
+        """The slices of a table in column order; none if the table is not placed."""
         return tuple(one for one in self.hosted if one.table == table)
 
     def on(self, rank: int) -> tuple[Hosted, ...]:
-        """What a rank holds, in the placement's order."""
+        """The slices that a rank holds, in the placement's order."""
         return tuple(one for one in self.hosted if rank in one.ranks)
 
     def tables(self) -> tuple[str, ...]:
@@ -238,10 +238,10 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
-        """Read what `to_json` wrote.
+        """Read the text of `to_json`.
 
         Raises:
-            ConfigError: not such a text, or not a placement.
+            ConfigError: other text, or not a placement.
         """
         try:
             value = json.loads(text)
@@ -282,9 +282,9 @@ def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
 
 
 def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
-    """One column slice for each of `ranks`, as even as can be; a rank may come several times.
+    """One column slice for each of `ranks`, as even as possible; a rank may occur several times.
 
-    Cuts are multiples of 4 columns where dim is one and leaves each slice 4.
+    Slices start at multiples of 4 columns if dim is one and each slice gets at least 4.
 
     Raises:
         ConfigError: more ranks than columns.
@@ -300,7 +300,7 @@ def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, 
 def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
     """One column slice for each tuple of ranks, over which the slice's rows are split.
 
-    Cuts as `column_wise` makes them.
+    Slices as in `column_wise`.
 
     Raises:
         ConfigError: more slices than columns.
