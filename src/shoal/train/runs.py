@@ -15,7 +15,7 @@ from rich.console import Console
 from shoal import report
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
-from shoal.comm.launch import early_votes
+from shoal.comm.launch import early_control
 from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, RunData, build_parts, open_data
@@ -260,7 +260,7 @@ def predict(
 
 def _found(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
     """A trained run and its settings, as rank 0 finds them: the latest may change meanwhile."""
-    return as_first_rank(early_votes(), lambda: folders.find(run, overrides), what="trained run")
+    return as_first_rank(early_control(), lambda: folders.find(run, overrides), what="trained run")
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
