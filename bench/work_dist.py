@@ -94,7 +94,7 @@ def _interleaved(runs: dict[str, Callable[[], None]], repeats: int, mesh: Mesh) 
     took: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 3):
         for name, run in runs.items():
-            mesh.votes.barrier(what="turn of a bench")
+            mesh.control.barrier(what="turn of a bench")
             ms = _timed(run, mesh.device)
             if turn >= 3:
                 took[name].append(ms)
@@ -223,7 +223,7 @@ def _plain(
 def _settle(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
-    mesh.votes.barrier(what="bench")
+    mesh.control.barrier(what="bench")
 
 
 def _batch(names: tuple[str, ...], size: int, most_ids: int, mesh: Mesh, turn: int) -> Batch:

@@ -175,4 +175,4 @@ def _wait(device: torch.device) -> None:
 
 def _meet(mesh: comm.Mesh) -> None:
     _wait(mesh.device)
-    mesh.votes.barrier(what="turn of a bench")
+    mesh.control.barrier(what="turn of a bench")

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     def act() -> None:
-        evaluate(load_synced_config(comm.early_votes(), lambda: read_evaluate(given)))
+        evaluate(load_synced_config(comm.early_control(), lambda: read_evaluate(given)))
 
     return program(act)
 

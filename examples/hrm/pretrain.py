@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     def act() -> None:
-        train(load_synced_config(comm.early_votes(), lambda: read_pretrain(given)))
+        train(load_synced_config(comm.early_control(), lambda: read_pretrain(given)))
 
     return program(act)
 

@@ -52,7 +52,7 @@ def joined() -> dict[str, Any]:
         "drawn": drawn,
         "groups": [dist.get_world_size(group) for group in groups],
         "carriers": carriers,
-        "votes": mesh.votes.gather_objects(mesh.rank * 10, what="votes"),
+        "votes": mesh.control.gather_objects(mesh.rank * 10, what="votes"),
     }
     comm.shutdown()
     told["ended"] = comm.current() is None and not dist.is_initialized()
@@ -103,7 +103,7 @@ def waiting_alone(path: Any) -> tuple[str, float]:
         with pytest.raises(CollectiveFailed) as error:
             collectives.barrier(what="nobody comes")
         said, waited_s = str(error.value), time.monotonic() - began
-    mesh.votes.barrier(what="both are here")
+    mesh.control.barrier(what="both are here")
     comm.shutdown()
     return said, waited_s
 
@@ -125,7 +125,7 @@ def closing_what_was_made() -> tuple[list[int], list[int]]:
     for number in range(4):
         carrier = mesh.collectives(f"a {number}", path="torch")
         carrier.barrier(what="all here")
-        mesh.votes.barrier(what="all done")
+        mesh.control.barrier(what="all done")
         carrier.close()
         carrier.close()
         hook = comm.get_sync_run_hooks(
@@ -163,7 +163,7 @@ def no_group() -> str:
 
 def test_a_rank_that_is_gone_when_groups_are_made_is_an_error() -> None:
     for rank, said in enumerate(run_ranks(2, no_group)):
-        assert f"'group votes' at step 0 on rank {rank} of 2" in said
+        assert f"'group control' at step 0 on rank {rank} of 2" in said
 
 
 def missing() -> str:
@@ -234,7 +234,7 @@ def on_cards() -> dict[str, Any]:
         "device": str(mesh.device),
         "backend": mesh.backend,
         "sums": summed.tolist() + host_summed.tolist(),
-        "votes": mesh.votes.gather_objects(mesh.rank, what="votes"),
+        "votes": mesh.control.gather_objects(mesh.rank, what="votes"),
     }
     comm.shutdown()
     return told
@@ -348,4 +348,4 @@ def test_benchmarks_run_on_the_cpu() -> None:
     assert all(goodput > 0 for results in found.values() for _, goodput in results)
     assert f"c2c_summary: {found['c2c']}" in lines
     assert set(found) == {"c2c", "ar"}
-    assert sum("no card on this machine" in line for line in lines) == 4
+    assert sum("no GPU on this machine" in line for line in lines) == 4

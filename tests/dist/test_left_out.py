@@ -94,7 +94,7 @@ def one_step(
     elif how == "reads a table":
         views.table("views").lookup([1, 2])
     elif how == "votes":
-        model.mesh.votes.barrier(what="a vote of its own")
+        model.mesh.control.barrier(what="a vote of its own")
     loss = model(batch, how)
     if how != "no backward":
         loss.backward()
@@ -116,7 +116,7 @@ CASES = {
     "no step": r"'vote on finite gradients' of steps, which ranks \[1\] have not called",
     "evaluates": r"tables clicks over ranks: got the call by rank: training, evaluation",
     "reads a table": r"'find' of tables views, which ranks \[0\] have not called",
-    "votes": r"'a vote of its own' of votes, which ranks \[0\] have not called",
+    "votes": r"'a vote of its own' of control, which ranks \[0\] have not called",
 }
 
 

@@ -233,7 +233,7 @@ def cut(mesh: Any) -> tuple[list[int], int]:
 
     def on_cut(trained: int) -> None:
         assert pipeline.tickets == 0
-        mesh.votes.barrier(what="cut")
+        mesh.control.barrier(what="cut")
         cuts.append(trained)
 
     pipeline.on_cut = on_cut

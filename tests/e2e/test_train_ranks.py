@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from shoal import config, train
-from shoal.comm.launch import early_votes
+from shoal.comm.launch import early_control
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError
 from shoal.train import folder as folders_module
@@ -195,7 +195,7 @@ def test_what_either_saved_the_other_judges(runs: tuple[list[Any], list[Any]]) -
 
 def synced(names: Sequence[str]) -> list[str]:
     """What `load_synced_config` and `require_same` say, of a config of each rank's own."""
-    votes = early_votes()
+    votes = early_control()
 
     def load() -> config.RunConfig:
         assert votes.rank == 0

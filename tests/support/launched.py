@@ -16,7 +16,7 @@ def place(path: Any = "auto") -> dict[str, Any]:
     mesh = comm.init(device="cpu")
     collectives = mesh.collectives("sum", path=path)
     (total,) = collectives.all_reduce(torch.tensor([mesh.rank + 1.0]), "sum", what="sum").wait()
-    every = mesh.votes.gather_objects(mesh.rank, what="ranks")
+    every = mesh.control.gather_objects(mesh.rank, what="ranks")
     told = {
         "launcher": mesh.launch.launcher,
         "rank": mesh.rank,

@@ -33,7 +33,7 @@ def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figure
     if mesh is None:
         with joined(config.device, config.threads) as found:
             return evaluate(config, mesh=found)
-    on_all_ranks(mesh.votes, lambda: make_places(config), what="places of figures")
+    on_all_ranks(mesh.control, lambda: make_places(config), what="places of figures")
     learner, windows = opened(config, mesh)
     kept = KeptOutputs(config.save_outputs, learner.share)
     figures = learner.evaluate(windows, kept)
@@ -77,7 +77,7 @@ def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatche
         CheckpointError, DataError: as `evaluate`.
     """
     settings, trained_on = as_first_rank(
-        mesh.votes, lambda: peek(config.checkpoint), what="settings of a checkpoint"
+        mesh.control, lambda: peek(config.checkpoint), what="settings of a checkpoint"
     )
     run = validate(PretrainConfig, settings)
     changes = {
@@ -94,7 +94,7 @@ def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatche
         require_alike(trained_on, test)
         return test
 
-    test = on_all_ranks(mesh.votes, read, what="test data")
+    test = on_all_ranks(mesh.control, read, what="test data")
     model = run.arch.model_for(trained_on.metadata)
     learner = Learner(model, run.learner(1), share, mesh)
     ranks = mesh.collectives("checkpoints", path="torch", device=torch.device("cpu"))

@@ -94,11 +94,11 @@ class Run:
     def __init__(self, config: PretrainConfig, mesh: comm.Mesh) -> None:
         self._began_s = time.monotonic()
         self.mesh = mesh
-        config = as_first_rank(mesh.votes, lambda: _named(config), what="settings of rank 0")
+        config = as_first_rank(mesh.control, lambda: _named(config), what="settings of rank 0")
         self.config = config
         self.share = Share(config.global_batch_size, mesh.rank, mesh.world_size)
         self._train_data, self._test_data = on_all_ranks(
-            mesh.votes, lambda: _opened(config), what="data of a run"
+            mesh.control, lambda: _opened(config), what="data of a run"
         )
         meta = self._train_data.metadata
         self.total_steps = _planned_steps(config, self._train_data)
@@ -115,7 +115,7 @@ class Run:
         resumed: int | None = None
         if config.save_checkpoints:
             resumed = self._open_checkpoints()
-        self.log = on_all_ranks(mesh.votes, lambda: self._open_log(resumed), what="logs of a run")
+        self.log = on_all_ranks(mesh.control, lambda: self._open_log(resumed), what="logs of a run")
         self._evaluations: list[tuple[int, Figures]] = []
         self._pace = Pace(warm_steps=config.log_every)
         self._tally = Tally()
@@ -234,7 +234,7 @@ class Run:
         if config.max_seconds is None or self._tally.steps:
             return False
         late = torch.tensor([float(time.monotonic() - self._began_s > config.max_seconds)])
-        (any_late,) = self.mesh.votes.all_reduce(late, "max", what="vote on the time").wait()
+        (any_late,) = self.mesh.control.all_reduce(late, "max", what="vote on the time").wait()
         return bool(any_late.item())
 
     def _tell(self) -> None:

@@ -117,7 +117,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is one and none may be, or the other way round.
         """
-        name = as_first_rank(self._mesh.votes, self._newest_name, what="newest checkpoint")
+        name = as_first_rank(self._mesh.control, self._newest_name, what="newest checkpoint")
         if name and resume == "never":
             raise CheckpointError(
                 "resume",
@@ -141,7 +141,7 @@ class Checkpoints:
             CheckpointError: it is damaged, or of another model, data or settings.
         """
         url = f"{self._store.url}/{name}"
-        on_all_ranks(self._mesh.votes, lambda: self._check_data(url), what="data of a checkpoint")
+        on_all_ranks(self._mesh.control, lambda: self._check_data(url), what="data of a checkpoint")
         loaded = load_learner(url, self._learner, self._ranks)
         self._sampler.load_state_dict(loaded.state["sampler"])
         self._learner.carry = _carry_of(loaded, self._learner)

@@ -51,10 +51,10 @@ def train(
     with one_job(debug):
         from shoal import config as settings
         from shoal import train as training
-        from shoal.comm.launch import early_votes
+        from shoal.comm.launch import early_control
 
         synced = settings.load_synced_config(
-            early_votes(), lambda: settings.load(config, overrides or ())
+            early_control(), lambda: settings.load(config, overrides or ())
         )
         training.run(synced, console=console(), resume=resume)
 

@@ -17,7 +17,7 @@ from shoal.comm.collectives import (
     ReduceOp,
     Sizes,
 )
-from shoal.comm.launch import current, early_votes, init, shutdown
+from shoal.comm.launch import current, early_control, init, shutdown
 from shoal.comm.launchers import Launch, detect
 from shoal.comm.mesh import Mesh
 
@@ -41,7 +41,7 @@ __all__ = [
     "byteps_benchmark_ar",
     "current",
     "detect",
-    "early_votes",
+    "early_control",
     "enable_sync_training",
     "get_device_str",
     "get_mpi_local_rank",

@@ -103,7 +103,7 @@ def byteps_benchmark_ar(
     Args:
         total_len: values of a rank, [total_len, 1].
         total_niter: iterations; a goodput for every 20.
-        use_cpu: values on the CPU instead of the card.
+        use_cpu: values on the CPU instead of the GPU.
         op: part of the name in logs.
         collectives: on that device; those of `shoal.comm.init` when left out.
         clock: seconds.
@@ -112,7 +112,7 @@ def byteps_benchmark_ar(
         The goodputs without the first.
 
     Raises:
-        DeviceUnavailable: the card is asked for and this rank has none.
+        DeviceUnavailable: the GPU is asked for and this rank has none.
     """
     made = collectives or _collectives(init(), use_cpu, "all-reduce benchmark", "auto")
     values = torch.full((total_len, 1), float(made.rank + 1), device=made.device)
@@ -137,14 +137,14 @@ def byteps_benchmark_a2a(
 ) -> list[float]:
     """Goodputs in Gbit/s of an even all-to-all of `total_len` float32 values of each rank.
 
-    From the CPU to the CPU the length is divided by 8. Where one end is a card, the exchange is
-    between cards, and the copy from or to the host is part of the time.
+    From the CPU to the CPU the length is divided by 8. Where one end is a GPU, the exchange is
+    between GPUs, and the copy from or to the host is part of the time.
 
     Args:
         total_len: values of a rank, a multiple of the number of ranks (after the division).
         total_niter: iterations; a goodput for every 20.
-        dst_gpu, src_gpu: whether what is received, and what is sent, is on a card.
-        collectives: on the card if there is one among the ends, else on the CPU; those of
+        dst_gpu, src_gpu: whether what is received, and what is sent, is on a GPU.
+        collectives: on the GPU if there is one among the ends, else on the CPU; those of
             `shoal.comm.init` when left out.
         clock: seconds.
 
@@ -152,7 +152,7 @@ def byteps_benchmark_a2a(
         The goodputs without the first.
 
     Raises:
-        DeviceUnavailable: a card is asked for and this rank has none.
+        DeviceUnavailable: a GPU is asked for and this rank has none.
         ConfigError: the ranks cannot share the values evenly.
     """
     on_cpu = not (dst_gpu or src_gpu)
@@ -217,8 +217,8 @@ def bps_comm_benchmark(
 ) -> Summary:
     """Run the benchmarks asked for; rank 0 tells each one's list of (length, mean goodput).
 
-    The all-reduce runs on the CPU and on the card; each all-to-all with the whole length, a half
-    and a quarter. On a machine without cards "all" and "ar" leave out what needs one, and say so.
+    The all-reduce runs on the CPU and on the GPU; each all-to-all with the whole length, a half
+    and a quarter. On a machine without GPUs "all" and "ar" leave out what needs one, and say so.
 
     Args:
         settings: what to run; from MONOLITH_BENCHMARK_* when left out.
@@ -230,7 +230,7 @@ def bps_comm_benchmark(
 
     Raises:
         ConfigError: MONOLITH_BENCHMARK_BPS is not one of c2g, g2g, c2c, g2c, ar, all.
-        DeviceUnavailable: one benchmark is asked for, and it needs a card.
+        DeviceUnavailable: one benchmark is asked for, and it needs a GPU.
     """
     settings = settings or benchmark_settings()
     mesh = mesh or init()
@@ -260,7 +260,7 @@ def bps_comm_benchmark(
                 )
                 results.append((length, sum(found) / len(found)))
         if mesh.rank == 0 and not has_gpu and ("g" in name or name == "ar"):
-            tell(f"{name}: no card on this machine; its part on cards is left out")
+            tell(f"{name}: no GPU on this machine; its part on GPUs is left out")
         if results:
             summaries[name] = results
             if mesh.rank == 0:
@@ -275,7 +275,7 @@ def _collectives(mesh: Mesh, cpu: bool, name: str, path: Path) -> Collectives:
         raise DeviceUnavailable(
             name,
             got=f"rank {mesh.rank} on {mesh.device}",
-            allowed="a rank with a CUDA card",
+            allowed="a rank with a CUDA GPU",
             remedy="Ask for c2c, or for the all-reduce on the CPU.",
         )
     return mesh.collectives(name, path=path, device=torch.device("cpu") if cpu else mesh.device)

@@ -159,7 +159,7 @@ _WORDS = 4
 
 
 class Agreed:
-    """What ranks told each other before a call.
+    """What ranks sent each other before a call.
 
     sizes: int64 [W, X] on the CPU, sent and received. time_s: latest of any rank. sets: sets of
     values that ranks with ids send, -1 if no rank has any.
@@ -206,10 +206,10 @@ def agree(
     heads_WX = found.received_WX
     bad = heads_WX[:, _BAD].nonzero().flatten().tolist()
     names = {zlib.crc32(name.encode()): name for name in calls}
-    made = [names.get(int(number), "no verb of a table") for number in heads_WX[:, _CALL].tolist()]
+    made = [names.get(int(crc), "no method of a table") for crc in heads_WX[:, _CALL].tolist()]
     counts = {int(number) for number in heads_WX[:, _SETS].tolist() if number >= 0}
     if set(made) != {call}:
-        got, allowed = f"{made} by rank", "the same verb on every rank"
+        got, allowed = f"{made} by rank", "the same method on every rank"
     elif bad:
         got, allowed = f"wrong input on ranks {bad}", "good input on every rank"
     elif len(counts) > 1:

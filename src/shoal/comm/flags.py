@@ -71,7 +71,7 @@ class BackendFlags:
         "MONOLITH_WITH_BYTEPS_FWD_GDR",
         0,
         SWITCH,
-        "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
+        "one GPU per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
     )
     byteps_fwd_gdr_g2g: int = _flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY)
     byteps_bwd_gdr: int = _flag(
@@ -93,14 +93,14 @@ class BackendFlags:
 
     @property
     def gdr(self) -> bool:
-        """Whether rows or gradients should go from card to card over GPUDirect RDMA."""
+        """Whether rows or gradients should go from GPU to GPU over GPUDirect RDMA."""
         return bool(self.byteps_fwd_gdr or self.byteps_bwd_gdr)
 
     @property
     def wants_horovod(self) -> bool:
-        """Whether Horovod is asked for, alone or for what BytePS is told not to do."""
-        beside = self.byteps and not (self.byteps_bcast and self.byteps_allreduce)
-        return bool(beside or (not self.byteps and (self.horovod or self.optimized_horovod)))
+        """Whether Horovod is asked for, alone or for what BytePS is not to do."""
+        next_to = self.byteps and not (self.byteps_bcast and self.byteps_allreduce)
+        return bool(next_to or (not self.byteps and (self.horovod or self.optimized_horovod)))
 
     @property
     def gradient_wire(self) -> Literal["float16"] | None:

@@ -25,12 +25,12 @@ _BACKENDS = ("nccl", "gloo")
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of a rank: the CPU, or the card of its local rank.
+    """The device of a rank: the CPU, or the GPU of its local rank.
 
-    A process that was shown one card only (CUDA_VISIBLE_DEVICES) takes that one.
+    A process that was shown one GPU only (CUDA_VISIBLE_DEVICES) takes that one.
 
     Raises:
-        DeviceUnavailable: CUDA is not here, or has fewer cards than local ranks.
+        DeviceUnavailable: CUDA is not here, or has fewer GPUs than local ranks.
         ConfigError: no such kind of device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -41,7 +41,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
             "device",
             got=repr(device),
             allowed="auto, cpu, cuda, cuda:0 and so on",
-            remedy='"auto" takes the card of the local rank where there is one.',
+            remedy='"auto" takes the GPU of the local rank where there is one.',
         )
     index = int(device[5:]) if device.startswith("cuda:") else local_rank
     only = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(",")
@@ -51,8 +51,8 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         raise DeviceUnavailable(
             f"device {device!r} of local rank {local_rank}",
             got=f"{count} CUDA devices",
-            allowed="a card for every rank of this host",
-            remedy="Start one rank per card, or pass device='cpu'.",
+            allowed="a GPU for every rank of this host",
+            remedy="Start one rank per GPU, or pass device='cpu'.",
         )
     return torch.device("cuda", index)
 
@@ -249,7 +249,7 @@ class _Process:
     owns_world: bool = False
 
 
-def early_votes() -> Collectives:
+def early_control() -> Collectives:
     """Collectives between the hosts of all ranks, before `init` says on which device they work.
 
     For what ranks settle first, their settings say. Every rank calls this, or none.
@@ -259,14 +259,14 @@ def early_votes() -> Collectives:
         CollectiveFailed: the other ranks did not come within the timeout.
     """
     if _Process.mesh is not None:
-        return _Process.mesh.votes
+        return _Process.mesh.control
     launch = detect()
     if launch.world_size == 1:
         return LocalCollectives()
     fresh = not dist.is_initialized()
-    votes = start_world(launch, process_group_timeout_s())
+    control = start_world(launch, process_group_timeout_s())
     _Process.owns_world = _Process.owns_world or fresh
-    return votes
+    return control
 
 
 def init(
@@ -279,10 +279,10 @@ def init(
     """Start this process's mesh; a second call returns the same mesh and changes nothing.
 
     Args:
-        device: "auto" (CUDA where there is any), "cpu", "cuda" (the card of the local rank), or
-            one card, "cuda:1".
-        backend: "nccl" or "gloo"; NCCL with CUDA and Gloo otherwise when left out. Votes between
-            hosts always have a Gloo group of their own.
+        device: "auto" (CUDA where there is any), "cpu", "cuda" (the GPU of the local rank), or
+            one GPU, "cuda:1".
+        backend: "nccl" or "gloo"; NCCL with CUDA and Gloo otherwise when left out. The control
+            group between hosts always is Gloo's.
         seed: seeds Python's `random`, NumPy and torch (CPU and CUDA) with seed + rank, so that
             ranks draw different numbers and a run repeats. None leaves the generators alone.
         timeout_s: of every collective; PROCESS_GROUP_TIMEOUT_SECONDS when left out, then
@@ -313,7 +313,7 @@ def current() -> Mesh | None:
 
 
 def shutdown() -> None:
-    """Close the mesh and its groups. A later `init` starts anew; without a mesh nothing happens."""
+    """Close the mesh and its groups, if there is one. A later `init` starts from scratch."""
     mesh, _Process.mesh = _Process.mesh, None
     owned, _Process.owns_world = _Process.owns_world, False
     if mesh is not None:

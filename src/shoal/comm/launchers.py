@@ -202,7 +202,7 @@ def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """Find the launcher and this process's place. Reads `environ` only; starts nothing.
 
-    RANK and WORLD_SIZE go first. Where Open MPI's or Slurm's numbers stand beside them they must
+    RANK and WORLD_SIZE go first. Where Open MPI's or Slurm's numbers stand next to them they must
     agree, unless torchrun itself set them (one torchrun per node, started by mpirun or srun).
 
     Raises:
@@ -358,7 +358,7 @@ def _contradiction(said: str, other: Launch) -> LaunchError:
     rank, world, *_ = _VARIABLES[other.launcher]
     return LaunchError(
         "launcher variables",
-        got=f"{said} beside {rank}={other.rank} {world}={other.world_size}",
+        got=f"{said} next to {rank}={other.rank} {world}={other.world_size}",
         allowed="launchers that agree",
         remedy="Unset RANK and WORLD_SIZE, or start the ranks with torchrun.",
     )
@@ -398,6 +398,6 @@ def attempt(environ: Mapping[str, str] | None = None) -> Attempt | None:
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if not run_id:
         return None
-    # Runs without an id are all called "none"; the agent, which starts ranks anew, outlives them.
+    # Runs without an id are all called "none"; the agent, which starts ranks again, outlives them.
     job = f"{run_id} of agent {os.getppid()}"
     return Attempt(job, _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0))

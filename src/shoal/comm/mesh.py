@@ -42,7 +42,7 @@ class Mesh:
         launch: place of this rank.
         device: where this rank's tensors are.
         backend: "nccl", "gloo" or "local": of the groups that `new_group` makes.
-        timeout_s: of every collective unless a group is told another.
+        timeout_s: of every collective unless a group has another.
         owns_world: whether closing ends torch's default process group too.
     """
 
@@ -67,7 +67,7 @@ class Mesh:
         self._clock: WaitClock | None = None
         several = self.world_size > 1
         self._watch = Watchdog(self.rank, self.world_size, number=next(_made)) if several else None
-        self.votes: Collectives = self._host_votes()
+        self.control: Collectives = self._control_group()
 
     def new_group(
         self, name: str, *, timeout_s: float | None = None, device: torch.device | None = None
@@ -107,7 +107,7 @@ class Mesh:
                 ranks are on this host; Gloo otherwise. "torch" is NCCL or Gloo, "mpi" is mpi4py.
             timeout_s: of each collective; the mesh's when left out.
             device: where tensors are; the mesh's device when left out.
-            timed: whether `time_waits` counts them; not those of a thread beside training.
+            timed: whether `time_waits` counts them; not those of a background thread.
 
         Raises:
             ConfigError: an unknown path, one that cannot serve the device, or ranks that ask for
@@ -150,7 +150,7 @@ class Mesh:
 
     def close(self) -> None:
         """Close all collectives and end the groups that this mesh made. Not a collective call."""
-        for made in (*self._open, self.votes):
+        for made in (*self._open, self.control):
             made.close()
         self._open.clear()
         groups, self._groups = self._groups, []
@@ -185,7 +185,7 @@ class Mesh:
         if carrier == "shared_memory":
             try:
                 return SharedMemoryCollectives(
-                    self.votes, timeout_s=timeout_s, device=device, watched=self.watched(name)
+                    self.control, timeout_s=timeout_s, device=device, watched=self.watched(name)
                 )
             except ConfigError as error:  # on every rank alike
                 if given:
@@ -248,16 +248,16 @@ class Mesh:
             self._groups.remove(group)
             dist.destroy_process_group(group)
 
-    def _host_votes(self) -> Collectives:
+    def _control_group(self) -> Collectives:
         host = torch.device("cpu")
         if self.world_size == 1:
             return LocalCollectives(host)
-        group = self._make_group("votes", self.timeout_s, host, backend="gloo")
-        return TorchCollectives(group, host, self.timeout_s, watched=self.watched("votes"))
+        group = self._make_group("control", self.timeout_s, host, backend="gloo")
+        return TorchCollectives(group, host, self.timeout_s, watched=self.watched("control"))
 
     def _require_same(self, what: str, wanted: object) -> None:
         remedy = "Make groups and collectives in the same order on every rank."
-        require_same(self.votes, f"agreement on {what}", repr(wanted), remedy=remedy)
+        require_same(self.control, f"agreement on {what}", repr(wanted), remedy=remedy)
 
 
 def path_named(name: str) -> Path:

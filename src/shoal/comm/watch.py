@@ -3,7 +3,7 @@
 Every rank counts what it begins. One that has waited for a second writes into the job's store what
 it has begun and what it waits for; once all ranks have, they read that. Ranks that each wait for a
 call that another waiting rank has not begun wait for ever, however old what they wrote is: none of
-them can have been the first to go on. Calls that do not wait long cost a count.
+them can have been the first to continue. Calls that do not wait long cost a count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Watchdog:
 
     Args:
         store: of the job, which all ranks reach; None: that of torch's default group.
-        number: tells it from others over the same store, which left there what they waited for.
+        number: of this one over the store, where others left what they waited for.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Watchdog:
                     self._ask("add", "ranks", -1)
 
     def look(self, group: Calls, number: int) -> str | None:
-        """Between short waits for a call: which ranks are in which calls, if none can go on."""
+        """Between short waits for a call: which ranks are in which calls, if none can continue."""
         if threading.get_ident() != self._home:
             return None
         with self._lock:
@@ -101,7 +101,7 @@ class Watchdog:
                 with self._lock:
                     found = self._look(wait, lambda wait=wait: self._in_torch is wait)  # type: ignore[misc]
                 if found is not None:
-                    _log.error("rank %d cannot go on: %s. %s", self._rank, found, ALIKE)
+                    _log.error("rank %d cannot continue: %s. %s", self._rank, found, ALIKE)
                     return
 
     def _look(self, wait: _Wait, still: Callable[[], bool] = lambda: True) -> str | None:
@@ -133,12 +133,12 @@ class Watchdog:
         self._ask("set", str(self._rank), json.dumps([group.index, number, groups]))
         return True
 
-    def _ask(self, verb: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         """The store's answer; None once it is gone: waits then end by their time-outs alone."""
         if self._store is None:
             return None
         try:
-            return getattr(self._store, verb)(*arguments)
+            return getattr(self._store, method)(*arguments)
         except RuntimeError as error:
             self._store = None
             _log.debug("the store of the job does not answer: %s", error)
@@ -192,7 +192,7 @@ _Wait = tuple[Calls, int]
 
 
 def _different(said: Sequence[Any]) -> str | None:
-    """What is wrong with what ranks have begun and wait for; None: they may go on."""
+    """What is wrong with what ranks have begun and wait for; None: they may continue."""
     for index in range(min(len(groups) for _, _, groups in said)):
         first = max(groups[index][1] - len(groups[index][2]) for _, _, groups in said)
         last = min(groups[index][1] for _, _, groups in said)

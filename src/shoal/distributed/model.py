@@ -252,7 +252,7 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: holds one or more `EmbeddingCollection`s, or none. Collections that share a shard
-            go on sharing one.
+            continue to share one.
         placement: where tables are: a `Placement` of all tables; or table name -> "row_wise",
             "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel" (others
             row-wise); None splits the rows of all tables over all ranks.
@@ -409,7 +409,7 @@ class DistributedModelParallel(nn.Module):
             for name in family.collections
         ]
         require_same(
-            self.mesh.votes,
+            self.mesh.control,
             "tables, seeds and placement of a model",
             mine,
             remedy="Build the model from the same configuration and seed on each rank.",
@@ -420,7 +420,7 @@ class DistributedModelParallel(nn.Module):
         """Refuse ranks whose dense parts differ: their broadcast would not match."""
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         require_same(
-            self.mesh.votes,
+            self.mesh.control,
             "parameters and buffers of a model",
             [(name, tuple(one.shape), str(one.dtype)) for name, one in state.items()],
             remedy="Build the model from the same configuration on each rank.",
@@ -468,7 +468,7 @@ class DistributedModelParallel(nn.Module):
             object.__setattr__(self, "_wrapped", wrapped)
 
     def _step(self, steps: Collectives) -> int:
-        """The step that errors name: what the last lookup or the last vote was of."""
+        """The step that errors name: what the last lookup or the last control call was of."""
         made = [] if self._waiting else self.collections().values()
         return max([steps.step, *(one.exchange.collectives.step for one in made)])
 

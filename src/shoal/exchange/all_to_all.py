@@ -69,7 +69,7 @@ class AllToAllExchange:
             ones; "sum" is Monolith's.
         per_sender_steps: one lookup, and one record of gradients, per sender, so that the owner
             can step once for each: Monolith's order of things.
-        wire: how rows and gradients travel; as they are, unless told otherwise.
+        wire: how rows and gradients travel; as they are, by default.
 
     Attributes:
         on_transfer: called with what crosses the wire for each training lookup; None: nobody asks.
@@ -198,7 +198,7 @@ class AllToAllExchange:
         """Send the ids; find or insert those that came here.
 
         Raises:
-            TableFull: this rank's shard has no room; nothing was inserted here. Unless every rank
+            TableFull: this rank's shard is full; nothing was inserted here. Unless every rank
                 holds all rows, the exchange is of no use any more: others wait for this rank's.
             CollectiveFailed: another rank failed.
         """
@@ -355,8 +355,8 @@ class AllToAllExchange:
         if kept is None:
             layouts = self._plan_of(request).buffers
             hosted = [
-                HostedColumns(table.table, table.hosted.start, table.hosted.stop, bank)
-                for bank, layout in enumerate(layouts)
+                HostedColumns(table.table, table.hosted.start, table.hosted.stop, number)
+                for number, layout in enumerate(layouts)
                 for table in layout.tables
             ]
             reals = [layout.real for layout in layouts]

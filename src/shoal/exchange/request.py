@@ -20,7 +20,7 @@ class Request:
     """One batch, in the order a plan pools it.
 
     Args:
-        batch: the batch as the user gave it; its identity tells a recomputed forward from a new.
+        batch: the batch as the user gave it; a recomputed forward has the same object.
         ordered: the same with the plan's features in the plan's order.
         tables_G: int32 [G], each feature's table in `Exchange.specs`.
         plan: how the rows are pooled.

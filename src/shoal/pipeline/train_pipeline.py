@@ -345,13 +345,13 @@ def _device_of(model: nn.Module) -> torch.device:
 def _votes_of(model: nn.Module) -> Collectives:
     mesh = getattr(model, "mesh", None)
     if mesh is not None:
-        votes: Collectives = mesh.votes
+        votes: Collectives = mesh.control
         return votes
     if any(collection.distributed for collection in _collections(model)):
         raise ConfigError(
             "votes of a pipeline",
             got="none, for tables that are spread over ranks",
             allowed="collectives between the hosts",
-            remedy="Pass votes=shoal.comm.init().votes.",
+            remedy="Pass votes=shoal.comm.init().control.",
         )
     return LocalCollectives()

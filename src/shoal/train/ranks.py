@@ -44,7 +44,7 @@ class Ranks:
         self.mesh = mesh
         self.rank = 0 if mesh is None else mesh.rank
         self.world_size = 1 if mesh is None else mesh.world_size
-        self.votes: Collectives = LocalCollectives() if mesh is None else mesh.votes
+        self.votes: Collectives = LocalCollectives() if mesh is None else mesh.control
         self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
         if mesh is not None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from shoal import report
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.matching import LoadOptions
-from shoal.comm.launch import early_votes
+from shoal.comm.launch import early_control
 from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, RunData, build_parts, open_data
@@ -316,7 +316,7 @@ def _trained(
     """A trained run with its models as the newest checkpoint has them."""
     # As rank 0 finds it: the latest may change meanwhile.
     folder, settings = as_first_rank(
-        early_votes(), lambda: folders.find(run, overrides), what="trained run"
+        early_control(), lambda: folders.find(run, overrides), what="trained run"
     )
     ranks, config = gather_ranks(settings)
     with ranks.together():

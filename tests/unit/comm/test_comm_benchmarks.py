@@ -65,7 +65,7 @@ def test_all_to_all_must_be_even() -> None:
 @pytest.mark.parametrize("which", ["c2g", "g2c", "g2g"])
 def test_a_card_that_is_asked_for_must_be_there(which: str) -> None:
     mesh = comm.init(device="cpu")
-    with pytest.raises(DeviceUnavailable, match="a rank with a CUDA card"):
+    with pytest.raises(DeviceUnavailable, match="a rank with a CUDA GPU"):
         comm.bps_comm_benchmark(benchmark_settings({}, which=which), mesh=mesh)
     comm.shutdown()
 

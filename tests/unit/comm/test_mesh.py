@@ -63,7 +63,7 @@ def test_ranks_without_a_card(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cards(monkeypatch, count, visible)
-    with pytest.raises(DeviceUnavailable, match=r"one rank per card"):
+    with pytest.raises(DeviceUnavailable, match=r"one rank per GPU"):
         pick_device(device, local_rank)
 
 

@@ -77,7 +77,7 @@ def shared() -> dict[str, torch.Tensor]:
     found = trained(made, own, 1.0)
     grads = {name: value for name, value in found.items() if name.startswith("grad")}
     for name, value in grads.items():
-        (found[name],) = mesh.votes.all_reduce(value, "sum", what=name).wait()
+        (found[name],) = mesh.control.all_reduce(value, "sum", what=name).wait()
     return found
 
 

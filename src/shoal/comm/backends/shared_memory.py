@@ -62,7 +62,7 @@ class _Home:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What each rank tells before the region is opened; only rank 0 has a name or an error."""
+    """What each rank sends before the region is opened; only rank 0 has a name or an error."""
 
     home: _Home
     name: str = ""
@@ -126,7 +126,7 @@ def _create(world_size: int, home: _Home) -> tuple[_core.SharedRegion | None, _O
             if error.errno != errno.ENOSPC or slot_bytes <= _LEAST_SLOT_BYTES:
                 return None, _Offer(home, error=str(error))
         slot_bytes //= 2
-        logger.warning("little room for shared memory: trying slots of %d KiB", slot_bytes >> 10)
+        logger.warning("little space for shared memory: trying slots of %d KiB", slot_bytes >> 10)
 
 
 def refusal(what: str, got: object, allowed: str) -> ConfigError:
@@ -168,7 +168,7 @@ class SharedMemoryCollectives(Collectives):
         watched: notes the calls; see `Watchdog`.
 
     Raises:
-        ConfigError: not the CPU, ranks on several hosts or in several containers, or no room for
+        ConfigError: not the CPU, ranks on several hosts or in several containers, or no space for
             the memory; on every rank alike.
         CollectiveFailed: `bootstrap` failed.
     """
