@@ -345,10 +345,6 @@ class OneRankOnly:
         """Refused: every rank's shard has its own."""
         raise _refused("incarnation", "Use the rank's own shard.")
 
-    def changes(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: every rank tells of its own rows."""
-        raise _refused("changes", "Use the rank's own shard.")
-
     def release(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: every rank keeps deletions of its own."""
         raise _refused("release", "Use the rank's own shard.")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import InputError
-from shoal.kernels.history import still_stamped
+from shoal.kernels.history import count_changed, still_stamped
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.rows import read_ids, read_metadata, read_values
 from shoal.placement import hash_ids, sort_key
@@ -23,7 +23,7 @@ from shoal.table import checks, native
 from shoal.table import shard as scalars
 from shoal.table.cuda.changes import CudaChanges
 from shoal.table.cuda.core import drawn_incarnation
-from shoal.table.cuda.export import Span, gathered_rows
+from shoal.table.cuda.export import Span, blocks_of_spans, gathered_rows
 from shoal.table.cuda.images import DeviceImages, Mark, RowImages, Stamps, chosen, joined_by_hash
 from shoal.table.shard import (
     BUFFER_BYTES,
@@ -67,7 +67,7 @@ class CudaSnapshots(CudaChanges):
             span, deleted = (0, self._epoch), [_NO_IDS] * len(self._specs)
             if since is not None:
                 self._check_since(since)
-                span = (since.from_epoch, self._epoch)
+                span = (since.epoch, self._epoch)
                 deleted = self._deleted_in(span)
             every = range(len(self._specs))
             stamps = Stamps(self._layout, self._memory.columns_WC, self._whole(every), span)
@@ -83,8 +83,8 @@ class CudaSnapshots(CudaChanges):
     def _check_since(self, since: Cursor) -> None:
         if since.incarnation != self._incarnation:
             raise native.snapshot_since(str(since), "a cursor of the shard's incarnation")
-        known = self._deletions.kept and since.from_epoch >= self._deletions.log.floor
-        if not known or since.from_epoch >= self._epoch:
+        known = self._deletions.kept and since.epoch >= self._deletions.floor
+        if not known or since.epoch >= self._epoch:
             raise native.snapshot_since(str(since), native.KEPT_EPOCH)
 
     def resume(self, epoch: int) -> Cursor:
@@ -97,15 +97,16 @@ class CudaSnapshots(CudaChanges):
         scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
         with self._turn():
             self._settled()
-            later = self._changed(self._whole(range(len(self._specs))), (epoch, _ALL), 1)[0]
-            if any(len(handles_R) for handles_R in later):
+            spans = self._whole(range(len(self._specs)))
+            spans_BW = blocks_of_spans(spans, self._device)
+            if spans and int(count_changed(self._layout, spans_BW, epoch, _ALL)[-1]):
                 allowed = "at least the version of every row"
                 raise InputError("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
             self._epoch = max(self._epoch, epoch + 1)
             self._incarnation = drawn_incarnation()
             # Whoever resumes holds what is here now: deletions of before are none of its concern.
             self._deletions.start(epoch)
-            return Cursor(self._incarnation, epoch, epoch, 0)
+            return Cursor(self._incarnation, epoch)
 
     def _whole(self, tables: Sequence[int]) -> list[Span]:
         sizes = self._handed_out_K
@@ -148,7 +149,7 @@ class CudaSnapshots(CudaChanges):
 
     def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
         """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
-        log = self._deletions.log
+        log = self._deletions
         at, stop = (log.after(epoch) for epoch in epochs)
         parts: list[list[NDArray[np.int64]]] = [[] for _ in self._specs]
         while at < stop:

@@ -221,7 +221,7 @@ class CudaUpkeep(CudaWrite):
             write_rows(self._layout, form, handles_N, loaded)
             # Stamps to come must not lie before those that came in.
             self._epoch = max(self._epoch, int(versions.max()) if len(versions) else 0)
-            if len(versions) and self._deletions.log.open:
+            if len(versions) and self._deletions.open:
                 self._deletions.start(self._epoch - 1)
 
     def entry(self, table: int, id: int) -> Entry | None:
@@ -283,7 +283,7 @@ class CudaUpkeep(CudaWrite):
             records_R = np.empty(len(ids_R), dtype=RECORD)
             records_R["id"], records_R["epoch"] = ids_R.cpu().numpy(), self._epoch
             records_R["table"] = table
-            self._deletions.log.append(records_R)
+            self._deletions.append(records_R)
 
     def admission_state(self, table: int) -> AdmissionState:
         """Sights of ids without a row; survives a restart through `load_admission_state`."""
