@@ -19,7 +19,7 @@ from shoal.errors import (
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
 from shoal.table.shard import IdGroups, Shard, StepContext, Ticket
-from shoal.table.spec import TableSpec
+from shoal.table.spec import HostRows, TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
 from shoal.uncompiled import uncompiled
 
@@ -45,10 +45,11 @@ class Table:
         spec: the table.
         seed: of the initial values, when a shard is made.
         device: where a new shard lives: "cpu", "cuda" or "cuda:N".
+        host_rows: keep a new shard's rows in host memory, for a table larger than the GPU's.
         shard: use the table of that name of this shard instead of making one.
 
     Raises:
-        ConfigError: no such device, or the shard's table of that name has another spec.
+        ConfigError: no such device, host_rows on a CPU, or another spec of that name in the shard.
         UnknownName: the shard has no such table.
         DeviceUnavailable: the device is not here.
     """
@@ -61,9 +62,12 @@ class Table:
         *,
         seed: int = 0,
         device: str = "cpu",
+        host_rows: HostRows | None = None,
         shard: Shard | None = None,
     ) -> None:
-        self._shard = make_shard((spec,), seed=seed, device=device) if shard is None else shard
+        if shard is None:
+            shard = make_shard((spec,), seed=seed, device=device, host_rows=host_rows)
+        self._shard = shard
         names = [hosted.name for hosted in self._shard.specs]
         if spec.name not in names:
             raise unknown_name("table of the given shard", spec.name, names)
