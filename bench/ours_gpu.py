@@ -22,7 +22,7 @@ from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Uniform
 from shoal.rules.optimizers import SGD, Adagrad, Adam, Optimizer
 from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import HostRows, Segment, TableSpec
 
 __all__ = [
     "ModuleStep",
@@ -48,11 +48,13 @@ _RULES: dict[str, Optimizer] = {
 }
 
 
-def make_shard(scale: Scale, specs: Sequence[TableSpec]) -> Shard:
+def make_shard(
+    scale: Scale, specs: Sequence[TableSpec], host_rows: HostRows | None = None
+) -> Shard:
     """A CUDA shard on the bench's device."""
     from shoal.table.cuda.shard import CudaShard
 
-    return CudaShard(specs, device=scale.device)
+    return CudaShard(specs, device=scale.device, host_rows=host_rows)
 
 
 def table(dim: int, rows: int, rule: str = "SGD", *, name: str = "t", **more: object) -> TableSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -29,6 +28,7 @@ from ours_gpu import (
 from plan_gpu import DIMS, INSERT_DIMS, Scale
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import IdGroups, Shard, StepContext
+from shoal.table.spec import HostRows
 
 __all__ = ["copy", "find", "insert", "pooled", "step", "tier"]
 
@@ -161,16 +161,12 @@ def _step_bytes(ids: int, unique: int, rule: str) -> float:
 def tier(*, scale: Scale, cache: str) -> dict[str, Measured]:
     """The big SGD step with rows in host memory, a part of them cached on the device."""
     name = f"SGD step, rows in host memory, {cache}"
-    try:
-        tiered = importlib.import_module("shoal.table.cuda.tiered").TieredShard
-    except (ImportError, AttributeError):
-        return {name: Measured(note="not built")}
     clock = Clock(scale.device, scale.copy_bytes)
     count = scale.step_tables
     payload = count * scale.step_rows * 4 * STEP_DIM
     specs = tables_of(count, STEP_DIM, scale.step_rows, "SGD")
     cache_bytes = 0 if cache == "no cache" else int(0.8 * payload)
-    shard = tiered(specs, cache_bytes=cache_bytes)
+    shard = make_shard(scale, specs, HostRows(cache_bytes=cache_bytes))
     load(shard, scale.step_rows)
     batches = [groups(ids_N, count) for ids_N in _step_ids(scale)]
     run = ShardStep(shard, batches, STEP_DIM)

@@ -104,35 +104,6 @@ void Arena::clear() {
   free_.clear();
 }
 
-std::size_t Arena::changed(std::size_t start, std::uint32_t from, std::uint32_t to,
-                           std::size_t limit, std::size_t& versions,
-                           std::vector<std::int32_t>& found) const {
-  constexpr std::size_t kStretch = std::size_t{1} << kMaximumShift;
-  const RowView v = view();
-  const auto& find_between = kernels().find_between;
-  const std::size_t full = found.size() + limit;
-  std::uint32_t places[kStretch];
-  std::size_t row = start;
-  while (row < used_ && found.size() < full && versions > 0) {
-    if (*row_maximum(v, static_cast<std::uint32_t>(row)) <= from) {
-      row = (row | (kStretch - 1)) + 1;
-      continue;
-    }
-    const std::size_t stop =
-        std::min({used_, (row | (kStretch - 1)) + 1, block_stop(row)});
-    const auto* at = reinterpret_cast<const std::uint32_t*>(
-        block_view(v, static_cast<std::uint32_t>(row)).versions);
-    versions -= std::min(versions, stop - row);
-    const std::size_t hits = find_between(at + row, stop - row, from, to, places);
-    const std::size_t taken = std::min(hits, full - found.size());
-    for (std::size_t i = 0; i < taken; ++i) {
-      found.push_back(static_cast<std::int32_t>(row + places[i]));
-    }
-    row = taken < hits ? row + places[taken] : stop;
-  }
-  return std::min(row, used_);
-}
-
 std::uint32_t Arena::latest() const {
   constexpr std::size_t kGroup = std::size_t{1} << kMaximumShift;
   const RowView v = view();

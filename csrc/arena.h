@@ -30,12 +30,6 @@ class Arena {
   std::size_t state_bytes() const;
   std::size_t metadata_bytes() const;
 
-  // Appends live rows with a version in (from, to], in order of number, to `found`, at most `limit`;
-  // from row `start` on; what it looks at is taken off `versions` and ends it at 0. Returns where to go on: high_water()
-  // at the end. Blocks of 1,024 rows whose maximum is not above `from` cost one comparison.
-  std::size_t changed(std::size_t start, std::uint32_t from, std::uint32_t to, std::size_t limit,
-                      std::size_t& versions, std::vector<std::int32_t>& found) const;
-
   std::uint32_t latest() const;  // of the versions of live rows
 
   static constexpr std::uint32_t kFree = 0;  // version of a row nobody owns

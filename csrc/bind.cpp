@@ -12,7 +12,6 @@
 #include <memory>
 #include <stdexcept>
 
-#include "bind_changes.h"
 #include "bind_checksums.h"
 #include "bind_ops.h"
 #include "bind_row_images.h"
@@ -268,14 +267,8 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
       .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
-      .def("changes",
-           [](PyShard& s, std::int64_t incarnation, std::uint32_t from, std::uint32_t to,
-              std::int64_t position, std::int64_t limit) {
-             return s.shard.changes(ChangeCursor{incarnation, from, to, position}, limit);
-           },
-           Release())
       .def("release", [](PyShard& s, std::uint32_t epoch) { s.shard.release(epoch); }, Release())
-      .def("stop_changes", [](PyShard& s) { s.shard.stop_changes(); }, Release())
+      .def("stop_log", [](PyShard& s) { s.shard.stop_log(); }, Release())
       .def("incarnation", [](PyShard& s) { return s.shard.incarnation(); }, Release())
       .def("clear", [](PyShard& s, int t) { s.shard.clear(t); }, Release())
       .def_prop_rw(
@@ -368,7 +361,6 @@ NB_MODULE(_core, m) {
     }
   });
   bind_values(m);
-  bind_changes(m);
   bind_checksums(m);
   nb::class_<PyShard> shard(m, "Shard");
   shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {

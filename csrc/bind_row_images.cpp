@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bind_shard.h"
+#include "deletion_log.h"
 #include "hash.h"
 #include "pool.h"
 #include "pre_images.h"
@@ -137,6 +138,25 @@ void bind_row_images(nb::module_& m) {
       .def("histogram", &RowImages::histogram, Free())
       .def("find", &RowImages::find, Free())
       .def("copy", &RowImages::copy, Free());
+  nb::class_<DeletionLog>(m, "DeletionLog")
+      .def(nb::init<>())
+      .def(nb::init<std::size_t, std::int64_t>())
+      .def_prop_ro("kept", [](const DeletionLog& log) { return log.open() && !log.broken(); })
+      .def_prop_ro("open", &DeletionLog::open)
+      .def_prop_ro("floor", &DeletionLog::floor)
+      .def("start", &DeletionLog::start)
+      .def("stop", &DeletionLog::stop)
+      .def("release", &DeletionLog::release)
+      .def("after", &DeletionLog::after)
+      .def("append",
+           [](DeletionLog& log, Address records, std::size_t n) {
+             log.append(at<const Deletion>(records), n);
+           })
+      .def("read", [](const DeletionLog& log, std::int64_t first, std::int64_t n, Address to) {
+        const std::vector<Deletion> records = log.read(first, n);
+        std::copy(records.begin(), records.end(), at<Deletion>(to));
+        return records.size();
+      });
 }
 
 }  // namespace shoal

@@ -1,6 +1,7 @@
 #include "bind_snapshot.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -58,18 +59,15 @@ class PySnapshot {
                  }};
 };
 
-using Where = std::tuple<std::int64_t, std::uint32_t, std::uint32_t, std::int64_t>;
+using Where = std::pair<std::int64_t, std::uint32_t>;
 
 std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional<Where>& since,
                                  std::size_t buffer_bytes, std::size_t window_rows) {
   std::shared_ptr<Snapshot> snapshot;
   {
     const nb::gil_scoped_release release;
-    ChangeCursor cursor;
-    if (since) {
-      cursor = ChangeCursor{std::get<0>(*since), std::get<1>(*since), std::get<2>(*since),
-                            std::get<3>(*since)};
-    }
+    Cursor cursor;
+    if (since) cursor = Cursor{since->first, since->second};
     snapshot = s->shard.snapshot(since ? &cursor : nullptr,
                                  Snapshot::Options{buffer_bytes, window_rows});
   }
@@ -130,8 +128,8 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
             nb::arg("window_rows"));
   shard.def("resume",
             [](PyShard& s, std::uint32_t epoch) {
-              const ChangeCursor cursor = s.shard.resume(epoch);
-              return std::make_tuple(cursor.incarnation, cursor.from, cursor.to, cursor.position);
+              const Cursor cursor = s.shard.resume(epoch);
+              return Where(cursor.incarnation, cursor.epoch);
             },
             Release());
 }

@@ -25,21 +25,30 @@ void DeletionLog::stop() {
 }
 
 void DeletionLog::append(int table, std::int64_t id) noexcept {
+  const Deletion record{id, epoch_, static_cast<std::uint32_t>(table)};
+  append(&record, 1);
+}
+
+void DeletionLog::append(const Deletion* records, std::size_t n) noexcept {
   if (!open_ || broken_) return;
   // A deletion must not fail for want of a record of it: the shard turns to a new incarnation instead.
   try {
-    if (tail_.size() == kInMemory) spill();
-    if (marks_.empty() || marks_.back().epoch < epoch_) {
-      marks_.push_back(Mark{epoch_, tail_at_ + static_cast<std::int64_t>(tail_.size())});
-    }
-    tail_.push_back(Deletion{id, table, epoch_});
+    for (std::size_t i = 0; i < n; ++i) push(records[i]);
   } catch (const std::exception&) {
     broken_ = true;
   }
 }
 
+void DeletionLog::push(const Deletion& record) {
+  if (tail_.size() == in_memory_) spill();
+  if (marks_.empty() || marks_.back().epoch < record.epoch) {
+    marks_.push_back(Mark{record.epoch, tail_at_ + static_cast<std::int64_t>(tail_.size())});
+  }
+  tail_.push_back(record);
+}
+
 void DeletionLog::spill() {
-  if (files_.empty() || files_.back().n >= kInFile) {
+  if (files_.empty() || files_.back().n >= in_file_) {
     files_.push_back(Spilled{UnnamedFile(), tail_at_, 0});
   }
   Spilled& to = files_.back();

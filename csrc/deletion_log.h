@@ -11,14 +11,21 @@
 
 namespace shoal {
 
+// As GPU kernels write it, too (shoal/kernels/history.py).
 struct Deletion {
   std::int64_t id;
-  std::int32_t table;
   std::uint32_t epoch;
+  std::uint32_t table;
 };
 
 class DeletionLog {
  public:
+  // Records in memory, and in one file.
+  explicit DeletionLog(std::size_t in_memory = std::size_t{1} << 16,
+                       std::int64_t in_file = std::int64_t{1} << 22)
+      : in_memory_(in_memory), in_file_(in_file) {}
+  DeletionLog(const DeletionLog&) = delete;
+
   bool open() const { return open_; }
   // True since memory or the file refused a record: readers must take everything anew.
   bool broken() const { return broken_; }
@@ -29,6 +36,7 @@ class DeletionLog {
   void stop();
   void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }  // what append() stamps; never falls
   void append(int table, std::int64_t id) noexcept;        // nothing while closed
+  void append(const Deletion* records, std::size_t n) noexcept;  // whose epochs never fall
   void release(std::uint32_t epoch);                       // drops records up to it
   // Number of the first record above an epoch.
   std::int64_t after(std::uint32_t epoch) const;
@@ -36,8 +44,6 @@ class DeletionLog {
   std::vector<Deletion> read(std::int64_t first, std::int64_t n) const;
 
  private:
-  static constexpr std::size_t kInMemory = std::size_t{1} << 16;
-  static constexpr std::int64_t kInFile = std::int64_t{1} << 22;
   struct Mark {
     std::uint32_t epoch;
     std::int64_t first;  // the epoch's first record
@@ -48,9 +54,12 @@ class DeletionLog {
     std::int64_t first, n;
   };
 
+  void push(const Deletion& record);
   void spill();
   void empty();
 
+  std::size_t in_memory_;
+  std::int64_t in_file_;
   bool open_ = false, broken_ = false;
   std::uint32_t epoch_ = 1, floor_ = 0;
   std::int64_t first_ = 0;    // number of the oldest record kept

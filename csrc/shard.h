@@ -105,24 +105,13 @@ struct Exported {
   std::vector<char> weights, state;
 };
 
-// Which rows a consumer has seen: all stamped up to `from`; it is reading those in (from, to].
-// `position` 0 starts; from == to at position 0 waits for the next closed epoch.
-struct ChangeCursor {
+// What a consumer holds: all rows stamped up to `epoch` in this life of the shard.
+struct Cursor {
   std::int64_t incarnation = 0;
-  std::uint32_t from = 0, to = 0;
-  std::int64_t position = 0;
+  std::uint32_t epoch = 0;
 };
 
 std::int64_t new_incarnation();  // random, in [1, 2^63)
-
-struct ChangePage {
-  std::vector<Exported> rows;                      // by table, in order of row number
-  std::vector<std::vector<std::int64_t>> deleted;  // by table
-  ChangeCursor next;
-  bool done = false, restarted = false;
-};
-
-Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows);
 
 class Shard {
  public:
@@ -155,19 +144,16 @@ class Shard {
   void load_rows(int t, const Table::Columns& rows, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
-  // At most `limit` changed rows and deleted ids; throws std::invalid_argument when the cursor's
-  // epochs are not closed or not in order. The first call opens the log of deletions.
-  ChangePage changes(const ChangeCursor& cursor, std::int64_t limit);
   void release(std::uint32_t epoch);  // no cursor starts below it any more
-  void stop_changes();                // no cursor is in use any more
+  void stop_log();                    // no cursor is in use any more
   std::int64_t incarnation();
 
   // A cut that keeps the rows as they are at it until close(); rows and deletions after
-  // `since->from`, or all rows. Throws SnapshotRefused.
-  std::shared_ptr<Snapshot> snapshot(const ChangeCursor* since, Snapshot::Options options);
+  // `since->epoch`, or all rows. The first one opens the log of deletions. Throws SnapshotRefused.
+  std::shared_ptr<Snapshot> snapshot(const Cursor* since, Snapshot::Options options);
   void close(const Snapshot& snapshot);
   // Closes the epochs up to this one; throws std::invalid_argument where a row's is above it.
-  ChangeCursor resume(std::uint32_t epoch);
+  Cursor resume(std::uint32_t epoch);
 
   std::int64_t evict(std::int64_t now_s);
   void end(Ticket& ticket);
@@ -188,9 +174,6 @@ class Shard {
   void apply_locked(const ApplyArgs& args, bool unsure);
   bool sums_finite(const std::vector<TableWork>& works, const std::vector<Part>& parts,
                    int threads);
-  ChangePage changes_locked(ChangeCursor cursor, std::int64_t limit) const;
-  std::int64_t read_deletions(ChangePage& page, std::int64_t limit) const;
-  void read_rows(ChangePage& page, std::int64_t limit) const;
   void check_epochs() const;
   void restart_log(std::uint32_t floor);  // empties it, which an open snapshot may still need
 

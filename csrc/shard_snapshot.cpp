@@ -1,12 +1,40 @@
 // Shard: cuts that keep what lies before them.
 #include <algorithm>
+#include <random>
 #include <stdexcept>
 
 #include "shard.h"
 
 namespace shoal {
 
-std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::Options options) {
+std::int64_t new_incarnation() {
+  std::random_device source;
+  std::uint64_t drawn = 0;
+  while (drawn == 0) {
+    drawn = ((std::uint64_t{source()} << 32) | source()) >> 1;
+  }
+  return static_cast<std::int64_t>(drawn);
+}
+
+std::int64_t Shard::incarnation() {
+  const ReadGuard guard(lock_);
+  return incarnation_;
+}
+
+void Shard::release(std::uint32_t epoch) {
+  const WriteGuard guard(lock_);
+  const std::uint32_t closed = std::min(epoch, epoch_ - 1);
+  if (snapshot_ && closed > snapshot_->since()) snapshot_->take_log();
+  deletions_.release(closed);
+}
+
+void Shard::stop_log() {
+  const WriteGuard guard(lock_);
+  if (snapshot_) snapshot_->take_log();
+  deletions_.stop();
+}
+
+std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options options) {
   const WriteGuard guard(lock_);
   if (snapshot_) throw SnapshotRefused(SnapshotRefused::Why::open);
   const bool kept = deletions_.open() && !deletions_.broken();
@@ -15,10 +43,10 @@ std::shared_ptr<Snapshot> Shard::snapshot(const ChangeCursor* since, Snapshot::O
     if (since->incarnation != incarnation_) {
       throw SnapshotRefused(SnapshotRefused::Why::incarnation);
     }
-    if (!kept || since->from < deletions_.floor() || since->from >= epoch_) {
+    if (!kept || since->epoch < deletions_.floor() || since->epoch >= epoch_) {
       throw SnapshotRefused(SnapshotRefused::Why::forgotten);
     }
-    from = since->from;
+    from = since->epoch;
   }
   check_epochs();
   Snapshot::LogSpan log;
@@ -50,7 +78,7 @@ void Shard::restart_log(std::uint32_t floor) {
   deletions_.start(floor);
 }
 
-ChangeCursor Shard::resume(std::uint32_t epoch) {
+Cursor Shard::resume(std::uint32_t epoch) {
   const WriteGuard guard(lock_);
   for (const Table& table : tables_) {
     if (table.arena().latest() > epoch) throw std::invalid_argument("epoch");
@@ -59,7 +87,7 @@ ChangeCursor Shard::resume(std::uint32_t epoch) {
   epoch_ = std::max(epoch_, epoch + 1);
   restart_log(epoch);
   deletions_.set_epoch(epoch_);
-  return ChangeCursor{incarnation_, epoch, epoch, 0};
+  return Cursor{incarnation_, epoch};
 }
 
 }  // namespace shoal

@@ -19,7 +19,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.table.facade import Table
 from shoal.table.shard import StepContext
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import HostRows, Segment, TableSpec
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "Expiry",
     "Feature",
     "FirstN",
+    "HostRows",
     "JointOptimizer",
     "KeyedRagged",
     "Layout",

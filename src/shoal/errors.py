@@ -166,6 +166,6 @@ def out_of_device_memory(what: str, wanted_bytes: int, free_bytes: int) -> OutOf
         f"device memory for {what}",
         got=f"{wanted_bytes:,} bytes wanted",
         allowed=f"{free_bytes:,} bytes free",
-        remedy="Keep rows in host memory (a tiered table), give the table a row budget "
+        remedy="Keep rows in host memory (host_rows=HostRows(...)), give the table a row budget "
         "(capacity_rows with on_full='lru' or 'lfu'), or look up smaller batches.",
     )

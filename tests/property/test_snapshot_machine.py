@@ -124,12 +124,12 @@ class SnapshotMachine(RuleBasedStateMachine):
         since = None
         if delta and self.marks and self.incarnation == self.shard.incarnation:
             from_epoch = max(self.marks)
-            since = Cursor(self.incarnation, from_epoch, from_epoch)
+            since = Cursor(self.incarnation, from_epoch)
         self.snapshot = self.shard.snapshot(since, buffer_bytes=buffer_bytes)
         self.incarnation = self.shard.incarnation
         self.want, self.deleted = [], []
         for table, rows in enumerate(now):
-            from_epoch = 0 if since is None else since.from_epoch
+            from_epoch = 0 if since is None else since.epoch
             self.want.append({id_: row for id_, row in rows.items() if row[2] > from_epoch})
             before = self.marks[from_epoch][table] if since else set()
             self.deleted.append(before - rows.keys())

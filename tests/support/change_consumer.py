@@ -1,12 +1,14 @@
-"""A consumer of a shard's changes: it keeps a copy of all rows, by page after page."""
+"""A consumer of a shard: it keeps a copy of all rows, by one snapshot after another."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.table.values import ChangeFeed, Changes, Cursor, RowChunk
+from shoal.errors import InputError
+from shoal.table.shard import HASHES, Shard, Snapshot
+from shoal.table.values import Cursor, RowChunk
 
-__all__ = ["Consumer", "contents"]
+__all__ = ["Consumer", "contents", "cursor_of"]
 
 Held = dict[tuple[str, int], tuple[float, ...]]
 
@@ -24,46 +26,46 @@ def _floats(row_D: Tensor) -> list[float]:
     return [float(value) for value in row_D]
 
 
+def cursor_of(shard: Shard, snapshot: Snapshot) -> Cursor:
+    """Of a consumer that has read a snapshot whole."""
+    return Cursor(shard.incarnation, snapshot.epoch)
+
+
 class Consumer:
-    """What one consumer holds; `restarts` counts full passes, `pages` all pages.
+    """What one consumer holds; `restarts` counts full passes."""
 
-    Its cursor travels as JSON between pages, as it would between processes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.cursor = Cursor()
+    def __init__(self) -> None:
+        self.cursor: Cursor | None = None
         self.held: Held = {}
-        self.pages = 0
         self.restarts = 0
-        self.sent: set[tuple[str, int]] = set()
 
-    def page(self, shard: ChangeFeed) -> Changes:
-        """Take one page: delete, then upsert."""
-        page = shard.changes(Cursor.from_json(self.cursor.to_json()), self.limit)
-        deleted = [(part.table, id_) for part in page.deleted for id_ in part.ids.tolist()]
-        rows = contents(*page.rows)
-        assert len(deleted) + len(rows) <= self.limit
-        span = page.cursor
-        for chunk in page.rows:
-            assert chunk.versions.max() <= span.to_epoch
-            if not page.done:
-                assert chunk.versions.min() > span.from_epoch
-        if page.restarted:
-            self.restarts += 1
-            self.held.clear()
-            assert not deleted
-        for key in deleted:
+    def drain(self, shard: Shard) -> set[tuple[str, int]]:
+        """Take what changed: delete, then upsert. Returns which ids were named."""
+        with self._opened(shard) as snapshot:
+            tables = range(len(shard.specs))
+            chunks = [snapshot.read(k, 0, HASHES) for k in tables]
+            gone = {
+                (shard.specs[k].name, id_) for k in tables for id_ in snapshot.deleted(k).tolist()
+            }
+            self.cursor = cursor_of(shard, snapshot)
+            for chunk in chunks:
+                assert (
+                    (chunk.versions > snapshot.since) & (chunk.versions <= snapshot.epoch)
+                ).all()
+        rows = contents(*chunks)
+        assert not gone & rows.keys()
+        for key in gone:
             self.held.pop(key, None)
         self.held.update(rows)
-        self.sent |= rows.keys() | set(deleted)
-        self.pages += 1
-        self.cursor = page.cursor
-        return page
+        return gone | rows.keys()
 
-    def drain(self, shard: ChangeFeed) -> set[tuple[str, int]]:
-        """Take pages up to the end of the scan; returns which ids they named."""
-        self.sent = set()
-        while not self.page(shard).done:
-            pass
-        return self.sent
+    def _opened(self, shard: Shard) -> Snapshot:
+        """A snapshot of what changed, or of everything where that cannot be served."""
+        if self.cursor is not None:
+            try:
+                return shard.snapshot(self.cursor)
+            except InputError:
+                pass
+        self.restarts += 1
+        self.held.clear()
+        return shard.snapshot()

@@ -23,7 +23,7 @@ from shoal.table.shard import (
     Ticket,
 )
 from shoal.table.spec import TableSpec
-from shoal.table.values import AdmissionState, Changes, Cursor, Entry, RowChunk, TableStats
+from shoal.table.values import AdmissionState, Cursor, Entry, RowChunk, TableStats
 
 __all__ = ["MetaShard"]
 
@@ -144,9 +144,6 @@ class MetaShard:
     def cut(self) -> int:
         return 0
 
-    def changes(self, cursor: Cursor, limit: int) -> Changes:
-        return Changes((), (), cursor, done=True, restarted=False)
-
     def release(self, epoch: int | None) -> None:
         """Holds nothing."""
 
@@ -154,7 +151,7 @@ class MetaShard:
         raise InputError("no rows to keep")
 
     def resume(self, epoch: int) -> Cursor:
-        return Cursor(1, epoch, epoch)
+        return Cursor(1, epoch)
 
     def export(self, table: int) -> RowChunk:
         spec, none = self.specs[table], torch.empty(0, dtype=torch.int64)

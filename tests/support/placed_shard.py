@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.lookup import PoolPlan
 from shoal.table.factory import shard_copied
 from shoal.table.shard import Found, GradRecord, IdGroups, Shard, StepContext, SummedGrads, Ticket
-from shoal.table.spec import TableSpec
+from shoal.table.spec import HostRows, TableSpec
 
 __all__ = ["PlacedCuda", "PlacedShard", "PlacedTicket", "PlacedTiered"]
 
@@ -43,6 +43,7 @@ class PlacedShard:
         self.inner = inner
 
     __reduce__ = shard_copied
+    settings: ClassVar[dict[str, object]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -168,10 +169,11 @@ class PlacedTiered(PlacedShard):
     """A GPU's shard whose rows are in host memory, behind a cache of a few rows."""
 
     def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
-        from shoal.table.cuda.tiered import TieredShard
+        from shoal.table.cuda.shard import CudaShard
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(TieredShard(specs, seed=seed, device=where, cache_bytes=1 << 10))
+        rows = HostRows(cache_bytes=1 << 10)
+        super().__init__(CudaShard(specs, seed=seed, device=where, host_rows=rows))
 
 
 def bare(ticket: Any) -> Any:

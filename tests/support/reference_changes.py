@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,15 +12,7 @@ from shoal.errors import InputError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import HASHES
 from shoal.table.spec import TableSpec
-from shoal.table.values import (
-    Changes,
-    Cursor,
-    DeletedIds,
-    RowChunk,
-    checked_limit,
-    not_closed,
-    released,
-)
+from shoal.table.values import Cursor, RowChunk, released
 
 from .reference_row import Key, Row
 
@@ -31,7 +22,7 @@ LAST_EPOCH = (1 << 32) - 2
 
 
 class ChangeVerbs:
-    """A page's position names what is left of its scan: entries of `_scans`, kept for ever."""
+    """A list of deletions, and the version in each row."""
 
     specs: tuple[TableSpec, ...]
     _rows: list[dict[int, Row]]
@@ -41,7 +32,6 @@ class ChangeVerbs:
         self._incarnation = drawn()
         self._deleted: list[tuple[Key, int]] | None = None  # with the epoch of each; None: unkept
         self._floor = 0
-        self._scans: list[list[Key]] = [[]]
         self._snapshot: weakref.ref[ReferenceSnapshot] | None = None
 
     def _stack(self, rows: list[Tensor], width: int) -> Tensor:
@@ -73,40 +63,6 @@ class ChangeVerbs:
         self._epoch += 1
         return self._epoch - 1
 
-    def changes(self, cursor: Cursor, limit: int) -> Changes:
-        checked_limit(limit)
-        closed = self._epoch - 1
-        if self._deleted is None:
-            self._keep(closed)
-        assert self._deleted is not None
-        if cursor.incarnation != self._incarnation or 0 < cursor.from_epoch < self._floor:
-            cursor = Cursor(self._incarnation, 0, closed)
-        if cursor.to_epoch > closed:
-            raise not_closed(cursor)
-        restarted = cursor.from_epoch == cursor.position == 0
-        if cursor.position == 0:
-            if cursor.from_epoch == cursor.to_epoch:
-                cursor = replace(cursor, to_epoch=closed)
-            left = self._changed_in(cursor.from_epoch, cursor.to_epoch)
-        else:
-            left = self._scans[cursor.position]
-        page, left = left[:limit], left[limit:]
-        gone = [key for key in page if key[1] not in self._rows[key[0]]]
-        here = [key for key in page if self._stamped(key, cursor.from_epoch, cursor.to_epoch)]
-        later = replace(cursor, position=len(self._scans))
-        if left:
-            self._scans.append(left)
-        else:
-            later = Cursor(cursor.incarnation, cursor.to_epoch, cursor.to_epoch)
-        named = sorted({k for k, _ in gone}) if cursor.from_epoch else []
-        return Changes(
-            rows=tuple(self._chunk(k, ids_of(here, k)) for k in sorted({k for k, _ in here})),
-            deleted=tuple(DeletedIds(self.specs[k].name, ids_of(gone, k)) for k in named),
-            cursor=later,
-            done=not left,
-            restarted=restarted,
-        )
-
     def release(self, epoch: int | None) -> None:
         epoch = None if epoch is None else min(released(epoch), self._epoch - 1)
         if epoch is None:
@@ -118,7 +74,7 @@ class ChangeVerbs:
     def snapshot(self, since: Cursor | None = None) -> ReferenceSnapshot:
         if self._snapshot is not None and self._snapshot() is not None:
             raise refused("snapshot", "another one is open")
-        from_epoch = 0 if since is None else since.from_epoch
+        from_epoch = 0 if since is None else since.epoch
         if since is not None:
             known = self._deleted is not None and since.incarnation == self._incarnation
             if not known or not self._floor <= from_epoch < self._epoch:
@@ -138,7 +94,7 @@ class ChangeVerbs:
             raise refused("epoch to resume at", epoch)
         self._epoch = max(self._epoch, epoch + 1)
         self._keep(epoch)
-        return Cursor(self._incarnation, epoch, epoch)
+        return Cursor(self._incarnation, epoch)
 
     def _check_still(self) -> None:
         """Before a verb that changes rows."""
@@ -165,16 +121,6 @@ class ChangeVerbs:
         """Keys deleted in a span of epochs that have no row."""
         span = [key for key, at in self._deleted or () if from_epoch < at <= to_epoch]
         return [key for key in dict.fromkeys(span) if key[1] not in self._rows[key[0]]]
-
-    def _changed_in(self, from_epoch: int, to_epoch: int) -> list[Key]:
-        """Deletions, then rows."""
-        gone = self._gone_in(from_epoch, to_epoch) if from_epoch else []
-        return gone + [
-            (k, id_)
-            for k, rows in enumerate(self._rows)
-            for id_ in rows
-            if self._stamped((k, id_), from_epoch, to_epoch)
-        ]
 
     def _stamped(self, key: Key, from_epoch: int, to_epoch: int) -> bool:
         row = self._rows[key[0]].get(key[1])

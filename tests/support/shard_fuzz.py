@@ -68,7 +68,7 @@ class Fuzz(Material):
         self.late = late
         self.told = 0
         self.open: list[Lookup] = []
-        self.consumers = Consumer(50), Consumer(1000)
+        self.consumers = Consumer(), Consumer()
         self.ctx = StepContext()
 
     def run(self, verbs_a_run: int) -> None:

@@ -99,7 +99,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "keyed": lambda: BATCH,
     "ragged": lambda: BATCH["f"],
     "found": lambda: table().shard.find(table()._groups([1, 5])),
-    "changes": lambda: table().shard.changes(Cursor(table().shard.incarnation, 0), 10),
+    "cursor": lambda: Cursor(3, 1),
     "sights": lambda: table().shard.admission_state(0),
 }
 REQUIRED = {"Constant": {"value": 0.5}, "DelayCompensated": {"inner": optimizers.SGD()}}

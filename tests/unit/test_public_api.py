@@ -14,6 +14,7 @@ FROZEN = [
     "Expiry",
     "Feature",
     "FirstN",
+    "HostRows",
     "JointOptimizer",
     "KeyedRagged",
     "Layout",

@@ -365,8 +365,8 @@ def _check_kind(
     if step <= parent.step:  # of one step the full one counts as the newest
         raise _wrong("step of a delta", step, f"more than its parent's, {parent.step}")
     for name, cursor in since.items():
-        if cursor.from_epoch != parent.epoch:
-            got, allowed = f"epoch {cursor.from_epoch}", f"its parent's, {parent.epoch}"
+        if cursor.epoch != parent.epoch:
+            got, allowed = f"epoch {cursor.epoch}", f"its parent's, {parent.epoch}"
             raise _wrong(f"cursor of collection {name!r}", got, allowed)
 
 

@@ -153,9 +153,7 @@ class _Held:
         return Cut(
             epoch=epoch,
             snapshots={name: self._open[id(shard)] for name, shard in shards.items()},
-            cursors={
-                name: Cursor(shard.incarnation, epoch, epoch) for name, shard in shards.items()
-            },
+            cursors={name: Cursor(shard.incarnation, epoch) for name, shard in shards.items()},
             sights=dict(_sights(contents, rank)),
             seed=next((shard.seed for shard in shards.values()), 0),
             last_steps={name: shard.last_step for name, shard in shards.items()},

@@ -42,7 +42,7 @@ from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
 from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
 from shoal.table.factory import resolve_device
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import HostRows, Segment, TableSpec
 
 EMBEDDINGS = "embeddings"
 FIRST_ORDER = "first_order"
@@ -108,6 +108,12 @@ def build_parts(
         layouts=_layouts(features, segments),
         module=_module(model, (num_dense, len(features), dim)),
     )
+
+
+def build_host_rows(config: RunConfig) -> HostRows | None:
+    """Where a run's rows are, if not on its GPU."""
+    settings = config.host_rows
+    return None if settings is None else HostRows(**settings.model_dump())
 
 
 def table_spec(config: RunConfig, table: str) -> TableSpec:

@@ -31,7 +31,7 @@ from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform, Zeros
 from shoal.rules.optimizers import Adagrad, Optimizer
 from shoal.rules.schedules import Schedule
-from shoal.table.spec import MAX_DIM, MAX_THREADS, OnFull, RowDType
+from shoal.table.spec import MAX_DIM, MAX_THREADS, CachePolicy, OnFull, RowDType
 
 Registry = Mapping[str, type]
 
@@ -516,6 +516,13 @@ class DistributedSettings(Section):
     enable_alltoall_metrics_for_slot: bool = False
 
 
+class HostRowsSettings(Section):
+    """Rows in host memory, those in use in a cache of so many bytes on the GPU; 0: in none."""
+
+    cache_bytes: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    policy: CachePolicy = "lru"
+
+
 class RunConfig(Section):
     """The whole tree."""
 
@@ -524,6 +531,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     device: str = "cpu"
+    host_rows: HostRowsSettings | None = None
     threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     data: DataSettings
     tables: dict[str, TableSettings] = Field(default_factory=dict)

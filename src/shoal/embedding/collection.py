@@ -23,7 +23,7 @@ from shoal.table.facade import Table
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import RowsById, Shard, StepContext
-from shoal.table.spec import TableSpec
+from shoal.table.spec import HostRows, TableSpec
 from shoal.uncompiled import uncompiled
 
 _NO_LIMIT = 1 << 62
@@ -315,12 +315,14 @@ class EmbeddingCollection(nn.Module):
         layouts: model inputs; None gives each feature its whole rows under its own name.
         shard: where the rows live; None makes one on `device`. It must host `tables`.
         device: "cpu", "cuda" or "cuda:N", when no shard is given.
+        host_rows: rows in host memory behind a cache on the GPU, when no shard is given; None:
+            on the device.
         seed: of the initial values, when no shard is given.
         init_on_lookup: False is Monolith's mode: the training forward reads zeros for unknown
             ids, which are admitted and inserted when their gradient is applied.
 
     Raises:
-        UnknownName, ConfigError: declarations that do not fit each other.
+        UnknownName, ConfigError: declarations that do not fit each other, or the device.
         DeviceUnavailable: no such device here.
     """
 
@@ -332,6 +334,7 @@ class EmbeddingCollection(nn.Module):
         *,
         shard: Shard | None = None,
         device: str = "cpu",
+        host_rows: HostRows | None = None,
         seed: int = 0,
         init_on_lookup: bool = True,
     ) -> None:
@@ -341,7 +344,9 @@ class EmbeddingCollection(nn.Module):
         self.layouts = default_layouts(self.features) if layouts is None else tuple(layouts)
         self.init_on_lookup = init_on_lookup
         self._compiled = compile_layouts(self._tables, self.features, self.layouts)
-        self._house(make_shard(tuple(tables), seed=seed, device=device) if shard is None else shard)
+        if shard is None:
+            shard = make_shard(tuple(tables), seed=seed, device=device, host_rows=host_rows)
+        self._house(shard)
 
     def _house(self, shard: Shard) -> None:
         """Move in with a shard of this process."""

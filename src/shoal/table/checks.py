@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,13 +11,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import (
-    ConfigError,
-    DTypeError,
-    InputError,
-    ShapeError,
-    unknown_name,
-)
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import salt
 from shoal.lookup import POOLINGS, PoolPlan, check_sums
 from shoal.table import shard
@@ -64,63 +59,74 @@ def expected_rows(rows: object) -> int:
     return min(rows, _MAX_COUNT - 1)
 
 
-def _ids(ids_N: Tensor, what: str) -> int:
-    """The address of ids, after their checks."""
-    if ids_N.dtype is torch.int64 and ids_N.is_cpu and ids_N.dim() == 1 and ids_N.is_contiguous():
-        return address(ids_N)
-    if ids_N.dtype != torch.int64 or not ids_N.is_cpu:
+def flat(
+    what: str, value: Tensor, device: torch.device = _CPU, dtype: torch.dtype = torch.int64
+) -> None:
+    """Check a vector of numbers that a shard on a device reads.
+
+    Raises:
+        DTypeError: another dtype, or on another device.
+        ShapeError: not one contiguous dimension.
+    """
+    if value.dtype is not dtype or value.device != device:
         raise DTypeError(
             what,
-            got=f"{ids_N.dtype} on {ids_N.device}",
-            allowed="torch.int64 on cpu",
-            remedy="Convert with .to('cpu', torch.int64).",
+            got=f"{value.dtype} on {value.device}",
+            allowed=f"{dtype} on {device}",
+            remedy=f"Convert with .to({str(device)!r}, {dtype}).",
         )
-    raise ShapeError(
-        what,
-        got=f"shape {tuple(ids_N.shape)}, contiguous={ids_N.is_contiguous()}",
-        allowed="one contiguous dimension",
-        remedy="Flatten with .reshape(-1).contiguous().",
+    if value.dim() != 1 or not value.is_contiguous():
+        raise ShapeError(
+            what,
+            got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
+            allowed="one contiguous dimension",
+            remedy="Flatten with .reshape(-1).contiguous().",
+        )
+
+
+def unfit_groups(splits: Sequence[int], tables: Sequence[int], known: int, ids: int) -> ShapeError:
+    """The error for splits or tables that do not fit each other or the ids."""
+    return ShapeError(
+        "groups",
+        got=f"splits {list(splits)[:8]}, tables {list(tables)[:8]}, {ids} ids",
+        allowed=f"G + 1 splits rising from 0 to the number of ids, tables 0..{known - 1}",
+        remedy="Build the splits as a running sum of group sizes, one table index a group.",
     )
 
 
 def groups(value: IdGroups, tables: int) -> Any:
     """Check ids, splits and table indices of a call; returns them as the core takes them."""
     ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
-    places = _ids(ids_N, "ids"), _ids(splits_G1, "splits of ids"), address(tables_G)
+    flat("ids", ids_N)
+    flat("splits of ids", splits_G1)
+    flat("tables of ids", tables_G, dtype=torch.int32)
     count = tables_G.numel()
-    if tables_G.dtype is not torch.int32 or splits_G1.numel() != count + 1:
-        raise ShapeError(
-            "groups",
-            got=f"{splits_G1.numel()} splits, {count} tables of {tables_G.dtype}",
-            allowed="G + 1 splits and G int32 table indices",
-            remedy="Give each group of ids one table index.",
-        )
-    try:
-        return _core.Groups(ids_N.numel(), count, *places, tables)
-    except ValueError:
-        raise ShapeError(
-            "groups",
-            got=f"splits {splits_G1.tolist()[:8]}, tables {tables_G.tolist()[:8]}, "
-            f"{ids_N.numel()} ids",
-            allowed=f"splits rising from 0 to the number of ids, tables 0..{tables - 1}",
-            remedy="Build the splits as a running sum of group sizes.",
-        ) from None
+    if splits_G1.numel() == count + 1:
+        places = address(ids_N), address(splits_G1), address(tables_G)
+        with suppress(ValueError):
+            return _core.Groups(ids_N.numel(), count, *places, tables)
+    raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, ids_N.numel())
 
 
 def counts(value: IdGroups, counts_N: Tensor | None) -> int:
-    """Check occurrence counts against ids; where they lie, 0 for None."""
+    """Check occurrence counts against ids, and what they hold; their address, 0 for None."""
     if counts_N is None:
         return 0
-    place = _ids(counts_N, "counts")
-    if counts_N.numel() != value.ids_N.numel():
+    one_per_id(counts_N, value.ids_N.numel())
+    _within("counts", counts_N, _MAX_COUNT)
+    return address(counts_N)
+
+
+def one_per_id(counts_N: Tensor, n: int, device: torch.device = _CPU) -> None:
+    """Check the shape of occurrence counts of n ids."""
+    flat("counts", counts_N, device)
+    if counts_N.numel() != n:
         raise ShapeError(
             "counts",
             got=counts_N.numel(),
-            allowed=f"one per id, {value.ids_N.numel()}",
-            remedy="Leave counts out when each position stands for one sight.",
+            allowed=f"one per id, {n}",
+            remedy="Leave counts out when each position stands for one occurrence.",
         )
-    _within("counts", counts_N, _MAX_COUNT)
-    return place
 
 
 def table_index(index: int, tables: int) -> None:
@@ -155,17 +161,8 @@ def bags(
     Returns:
         address of the offsets, bags B, address of the weights or 0.
     """
-    place = _ids(offsets_GB1, "offsets")
-    count, n = value.tables_G.numel(), value.ids_N.numel()
-    cells = offsets_GB1.numel() - 1
-    if cells < 0 or (count == 0 and cells) or (count and cells % count):
-        raise ShapeError(
-            "offsets",
-            got=f"{offsets_GB1.numel()} values for {count} groups",
-            allowed="G * B + 1",
-            remedy="Concatenate one row of B lengths per group, then take the running sum.",
-        )
-    size = cells // count if count else 0
+    size = bag_count(value.tables_G.numel(), value.ids_N.numel(), offsets_GB1, weights_N)
+    place = address(offsets_GB1)
     # Group edges must agree with the splits, or a row of one table would be read as another's.
     if not core.bags_fit(place, size):
         raise ShapeError(
@@ -176,13 +173,6 @@ def bags(
         )
     if weights_N is None:
         return place, size, 0
-    if weights_N.dtype != torch.float32 or weights_N.shape != (n,) or not weights_N.is_contiguous():
-        raise ShapeError(
-            "weights of ids",
-            got=f"{weights_N.dtype} {tuple(weights_N.shape)}",
-            allowed=f"contiguous torch.float32 ({n},)",
-            remedy="Give one float32 weight per id.",
-        )
     if not weights_N.isfinite().all():
         raise InputError(
             "weights of ids",
@@ -191,6 +181,40 @@ def bags(
             remedy="Use weight 0 for ids that should not count.",
         )
     return place, size, address(weights_N)
+
+
+def bag_count(
+    count: int,
+    n: int,
+    offsets_GB1: Tensor,
+    weights_N: Tensor | None,
+    device: torch.device = _CPU,
+) -> int:
+    """Check bag offsets and weights of a pooled call of G groups of n ids, but not what they
+    hold; returns B.
+    """
+    flat("offsets", offsets_GB1, device)
+    cells = offsets_GB1.numel() - 1
+    if cells < 0 or (cells % count if count else cells):
+        raise ShapeError(
+            "offsets",
+            got=f"{offsets_GB1.numel()} values for {count} groups",
+            allowed="G * B + 1",
+            remedy="Concatenate one row of B lengths per group, then take the running sum.",
+        )
+    if weights_N is not None and (
+        weights_N.dtype != torch.float32
+        or weights_N.shape != (n,)
+        or not weights_N.is_contiguous()
+        or weights_N.device != device
+    ):
+        raise ShapeError(
+            "weights of ids",
+            got=f"{weights_N.dtype} {tuple(weights_N.shape)} on {weights_N.device}",
+            allowed=f"contiguous torch.float32 ({n},) on {device}",
+            remedy="Give one float32 weight per id.",
+        )
+    return cells // count if count else 0
 
 
 def plan(

@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import (
-    ConfigError,
-    DTypeError,
-    InputError,
-    ShapeError,
-    unknown_name,
-)
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
 from shoal.table.shard import IdGroups, RowsById, Shard, StepContext, Ticket
-from shoal.table.spec import TableSpec
+from shoal.table.spec import HostRows, TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
 from shoal.uncompiled import uncompiled
 
@@ -46,10 +40,11 @@ class Table:
         spec: the table.
         seed: of the initial values, when a shard is made.
         device: where a new shard lives: "cpu", "cuda" or "cuda:N".
+        host_rows: keep a new shard's rows in host memory, for a table larger than the GPU's.
         shard: use the table of that name of this shard instead of making one.
 
     Raises:
-        ConfigError: no such device, or the shard's table of that name has another spec.
+        ConfigError: no such device, host_rows on a CPU, or another spec of that name in the shard.
         UnknownName: the shard has no such table.
         DeviceUnavailable: the device is not here.
     """
@@ -62,11 +57,12 @@ class Table:
         *,
         seed: int = 0,
         device: str = "cpu",
+        host_rows: HostRows | None = None,
         shard: RowsById | None = None,
     ) -> None:
-        self._shard: RowsById = (
-            make_shard((spec,), seed=seed, device=device) if shard is None else shard
-        )
+        if shard is None:
+            shard = make_shard((spec,), seed=seed, device=device, host_rows=host_rows)
+        self._shard: RowsById = shard
         names = [hosted.name for hosted in self._shard.specs]
         if spec.name not in names:
             raise unknown_name("table of the given shard", spec.name, names)

@@ -12,22 +12,32 @@ import torch
 
 from shoal.errors import ConfigError, DeviceUnavailable
 from shoal.table.shard import Shard
-from shoal.table.spec import TableSpec
+from shoal.table.spec import HostRows, TableSpec
 from shoal.table.values import AdmissionState, RowChunk
 
 _KNOWN = "cpu, cuda, cuda:N"
 
 
-def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu") -> Shard:
+def make_shard(
+    specs: Sequence[TableSpec],
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    host_rows: HostRows | None = None,
+) -> Shard:
     """Make the shard that hosts some tables on a device: "cpu", "cuda" or "cuda:N".
 
+    host_rows: keep the rows of a GPU's tables in host memory; None: on the device.
+
     Raises:
-        ConfigError: no such device.
+        ConfigError: no such device, or host_rows on a CPU.
         DeviceUnavailable: torch finds no such GPU, or Triton is not installed.
     """
     where = _parsed(device)
     # Each shard is imported here only: specs and rules work where its machinery is missing.
     if where.type == "cpu":
+        if host_rows is not None:
+            raise _no_cache(host_rows, device)
         from shoal.table.cpu.shard import CpuShard
 
         return CpuShard(specs, seed=seed)
@@ -35,7 +45,7 @@ def make_shard(specs: Sequence[TableSpec], *, seed: int = 0, device: str = "cpu"
     if missing is not None:
         raise missing
     cuda = importlib.import_module("shoal.table.cuda.shard")
-    return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device))
+    return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device, host_rows=host_rows))
 
 
 def remake_shard(
@@ -101,6 +111,15 @@ def _parsed(device: str) -> torch.device:
         got = repr(device)
         raise ConfigError("device of a table", got=got, allowed=_KNOWN, remedy=remedy)
     return where
+
+
+def _no_cache(host_rows: HostRows, device: str) -> ConfigError:
+    return ConfigError(
+        "host_rows",
+        got=f"{host_rows} with device {device!r}",
+        allowed="a GPU's tables: on a CPU, rows are in host memory anyway",
+        remedy="Leave host_rows out, or choose device='cuda'.",
+    )
 
 
 def _missing(where: torch.device) -> DeviceUnavailable | None:

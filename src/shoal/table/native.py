@@ -205,15 +205,20 @@ def enough_memory(what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-        raise OutOfDeviceMemory(
-            f"device memory for {what} on {device}",
-            got=f"{asked[1] if asked else 'more'} wanted",
-            allowed=f"{free:,} bytes free",
-            remedy="Look up smaller batches, keep rows in host memory (a tiered table), or "
-            "give the tables a row budget (capacity_rows with on_full='lru' or 'lfu').",
-        ) from error
+        raise no_memory(what, device, error) from error
+
+
+def no_memory(what: str, device: torch.device, error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
+    """The error for an allocation that failed."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return OutOfDeviceMemory(
+        f"device memory for {what} on {device}",
+        got=f"{asked[1] if asked else 'more'} wanted",
+        allowed=f"{free:,} bytes free",
+        remedy="Look up smaller batches, keep rows in host memory (host_rows=HostRows(...)), or "
+        "give the tables a row budget (capacity_rows with on_full='lru' or 'lfu').",
+    )
 
 
 def foreign_ticket() -> TicketError:

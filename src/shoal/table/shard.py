@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import DTypeError, InputError
 from shoal.lookup import PoolPlan
 from shoal.table.spec import TableSpec
-from shoal.table.values import AdmissionState, ChangeFeed, Cursor, Entry, RowChunk, TableStats
+from shoal.table.values import AdmissionState, Cursor, Entry, RowChunk, TableStats
 
 NanPolicy = Literal["raise", "skip", "clip"]
 
@@ -290,13 +290,32 @@ class Lookups(Protocol):
 class BulkRows(Protocol):
     """Rows in bulk, for checkpoints: each rank's own, on the CPU."""
 
+    @property
+    def incarnation(self) -> int:
+        """Random, in [1, 2^63). New for a shard, at a load, and when deletions start to be kept.
+
+        For a cursor of another incarnation there is no snapshot but a full one.
+        """
+        ...
+
+    def cut(self) -> int:
+        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+        ...
+
+    def release(self, epoch: int | None) -> None:
+        """Forget deletions up to `epoch`; None forgets all and keeps none until a snapshot.
+
+        An epoch not closed yet stands for the last closed one.
+        """
+        ...
+
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         """Make a cut and keep the rows as they are at it; at most one snapshot at a time.
 
         From here on deletions are kept, so that a later snapshot may start at this one's epoch.
 
         Args:
-            since: only what changed after `since.from_epoch`; None: all rows.
+            since: only what changed after `since.epoch`; None: all rows.
 
         Raises:
             InputError: another snapshot is open, or `since` is of another incarnation or older
@@ -341,7 +360,7 @@ class BulkRows(Protocol):
         ...
 
 
-class Shard(RowsById, Lookups, BulkRows, ChangeFeed, Protocol):
+class Shard(RowsById, Lookups, BulkRows, Protocol):
     """All rows, of all tables, that one process owns. Many Python threads may call."""
 
 

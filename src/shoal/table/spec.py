@@ -15,6 +15,7 @@ from shoal.rules.optimizers import Adagrad, Optimizer
 
 RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 OnFull = Literal["raise", "lru", "lfu"]
+CachePolicy = Literal["lru", "lfu"]
 
 MAX_DIM = 1 << 14
 MAX_THREADS = 1024
@@ -170,3 +171,40 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 
 def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
     return ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRows:
+    """Rows of a GPU's tables in pinned host memory, those in use in a cache on the device.
+
+    A shard has all its rows there, or, without this value, all on the device. Results do not
+    depend on it.
+
+    Args:
+        cache_bytes: device memory for rows. 0 keeps none from one batch to the next; each batch
+            then takes what its distinct rows need, at most one row a position.
+        policy: whose slot is taken first: the least recently ("lru") or the least frequently
+            ("lfu") used rows'; a batch counts as one use, and counts age.
+
+    Raises:
+        ConfigError: bad cache_bytes or policy.
+    """
+
+    cache_bytes: int = 0
+    policy: CachePolicy = "lru"
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.cache_bytes, 0, _MAX_CAPACITY):
+            raise ConfigError(
+                "cache_bytes of host_rows",
+                got=repr(self.cache_bytes),
+                allowed="an int, 0 or more",
+                remedy="Give the device memory to use for rows; 0 keeps none between batches.",
+            )
+        if self.policy not in get_args(CachePolicy):
+            raise ConfigError(
+                "policy of host_rows",
+                got=repr(self.policy),
+                allowed=", ".join(get_args(CachePolicy)),
+                remedy="Name one of them.",
+            )

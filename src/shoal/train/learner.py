@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
+from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_host_rows
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
@@ -81,7 +81,12 @@ class Learner:
     ) -> None:
         self.name = name
         self.tables = EmbeddingCollection(
-            parts.tables, parts.features, parts.layouts, device=config.device, seed=config.seed
+            parts.tables,
+            parts.features,
+            parts.layouts,
+            device=config.device,
+            host_rows=build_host_rows(config),
+            seed=config.seed,
         )
         self.module = parts.module.to(config.device)
         self.steps = 0

@@ -102,6 +102,7 @@ LATEST = "latest"
 _FREE = (
     "name",
     "device",
+    "host_rows",
     "threads",
     "profile",
     "logging",

@@ -115,7 +115,7 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     assert [shard.last_step for shard in job.shards()] == [6, 7]
     # A delta may go on top of it, of what changes from the next epoch on.
     assert found.cursors is not None
-    assert {key: one.from_epoch for key, one in found.cursors.items()} == {"a": 5, "b": 5}
+    assert {key: one.epoch for key, one in found.cursors.items()} == {"a": 5, "b": 5}
     assert [shard.cut() for shard in job.shards()] == [6, 6]
 
 
@@ -343,7 +343,7 @@ def test_cursors_are_of_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
             tables.shard.cut()
         found = load(tmp_path, Contents(tables={"b": tables}))
         assert found.rows == {"b/tags": 5} and (found.cursors is not None) == whole
-        assert found.cursors is None or found.cursors["b"].from_epoch == 3
+        assert found.cursors is None or found.cursors["b"].epoch == 3
 
 
 def test_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu.snapshot import CpuSnapshot
-from shoal.table.cuda.snapshot import CudaSnapshot
+from shoal.table.cuda.history import CudaSnapshot
 from shoal.table.hosting import HostedTables
 from support.saved_jobs import FEW, MANY, SPECS, Home, Job, Sizes, row_bytes, small_files
 from support.saved_rows import same

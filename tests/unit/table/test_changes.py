@@ -1,9 +1,8 @@
-"""What a shard says changed: every consumer ends with the table, whatever happens on the way."""
+"""Snapshots of what changed: a consumer ends with the table, whatever happens on the way."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,28 +13,14 @@ import torch
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.errors import InputError, TicketError
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.shard import GradRecord, IdGroups, Shard, StepContext
+from shoal.table.shard import HASHES, GradRecord, IdGroups, Shard, StepContext
 from shoal.table.values import Cursor, RowChunk
-from support.change_consumer import Consumer, contents
+from support.change_consumer import Consumer, contents, cursor_of
 from support.id_groups import groups_of
 from support.placed_shard import PlacedShard
 from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
 
-LIMITS = (1, 7, 100_000)
 INTERPRETED = not torch.cuda.is_available()
-# Interpreted kernels take milliseconds a block: one size of pages has to do there.
-ANY = pytest.mark.parametrize(
-    ("shard", "limit"),
-    [
-        *itertools.product(("cpu", "reference"), LIMITS),
-        *(
-            pytest.param(kind.values[0], limit, marks=kind.marks)
-            for kind in (CUDA, TIERED)
-            for limit in ((7,) if INTERPRETED else LIMITS)
-        ),
-    ],
-    indirect=["shard"],
-)
 CLOCK = itertools.count(1)
 
 
@@ -71,8 +56,7 @@ def train(shard: Shard, ids: Sequence[int], at_s: int = 0) -> None:
 
 
 def caught_up(shard: Shard, *consumers: Consumer) -> None:
-    """After a cut and a scan, every consumer holds the shard."""
-    shard.cut()
+    """Every consumer then holds the shard."""
     for consumer in consumers:
         consumer.drain(shard)
         assert consumer.held == contents(shard.export(0), shard.export(1))
@@ -82,9 +66,8 @@ def named(*ids: int, table: str = "grows") -> set[tuple[str, int]]:
     return {(table, id_) for id_ in ids}
 
 
-@ANY
-def test_only_what_changed_is_sent(shard: Shard, limit: int) -> None:
-    consumer = Consumer(limit)
+def test_only_what_changed_is_sent(shard: Shard) -> None:
+    consumer = Consumer()
     many = 40 if INTERPRETED and isinstance(shard, PlacedShard) else 5000
     put(shard, range(many))
     caught_up(shard, consumer)
@@ -93,151 +76,71 @@ def test_only_what_changed_is_sent(shard: Shard, limit: int) -> None:
     train(shard, [20, 7000])
     shard.reinitialize(groups_of((0, [17])), ctx=StepContext())
     put(shard, [5], table=1)
-    shard.cut()
     assert consumer.drain(shard) == named(3, 17, 20, many - 1, 7000) | named(5, table="full")
-    shard.cut()
     assert consumer.drain(shard) == set()
     caught_up(shard, consumer)
     assert consumer.restarts == 1
 
 
-def test_a_scan_ends_at_the_last_cut(shard: Shard) -> None:
-    consumer = Consumer(10)
-    put(shard, [1])
-    assert consumer.drain(shard) == set()
-    closed = shard.cut()
-    put(shard, [2])
-    assert consumer.drain(shard) == named(1)
-    assert consumer.cursor == Cursor(shard.incarnation, closed, closed, 0)
-    shard.cut()
-    assert consumer.drain(shard) == named(2)
-
-
-def test_a_consumer_may_stop_at_an_earlier_cut(shard: Shard) -> None:
-    consumer = Consumer(10)
-    caught_up(shard, consumer)
-    closed = []
-    for id_ in (1, 2):
-        put(shard, [id_])
-        closed.append(shard.cut())
-    consumer.cursor = Cursor(shard.incarnation, consumer.cursor.from_epoch, closed[0])
-    assert consumer.drain(shard) == named(1)
-    assert consumer.drain(shard) == named(2)
-
-
-@ANY
-def test_consumers_at_different_paces(shard: Shard, limit: int) -> None:
-    fast, slow = Consumer(limit), Consumer(7)
+def test_consumers_at_different_paces(shard: Shard) -> None:
+    fast, slow = Consumer(), Consumer()
     put(shard, range(50))
     caught_up(shard, fast, slow)
     put(shard, range(40, 60))
-    shard.cut()
-    slow.page(shard)
+    slow.drain(shard)
     for turn in range(5):
         put(shard, range(turn * 10, turn * 10 + 15), at_s=turn * 60)
         put(shard, range(turn * 3, turn * 3 + 6), table=1, at_s=turn * 60)
         shard.evict(turn * 60)
         caught_up(shard, fast)
-        slow.page(shard)
-        shard.release(min(fast.cursor.from_epoch, slow.cursor.from_epoch))
-    slow.drain(shard)
+        assert fast.cursor and slow.cursor
+        shard.release(min(fast.cursor.epoch, slow.cursor.epoch))
     caught_up(shard, fast, slow)
     assert fast.restarts == slow.restarts == 1
 
 
-def test_a_row_changed_under_a_scan_comes_with_the_next(shard: Shard) -> None:
-    consumer = Consumer(1)
-    put(shard, [1, 2, 3], 1.0)
-    shard.cut()
-    consumer.page(shard)
-    put(shard, [1, 3], 2.0)
-    consumer.drain(shard)
-    assert {key[1] for key in consumer.held} == {1, 2}
-    assert consumer.held["grows", 1][0] == 1.0
-    shard.cut()
-    assert consumer.drain(shard) == named(1, 3)
-    assert consumer.held["grows", 3][0] == 2.0
-
-
-@ANY
-def test_deletions_come_before_rows(shard: Shard, limit: int) -> None:
-    consumer = Consumer(limit)
-    put(shard, [1, 2, 3], at_s=0)
-    put(shard, [4], at_s=50)
-    caught_up(shard, consumer)
-    assert shard.evict(100) == 3
-    put(shard, [5, 6], at_s=100)
-    shard.cut()
-    order = []
-    done = False
-    while not done:
-        page = consumer.page(shard)
-        order += [-id_ for part in page.deleted for id_ in part.ids.tolist()]
-        order += [id_ for chunk in page.rows for id_ in chunk.ids.tolist()]
-        done = page.done
-    assert sorted(order[:3]) == [-3, -2, -1]
-    assert sorted(order[3:]) == [5, 6]
-    assert consumer.held.keys() == named(4, 5, 6)
-
-
 def test_an_id_back_before_the_read_is_no_deletion(shard: Shard) -> None:
-    consumer = Consumer(100)
     put(shard, [1, 2])
-    caught_up(shard, consumer)
+    with shard.snapshot() as full:
+        start = cursor_of(shard, full)
     shard.evict(100)
+    shard.cut()
     put(shard, [2], 5.0, at_s=100)
-    shard.cut()
-    page = consumer.page(shard)
-    assert [part.ids.tolist() for part in page.deleted] == [[1]]
-    assert [chunk.ids.tolist() for chunk in page.rows] == [[2]]
+    with shard.snapshot(start) as delta:
+        assert delta.deleted(0).tolist() == [1]
+        assert delta.read(0, 0, HASHES).ids.tolist() == [2]
 
 
-def test_an_id_back_in_a_later_epoch_is_in_the_next_scan(shard: Shard) -> None:
-    consumer = Consumer(100)
-    put(shard, [1])
-    caught_up(shard, consumer)
-    shard.evict(100)
-    shard.cut()
-    put(shard, [1], 5.0, at_s=100)
-    assert consumer.drain(shard) == set()
-    caught_up(shard, consumer)
-
-
-@ANY
-def test_capacity_evictions_are_deletions(shard: Shard, limit: int) -> None:
-    consumer = Consumer(limit)
+def test_capacity_evictions_are_deletions(shard: Shard) -> None:
+    consumer = Consumer()
     for id_ in range(8):
         put(shard, [id_], table=1, at_s=id_)
     caught_up(shard, consumer)
     put(shard, range(8, 13), table=1, at_s=8)
-    shard.cut()
     assert consumer.drain(shard) == named(*range(5), *range(8, 13), table="full")
     caught_up(shard, consumer)
 
 
-@ANY
-def test_a_cleared_table_is_deleted(shard: Shard, limit: int) -> None:
-    consumer = Consumer(limit)
+def test_a_cleared_table_is_deleted(shard: Shard) -> None:
+    consumer = Consumer()
     put(shard, range(300))
     put(shard, [1], table=1)
     caught_up(shard, consumer)
     shard.clear(0)
     put(shard, range(290, 310))
-    shard.cut()
     assert consumer.drain(shard) == named(*range(310))
     caught_up(shard, consumer)
     assert consumer.restarts == 1
 
 
 def test_a_refused_clear_deletes_nothing(shard: Shard) -> None:
-    consumer = Consumer(10)
+    consumer = Consumer()
     put(shard, [1])
     caught_up(shard, consumer)
     ticket = shard.find_or_init(groups_of((0, [1])), ctx=StepContext())
     with pytest.raises(TicketError):
         shard.clear(0)
     ticket.end()
-    shard.cut()
     assert consumer.drain(shard) == set()
 
 
@@ -254,16 +157,16 @@ def expire_many(shard: Shard, first: int, many: int, at_s: int) -> None:
 @FAST
 def test_a_long_log_of_deletions_spills(shard: Shard) -> None:
     many = 300_000
-    fast, slow = Consumer(1 << 20), Consumer(1 << 20)
+    fast, slow = Consumer(), Consumer()
     put(shard, [-1], at_s=1000)
     caught_up(shard, fast, slow)
     for at_s in (0, 200):
         expire_many(shard, at_s, many, at_s)
         fast.drain(shard)
-        shard.release(slow.cursor.from_epoch)
+        shard.release(slow.cursor.epoch)
     assert fast.held.keys() == named(-1)
     assert slow.drain(shard) == named(*range(many + 200))
-    shard.release(slow.cursor.from_epoch)
+    shard.release(fast.cursor.epoch)
     caught_up(shard, fast, slow)
     assert fast.restarts == slow.restarts == 1
 
@@ -272,7 +175,7 @@ def test_a_long_log_of_deletions_spills(shard: Shard) -> None:
 def test_a_log_that_cannot_spill_means_a_full_pass(
     shard: Shard, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    consumer = Consumer(1 << 20)
+    consumer = Consumer()
     put(shard, [-1], at_s=1000)
     put(shard, [-2], at_s=0)
     caught_up(shard, consumer)
@@ -288,24 +191,23 @@ def test_a_log_that_cannot_spill_means_a_full_pass(
 
 
 def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: Shard) -> None:
-    early, late = Consumer(2), Consumer(100)
+    early, late = Consumer(), Consumer()
     put(shard, [1, 2])
     caught_up(shard, early, late)
     shard.evict(100)
     put(shard, [3], at_s=100)
     caught_up(shard, late)
-    shard.release(late.cursor.from_epoch)
+    shard.release(late.cursor.epoch)
     caught_up(shard, early, late)
     assert (early.restarts, late.restarts) == (2, 1)
 
 
 def test_release_leaves_the_open_epoch(shard: Shard) -> None:
-    consumer = Consumer(100)
+    consumer = Consumer()
     put(shard, [1, 2])
     caught_up(shard, consumer)
     shard.evict(100)
     shard.release((1 << 32) - 1)
-    shard.cut()
     assert consumer.drain(shard) == named(1, 2)
     assert consumer.restarts == 1
 
@@ -313,11 +215,10 @@ def test_release_leaves_the_open_epoch(shard: Shard) -> None:
 def test_deletions_are_kept_only_for_consumers(shard: Shard) -> None:
     made = shard.incarnation
     put(shard, [1, 2])
-    by_hand = Consumer(100)
+    by_hand = Consumer()
     by_hand.held = contents(shard.export(0))
-    by_hand.cursor = Cursor(made, shard.cut(), 1)
+    by_hand.cursor = Cursor(made, shard.cut())
     shard.evict(100)
-    shard.cut()
     caught_up(shard, by_hand)
     assert by_hand.restarts == 1
     assert shard.incarnation != made
@@ -336,21 +237,18 @@ def rows_of(ids: Sequence[int], version: int) -> RowChunk:
     return RowChunk("grows", torch.tensor(ids), values_N2, values_N2, versions_N, meta_N, meta_N)
 
 
-@ANY
 @pytest.mark.parametrize("version", [1, 9])
-def test_a_load_makes_a_new_incarnation(shard: Shard, limit: int, version: int) -> None:
-    done, midway = Consumer(limit), Consumer(1)
+def test_a_load_makes_a_new_incarnation(shard: Shard, version: int) -> None:
+    consumer = Consumer()
     put(shard, range(10))
     put(shard, [1], table=1)
-    caught_up(shard, done)
-    shard.cut()
-    midway.page(shard)
+    caught_up(shard, consumer)
     before = shard.incarnation
     shard.evict(100)
     shard.load(0, rows_of([3, 99], version))
     assert shard.incarnation != before
-    caught_up(shard, done, midway)
-    assert done.restarts == midway.restarts == 2
+    caught_up(shard, consumer)
+    assert consumer.restarts == 2
 
 
 def test_shards_have_incarnations_of_their_own() -> None:
@@ -360,7 +258,7 @@ def test_shards_have_incarnations_of_their_own() -> None:
 
 
 def test_a_skipped_gradient_changes_nothing(shard: Shard) -> None:
-    consumer = Consumer(10)
+    consumer = Consumer()
     put(shard, [1, 2])
     caught_up(shard, consumer)
     ctx = StepContext(nan_policy="skip")
@@ -368,60 +266,31 @@ def test_a_skipped_gradient_changes_nothing(shard: Shard) -> None:
     grads_N2 = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
     shard.sum_grads([GradRecord(ticket, (grads_N2,))])
     shard.apply([GradRecord(ticket, (grads_N2,))], ctx=ctx)
-    shard.cut()
     assert consumer.drain(shard) == named(1)
 
 
 def test_all_ids_are_legal(shard: Shard) -> None:
-    consumer = Consumer(1)
+    consumer = Consumer()
     ids = [-(1 << 63), -1, 0, (1 << 63) - 1]
     put(shard, ids)
     caught_up(shard, consumer)
     shard.evict(100)
-    shard.cut()
     assert consumer.drain(shard) == named(*ids)
 
 
-def test_a_cursor_survives_json() -> None:
-    cursor = Cursor((1 << 63) - 1, 3, (1 << 32) - 1, (1 << 62) + 5)
-    assert Cursor.from_json(cursor.to_json()) == cursor
-    assert json.loads(cursor.to_json())["from_epoch"] == 3
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"incarnation": 1, "from_epoch": 2, "to_epoch": 1, "position": 0}',
-        '{"incarnation": 1, "from_epoch": 1.0, "to_epoch": 1, "position": 0}',
-        '{"incarnation": -1, "from_epoch": 1, "to_epoch": 1, "position": 0}',
-        '{"incarnation": 1, "from_epoch": 1, "to_epoch": 4294967296, "position": 0}',
-        '{"incarnation": 1, "from_epoch": 1, "to_epoch": 1, "position": 0, "more": 1}',
-    ],
-)
-def test_bad_json_of_a_cursor(text: str) -> None:
-    with pytest.raises(InputError, match="cursor"):
-        Cursor.from_json(text)
-
-
 def test_bad_calls(shard: Shard) -> None:
-    shard.cut()
-    Consumer(1).drain(shard)
-    for limit in (0, -1, 1 << 31):
-        with pytest.raises(InputError, match="limit"):
-            shard.changes(Cursor(), limit)
-    with pytest.raises(InputError, match="to_epoch"):
-        shard.changes(Cursor(shard.incarnation, 1, 2), 1)
     for epoch in (-1, 1 << 32):
         with pytest.raises(InputError, match="epoch to release"):
             shard.release(epoch)
+    for bad in ({"incarnation": -1}, {"epoch": 1 << 32}, {"epoch": 1.0}):
+        with pytest.raises(InputError, match="cursor"):
+            Cursor(**bad)  # type: ignore[arg-type]
 
 
 @FAST
-def test_scans_beside_training_lose_nothing(shard: Shard) -> None:
-    consumers = [Consumer(37), Consumer(1000)]
+def test_reads_during_training_lose_nothing(shard: Shard) -> None:
+    consumers = [Consumer(), Consumer()]
+    reading = threading.Lock()  # one snapshot is open at a time
     over = threading.Event()
     errors: list[BaseException] = []
 
@@ -438,16 +307,16 @@ def test_scans_beside_training_lose_nothing(shard: Shard) -> None:
         finally:
             over.set()
 
-    def scanning(consumer: Consumer) -> None:
+    def reading_on(consumer: Consumer) -> None:
         try:
             while not over.is_set():
-                shard.cut()
-                consumer.drain(shard)
+                with reading:
+                    consumer.drain(shard)
         except BaseException as error:  # noqa: BLE001 - raised by the main thread
             errors.append(error)
 
     threads = [threading.Thread(target=training)]
-    threads += [threading.Thread(target=scanning, args=(consumer,)) for consumer in consumers]
+    threads += [threading.Thread(target=reading_on, args=(consumer,)) for consumer in consumers]
     for thread in threads:
         thread.start()
     for thread in threads:

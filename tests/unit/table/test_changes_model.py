@@ -1,4 +1,4 @@
-"""Changes against a dictionary: after a scan, all that lies before its cut is with the consumer."""
+"""Snapshots of changes against a dictionary: put together they are the table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.table.shard import HASHES, StepContext
-from shoal.table.values import Cursor, RowChunk
+from shoal.table.shard import StepContext
+from shoal.table.values import RowChunk
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
 from support.shards import shard_factory
@@ -20,7 +20,7 @@ TTL_S = 10
 
 
 class ChangesMachine(RuleBasedStateMachine):
-    """One table that expires, one that evicts; consumers with pages of 1, 3 and 50."""
+    """One table that expires, one that evicts; consumers at their own paces."""
 
     kind = "cpu"
 
@@ -33,11 +33,9 @@ class ChangesMachine(RuleBasedStateMachine):
                 TableSpec(name="lru", segments=(segment,), capacity_rows=6, on_full="lru"),
             )
         )
-        self.saved: tuple[Cursor, dict[int, float]] | None = None
-        self.consumers = [Consumer(limit) for limit in (1, 3, 50)]
+        self.consumers = [Consumer() for _ in range(3)]
         self.values: dict[int, float] = {}
         self.seen_s: dict[int, int] = {}
-        self.changed: dict[int, int] = {}
         self.epoch = 1
         self.now_s = 0
         self.next_value = 1.0
@@ -51,7 +49,6 @@ class ChangesMachine(RuleBasedStateMachine):
         for id_, value in zip(ids, weights[:, 0].tolist(), strict=True):
             self.values[id_] = value
             self.seen_s[id_] = self.now_s
-            self.changed[id_] = self.epoch
         self.next_value += len(ids)
 
     @rule(wait_s=st.integers(1, TTL_S))
@@ -60,13 +57,11 @@ class ChangesMachine(RuleBasedStateMachine):
         self.shard.evict(self.now_s)
         for id_ in [id_ for id_ in self.values if self.now_s - self.seen_s[id_] >= TTL_S]:
             del self.values[id_]
-            self.changed[id_] = self.epoch
 
     @rule(table=st.integers(0, 1))
     def clear(self, table: int) -> None:
         self.shard.clear(table)
         if table == 0:
-            self.changed.update(dict.fromkeys(self.values, self.epoch))
             self.values.clear()
 
     @rule()
@@ -75,45 +70,18 @@ class ChangesMachine(RuleBasedStateMachine):
         self.epoch += 1
 
     @rule(k=st.integers(0, 2))
-    def page(self, k: int) -> None:
+    def read(self, k: int) -> None:
         consumer = self.consumers[k]
-        if self.consumers[k].page(self.shard).done:
-            self.compare(consumer)
-
-    @rule(k=st.integers(0, 2))
-    def scan(self, k: int) -> None:
-        self.consumers[k].drain(self.shard)
-        self.compare(self.consumers[k])
-
-    def compare(self, consumer: Consumer) -> None:
-        """Ids not touched since the scan's cut are as in the table."""
+        consumer.drain(self.shard)
+        assert consumer.cursor is not None
+        assert consumer.cursor.epoch == self.epoch
+        self.epoch += 1
         held = {id_: row[0] for (table, id_), row in consumer.held.items() if table == "ttl"}
-        for id_, epoch in self.changed.items():
-            if epoch <= consumer.cursor.from_epoch:
-                assert held.get(id_) == self.values.get(id_)
-
-    @rule()
-    def snapshot(self) -> None:
-        """A full one, or what changed since the last one: put together they are the table."""
-        since, held = self.saved or (None, {})
-        if since is not None and since.incarnation != self.shard.incarnation:
-            since, held = None, {}
-        with self.shard.snapshot(since) as snapshot:
-            assert snapshot.epoch == self.epoch
-            self.epoch += 1
-            rows = snapshot.read(0, 0, HASHES)
-            gone = snapshot.deleted(0).tolist()
-            assert not set(gone) & set(rows.ids.tolist())
-            held = {id_: value for id_, value in held.items() if id_ not in gone}
-            held |= dict(zip(rows.ids.tolist(), rows.weights[:, 0].tolist(), strict=True))
-            assert held == self.values
-            epoch = snapshot.epoch
-        self.saved = Cursor(self.shard.incarnation, epoch, epoch), held
+        assert held == self.values
 
     @rule()
     def release(self) -> None:
-        read = [consumer.cursor.from_epoch for consumer in self.consumers]
-        self.shard.release(min([*read, *([self.saved[0].from_epoch] if self.saved else [])]))
+        self.shard.release(min(0 if c.cursor is None else c.cursor.epoch for c in self.consumers))
 
     @precondition(lambda self: self.loads < 2)
     @rule(id_=st.integers(0, 12), ahead=st.integers(0, 2))
@@ -127,22 +95,16 @@ class ChangesMachine(RuleBasedStateMachine):
         self.shard.load(0, chunk)
         self.values[id_] = self.next_value
         self.seen_s[id_] = self.now_s
-        self.changed[id_] = version
         self.epoch = max(self.epoch, version)
         self.next_value += 1
         self.loads += 1
 
     @invariant()
     def no_needless_restart(self) -> None:
-        for consumer in self.consumers:
-            assert consumer.restarts <= consumer.pages
-            if self.loads == 0 and consumer.cursor.from_epoch > 0:
-                assert consumer.cursor.incarnation == self.shard.incarnation
+        assert all(consumer.restarts <= 1 + self.loads for consumer in self.consumers)
 
     def teardown(self) -> None:
-        self.shard.cut()
         for consumer in self.consumers:
-            consumer.drain(self.shard)  # the scan under way, if any, ends at an earlier cut
             consumer.drain(self.shard)
             assert consumer.held == contents(self.shard.export(0), self.shard.export(1))
 

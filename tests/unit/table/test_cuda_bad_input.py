@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception]]] = {
         ShapeError,
     ),
     "no splits": (lambda s, t: s.find(replace(ONE, splits_G1=torch.tensor([0]))), ShapeError),
-    "int32 splits": (lambda s, t: s.find(replace(ONE, splits_G1=ONE.splits_G1.int())), ShapeError),
+    "int32 splits": (lambda s, t: s.find(replace(ONE, splits_G1=ONE.splits_G1.int())), DTypeError),
     "splits elsewhere": (
         lambda s, t: s.find(replace(ONE, splits_G1=ONE.splits_G1.to("meta"))),
         DTypeError,

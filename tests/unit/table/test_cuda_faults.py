@@ -214,7 +214,7 @@ def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     room = memory.rows_room_K.tolist()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)
-        with pytest.raises(OutOfDeviceMemory, match=r"page-locked .* bytes wanted.*row budget"):
+        with pytest.raises(OutOfDeviceMemory, match=r"pinned .* bytes wanted.*row budget"):
             memory.reserve(np.array([1 << 18, 0]))
         assert memory.rows_room_K.tolist() == room
     memory.reserve(np.array([1 << 18, 0]))

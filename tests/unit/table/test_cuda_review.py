@@ -18,11 +18,10 @@ from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
 from shoal.rules.optimizers import SGD
-from shoal.table.cuda import admission, insert, memory
+from shoal.table.cuda import admission, index, memory
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.cuda.tiered import TieredShard
 from shoal.table.shard import GradRecord, StepContext
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import HostRows, Segment, TableSpec
 from support.id_groups import groups_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +49,7 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
         groups_of((0, range(turn * 200, turn * 200 + 200)), device=DEVICE) for turn in range(6)
     ]
     shard.find_or_init(batches[0], ctx=StepContext()).end()
-    monkeypatch.setattr(insert, "lowest_many", failing(insert.lowest_many, 0, 1, 2))
+    monkeypatch.setattr(index, "lowest_many", failing(index.lowest_many, 0, 1, 2))
     for turn in range(1, 4):
         with pytest.raises(OutOfDeviceMemory, match="row budget"):
             shard.find_or_init(batches[turn], ctx=StepContext(event_time_s=turn))
@@ -64,7 +63,7 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
     assert set(range(1000, 1200)) <= set(ids) and len(set(ids)) == len(ids) <= 240
 
 
-@pytest.mark.parametrize(("owner", "name"), [(admission, "sent"), (insert, "count_refused")])
+@pytest.mark.parametrize(("owner", "name"), [(admission, "sent"), (index, "count_refused")])
 def test_sights_of_a_call_without_memory_do_not_count(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
@@ -104,7 +103,7 @@ def test_rows_are_not_marked_as_free_without_their_erase(
         with monkeypatch.context() as patch:
             patch.setattr(torch, name, failing(getattr(torch, name), nth))
             try:
-                shard._drop([0], [30], None)
+                shard._index.drop([0], [30], None)
             except torch.OutOfMemoryError:
                 pass
             else:
@@ -117,7 +116,7 @@ def test_rows_are_not_marked_as_free_without_their_erase(
 
 def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
-    shard = TieredShard([spec], device=DEVICE, cache_bytes=1 << 12)
+    shard = CudaShard([spec], device=DEVICE, host_rows=HostRows(cache_bytes=1 << 12))
     first = shard.find_or_init(groups_of((0, range(200)), device=DEVICE), ctx=StepContext())
     shard.gather(first, ctx=StepContext())
     first.end()
@@ -219,7 +218,8 @@ def test_offsets_with_gaps_are_refused() -> None:
 def test_a_staging_area_that_cannot_grow_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    shard = TieredShard([TableSpec(name="t", segments=SEGMENTS)], device=DEVICE)
+    spec = TableSpec(name="t", segments=SEGMENTS)
+    shard = CudaShard([spec], device=DEVICE, host_rows=HostRows())
 
     def refuse(*_: object, **__: object) -> None:
         raise error
@@ -234,11 +234,12 @@ def test_a_staging_area_that_cannot_grow_is_done_without(
 
 def test_a_copy_of_a_collection_keeps_its_cache() -> None:
     spec = TableSpec(name="t", segments=SEGMENTS)
-    shard = TieredShard([spec], device=DEVICE, cache_bytes=4096, policy="lfu")
+    rows = HostRows(cache_bytes=4096, policy="lfu")
+    shard = CudaShard([spec], device=DEVICE, host_rows=rows)
     shard.last_step = 7
     twin = copy.deepcopy(EmbeddingCollection([spec], [Feature("f", "t")], shard=shard)).shard
-    assert isinstance(twin, TieredShard)
-    assert twin.settings == {"cache_bytes": 4096, "policy": "lfu"}
+    assert isinstance(twin, CudaShard)
+    assert twin.settings == {"host_rows": rows}
     assert twin.cache_stats().slots == shard.cache_stats().slots
     assert twin.last_step == 7
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal import Segment, TableSpec, initializers, optimizers
+from shoal import Segment, TableSpec, _core, initializers, optimizers
 from shoal.table.cuda import deletions
-from shoal.table.cuda.deletions import RECORD, DeletionLog, Records
+from shoal.table.cuda.deletions import RECORD, Records
 from shoal.table.shard import StepContext
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
@@ -25,26 +25,24 @@ def records(first: int, many: int, epoch: int) -> Records:
     return made
 
 
-def ids_of(log: DeletionLog, first: int, n: int = 1 << 20) -> list[int]:
-    found: list[int] = log.read(first, n)["id"].tolist()
-    return found
+def append(log: _core.DeletionLog, *parts: Records) -> None:
+    joined = np.concatenate(parts)
+    log.append(joined.ctypes.data, len(joined))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions, "_IN_MEMORY", 8)
-    monkeypatch.setattr(deletions, "_IN_FILE", 20)
+def ids_of(log: _core.DeletionLog, first: int, n: int = 1000) -> list[int]:
+    found = np.empty(n, dtype=RECORD)
+    ids: list[int] = found[: log.read(first, n, found.ctypes.data)]["id"].tolist()
+    return ids
 
 
-@pytest.mark.usefixtures("small")
 def test_records_come_back_from_files_and_memory() -> None:
-    log = DeletionLog()
-    log.append(records(0, 3, 1))
-    assert log.end == 0
+    log = _core.DeletionLog(8, 20)
+    append(log, records(0, 3, 1))
+    assert log.after(0) == 0
     log.start(0)
     for epoch in range(1, 12):
-        log.append(records(5 * epoch, 5, epoch))
-    assert log.end == 55
+        append(log, records(5 * epoch, 5, epoch))
     assert ids_of(log, 0) == list(range(5, 60))
     assert ids_of(log, 7, 30) == list(range(12, 42))
     assert ids_of(log, log.after(9)) == list(range(50, 60))
@@ -52,12 +50,11 @@ def test_records_come_back_from_files_and_memory() -> None:
     assert log.after(0) == 0
 
 
-@pytest.mark.usefixtures("small")
 def test_released_records_are_gone() -> None:
-    log = DeletionLog()
+    log = _core.DeletionLog(8, 20)
     log.start(0)
     for epoch in range(1, 12):
-        log.append(records(5 * epoch, 5, epoch))
+        append(log, records(5 * epoch, 5, epoch))
     log.release(4)
     log.release(3)
     assert log.floor == 4
@@ -65,30 +62,29 @@ def test_released_records_are_gone() -> None:
     assert ids_of(log, 0) == list(range(25, 60))
     log.release(11)
     assert ids_of(log, 0) == []
-    log.append(records(0, 2, 12))
+    append(log, records(0, 2, 12))
     assert ids_of(log, log.after(11)) == [0, 1]
 
 
 def test_epochs_within_one_piece() -> None:
-    log = DeletionLog()
+    log = _core.DeletionLog()
     log.start(0)
-    log.append(np.concatenate([records(0, 2, 1), records(2, 3, 2), records(5, 1, 4)]))
-    log.append(records(6, 1, 4))
+    append(log, records(0, 2, 1), records(2, 3, 2), records(5, 1, 4))
+    append(log, records(6, 1, 4))
     assert [log.after(epoch) for epoch in range(5)] == [0, 2, 5, 5, 7]
 
 
-@pytest.mark.usefixtures("small")
 def test_a_file_that_fails_breaks_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    log = DeletionLog()
+    log = _core.DeletionLog(8, 20)
     log.start(0)
-    log.append(records(0, 7, 1))
-    assert not log.broken
-    log.append(records(7, 1, 1))
-    assert log.broken
-    log.append(records(8, 1, 1))
+    append(log, records(0, 8, 1))
+    assert log.kept
+    append(log, records(8, 1, 1))
+    assert not log.kept
+    append(log, records(9, 1, 1))
     log.start(1)
-    assert not log.broken
+    assert log.kept
 
 
 def full_table() -> PlacedCuda:
@@ -109,15 +105,13 @@ def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.M
     monkeypatch.setattr(deletions, "_ROOM", room)
     monkeypatch.setattr(deletions, "_ERASES", 1)
     monkeypatch.setattr(deletions, "_IN_FLIGHT", 1)
-    shard, consumer = full_table(), Consumer(100)
+    shard, consumer = full_table(), Consumer()
     put(shard, 0, 8)
-    shard.cut()
     consumer.drain(shard)
     for turn in range(12):
         put(shard, 10 + 3 * turn, 3)
         if turn == 7:
             shard.cut()
-    shard.cut()
     sent = consumer.drain(shard)
     assert consumer.held == contents(shard.export(0))
     assert {id_ for _, id_ in sent} == {*range(8), *range(10, 46)}
@@ -128,9 +122,8 @@ def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.M
 def test_no_room_for_a_buffer_means_a_full_pass(
     kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shard, consumer = full_table(), Consumer(100)
+    shard, consumer = full_table(), Consumer()
     put(shard, 0, 8)
-    shard.cut()
     consumer.drain(shard)
 
     def refused(*_: object) -> None:
@@ -139,7 +132,6 @@ def test_no_room_for_a_buffer_means_a_full_pass(
     if not kept:
         monkeypatch.setattr(deletions.DeviceDeletions, "_make_room", refused)
     put(shard, 10, 3)
-    shard.cut()
     consumer.drain(shard)
     assert consumer.held == contents(shard.export(0))
     assert consumer.restarts == (1 if kept else 2)

@@ -18,13 +18,11 @@ from shoal.kernels.history import pin_marks
 from shoal.kernels.index import erase, probe
 from shoal.kernels.rows import read_metadata
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.cuda import eviction, insert
+from shoal.table.cuda import eviction, index
 from shoal.table.cuda.eviction import (
     Lives,
     Scored,
-    expired,
     expired_many,
-    lowest,
     lowest_many,
     scored_jobs,
 )
@@ -140,14 +138,6 @@ class TestLowest:
         result = lowest_many(tables.layout, jobs, 32, [4], marks)
         assert dropped(tables, result) == [1, 5, 6, 8]
 
-    def test_among_a_list(self, device: str) -> None:
-        rows = [Meta(id_, seen=50 - id_) for id_ in range(20)]
-        tables = make_tables([SIZE], device)
-        handles_N = filled(tables, 0, rows)
-        size_1 = torch.tensor([10], device=device)
-        result = lowest(tables.layout, 0, handles_N, size_1, 3, "lru")
-        assert dropped(tables, result) == [7, 8, 9]
-
 
 @pytest.mark.parametrize("device", LANE)
 class TestExpired:
@@ -179,9 +169,9 @@ class TestExpired:
         tables = make_tables([SIZE], device)
         handles_N = filled(tables, 0, [Meta(id_, seen=10) for id_ in range(8)])
         marks = pin_marks([handles_N[2:5]], len(tables.chunks))
-        size_1 = torch.tensor([7], dtype=torch.int32, device=device)
-        result = expired(tables.layout, 0, handles_N, size_1, Expiry(ttl_s=1), 11, marks)
-        assert dropped(tables, result) == [0, 1, 5, 6]
+        lives = Lives([(0, Expiry(ttl_s=1))], torch.device(device))
+        result = expired_many(tables.layout, lives, 64, 11, marks)
+        assert dropped(tables, result) == [0, 1, 5, 6, 7]
 
 
 @pytest.mark.parametrize("device", LANE)
@@ -246,7 +236,7 @@ def test_tables_that_are_scanned_apart(device: str, monkeypatch: pytest.MonkeyPa
     def apart(rooms: Sequence[int]) -> list[list[int]]:
         return [[index] for index in reversed(range(len(rooms)))]
 
-    monkeypatch.setattr(insert, "scanned_together", apart)
+    monkeypatch.setattr(index, "scanned_together", apart)
     specs = [
         TableSpec(name=f"t{k}", segments=(Segment(dim=1),), capacity_rows=8 + k, **more)
         for k, more in enumerate(({"on_full": "lru"}, {"on_full": "lfu"}, {}))

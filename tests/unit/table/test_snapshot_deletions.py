@@ -26,7 +26,7 @@ def filled() -> tuple[CpuShard, Cursor]:
     shard = CpuShard([spec], threads=1)
     put(shard, range(MANY), 0)
     with shard.snapshot() as full:
-        return shard, Cursor(shard.incarnation, full.epoch, full.epoch)
+        return shard, Cursor(shard.incarnation, full.epoch)
 
 
 def put(shard: CpuShard, ids: Sequence[int], at_s: int) -> None:

@@ -14,9 +14,8 @@ from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adam
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.cuda.tiered import TieredShard
 from shoal.table.shard import GradRecord, IdGroups, StepContext
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import CachePolicy, HostRows, Segment, TableSpec
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu, id="compiled")
@@ -38,9 +37,13 @@ STEPS = 5 if torch.cuda.is_available() else 3
 
 
 def tiered(
-    specs: Sequence[TableSpec], device: str, cache_bytes: int = EVERYTHING, policy: str = "lru"
-) -> TieredShard:
-    return TieredShard(specs, seed=3, device=device, cache_bytes=cache_bytes, policy=policy)
+    specs: Sequence[TableSpec],
+    device: str,
+    cache_bytes: int = EVERYTHING,
+    policy: CachePolicy = "lru",
+) -> CudaShard:
+    rows = HostRows(cache_bytes=cache_bytes, policy=policy)
+    return CudaShard(specs, seed=3, device=device, host_rows=rows)
 
 
 def groups(device: str, *parts: Sequence[int]) -> IdGroups:
@@ -89,7 +92,9 @@ def batch_of(number: int, size: int, most: int) -> list[list[int]]:
     if torch.cuda.is_available()
     else [("none", "lru"), ("less", "lfu")],
 )
-def test_steps_give_the_rows_of_a_shard_without_tiers(device: str, cache: str, policy: str) -> None:
+def test_steps_give_the_rows_of_a_shard_without_tiers(
+    device: str, cache: str, policy: CachePolicy
+) -> None:
     plain = CudaShard([ITEMS, USERS], seed=3, device=device)
     shard = tiered([ITEMS, USERS], device, CACHES[cache], policy)
     for number in range(STEPS):
@@ -230,7 +235,7 @@ def test_prefetched_rows_are_there_at_their_lookup(device: str, cache: str) -> N
         for number, ids in enumerate(batches):
             ticket = shard.find_or_init(ids, ctx=ctx)
             rows = shard.gather(ticket, ctx=ctx)
-            if isinstance(shard, TieredShard) and number + 1 < len(batches):
+            if number + 1 < len(batches):
                 shard.prefetch(batches[number + 1])
             shard.apply([GradRecord(ticket, gradients(rows, number))], ctx=ctx)
     assert_equal(shards)
@@ -270,13 +275,18 @@ def test_it_says_what_is_on_the_host(device: str, caplog: pytest.LogCaptureFixtu
     assert [table.on_host for table in plain.stats()] == [False]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_bad_caches_are_refused(device: str) -> None:
+def test_bad_caches_are_refused() -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(ConfigError, match="cache_bytes"):
-            tiered([ITEMS], device, wrong)  # type: ignore[arg-type]
+            HostRows(cache_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="lru, lfu"):
-        tiered([ITEMS], device, 0, "fifo")
+        HostRows(policy="fifo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_rows_live_is_no_number(device: str) -> None:
+    with pytest.raises(ConfigError, match="HostRows"):
+        CudaShard([ITEMS], device=device, host_rows=1 << 20)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -290,6 +300,5 @@ def test_large_steps_compiled(cache_bytes: int) -> None:
     for shard in shards:
         for number in range(4):
             step(shard, groups("cuda", *batch_of(number, 50_000, 40_000)), number)
-            if isinstance(shard, TieredShard):
-                shard.prefetch(groups("cuda", *batch_of(number + 1, 50_000, 40_000)))
+            shard.prefetch(groups("cuda", *batch_of(number + 1, 50_000, 40_000)))
     assert_equal(shards)

@@ -30,14 +30,10 @@ from shoal.table.shard import (
 from shoal.table.spec import MAX_THREADS, TableSpec
 from shoal.table.values import (
     AdmissionState,
-    Changes,
     Cursor,
-    DeletedIds,
     Entry,
     RowChunk,
     TableStats,
-    checked_limit,
-    not_closed,
     released,
 )
 from shoal.uncompiled import uncompiled
@@ -75,31 +71,6 @@ class CpuTicket:
     def end(self) -> None:
         """Release the rows; a second call does nothing."""
         self.core.end()
-
-
-def changes_of(specs: tuple[TableSpec, ...], core: Any, cursor: Cursor, limit: int) -> Changes:
-    """A page of a compiled shard.
-
-    Raises:
-        InputError: limit is below 1, or `to_epoch` is not closed yet.
-    """
-    at = (cursor.incarnation, cursor.from_epoch, cursor.to_epoch, cursor.position)
-    checked_limit(limit)
-    try:
-        page = core.changes(*at, limit)
-    except ValueError as error:
-        raise not_closed(cursor) from error
-    chunks = []
-    deleted = []
-    for table, spec in enumerate(specs):
-        if page.rows(table).n > 0:
-            chunks.append(rows.chunk_of(spec, page.rows(table)))
-        count = page.deleted_count(table)
-        if count > 0:
-            ids_U = torch.empty(count, dtype=torch.int64, device="cpu")
-            page.copy_deleted(table, address(ids_U))
-            deleted.append(DeletedIds(spec.name, ids_U))
-    return Changes(tuple(chunks), tuple(deleted), Cursor(*page.cursor), page.done, page.restarted)
 
 
 def resumed(core: Any, epoch: int) -> Cursor:
@@ -167,25 +138,17 @@ class CpuUpkeep:
 
     @property
     def incarnation(self) -> int:
-        """Whose cursors are good; see `shoal.table.values.ChangeFeed`."""
+        """Whose cursors are good; see `shoal.table.shard.Shard`."""
         return int(self._core.incarnation())
 
-    def changes(self, cursor: Cursor, limit: int) -> Changes:
-        """The next page of what changed: at most `limit` rows and deleted ids together.
-
-        Raises:
-            InputError: limit is below 1, or `to_epoch` is not closed yet.
-        """
-        return changes_of(self._specs, self._core, cursor, limit)
-
     def release(self, epoch: int | None) -> None:
-        """Forget deletions up to `epoch`; None forgets all and keeps none until `changes`.
+        """Forget deletions up to `epoch`; None forgets all and keeps none until a snapshot.
 
         Raises:
             InputError: not an int in [0, 2^32).
         """
         if epoch is None:
-            self._core.stop_changes()
+            self._core.stop_log()
         else:
             self._core.release(released(epoch))
 
@@ -195,7 +158,7 @@ class CpuUpkeep:
         """Make a cut and keep the rows as they are at it; see `shoal.table.shard.Shard`.
 
         Args:
-            since: only what changed after `since.from_epoch`; None: all rows.
+            since: only what changed after `since.epoch`; None: all rows.
             buffer_bytes: memory for copies of rows that change; what is beyond it goes to an
                 unlinked file in $TMPDIR.
 

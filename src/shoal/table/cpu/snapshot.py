@@ -35,7 +35,7 @@ class CpuSnapshot:
     Args:
         specs: the tables.
         core: the compiled shard that holds them.
-        since: only what changed after `since.from_epoch`; None: all rows.
+        since: only what changed after `since.epoch`; None: all rows.
         buffer_bytes: memory for copied rows.
         lanes: threads a read may use, asked at each.
 
@@ -54,9 +54,7 @@ class CpuSnapshot:
         check_buffer(buffer_bytes)
         self._specs = specs
         self._lanes = lanes
-        at = None
-        if since is not None:
-            at = (since.incarnation, since.from_epoch, since.to_epoch, since.position)
+        at = None if since is None else (since.incarnation, since.epoch)
         try:
             self._core = native.cut(lambda: core.snapshot(at, buffer_bytes, _WINDOW_ROWS))
         except _core.SnapshotRefused as error:

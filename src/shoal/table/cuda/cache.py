@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ from shoal.kernels.tables import (
     RowForm,
     ShardLayout,
 )
-
-CachePolicy = Literal["lru", "lfu"]
+from shoal.table.spec import CachePolicy
 
 _log = logging.getLogger("shoal.table")
 
@@ -75,12 +74,12 @@ class CacheStats:
     written_back: rows that went home. slots, bytes: its size now.
     """
 
-    hits: int
-    misses: int
-    in_place: int
-    written_back: int
-    slots: int
-    bytes: int
+    hits: int = 0
+    misses: int = 0
+    in_place: int = 0
+    written_back: int = 0
+    slots: int = 0
+    bytes: int = 0
 
 
 class RowCache:
@@ -173,7 +172,7 @@ class RowCache:
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self._device)[0]
             raise OutOfDeviceMemory(
-                "device cache of a tiered shard",
+                "device cache of rows in host memory",
                 got=f"{sum(sizes)} bytes wanted, {free} free on {self._device}",
                 allowed="what the device has free",
                 remedy="Give it fewer cache_bytes, or use smaller batches.",

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.kernels.gradients import PooledGroup
+from shoal.kernels import index
+from shoal.kernels.gradients import PooledGroup, Runs, runs_of
 from shoal.kernels.launch import retire, staged
 from shoal.kernels.pool import PoolLines, pool_lines
-from shoal.kernels.tables import CallGroups, RowForm, SegmentForm
+from shoal.kernels.tables import CallGroups, RowForm, SegmentForm, ShardLayout
 from shoal.lookup import PoolPlan
 from shoal.rules.optimizers import DelayCompensated, Optimizer
 from shoal.table import checks
@@ -56,6 +56,32 @@ def forms_of(specs: Sequence[TableSpec]) -> tuple[tuple[RowForm, ...], tuple[int
     places: dict[RowForm, int] = {}
     indices = tuple(places.setdefault(form_of(spec), len(places)) for spec in specs)
     return tuple(places), indices
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTables:
+    """What a shard hosts, as all parts of it read it: forms, and the index of each table's."""
+
+    specs: tuple[TableSpec, ...]
+    forms: tuple[RowForm, ...]
+    form_of: tuple[int, ...]
+    device: torch.device
+
+    def form(self, table: int) -> RowForm:
+        """The row form of a table."""
+        return self.forms[self.form_of[table]]
+
+    def runs_of(self, layout: ShardLayout, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
+        """Positions sorted by row; rooms: positions of each form."""
+        return runs_of(handles_N, layout if len(self.forms) > 1 else None, rooms)
+
+
+def probed(layout: ShardLayout, call: CallGroups) -> tuple[Tensor, Tensor]:
+    """Handles int32 [N], -1 where there is none, and bool [N]; inserts nothing."""
+    handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
+    found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
+    index.probe(layout, call, handles_N, found_N, None, insert=False)
+    return handles_N, found_N
 
 
 def _without_rate(rule: Optimizer) -> Optimizer:
@@ -146,6 +172,8 @@ class CallShape:
             that takes a group's first row; -1 for groups of other forms.
         firsts: per group, (form's place in `forms`, first row).
         sizes: ids of each group.
+        forms_G: form index of each group.
+        grad_shapes: shape and dtype of a gradient of each group.
     """
 
     splits: tuple[int, ...]
@@ -158,6 +186,8 @@ class CallShape:
     starts_FG: tuple[Tensor, ...]
     firsts: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
+    forms_G: tuple[int, ...]
+    grad_shapes: tuple[tuple[tuple[int, int], torch.dtype], ...]
 
     def groups(self, ids_N: Tensor) -> CallGroups:
         """The groups of these ids as kernels take them."""
@@ -184,44 +214,37 @@ class CallShapes:
         """Check ids, splits and tables of a call; its shape.
 
         Raises:
-            DTypeError: ids that are not int64 on the shard's device.
+            DTypeError: ids that are not int64 on the shard's device; other splits or tables.
             ShapeError: splits or tables that do not fit.
         """
-        self._check_ids(groups.ids_N)
+        checks.flat("ids", groups.ids_N, self._device)
         splits_G1, tables_G = groups.splits_G1, groups.tables_G
-        for what, value in (("splits", splits_G1), ("tables", tables_G)):
-            if value.device.type != "cpu":
-                raise _placed(f"{what} of groups", value, "cpu", value.dtype)
-        if splits_G1.dtype is not torch.int64 or tables_G.dtype is not torch.int32:
-            raise _typed(splits_G1, tables_G)
+        checks.flat("splits of groups", splits_G1)
+        checks.flat("tables of groups", tables_G, dtype=torch.int32)
         key = splits_G1.numpy().tobytes(), tables_G.numpy().tobytes()
         shape = self._kept.get(key)
         if shape is None:
-            shape = self._made(splits_G1.contiguous(), tables_G.contiguous())
+            shape = self._made(splits_G1, tables_G, groups.ids_N.numel())
             if len(self._kept) >= _SHAPES_KEPT:
                 for old in self._kept.values():
                     retire(old.splits_G1, old.tables_G, *old.starts_FG)
                 self._kept.clear()
             self._kept[key] = shape
         if shape.splits[-1] != groups.ids_N.numel():
-            raise _unfit(shape.splits, shape.tables, len(self._form_of), groups.ids_N.numel())
+            sizes = len(self._form_of), groups.ids_N.numel()
+            raise checks.unfit_groups(shape.splits, shape.tables, *sizes)
         return shape
 
-    def _check_ids(self, ids_N: Tensor) -> None:
-        if ids_N.dtype is not torch.int64 or ids_N.device != self._device:
-            raise _placed("ids", ids_N, str(self._device))
-        _check_flat("ids", ids_N)
-
-    def _made(self, splits_G1: Tensor, tables_G: Tensor) -> CallShape:
+    def _made(self, splits_G1: Tensor, tables_G: Tensor, ids: int) -> CallShape:
         count = tables_G.numel()
         splits, tables = tuple(splits_G1.tolist()), tuple(tables_G.tolist())
-        if len(splits) != count + 1:
-            raise _unfit(splits, tables, len(self._form_of), None)
         places = address(splits_G1), address(tables_G)
         try:
+            if len(splits) != count + 1:
+                raise ValueError
             _core.Groups(splits[-1], count, 0, *places, len(self._form_of))
         except ValueError:
-            raise _unfit(splits, tables, len(self._form_of), None) from None
+            raise checks.unfit_groups(splits, tables, len(self._form_of), ids) from None
         sizes_G = np.diff(np.array(splits, dtype=np.int64))
         new_K = np.zeros(len(self._form_of), dtype=np.int64)
         np.add.at(new_K, np.array(tables, dtype=np.int64), sizes_G)
@@ -237,6 +260,9 @@ class CallShapes:
         tables_32 = np.array([*tables, *[0] * (count % 2)], dtype=np.int32)
         words = [np.array(splits), tables_32.view(np.int64), *map(np.array, starts.values())]
         on_device = _together(words, self._device)
+        forms_G = tuple(self._form_of[k] for k in tables)
+        sizes = tuple(sizes_G.tolist())
+        rows = [self._forms[form] for form in forms_G]
         return CallShape(
             splits=splits,
             tables=tables,
@@ -247,7 +273,11 @@ class CallShapes:
             forms=forms,
             starts_FG=tuple(on_device[2:]),
             firsts=tuple(firsts),
-            sizes=tuple(sizes_G.tolist()),
+            sizes=sizes,
+            forms_G=forms_G,
+            grad_shapes=tuple(
+                ((size, form.dim), form.real) for size, form in zip(sizes, rows, strict=True)
+            ),
         )
 
 
@@ -266,90 +296,6 @@ def _together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list
     return [sent_words[at : at + size] for at, size in parts]
 
 
-def check_counts(shape: CallShape, counts_N: Tensor | None, device: torch.device) -> None:
-    """Check occurrence counts against ids; what they hold is clamped to 0..2^31-1 in kernels."""
-    if counts_N is None:
-        return
-    if counts_N.dtype is not torch.int64 or counts_N.device != device:
-        raise _placed("counts", counts_N, str(device))
-    if counts_N.shape != (shape.splits[-1],) or not counts_N.is_contiguous():
-        raise ShapeError(
-            "counts",
-            got=tuple(counts_N.shape),
-            allowed=f"one per id, {shape.splits[-1]}",
-            remedy="Leave counts out when each position stands for one sight.",
-        )
-
-
 def occurrences(counts_N: Tensor | None) -> Tensor | None:
     """Checked counts as kernels take them: int32 [N], clamped to 0..2^31-1; None stays None."""
     return None if counts_N is None else counts_N.clamp(0, _MAX_COUNT).to(torch.int32)
-
-
-def check_bags(
-    shape: CallShape, offsets_GB1: Tensor, weights_N: Tensor | None, device: torch.device
-) -> int:
-    """Check bag offsets and weights of a pooled call; returns B. What they hold is not read."""
-    if offsets_GB1.dtype is not torch.int64 or offsets_GB1.device != device:
-        raise _placed("offsets", offsets_GB1, str(device))
-    _check_flat("offsets", offsets_GB1)
-    count, cells = len(shape.tables), offsets_GB1.numel() - 1
-    if cells < 0 or (cells if count == 0 else cells % count):
-        raise ShapeError(
-            "offsets",
-            got=f"{offsets_GB1.numel()} values for {count} groups",
-            allowed="G * B + 1",
-            remedy="Concatenate one row of B lengths per group, then take the running sum.",
-        )
-    n = shape.splits[-1]
-    if weights_N is not None and (
-        weights_N.dtype is not torch.float32
-        or weights_N.shape != (n,)
-        or not weights_N.is_contiguous()
-        or weights_N.device != device
-    ):
-        raise ShapeError(
-            "weights of ids",
-            got=f"{weights_N.dtype} {tuple(weights_N.shape)} on {weights_N.device}",
-            allowed=f"contiguous torch.float32 ({n},) on {device}",
-            remedy="Give one float32 weight per id.",
-        )
-    return cells // count if count else 0
-
-
-def _check_flat(what: str, value: Tensor) -> None:
-    if value.dim() != 1 or not value.is_contiguous():
-        raise ShapeError(
-            what,
-            got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
-            allowed="one contiguous dimension",
-            remedy="Flatten with .reshape(-1).contiguous().",
-        )
-
-
-def _placed(what: str, got: Tensor, where: str, dtype: torch.dtype = torch.int64) -> DTypeError:
-    return DTypeError(
-        what,
-        got=f"{got.dtype} on {got.device}",
-        allowed=f"{dtype} on {where}",
-        remedy=f"Convert with .to({where!r}, {dtype}).",
-    )
-
-
-def _typed(splits_G1: Tensor, tables_G: Tensor) -> ShapeError:
-    return ShapeError(
-        "groups",
-        got=f"splits of {splits_G1.dtype}, tables of {tables_G.dtype}",
-        allowed="int64 splits and int32 table indices",
-        remedy="Give each group of ids one table index.",
-    )
-
-
-def _unfit(splits: Sequence[int], tables: Sequence[int], known: int, ids: int | None) -> InputError:
-    rest = "" if ids is None else f", {ids} ids"
-    return ShapeError(
-        "groups",
-        got=f"splits {list(splits)[:8]}, tables {list(tables)[:8]}{rest}",
-        allowed=f"G + 1 splits rising from 0 to the number of ids, tables 0..{known - 1}",
-        remedy="Build the splits as a running sum of group sizes.",
-    )

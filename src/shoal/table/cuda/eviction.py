@@ -100,21 +100,6 @@ def expired_many(
     return expired_rows(layout, Scan(lives.jobs_EW, rows, marks=marks), now_s)
 
 
-def expired(
-    layout: ShardLayout,
-    table: int,
-    handles_M: Tensor,
-    size_1: Tensor,
-    expiry: Expiry,
-    now_s: int,
-    marks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`expired_many` among the first `size_1` handles of a list of one table's rows."""
-    lives = Lives([(table, expiry)], handles_M.device)
-    scan = Scan(lives.jobs_EW, len(handles_M), handles_M[None], size_1.to(torch.int64), marks)
-    return expired_rows(layout, scan, now_s)
-
-
 def scored_jobs(scored: Sequence[Scored], device: torch.device) -> Tensor:
     """Jobs of `lowest_many`, int64 [E, words] on the device; they may be kept."""
     jobs = torch.zeros(len(scored), JOB_WORDS, dtype=torch.int64, device="cpu")
@@ -153,18 +138,3 @@ def lowest_many(
         most = sum(max(drop, 0) for drop in drops_E)
         drops_E = sent(drops_E, jobs_EW.device)
     return lowest_rows(layout, scan, drops_E, rows * len(jobs_EW) if most is None else most)
-
-
-def lowest(
-    layout: ShardLayout,
-    table: int,
-    handles_M: Tensor,
-    size_1: Tensor,
-    drop: int,
-    kind: Kind,
-    marks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`lowest_many` among the first `size_1` handles of a list of one table's rows."""
-    jobs_EW = scored_jobs([Scored(table, kind)], handles_M.device)
-    scan = Scan(jobs_EW, len(handles_M), handles_M[None], size_1.to(torch.int64), marks)
-    return lowest_rows(layout, scan, sent([drop], handles_M.device), max(drop, 0))

@@ -92,7 +92,7 @@ class PageLocked:
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned, device="cpu")
         except RuntimeError as error:  # torch.OutOfMemoryError is one, too
             raise OutOfDeviceMemory(
-                "page-locked host memory for rows of a tiered shard",
+                "pinned host memory for rows",
                 got=f"{size} bytes wanted, {self.bytes_held} held, {_reason(error)}",
                 allowed="what the system lets a process lock",
                 remedy="Free host memory, raise the limit of locked memory (ulimit -l, or the "
@@ -598,6 +598,14 @@ class DeviceMemory:
         retire(table.entries)
         table.entries = entries
         self._show(lines_KT, staged_KT)
+
+    def settle(self, stream: torch.cuda.Stream | None) -> None:
+        """Have the device's counters at hand; waits for it.
+
+        stream: the present one.
+        """
+        self.counters.send(self.layout, stream)
+        self.counters.wait()
 
     def bytes_of(self, k: int) -> tuple[int, int, int, int]:
         """Bytes a table has allocated: weights, state, metadata, index."""

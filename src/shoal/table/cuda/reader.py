@@ -10,43 +10,53 @@ from torch import Tensor
 from shoal.kernels import pool, rows
 from shoal.kernels.tables import CallGroups
 from shoal.lookup import PoolPlan
-from shoal.table.cuda.calls import CallShape, PlanCache, check_bags
-from shoal.table.cuda.insert import CudaInsert
-from shoal.table.spec import TableSpec
+from shoal.table import checks
+from shoal.table.cuda.calls import CallShape, PlanCache, ShardTables, probed
+from shoal.table.cuda.host_rows import RowsOnHost
+from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.ticket import Held
 
 
-class CudaRead(CudaInsert):
-    """Reads rows by handle, plain or pooled. Arguments as `CudaShard`'s."""
+class Reader:
+    """Reads rows by handle, plain or pooled.
 
-    def __init__(
-        self,
-        specs: Sequence[TableSpec],
-        *,
-        seed: int,
-        device: str | torch.device,
-        host_rows: bool,
-    ) -> None:
-        super().__init__(specs, seed=seed, device=device, host_rows=host_rows)
-        self._plans = PlanCache(self._forms, self._form_of, self._device)
+    Args:
+        tables, memory: the shard's.
+        host: where rows are on the host; else None.
 
-    def _found_rows(self, shape: CallShape, call: CallGroups) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Search and copy out: one [n_g, D_g] per group, and bool [N]."""
+    Attributes:
+        plans: of pooled calls, compiled.
+    """
+
+    def __init__(self, tables: ShardTables, memory: DeviceMemory, host: RowsOnHost | None) -> None:
+        self.plans = PlanCache(tables.forms, tables.form_of, tables.device)
+        self._tables = tables
+        self._memory = memory
+        self._host = host
+
+    def found(
+        self, shape: CallShape, call: CallGroups, global_step: int
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Search and copy out: one [n_g, D_g] per group, zeros where there is no row; bool [N]."""
+        if self._host is not None:
+            handles_N, found_N = probed(self._memory.layout, call)
+            return self.rows(shape, call, handles_N, global_step, initial=False), found_N
         found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
         outs = self._outs(shape)
         for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
             rows_G = None if len(shape.tables) == 1 else starts_G
             rows.gather_found(
-                self._layout,
-                self._forms[form],
+                self._memory.layout,
+                self._tables.forms[form],
                 call,
                 found_N,
                 out,
                 rows_G,
-                global_step=self._last_step,
+                global_step=global_step,
             )
         return self._by_group(shape, outs), found_N
 
-    def _rows_of(
+    def rows(
         self,
         shape: CallShape,
         call: CallGroups,
@@ -54,13 +64,17 @@ class CudaRead(CudaInsert):
         global_step: int,
         *,
         initial: bool,
+        held: Held | None = None,
     ) -> tuple[Tensor, ...]:
-        """Rows of handles, one [n_g, D_g] per group; -1 reads as zeros or as the initial value."""
-        places_N, outs = self._places_N(shape, handles_N), self._outs(shape)
+        """Rows of handles, one [n_g, D_g] per group; -1 reads as zeros or as the initial value.
+
+        held: of the ticket whose handles they are.
+        """
+        places_N, outs = self._places_N(shape, handles_N, held), self._outs(shape)
         for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
             rows.gather(
-                self._layout,
-                self._forms[form],
+                self._memory.layout,
+                self._tables.forms[form],
                 call,
                 places_N,
                 out,
@@ -70,14 +84,16 @@ class CudaRead(CudaInsert):
             )
         return self._by_group(shape, outs)
 
-    def _places_N(self, shape: CallShape, handles_N: Tensor) -> Tensor:
+    def _places_N(self, shape: CallShape, handles_N: Tensor, held: Held | None) -> Tensor:
         """Where the rows of these handles are read: at home, but for a cache's rows."""
-        return handles_N
+        if self._host is None:
+            return handles_N
+        return self._host.places_N(handles_N, shape.rooms, held)
 
     def _outs(self, shape: CallShape) -> list[Tensor]:
-        forms = [self._forms[form] for form in shape.forms]
+        forms = [self._tables.forms[form] for form in shape.forms]
         return [
-            torch.empty(shape.rooms[place], form.dim, dtype=form.real, device=self._device)
+            torch.empty(shape.rooms[place], form.dim, dtype=form.real, device=self._tables.device)
             for place, form in zip(shape.forms, forms, strict=True)
         ]
 
@@ -89,7 +105,7 @@ class CudaRead(CudaInsert):
             for g, (place, first) in enumerate(shape.firsts)
         )
 
-    def _pooled(
+    def pooled(
         self,
         shape: CallShape,
         call: CallGroups,
@@ -100,14 +116,18 @@ class CudaRead(CudaInsert):
         global_step: int,
         *,
         initial: bool,
+        held: Held | None = None,
     ) -> tuple[Tensor, ...]:
-        compiled = self._plans.of(plan, shape.tables)
-        check_bags(shape, offsets_GB1, weights_N, self._device)
+        """`rows`, pooled: one [B, width] per output."""
+        compiled = self.plans.of(plan, shape.tables)
+        checks.bag_count(
+            len(shape.tables), shape.splits[-1], offsets_GB1, weights_N, self._tables.device
+        )
         return pool.gather_pooled(
-            self._layout,
+            self._memory.layout,
             compiled.lines,
             call,
-            self._places_N(shape, handles_N),
+            self._places_N(shape, handles_N, held),
             offsets_GB1,
             weights_N,
             initial=initial,

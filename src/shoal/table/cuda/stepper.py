@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.errors import NonFiniteGradient
 from shoal.kernels import gradients, step
-from shoal.kernels.gradients import GradGroups, Runs, runs_of
+from shoal.kernels.gradients import GradGroups, Runs
+from shoal.kernels.launch import retire, sent
 from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.tables import COUNT_ALARMED
 from shoal.table import checks, native
-from shoal.table.cuda.calls import CallShape, check_bags, check_counts, occurrences
-from shoal.table.cuda.reader import CudaRead
+from shoal.table.cuda.calls import CallShape, PlanCache, ShardTables, occurrences
+from shoal.table.cuda.history import History
+from shoal.table.cuda.host_rows import RowsOnHost
+from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.side_stream import SideStream
 from shoal.table.cuda.ticket import CudaTicket
-from shoal.table.shard import GradRecord, IdGroups, StepContext, SummedGrads
+from shoal.table.native import RateList
+from shoal.table.shard import GradRecord, StepContext, SummedGrads
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     """The records of a step as one call: their runs, sources and counts."""
 
     runs: Runs
@@ -28,75 +36,114 @@ class _Joined:
     counts_N: Tensor | None
     tickets: tuple[CudaTicket, ...]
 
-    @property
-    def event_time_s(self) -> int:
-        return max((ticket.event_time_s for ticket in self.tickets), default=0)
 
+class Stepper:
+    """Sums gradients and applies rules.
 
-class CudaStep(CudaRead):
-    """Sums gradients and applies rules. Arguments as `CudaShard`'s."""
+    Args:
+        tables, memory, plans: the shard's.
+        history: is told of rows that are stepped.
+        host: where rows are on the host; else None.
+    """
 
-    def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
-        """Sum the gradients per row over all records, one optimizer step per admitted row.
+    def __init__(
+        self,
+        tables: ShardTables,
+        memory: DeviceMemory,
+        plans: PlanCache,
+        history: History,
+        host: RowsOnHost | None,
+    ) -> None:
+        self._tables = tables
+        self._memory = memory
+        self._plans = plans
+        self._history = history
+        self._host = host
+        self._side = SideStream(tables.device)
+        self._rate_list = RateList(tables.specs)
+        self._rates_kept: tuple[list[float], Tensor] | None = None
+        self._alarms_reported = 0
 
-        Waits for the device only where kernels do not know a segment's rule or compressor
-        (`step_plan`): plain torch steps it then.
+    def raise_pending(self) -> None:
+        """Raise for gradients that were not finite, by the counters at hand.
+
+        Raises:
+            NonFiniteGradient: under nan_policy="raise"; those rows were left as they were.
         """
-        with self._turn():
-            rates_KR = self._rates(ctx)
-            joined = self._joined(records)
-            if joined is not None:
-                stamp = self._stamp(ctx, max(ctx.event_time_s, joined.event_time_s))
-                for ticket in joined.tickets:
-                    self._keep(ticket.handles_N, forms=ticket.shape.forms)
-                step.apply(
-                    self._layout,
-                    self._forms,
-                    joined.runs,
-                    joined.sources,
-                    rates_KR,
-                    stamp,
-                    counts_N=joined.counts_N,
-                    payload_H=self._payload_of(joined.runs),
-                )
-                for ticket in joined.tickets:
-                    ticket.end()
-            self._stepped(ctx)
-
-    def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
-        """The per-row sums `apply` would use, materialised; waits for the device."""
-        with self._turn():
-            joined = self._joined(records)
-            tables: list[int] = []
-            ids: list[Tensor] = []
-            sums: list[Tensor] = []
-            counts: list[Tensor] = []
-            if joined is not None:
-                for number, room in enumerate(joined.runs.rooms):
-                    if room:
-                        self._sum_form(number, room, joined, (tables, ids, sums, counts))
-            order = sorted(range(len(tables)), key=tables.__getitem__)
-            return SummedGrads(
-                tuple(tables[i] for i in order),
-                tuple(ids[i] for i in order),
-                tuple(sums[i] for i in order),
-                tuple(counts[i] for i in order),
+        found_K = self._memory.counters.known_KC[:, COUNT_ALARMED]
+        total = int(found_K.sum())
+        new, self._alarms_reported = total - self._alarms_reported, total
+        if new:
+            worst = self._tables.specs[int(np.argmax(found_K))].name
+            raise NonFiniteGradient(
+                "gradient",
+                got=f"NaN or infinity for {new} rows, most ever in table {worst!r}",
+                allowed="finite values under nan_policy='raise'",
+                remedy="Find the overflow (loss scale, learning rate), or choose "
+                "nan_policy='skip' or 'clip'. Those rows were left as they were.",
             )
+
+    def start_runs(
+        self, handles_N: Tensor, rooms: Sequence[int], stream: torch.cuda.Stream | None
+    ) -> Callable[[torch.cuda.Stream | None], Runs]:
+        """Start to sort a lookup's positions by row; see `SideStream.start`."""
+        layout = self._memory.layout
+        # Growth replaces the columns of chunks while the side may still read the old ones.
+        read = (handles_N, layout.chunks_WC) if len(self._tables.forms) > 1 else (handles_N,)
+        return self._side.start(
+            lambda: self._tables.runs_of(layout, handles_N, rooms), read, rooms, stream
+        )
+
+    def step(self, joined: Joined, rates_KR: Tensor, ctx: StepContext) -> None:
+        """One optimizer step per admitted row; ends the tickets."""
+        latest_s = max(ctx.event_time_s, *(ticket.event_time_s for ticket in joined.tickets))
+        for ticket in joined.tickets:
+            self._history.keep(ticket.handles_N, forms=ticket.shape.forms)
+        step.apply(
+            self._memory.layout,
+            self._tables.forms,
+            joined.runs,
+            joined.sources,
+            rates_KR,
+            self._stamp(ctx, latest_s),
+            counts_N=joined.counts_N,
+            payload_H=self._payload_of(joined.runs),
+        )
+        for ticket in joined.tickets:
+            ticket.end()
+
+    def summed(self, joined: Joined | None) -> SummedGrads:
+        """The per-row sums that `step` would use; waits for the device."""
+        tables: list[int] = []
+        ids: list[Tensor] = []
+        sums: list[Tensor] = []
+        counts: list[Tensor] = []
+        if joined is not None:
+            for number, room in enumerate(joined.runs.rooms):
+                if room:
+                    self._sum_form(number, room, joined, (tables, ids, sums, counts))
+        order = sorted(range(len(tables)), key=tables.__getitem__)
+        return SummedGrads(
+            tuple(tables[i] for i in order),
+            tuple(ids[i] for i in order),
+            tuple(sums[i] for i in order),
+            tuple(counts[i] for i in order),
+        )
 
     def _sum_form(
         self,
         number: int,
         room: int,
-        joined: _Joined,
+        joined: Joined,
         found: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]],
     ) -> None:
-        form, device = self._forms[number], self._device
+        form, device = self._tables.forms[number], self._tables.device
         sums_UD = torch.empty(room, form.dim, dtype=form.real, device=device)
         ids_U = torch.empty(room, dtype=torch.int64, device=device)
         counts_U = torch.empty(room, dtype=torch.int64, device=device)
         tables_U = torch.empty(room, dtype=torch.int32, device=device)
         size_0 = sum_runs(
-            self._layout,
+            self._memory.layout,
             number,
             form,
             joined.runs,
@@ -116,52 +163,7 @@ class CudaStep(CudaRead):
             found[2].append(sums_UD[:size][mine_U])
             found[3].append(counts_U[:size][mine_U])
 
-    def apply_summed(
-        self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
-    ) -> None:
-        """`apply` with sums the caller may have changed; ends the records' tickets."""
-        with self._turn():
-            owned = [self._own(record.ticket) for record in records]
-            latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in owned)])
-            checks.rates(ctx, self._specs)
-            if summed.tables:
-                groups = checks.summed_groups(summed)
-                shape, call = self._call(groups)
-                counts_N = torch.cat(summed.counts)
-                check_counts(shape, counts_N, self._device)
-                sums = checks.grads(summed.sums, self._group_shapes(shape), self._device)
-                # Tickets end only after the step, so rows that were summed are still there.
-                later = replace(ctx, event_time_s=latest_s)
-                handles_N, _ = self._inserted(shape, call, counts_N, later)
-                self._step_ids(shape, handles_N, sums, counts_N, None, latest_s, ctx)
-            for ticket in owned:
-                ticket.end()
-            self._stepped(ctx)
-
-    def apply_ids(
-        self,
-        groups: IdGroups,
-        grads: Sequence[Tensor],
-        counts_N: Tensor | None = None,
-        *,
-        ctx: StepContext,
-        seen_weights: Sequence[Tensor] | None = None,
-    ) -> None:
-        """`apply` without a ticket: inserts what is missing, sums duplicates."""
-        with self._turn():
-            shape, call = self._call(groups)
-            check_counts(shape, counts_N, self._device)
-            shapes = self._group_shapes(shape)
-            ready = checks.grads(grads, shapes, self._device)
-            seen = (
-                None if seen_weights is None else checks.grads(seen_weights, shapes, self._device)
-            )
-            checks.rates(ctx, self._specs)
-            handles_N, _ = self._inserted(shape, call, counts_N, ctx)
-            self._step_ids(shape, handles_N, ready, counts_N, seen, ctx.event_time_s, ctx)
-            self._stepped(ctx)
-
-    def _step_ids(
+    def step_ids(
         self,
         shape: CallShape,
         handles_N: Tensor,
@@ -172,31 +174,29 @@ class CudaStep(CudaRead):
         ctx: StepContext,
     ) -> None:
         """One step from a gradient row per position."""
-        self._keep(handles_N, forms=shape.forms)
-        runs = self._runs_of(handles_N, shape.rooms)
-        forms_G = [self._form_of[k] for k in shape.tables]
-        sources = gradients.sources_of(runs, [gradients.per_position(grads, forms=forms_G)])
+        self._history.keep(handles_N, forms=shape.forms)
+        runs = self._tables.runs_of(self._memory.layout, handles_N, shape.rooms)
+        sources = gradients.sources_of(runs, [gradients.per_position(grads, forms=shape.forms_G)])
         seen_sources = None
         if seen is not None:
-            seen_sources = gradients.sources_of(runs, [gradients.per_position(seen, forms=forms_G)])
+            seen_sources = gradients.sources_of(
+                runs, [gradients.per_position(seen, forms=shape.forms_G)]
+            )
         step.apply(
-            self._layout,
-            self._forms,
+            self._memory.layout,
+            self._tables.forms,
             runs,
             sources,
-            self._rates(ctx),
+            self.rates(ctx),
             self._stamp(ctx, event_time_s),
             counts_N=occurrences(counts_N),
             seen=seen_sources,
             payload_H=self._payload_of(runs),
         )
 
-    def _runs_of(self, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
-        return runs_of(handles_N, self._layout if len(self._forms) > 1 else None, rooms)
-
     def _stamp(self, ctx: StepContext, event_time_s: int) -> Stamp:
         return Stamp(
-            epoch=self._epoch,
+            epoch=self._history.epoch,
             event_time_s=event_time_s,
             global_step=ctx.global_step,
             nan_policy=ctx.nan_policy,
@@ -204,15 +204,45 @@ class CudaStep(CudaRead):
         )
 
     def _payload_of(self, runs: Runs) -> Tensor | None:
-        """Where rows are that a step is about to change: a cache's handles by handle."""
-        return None
+        """Where rows are that are about to change: a cache's handles by handle."""
+        return None if self._host is None else self._host.cache.written(runs)
 
-    def _stepped(self, ctx: StepContext) -> None:
-        self._last_step = ctx.global_step
+    def rates(self, ctx: StepContext) -> Tensor:
+        """Rates of every table's segments, float64 [K, most segments]; sent when they change.
 
-    def _joined(self, records: Sequence[GradRecord]) -> _Joined | None:
-        """The records as one call; None when they hold no id."""
-        owned = [self._own(record.ticket) for record in records]
+        Raises:
+            InputError, ShapeError: rates that do not fit the tables.
+        """
+        specs = self._tables.specs
+        checks.rates(ctx, specs)
+        flat = self._rate_list.at(ctx.global_step, ctx.learning_rates)
+        if self._rates_kept is None or self._rates_kept[0] != flat:
+            widest = max((len(spec.segments) for spec in specs), default=1)
+            rates_KR = torch.zeros(len(specs), widest, dtype=torch.float64, device="cpu")
+            at = 0
+            for k, spec in enumerate(specs):
+                count = len(spec.segments)
+                rates_KR[k, :count] = torch.tensor(
+                    flat[at : at + count], dtype=torch.float64, device="cpu"
+                )
+                at += count
+            if self._rates_kept is not None:
+                retire(self._rates_kept[1])
+            self._rates_kept = (flat, sent(rates_KR, self._tables.device))
+        return self._rates_kept[1]
+
+    def joined(
+        self,
+        records: Sequence[GradRecord],
+        owned: Sequence[CudaTicket],
+        stream: torch.cuda.Stream | None,
+    ) -> Joined | None:
+        """The records as one call; None when there is none.
+
+        Args:
+            owned: the ticket of each record.
+            stream: the present one.
+        """
         groups = [
             self._grad_groups(record, ticket) for record, ticket in zip(records, owned, strict=True)
         ]
@@ -220,26 +250,32 @@ class CudaStep(CudaRead):
         if not owned:
             return None
         if len(owned) == 1:
-            runs, counts_N = owned[0].runs(self._stream), owned[0].counts_N
+            runs, counts_N = owned[0].runs(stream), owned[0].counts_N
         else:
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
-            runs, counts_N = self._runs_of(handles_N, rooms), _counts(owned)
-        return _Joined(runs, gradients.sources_of(runs, groups), counts_N, tickets)
+            runs = self._tables.runs_of(self._memory.layout, handles_N, rooms)
+            counts_N = _counts(owned)
+        return Joined(runs, gradients.sources_of(runs, groups), counts_N, tickets)
 
     def _grad_groups(self, record: GradRecord, ticket: CudaTicket) -> GradGroups:
         shape = ticket.shape
-        forms_G = [self._form_of[k] for k in shape.tables]
         if record.plan is None:
-            grads = checks.grads(record.grads, self._group_shapes(shape), self._device)
-            return gradients.per_position(grads, scale=record.scale, forms=forms_G)
+            grads = checks.grads(record.grads, shape.grad_shapes, self._tables.device)
+            return gradients.per_position(grads, scale=record.scale, forms=shape.forms_G)
         if record.offsets_GB1 is None:
             raise native.plan_without_offsets()
         compiled = self._plans.of(record.plan, shape.tables)
-        bags = check_bags(shape, record.offsets_GB1, record.weights_N, self._device)
+        bags = checks.bag_count(
+            len(shape.tables),
+            shape.splits[-1],
+            record.offsets_GB1,
+            record.weights_N,
+            self._tables.device,
+        )
         widths = [output.width for output in record.plan.outputs]
         shapes = [((bags, w), d) for w, d in zip(widths, compiled.dtypes, strict=True)]
-        grads = checks.grads(record.grads, shapes, self._device)
+        grads = checks.grads(record.grads, shapes, self._tables.device)
         return gradients.pooled(
             compiled.groups,
             grads,
@@ -249,12 +285,6 @@ class CudaStep(CudaRead):
             weights_N=record.weights_N,
             scale=record.scale,
         )
-
-    def _group_shapes(self, shape: CallShape) -> list[tuple[tuple[int, int], torch.dtype]]:
-        return [
-            ((size, self._dims[k]), self._forms[self._form_of[k]].real)
-            for size, k in zip(shape.sizes, shape.tables, strict=True)
-        ]
 
 
 def _counts(tickets: Sequence[CudaTicket]) -> Tensor | None:

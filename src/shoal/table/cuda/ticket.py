@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,15 @@ from shoal.kernels.gradients import Runs, bags_of
 from shoal.table.cuda.calls import CallShape
 from shoal.table.shard import IdGroups, not_copied
 from shoal.uncompiled import uncompiled
+
+
+@dataclass(slots=True)
+class Held:
+    """What a ticket holds in a cache: its tick, and payload handles as of some `moves`."""
+
+    tick: int
+    moves: int = -1
+    places_N: Tensor | None = None
 
 
 @uncompiled
@@ -27,6 +38,7 @@ class CudaTicket:
         event_time_s: when the lookup happened.
         runs: gives the runs of `handles_N` to a stream.
         stream: the shard's, at the lookup.
+        held: where rows are in a cache, if the shard has one.
     """
 
     __slots__ = (
@@ -37,6 +49,7 @@ class CudaTicket:
         "event_time_s",
         "groups",
         "handles_N",
+        "held",
         "live",
         "runs",
         "shape",
@@ -55,6 +68,7 @@ class CudaTicket:
         event_time_s: int,
         runs: Callable[[torch.cuda.Stream | None], Runs],
         stream: torch.cuda.Stream | None,
+        held: Held | None,
     ) -> None:
         self.shard = shard
         self.groups = groups
@@ -65,6 +79,7 @@ class CudaTicket:
         self.event_time_s = event_time_s
         self.runs = runs
         self.stream = stream
+        self.held = held
         self.live = True
         self._bags: tuple[Tensor, Tensor] | None = None
 
@@ -103,3 +118,18 @@ class CudaTicket:
 
 def _none(_: torch.cuda.Stream | None) -> Runs:
     raise AssertionError("runs of a ticket that has ended")
+
+
+class LiveTickets:
+    """Tickets of a shard whose rows may not go."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakSet[CudaTicket] = weakref.WeakSet()
+
+    def add(self, ticket: CudaTicket) -> None:
+        """A ticket that was just made."""
+        self._made.add(ticket)
+
+    def live(self) -> list[CudaTicket]:
+        """Those that have not ended."""
+        return [ticket for ticket in self._made if ticket.live]

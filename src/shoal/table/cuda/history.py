@@ -1,0 +1,456 @@
+"""Epochs of a GPU shard, and its rows as they were at a cut, read by hash range during training."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.errors import InputError
+from shoal.kernels.history import count_changed, still_stamped
+from shoal.kernels.launch import retire, sent
+from shoal.kernels.rows import read_ids, read_metadata, read_values
+from shoal.kernels.tables import COUNT_FREE, COUNT_FRESH, COUNT_ISSUED, CallGroups
+from shoal.placement import hash_ids, sort_key
+from shoal.table import checks, native
+from shoal.table import shard as scalars
+from shoal.table.cuda.calls import ShardTables, probed
+from shoal.table.cuda.deletions import RECORD, DeviceDeletions, Records
+from shoal.table.cuda.export import Span, blocks_of_spans, gathered_rows
+from shoal.table.cuda.host_rows import RowsOnHost
+from shoal.table.cuda.images import DeviceImages, Mark, RowImages, Stamps, chosen, joined_by_hash
+from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.turns import Turns
+from shoal.table.shard import HASHES, SnapshotStats, check_bits, check_range, not_copied
+from shoal.table.values import Cursor, RowChunk
+
+_RECORDS = 1 << 20  # of deletions, looked up at a time
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
+_ALL = (1 << 32) - 1  # no row is stamped later
+
+
+class History:
+    """Epochs of a GPU shard: the deletions that are logged, the snapshot that is open. Methods are
+    called in turns; a snapshot's reader is another thread.
+
+    Args:
+        tables, memory, turns: the shard's.
+        host: where rows are on the host; else None.
+
+    Attributes:
+        epoch: the open one, which rows are stamped with.
+        incarnation: whose cursors are good.
+        deletions: the log.
+    """
+
+    def __init__(
+        self, tables: ShardTables, memory: DeviceMemory, turns: Turns, host: RowsOnHost | None
+    ) -> None:
+        self.tables = tables
+        self.memory = memory
+        self.turns = turns
+        self.epoch = 1
+        self.incarnation = _drawn_incarnation()
+        self.deletions = DeviceDeletions(memory.counters, tables.device)
+        self._host = host
+        self._snapshot: weakref.ref[CudaSnapshot] | None = None
+
+    def open_snapshot(self) -> CudaSnapshot | None:
+        """The one that is open; one that nobody holds any more is none."""
+        return None if self._snapshot is None else self._snapshot()
+
+    def keep(
+        self,
+        handles_M: Tensor,
+        size_1: Tensor | None = None,
+        *,
+        forms: Sequence[int] | None = None,
+    ) -> None:
+        """Have an open snapshot keep rows that are about to change, as they are.
+
+        handles_M, size_1, forms: as `DeviceImages.keep` takes them.
+        """
+        if self._snapshot is None or handles_M.numel() == 0:
+            return
+        snapshot = self._snapshot()
+        if snapshot is None:
+            self._snapshot = None
+            return
+        payload_H = None if self._host is None else self._host.cache.payload_H()
+        layout = self.memory.layout
+        snapshot.images.keep(layout, handles_M, size_1, forms=forms, payload_H=payload_H)
+
+    def deleted(self, handles_M: Tensor, size_1: Tensor) -> None:
+        """Log rows that are about to leave the index."""
+        self.deletions.record(self.memory.layout, handles_M, size_1, self.epoch)
+
+    def cut(self) -> int:
+        """Close the open epoch; returns it.
+
+        Raises:
+            InputError: the last of 2^32 - 2 epochs is open.
+        """
+        if self.epoch > scalars.LAST_VERSION:
+            raise native.last_epoch()
+        self.epoch += 1
+        return self.epoch - 1
+
+    def release(self, epoch: int | None) -> None:
+        """Forget deletions up to an epoch; None forgets all and keeps none until a snapshot."""
+        if epoch is None:
+            self.deletions.stop()
+        else:
+            self.deletions.release(min(epoch, self.epoch - 1))
+
+    def loaded(self, latest: int) -> None:
+        """Rows came in with versions of an earlier life, which no cursor of this one covers.
+
+        latest: of these; stamps to come must not lie before it.
+        """
+        self.incarnation = _drawn_incarnation()
+        self.epoch = max(self.epoch, latest)
+        if self.deletions.open:
+            self.deletions.start(self.epoch - 1)
+
+    def cleared(self, table: int, handles_R: Tensor) -> None:
+        """All rows of a table are about to go: keep them, and log their ids piece by piece."""
+        self.keep(handles_R, forms=(self.tables.form_of[table],))
+        if not self.deletions.kept:
+            return
+        self.deletions.drain()
+        for piece_R in torch.split(handles_R, _RECORDS):
+            ids_R = read_ids(self.memory.layout, piece_R)
+            records_R = np.empty(len(ids_R), dtype=RECORD)
+            records_R["id"], records_R["epoch"] = ids_R.cpu().numpy(), self.epoch
+            records_R["table"] = table
+            self.deletions.append(records_R)
+
+    def snapshot(self, since: Cursor | None, buffer_bytes: int) -> CudaSnapshot:
+        """Make a cut and keep the rows as they are at it; counters are at hand.
+
+        Raises:
+            InputError: another one is open, or `since` cannot be served.
+        """
+        tables, memory = self.tables, self.memory
+        if self.open_snapshot() is not None:
+            raise native.second_snapshot()
+        self.deletions.drain()
+        span, deleted = (0, self.epoch), [_NO_IDS] * len(tables.specs)
+        if since is not None:
+            self._check_since(since)
+            span = (since.epoch, self.epoch)
+            deleted = self._deleted_in(span)
+        stamps = Stamps(memory.layout, memory.columns_WC, self._handed_out(), span)
+        self.cut()
+        if not self.deletions.kept:
+            # Cursors of before, for whom there is no log, are no good.
+            self.incarnation = _drawn_incarnation()
+            self.deletions.start(self.epoch - 1)
+        forms = [tables.forms[form] for form in tables.form_of]
+        kept = RowImages(tables.specs, forms, span, buffer_bytes)
+        made = CudaSnapshot(self, span, deleted, DeviceImages(stamps, kept, tables.forms))
+        self._snapshot = weakref.ref(made)
+        return made
+
+    def _check_since(self, since: Cursor) -> None:
+        if since.incarnation != self.incarnation:
+            raise native.snapshot_since(str(since), "a cursor of the shard's incarnation")
+        known = self.deletions.kept and since.epoch >= self.deletions.floor
+        if not known or since.epoch >= self.epoch:
+            raise native.snapshot_since(str(since), native.KEPT_EPOCH)
+
+    def resume(self, epoch: int) -> Cursor:
+        """Close all epochs up to `epoch` and keep deletions from here on; counters are at hand.
+
+        Raises:
+            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+        """
+        remedy = "Pass the epoch that the loaded rows were saved at."
+        scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
+        spans = self._handed_out()
+        spans_BW = blocks_of_spans(spans, self.tables.device)
+        if spans and int(count_changed(self.memory.layout, spans_BW, epoch, _ALL)[-1]):
+            allowed = "at least the version of every row"
+            raise InputError("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
+        self.epoch = max(self.epoch, epoch + 1)
+        self.incarnation = _drawn_incarnation()
+        # Whoever resumes holds what is here now: deletions of before are none of its concern.
+        self.deletions.start(epoch)
+        return Cursor(self.incarnation, epoch)
+
+    def _handed_out(self) -> list[Span]:
+        """All rows that tables have handed out since they were empty."""
+        known_KC = self.memory.counters.known_KC
+        more_K = np.maximum(known_KC[:, COUNT_ISSUED] - known_KC[:, COUNT_FREE], 0)
+        sizes = (known_KC[:, COUNT_FRESH] + more_K).tolist()
+        return [Span(k, 0, size) for k, size in enumerate(sizes) if size > 0]
+
+    def rows_still(self, table: int, handles_R: Tensor, images: DeviceImages) -> RowChunk:
+        """Those of these rows that are as they were at the cut, in this order, on the CPU; the
+        others are among the images.
+
+        Other methods wait for the launches of one piece at a time.
+        """
+        form, stamps, memory = self.tables.form(table), images.stamps, self.memory
+        marks: list[Mark] = []
+
+        def gather(piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+            with self.turns.aside():
+                marks.append(images.mark())
+                own_R = still_stamped(stamps.columns_WC, stamps.chunks, handles_R[piece])
+                where_R = own_R if self._host is None else self._host.cache.places_N(own_R)
+                values = read_values(memory.layout, form, where_R)
+                metadata_4R = read_metadata(memory.layout, own_R)
+                stamps.retire()
+            retire(*values, metadata_4R)
+            return *values, metadata_4R
+
+        chunk = gathered_rows(form, self.tables.specs[table].name, len(handles_R), gather)
+        for mark in marks[-1:]:
+            mark.wait()
+        # Version 0 says that a row has been kept, and changed maybe.
+        still_R = chunk.versions != 0
+        return chunk if bool(still_R.all()) else chosen(chunk, still_R)
+
+    def close(self, snapshot: CudaSnapshot) -> None:
+        """Keep nothing for this one any more."""
+        with self.turns.lock:
+            if self.open_snapshot() is snapshot:
+                self._snapshot = None
+
+    def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
+        """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
+        at, stop = (self.deletions.after(epoch) for epoch in epochs)
+        specs = self.tables.specs
+        parts: list[list[NDArray[np.int64]]] = [[] for _ in specs]
+        while at < stop:
+            records_R = self.deletions.read(at, min(stop - at, _RECORDS))
+            at += len(records_R)
+            records_R = records_R[self._lack_rows(records_R)]
+            for k in np.unique(records_R["table"]).tolist():
+                parts[k].append(records_R["id"][records_R["table"] == k])
+        return [
+            _by_hash(spec.hash_name, np.unique(np.concatenate(ids))) if ids else _NO_IDS
+            for spec, ids in zip(specs, parts, strict=True)
+        ]
+
+    def _lack_rows(self, records_R: Records) -> NDArray[np.bool_]:
+        """Which of these deletions' ids have no row now, bool [R]; waits for the device."""
+        device = self.tables.device
+        order_R = np.argsort(records_R["table"], kind="stable")
+        tables, sizes = np.unique(records_R["table"], return_counts=True)
+        call = CallGroups(
+            sent(torch.from_numpy(records_R["id"][order_R].copy()), device),
+            sent(torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])), device),
+            sent(torch.from_numpy(tables.astype(np.int32)), device),
+        )
+        lacking = np.empty(len(records_R), dtype=np.bool_)
+        lacking[order_R] = ~probed(self.memory.layout, call)[1].cpu().numpy()
+        return lacking
+
+
+def _drawn_incarnation() -> int:
+    """Random, in [1, 2^63)."""
+    return secrets.randbelow((1 << 63) - 1) + 1
+
+
+class CudaSnapshot:
+    """See `shoal.table.shard.Snapshot`. Verbs that change rows go on while it is open.
+
+    Each verb that changes rows makes one launch more. The device holds 4 bytes a row of the shard,
+    12 a row of the table read last, two pieces of what is read, and rows on their way to the host;
+    the host two pieces beside what is returned and the memory for rows that change. Ends with this
+    object at the latest.
+
+    Args:
+        history: of the shard whose rows they are.
+        epochs: since and epoch; rows stamped in `(since, epoch]` are in it.
+        deleted: of each table, the ids that went in that span.
+        images: keeps rows that change.
+    """
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a snapshot")
+
+    def __init__(
+        self,
+        history: History,
+        epochs: tuple[int, int],
+        deleted: Sequence[Tensor],
+        images: DeviceImages,
+    ) -> None:
+        self._history = history
+        self._specs = history.tables.specs
+        device = history.tables.device
+        self._since, self._epoch = epochs
+        self._deleted = tuple(deleted)
+        self._images = images
+        self._reading = threading.Lock()
+        on_gpu = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._table = -1
+        self._order: tuple[Tensor, Tensor] | None = None
+        self._tick = 0
+        self._open = True
+        # Not when the process ends: a save that reads it is waited for then.
+        weakref.finalize(self, images.close).atexit = False
+
+    @property
+    def epoch(self) -> int:
+        """The closed epoch it shows."""
+        return self._epoch
+
+    @property
+    def since(self) -> int:
+        """Rows stamped in `(since, epoch]` are in it; 0: all rows."""
+        return self._since
+
+    @property
+    def concurrent(self) -> bool:
+        """True: verbs that change rows go on."""
+        return True
+
+    @property
+    def images(self) -> DeviceImages:
+        """What keeps rows that change."""
+        return self._images
+
+    @property
+    def stats(self) -> SnapshotStats:
+        """What it has cost so far, rows on their way to the host left out."""
+        return self._images.stats
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
+
+        Raises:
+            InputError: bits outside that range, or the snapshot is closed.
+            CheckpointError: rows that changed could not be kept.
+        """
+        check_bits(bits)
+        with self._reading:
+            self._check(table)
+            with self._beside():
+                keys_R, _ = self._sorted(table)
+                firsts = np.arange(1 << bits, dtype=np.uint64)
+                firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
+                edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
+                starts = torch.searchsorted(keys_R, edges)
+                ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
+                counts = (ends - starts).cpu()
+            self._images.check()
+            return counts + self._images.images.histogram(table, bits, self._tick)
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows with `start <= h < stop`, ordered by h, on the CPU.
+
+        Raises:
+            InputError: not 0 <= start <= stop <= HASHES, or the snapshot is closed.
+            CheckpointError: rows that changed could not be kept.
+        """
+        check_range(start, stop)
+        images = self._images
+        with self._reading:
+            self._check(table)
+            with self._beside():
+                keys_R, handles_R = self._sorted(table)
+                low, high = (_place(keys_R, bound) for bound in (start, stop))
+                still = self._history.rows_still(table, handles_R[low:high], images)
+            images.check()
+            kept = images.images.read(table, start, stop)
+        return joined_by_hash(self._specs[table].hash_name, still, kept)
+
+    def deleted(self, table: int) -> Tensor:
+        """Ids int64 [U] on the CPU, by h, deleted in `(since, epoch]` and without a row.
+
+        Raises:
+            InputError: the snapshot is closed.
+        """
+        self._check(table)
+        return self._deleted[table]
+
+    def give_way(self) -> None:
+        """Nothing to leave: a read has one thread."""
+
+    def close(self) -> None:
+        """Forget it; nothing is kept from now on. Waits for a read. May be called twice."""
+        with self._reading:
+            if self._open:
+                self._open = False
+                self._history.close(self)
+                self._forget()
+                self._images.close()
+
+    def __enter__(self) -> CudaSnapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(self, table: int) -> None:
+        checks.table_index(table, len(self._specs))
+        if not self._open:
+            raise native.closed_snapshot()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Makes the reader's own stream the present one, so that training does not wait for it."""
+        if self._side is None:
+            yield
+            return
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
+        """Keys and handles, by hash, of a table's rows that were not kept when it was first asked
+        for; those kept before have an earlier tick."""
+        if self._order is None or self._table != table:
+            self._forget()
+            history, images = self._history, self._images
+            with history.turns.aside():
+                mark = images.mark()
+                handles_R, rows_1 = images.stamps.listed(table)
+                ids_R = read_ids(history.memory.layout, handles_R)
+                images.stamps.retire()
+            retire(handles_R, rows_1, ids_R)
+            rows = int(rows_1)
+            hashes_R = hash_ids(self._specs[table].hash_name, ids_R[:rows])
+            keys_R, order_R = sort_key(hashes_R).sort()
+            self._order = keys_R, handles_R[:rows][order_R]
+            # Rows are gathered on the shard's stream, which does not wait for this one.
+            if self._side is not None:
+                self._side.synchronize()
+            self._table, self._tick = table, mark.wait()
+        return self._order
+
+    def _forget(self) -> None:
+        if self._order is not None:
+            with self._beside():
+                retire(*self._order)
+        self._order = None
+
+
+def _place(keys_R: Tensor, bound: int) -> int:
+    """How many keys lie below the key of an unsigned hash; waits for the device."""
+    if bound in (0, HASHES):
+        return 0 if bound == 0 else len(keys_R)
+    return int(torch.searchsorted(keys_R, keys_R.new_tensor([bound - (1 << 63)])))
+
+
+def _by_hash(hashed_as: str, ids: NDArray[np.int64]) -> Tensor:
+    ids_U = torch.from_numpy(ids)
+    return ids_U[sort_key(hash_ids(hashed_as, ids_U)).argsort()]
