@@ -29,12 +29,11 @@ from torch.optim import Optimizer
 from shoal.checkpoint.contents import check_state
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.matching import LoadOptions
-from shoal.checkpoint.row_files import check_streaming, damaged, parsing
+from shoal.checkpoint.row_files import check_streaming, damaged, parsing, saved_file
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError
-from shoal.table.shard import HASHES
 
 FOLDER = "dense"
 _INDEX = f"{FOLDER}/.metadata"
@@ -235,19 +234,7 @@ class _Files(FileSystemBase):
 
     def saved(self) -> tuple[SavedFile, ...]:
         """What was written since `clear`."""
-        return tuple(
-            SavedFile(
-                path=file.path,
-                kind="dense",
-                tables=(),
-                start=0,
-                stop=HASHES,
-                rows=0,
-                bytes=file.bytes,
-                crc32=file.crc32,
-            )
-            for file in self._written
-        )
+        return tuple(saved_file(file, "dense") for file in self._written)
 
     def clear(self) -> None:
         """Forget what was written."""
@@ -260,7 +247,7 @@ class _Files(FileSystemBase):
                 yield source
             return
         with self._storage.create(os.fspath(path).removesuffix(_TEMPORARY)) as file:
-            yield _Sink(file)
+            yield file
         self._written.append(file)
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
@@ -284,23 +271,6 @@ class _Files(FileSystemBase):
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         raise AssertionError(f"asked to remove {os.fspath(path)}")
-
-
-class _Sink(io.RawIOBase):
-    """A durable file as torch.save and pickle write to it."""
-
-    def __init__(self, file: DurableFile) -> None:
-        super().__init__()
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.bytes
 
 
 _MEMBERS = ("params", "param_names")

@@ -18,16 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shoal.checkpoint.chain import ChainRows
+from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
-from shoal.checkpoint.row_files import read_ids
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Columns, Layout, read_rows
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
-from shoal.cli.shell import Debug, clean_errors, console
+from shoal.cli.shell import Debug, clean_errors, console, print_line
 from shoal.errors import unknown_name
-from shoal.table.values import RowChunk
 
 _RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
 
@@ -49,13 +47,9 @@ class Place:
         """Its own."""
         return self.store.folder(self.name)
 
-    def chain(self) -> tuple[Manifest, ...]:
-        """What it is made of, the full one first, itself last."""
-        return self.store.chain(self.name)
-
-    def rows(self, chain: Sequence[Manifest]) -> ChainRows:
-        """The rows of its chain."""
-        return ChainRows(self.store.storage, chain, self.name)
+    def chain(self) -> Chain:
+        """What it is made of."""
+        return Chain(self.store, self.name)
 
 
 def find(path: str) -> Place:
@@ -106,72 +100,30 @@ def _of_run(folder: Storage) -> Iterator[tuple[int, Place]]:
 _DISTINCT = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """Euclidean norms of the finite rows; `nonfinite` rows have NaN or infinity."""
+def figures_of(chunks: Iterable[Columns]) -> dict[str, Any]:
+    """Figures of rows that come in chunks, as JSON has them; no more than one chunk is kept.
 
-    mean: float
-    largest: float
-    nonfinite: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowFigures:
-    """Of one table. Ages are seconds before `newest_s`, the latest time that a row was seen.
-
-    Ages and counts are (least, median, most); None without rows, norms of state without state.
+    Ages are seconds before `newest_s`, the latest time that a row was seen. Norms are Euclidean, of
+    rows without NaN or infinity. None where there is nothing to measure.
     """
-
-    rows: int
-    newest_s: int | None
-    ages_s: tuple[int, int, int] | None
-    counts: tuple[int, int, int] | None
-    weights: Norms | None
-    state: Norms | None
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-
-        def norms(of: Norms | None) -> dict[str, Any] | None:
-            parts = (
-                {"mean": of.mean, "max": of.largest, "nonfinite_rows": of.nonfinite} if of else {}
-            )
-            return parts or None
-
-        def spread(of: tuple[int, int, int] | None) -> dict[str, int] | None:
-            return dict(zip(("min", "median", "max"), of, strict=True)) if of else None
-
-        return {
-            "newest_s": self.newest_s,
-            "ages_s": spread(self.ages_s),
-            "counts": spread(self.counts),
-            "weight_norms": norms(self.weights),
-            "state_norms": norms(self.state),
-        }
-
-
-def figures_of(chunks: Iterable[RowChunk]) -> RowFigures:
-    """Figures of rows that come in chunks; no more than one is kept."""
     seen, counts, weights, state = Spread(), Spread(), _NormSums(), _NormSums()
     rows = 0
-    for chunk in chunks:
-        rows += len(chunk.ids)
-        seen.add(chunk.last_seen_s)
-        counts.add(chunk.counts)
-        weights.add(chunk.weights)
-        state.add(chunk.state)
-    if not rows:
-        return RowFigures(0, None, None, None, None, None)
-    newest = seen.largest
-    oldest_first = (newest - seen.largest, newest - seen.median(upper=True), newest - seen.least)
-    return RowFigures(
-        rows=rows,
-        newest_s=newest,
-        ages_s=oldest_first,
-        counts=(counts.least, counts.median(), counts.largest),
-        weights=weights.norms(),
-        state=state.norms(),
-    )
+    for columns in chunks:
+        rows += len(columns[0])
+        for spread, column in zip((seen, counts), columns[2:4], strict=True):
+            spread.add(column)
+        for sums, column in zip((weights, state), columns[4:], strict=True):
+            sums.add(column)
+    figures: dict[str, Any] = {"rows": rows, "newest_s": None, "ages_s": None, "counts": None}
+    if rows:
+        newest = seen.largest
+        ages = (newest - one for one in (newest, seen.median(upper=True), seen.least))
+        times = (counts.least, counts.median(), counts.largest)
+        names = ("min", "median", "max")
+        figures["newest_s"] = newest
+        figures["ages_s"] = dict(zip(names, ages, strict=True))
+        figures["counts"] = dict(zip(names, times, strict=True))
+    return {**figures, "weight_norms": weights.plain(), "state_norms": state.plain()}
 
 
 @dataclass(slots=True)
@@ -240,17 +192,19 @@ class _NormSums:
         self.total += float(finite.sum())
         self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
 
-    def norms(self) -> Norms | None:
+    def plain(self) -> dict[str, float] | None:
+        """As JSON has them."""
         if not self.wide:
             return None
-        return Norms(self.total / max(1, self.rows), self.largest, self.nonfinite)
+        mean = self.total / max(1, self.rows)
+        return {"mean": mean, "max": self.largest, "nonfinite_rows": self.nonfinite}
 
 
 _KINDS: tuple[tuple[FileKind, str], ...] = (
     ("rows", "rows"),
     ("deleted", "deletions"),
-    ("sights", "sights"),
-    ("sketch", "sketches of sights"),
+    ("admission", "admission counters"),
+    ("sketch", "admission sketches"),
     ("dense", "dense modules and optimizers"),
     ("state", "state of the job"),
 )
@@ -265,11 +219,10 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
     """
     found = gather(find(path), tables)
     if as_json:
-        text = json.dumps(found, indent=2, allow_nan=False)
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(out, json.dumps(found, indent=2, allow_nan=False))
         return
     for name, value in _head(found):
-        out.print(f"{name:<12}{value}", markup=False, highlight=False, soft_wrap=True)
+        print_line(out, f"{name:<12}{value}")
     if found["tables"]:
         _print_tables(found["tables"], out)
     if found["modules"]:
@@ -280,65 +233,58 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
 def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
     """All of it as plain values; reads the rows of the tables of these names, or of all."""
     chain = place.chain()
-    manifest = chain[-1]
-    rows = place.rows(chain)
+    manifest = chain.last.manifest
     return {
         "checkpoint": place.url,
         "kind": manifest.kind,
         "id": manifest.id,
         "step": manifest.step,
         "samples": manifest.position,
-        "epoch": manifest.epoch,
+        "version": manifest.version,
         "seed": manifest.seed,
         "world_size": manifest.world_size,
         "created_s": manifest.created_s,
-        "versions": manifest.versions,
+        "packages": manifest.packages,
         "last_steps": manifest.last_steps,
         "chain": [
-            {"kind": link.kind, "step": link.step, "id": link.id, "bytes": _bytes(link)}
-            for link in chain
+            {"kind": one.kind, "step": one.step, "id": one.id, "bytes": _bytes(one)}
+            for one in (link.manifest for link in chain.links)
         ],
-        "tables": [
-            _table(place, chain, index, figures_of(rows.chunks(index)))
-            for index in chosen(manifest.tables, names)
-        ],
+        "tables": [_table(chain, index) for index in chosen(manifest.tables, names)],
         "modules": _dense(place, manifest),
         "files": [_files_of(manifest, kind) for kind, _ in _KINDS],
     }
 
 
-def _table(
-    place: Place, chain: Sequence[Manifest], index: int, figures: RowFigures
-) -> dict[str, Any]:
-    saved = chain[-1].tables[index]
-    layout = RowLayout.of(saved)
+def _table(chain: Chain, index: int) -> dict[str, Any]:
+    saved, figures = chain.tables[index], figures_of(chain.chunks(index))
+    delta = chain.last.manifest.kind == "delta"
     return {
         "table": saved.key,
-        "rows": figures.rows,
+        **figures,
         "dim": saved.dim,
         "dtype": saved.dtype,
         "state_width": saved.state_width,
         "segments": [asdict(segment) for segment in saved.segments],
-        "bytes": figures.rows * layout.row_bytes,
-        "row_bytes": layout.row_bytes,
-        "rows_in_delta": saved.rows if chain[-1].kind == "delta" else None,
-        "deleted_in_delta": saved.deleted if chain[-1].kind == "delta" else None,
+        "bytes": figures["rows"] * saved.row_bytes,
+        "row_bytes": saved.row_bytes,
+        "rows_in_delta": saved.rows if delta else None,
+        "deleted_in_delta": saved.deleted if delta else None,
         "admission": saved.admission,
-        "sights": _sights(place, chain[-1], saved.key) if saved.admission == "exact" else None,
-        **figures.plain(),
+        "pending_ids": _pending(chain.last, saved.key) if saved.admission == "exact" else None,
     }
 
 
-def _sights(place: Place, manifest: Manifest, key: str) -> int:
+def _pending(link: Link, key: str) -> int:
     """Ids without a row that are counted."""
-    total = 0
-    for file in manifest.files:
-        if file.kind == "sights" and key in file.tables:
-            wanted = file.tables.index(key)
-            total += sum(
-                len(ids) for table, ids, _ in read_ids(place.folder, file) if table == wanted
-            )
-    return total
+    layout = Layout.ids(counted=True)
+    return sum(
+        len(columns[0])
+        for file in link.manifest.files
+        if file.kind == "admission" and key in file.tables
+        for table, columns in read_rows(link.storage, file, layout)
+        if file.tables[table] == key
+    )
 
 
 def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
@@ -383,7 +329,7 @@ def _head(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("chain", " <- ".join(chain)),
         ("step", f"{found['step']:,}"),
         ("samples", f"{found['samples']:,}"),
-        ("epoch", f"{found['epoch']:,}"),
+        ("version", f"{found['version']:,}"),
         ("ranks", f"{found['world_size']} wrote it"),
         ("created", f"{created:%Y-%m-%d %H:%M:%S} UTC"),
         ("id", found["id"]),
@@ -420,15 +366,14 @@ def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
         out.print(table)
     for one in tables:
         if one["admission"]:
-            counted = "" if one["sights"] is None else f", {one['sights']:,} ids without a row"
-            line = f"admission of {one['table']}: {one['admission']}{counted}"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            pending = one["pending_ids"]
+            counted = "" if pending is None else f", {pending:,} ids without a row"
+            print_line(out, f"admission of {one['table']}: {one['admission']}{counted}")
         if one["rows_in_delta"] is not None:
-            line = (
-                f"{one['table']} in the delta alone: {one['rows_in_delta']:,} rows, "
-                f"{one['deleted_in_delta']:,} deletions"
+            rows, deleted = one["rows_in_delta"], one["deleted_in_delta"]
+            print_line(
+                out, f"{one['table']} in the delta alone: {rows:,} rows, {deleted:,} deletions"
             )
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _modules(modules: Sequence[dict[str, Any]]) -> Table:
@@ -767,5 +712,5 @@ def import_(
                 seed=seed,
                 last_seen_s=last_seen_s,
             ),
-            tell=console(),
+            out=console(),
         )

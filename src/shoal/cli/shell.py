@@ -36,6 +36,11 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
+def print_line(out: Console, line: str) -> None:
+    """Print a line as it is: no markup in it, no wrapping."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 class _GivesWay:
     """A stream whose reader may leave, or whose disk may be full: what is left is dropped."""
 
@@ -84,7 +89,7 @@ def clean_errors(debug: bool) -> Iterator[None]:
             raise
         out = console(stderr=True)
         out.print("error:", style="bold red", end=" ")
-        out.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        print_line(out, str(error))
         raise typer.Exit(EXIT_ERROR) from error
     except KeyboardInterrupt:
         if debug:

@@ -140,7 +140,7 @@ class Saver:
                         self._skipped,
                     )
                 if self._saving is not None:
-                    self._saving.hurry()
+                    self._saving.stop_throttling()
                 return
             self._end()
         kind = self._chain.following(self._settings.full_every)

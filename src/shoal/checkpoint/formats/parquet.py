@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.checkpoint.formats.dumps import rows_at_once
 from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
+from shoal.checkpoint.row_files import Columns, selected
 from shoal.errors import unknown_name
-from shoal.table.values import RowChunk
 
 _NOTE, _SEED, _PLACE = b"shoal.table", b"shoal.seed", b"shoal.place"
 _FILE_BYTES = 256 << 20
@@ -29,7 +29,7 @@ _METADATA = ("version", "last_seen_s", "count")
 def write_parquet(
     folder: Path,
     table: SavedTable,
-    chunks: Iterable[RowChunk],
+    chunks: Iterable[Columns],
     *,
     seed: int = 0,
     place: int = 0,
@@ -57,13 +57,13 @@ def write_parquet(
     writer: Any = None
     try:
         for chunk in chunks:
-            for start in range(0, chunk.ids.numel(), per_group):
+            for start in range(0, len(chunk[0]), per_group):
                 if writer is None:
                     file = folder / f"rows-{files:05d}.parquet"
                     writer, files, left = pq.ParquetWriter(file, schema), files + 1, per_file
                 piece = slice(start, start + per_group)
-                columns = _columns(chunk, piece, weights_only, table.state_width)
-                batch = pa.record_batch([columns[name] for name in schema.names], schema=schema)
+                arrays = _arrays(selected(chunk, piece), schema.names)
+                batch = pa.record_batch(arrays, schema=schema)
                 writer.write_batch(batch)
                 rows, left = rows + batch.num_rows, left - batch.num_rows
                 if left <= 0:
@@ -197,18 +197,14 @@ def _schema(table: SavedTable, weights_only: bool, notes: Mapping[bytes, str]) -
     return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), **notes})
 
 
-def _columns(chunk: RowChunk, piece: slice, weights_only: bool, state_width: int) -> dict[str, Any]:
+def _arrays(columns: Columns, names: Sequence[str]) -> list[Any]:
     import pyarrow as pa
 
-    columns = {"id": pa.array(chunk.ids[piece].numpy()), "weights": _lists(chunk.weights[piece])}
-    if weights_only:
-        return columns
-    if state_width:
-        columns["state"] = _lists(chunk.state[piece])
-    metadata = (chunk.versions, chunk.last_seen_s, chunk.counts)
-    for name, values in zip(_METADATA, metadata, strict=True):
-        columns[name] = pa.array(values[piece].numpy().astype(np.uint32))
-    return columns
+    ids, versions, last_seen_s, counts, weights, state = columns
+    words = dict(zip(_METADATA, (versions, last_seen_s, counts), strict=True))
+    every = {"id": pa.array(ids.numpy()), "weights": _lists(weights)}
+    every |= {name: pa.array(one.numpy().astype(np.uint32)) for name, one in words.items()}
+    return [every[name] if name in every else _lists(state) for name in names]
 
 
 def _lists(matrix: Tensor) -> Any:
