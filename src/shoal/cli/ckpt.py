@@ -436,14 +436,16 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _option(text: str, metavar: str = "NAME", names: tuple[str, ...] = ()) -> Any:
+    """An option that is None where it is left out."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+
+
 Tables = Annotated[
     list[str] | None,
-    typer.Option(
-        "--table",
-        metavar="NAME",
-        help="This table only, as collection/table or table; may be repeated.",
-        show_default=False,
-    ),
+    _option("This table only, as collection/table or table; may be repeated.", names=("--table",)),
 ]
 
 
@@ -599,81 +601,50 @@ def import_(
     ] = "parquet",
     tables: Annotated[
         list[str] | None,
-        typer.Option(
-            "--table",
-            metavar="NAME",
-            help="Table to make; may be repeated. All that the source names if left out.",
-            show_default=False,
+        _option(
+            "Table to make; may be repeated. All that the source names if left out.",
+            names=("--table",),
         ),
     ] = None,
     collection: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Collection of the tables; if left out what the source says, the model's kind "
-            "with --config, or embeddings.",
-            show_default=False,
+        _option(
+            "Collection of the tables; if left out what the source says, the model's kind "
+            "with --config, or embeddings."
         ),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Config of a run: segments, optimizers and dtype of its tables.",
-            show_default=False,
-        ),
+        _option("Config of a run: segments, optimizers and dtype of its tables.", "FILE"),
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="RULE",
-            help="In place of a config: rule whose initial state rows get, adagrad or "
+        _option(
+            "In place of a config: rule whose initial state rows get, adagrad or "
             "'{kind: adagrad, initial_accumulator: 0.1}'.",
-            show_default=False,
+            "RULE",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --optimizer: float32, float16, bfloat16 or float64; float32 if left out.",
-            show_default=False,
-        ),
+        _option("With --optimizer: float32, float16, bfloat16 or float64; float32 if left out."),
     ] = None,
     key: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="embedding: key of the weights in the state dict, one for each --table.",
-            show_default=False,
-        ),
+        _option("embedding: key of the weights in the state dict, one for each --table.", "KEY"),
     ] = None,
-    id_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="parquet: column of ids.", show_default=False),
-    ] = None,
-    vector_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="parquet: column of vectors.", show_default=False),
-    ] = None,
+    id_column: Annotated[str | None, _option("parquet: column of ids.")] = None,
+    vector_column: Annotated[str | None, _option("parquet: column of vectors.")] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out state that the source has.")
     ] = False,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Of initial values of rows to come; the config's, or 0, if left out.",
-            show_default=False,
-        ),
+        _option("Of initial values of rows to come; the config's, or 0, if left out.", "N"),
     ] = None,
     last_seen_s: Annotated[
         int | None,
-        typer.Option(
-            metavar="S",
-            help="Unix time at which rows count as seen that do not say it; now if left out.",
-            show_default=False,
-        ),
+        _option("Unix time at which rows count as seen that do not say it; now if left out.", "S"),
     ] = None,
     debug: Debug = False,
 ) -> None:

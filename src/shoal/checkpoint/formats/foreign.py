@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,19 +60,29 @@ class Offered:
     has_state: bool = False
 
 
-class Source(Protocol):
-    """An opened foreign file or folder."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An opened foreign file or folder.
 
-    @property
-    def tables(self) -> tuple[Offered, ...]: ...
+    Args:
+        tables: that it has.
+        entries: (names) -> the rows of the tables of these names, a bounded number at a time. It
+            raises a DataError where the file is damaged, or not what it seemed.
+    """
 
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        """The rows of the tables of these names, a bounded number at a time.
+    tables: tuple[Offered, ...]
+    entries: Callable[[frozenset[str]], Iterator[tuple[str, Entries]]]
 
-        Raises:
-            DataError: the file is damaged, or not what it seemed.
-        """
-        ...
+
+def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> Source:
+    """A source of tables that are each read on their own."""
+
+    def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        for offered, read in tables:
+            if offered.name in wanted:
+                yield from ((offered.name, rows) for rows in read())
+
+    return Source(tuple(offered for offered, _ in tables), entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.formats.dumps import rows_at_once
-from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
+from shoal.checkpoint.formats.foreign import (
+    Entries,
+    Offered,
+    Source,
+    malformed,
+    need_file,
+    source_of,
+)
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
 from shoal.checkpoint.row_files import Columns, selected
 from shoal.errors import unknown_name
@@ -97,32 +104,14 @@ def open_parquet(
     parts = [_Part(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
     if not parts:
         raise malformed(path, "no .parquet files", "a Parquet file or a folder of them", "Check.")
-    return _Parquet(_told_apart(sorted(parts, key=lambda part: part.place)))
-
-
-def _told_apart(parts: list[_Part]) -> list[_Part]:
-    """Tables of one name in several collections go by "collection/table"."""
+    parts.sort(key=lambda part: part.place)
+    # Tables of one name in several collections go by "collection/table".
     names = Counter(part.offered.name for part in parts)
     for part in parts:
         saved = part.offered.saved
         if saved is not None and names[part.offered.name] > 1:
             part.offered = replace(part.offered, name=saved.key)
-    return parts
-
-
-class _Parquet:
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return tuple(part.offered for part in self._parts)
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        for part in self._parts:
-            if part.offered.name in wanted:
-                for entries in part.entries():
-                    yield part.offered.name, entries
+    return source_of([(part.offered, part.entries) for part in parts])
 
 
 class _Part:
