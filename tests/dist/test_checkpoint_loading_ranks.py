@@ -53,7 +53,7 @@ def saved(tmp_path: Path) -> tuple[Path, int]:
     ids = torch.arange(200)
     table.apply(ids, torch.randn(200, 4))
     rows = HandTable(SPEC, table.export(), cuts=(HALF,))
-    write_by_hand(Storage(tmp_path), {"b": [rows]}, epoch=3)
+    write_by_hand(Storage(tmp_path), {"b": [rows]}, version=3)
     return tmp_path, int((hash_ids("tags", ids) >= 0).sum())
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from shoal.checkpoint import rank_rows, writing
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import Stages
+from shoal.checkpoint.writing import JobWriter
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.saving import begin, save
 from shoal.comm import launch
@@ -120,7 +120,7 @@ def test_a_save_is_given_up_by_one_rank_at_any_stage(tmp_path: Path) -> None:
 
 def give_up_everywhere(ranks: Collectives, root: str) -> None:
     job = trained("row_wise", ranks)
-    for stage in ("row files", "deletions", "sights", "sketches of sights", "dense part",
+    for stage in ("row files", "deletions", "admission counters", "admission sketches", "dense part",
                   "states of ranks", "state of the job"):  # fmt: skip
         with give_up_before(stage, ranks):
             saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
@@ -131,14 +131,14 @@ def give_up_everywhere(ranks: Collectives, root: str) -> None:
 
 
 def give_up_before(stage: str, ranks: Collectives) -> Any:
-    run = Stages.run
+    run = JobWriter._stage
 
-    def given_up(self: Stages, what: str, *args: Any, **parts: Any) -> Any:
+    def given_up(self: JobWriter, what: str, *args: Any, **parts: Any) -> Any:
         if what == stage:
-            self.give_up()
+            self.abort()
         return run(self, what, *args, **parts)
 
-    return on_rank_1(ranks, mock.patch.object(Stages, "run", given_up))
+    return on_rank_1(ranks, mock.patch.object(JobWriter, "_stage", given_up))
 
 
 def test_deletions_and_sketches_that_fail_on_a_rank(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def fail_beside_rows(ranks: Collectives, root: str) -> None:
     save(root, contents, **parts)
 
 
-def test_what_fails_at_the_cut_is_raised_on_all(tmp_path: Path) -> None:
-    run_ranks(2, on_ranks, fail_at_the_cut, str(tmp_path))
+def test_what_fails_at_the_snapshot_point_is_raised_on_all(tmp_path: Path) -> None:
+    run_ranks(2, on_ranks, fail_at_the_snapshot_point, str(tmp_path))
 
 
-def fail_at_the_cut(ranks: Collectives, root: str) -> None:
+def fail_at_the_snapshot_point(ranks: Collectives, root: str) -> None:
     job = trained("row_wise", ranks)
     held = job.shard.snapshot() if ranks.rank == 1 else None
     with pytest.raises(Exception, match="snapshot"):
@@ -184,10 +184,10 @@ def fail_at_the_cut(ranks: Collectives, root: str) -> None:
         begin(root, job.contents(), step=3, position=0, collectives=ranks)
 
 
-def test_ranks_at_different_epochs_are_brought_together(tmp_path: Path) -> None:
-    epochs = run_ranks(3, on_ranks, save_apart, str(tmp_path))
-    assert len(set(epochs)) == 1
-    assert CheckpointStore(tmp_path).manifest(FULL).epoch == epochs[0]
+def test_ranks_at_different_versions_are_brought_together(tmp_path: Path) -> None:
+    versions = run_ranks(3, on_ranks, save_apart, str(tmp_path))
+    assert len(set(versions)) == 1
+    assert CheckpointStore(tmp_path).manifest(FULL).version == versions[0]
 
 
 def save_apart(ranks: Collectives, root: str) -> int:
@@ -203,14 +203,14 @@ def save_apart(ranks: Collectives, root: str) -> int:
     again = placed_job("grid", ranks.world_size, ranks.rank)
     load(root, again.contents(), collectives=ranks)
     check_part(again.outcome(), again, whole(4))
-    return saving.epoch
+    return saving.version
 
 
 def test_sketches_do_not_grow_by_being_moved(tmp_path: Path) -> None:
     """Cells are the largest of any rank's, so that ranks that all hold a sketch save it as it is."""
     run_ranks(2, on_ranks, move_sketches, str(tmp_path))
     first, second = (
-        (tmp_path / name / FULL / "sights/main.views.sketch").read_bytes() for name in "ab"
+        (tmp_path / name / FULL / "admission/main.views.sketch").read_bytes() for name in "ab"
     )
     assert first == second and any(first)
 

@@ -21,7 +21,7 @@ from shoal.checkpoint import CheckpointStore, Contents
 from shoal.checkpoint.formats import parquet
 from shoal.checkpoint.formats.monolith import frame
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout
 from shoal.checkpoint.storage import Storage
 from shoal.cli import app
 from shoal.table.facade import Table
@@ -29,8 +29,8 @@ from shoal.table.hosting import HostedTables
 from shoal.table.spec import Segment, TableSpec
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
-LAYOUT = RowLayout(dim=3, state_width=3, dtype="float32")
-SMALL = RowLayout(dim=2, state_width=0, dtype="bfloat16")
+LAYOUT = Layout.rows(dim=3, state_width=3, dtype="float32")
+SMALL = Layout.rows(dim=2, state_width=0, dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def refused(*arguments: object) -> str:
 
 
 def table(
-    name: str, ids: Tensor, layout: RowLayout = LAYOUT, *, salt: int = 0, **others: Tensor
+    name: str, ids: Tensor, layout: Layout = LAYOUT, *, salt: int = 0, **others: Tensor
 ) -> HandTable:
     rows = rows_of(name, ids, layout, salt=salt, key=f"m/{name}")
     return HandTable(name, layout, rows, **{k: by_hash(name, ids) for k, ids in others.items()})
@@ -107,7 +107,7 @@ def test_inspect_as_json(tmp_path: Path):
     norms = rows.weights.double().norm(dim=1)
     assert user["weight_norms"]["mean"] == pytest.approx(float(norms.mean()))
     assert user["weight_norms"]["max"] == pytest.approx(float(norms.max()))
-    assert user["sights"] == 5
+    assert user["pending_ids"] == 5
     assert (item["rows"], item["state_norms"], item["dtype"]) == (40, None, "bfloat16")
     assert {one["kind"]: one["files"] for one in found["files"]}["rows"] == 2
 

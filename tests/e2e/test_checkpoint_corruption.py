@@ -97,7 +97,7 @@ def positions(size: int, most: int) -> Iterator[int]:
 def test_the_chain_has_a_file_of_every_kind(chains: tuple[Path, Path]) -> None:
     for root in chains:
         kinds = {file.kind for name in (FULL, DELTA) for file in read_manifest(root / name).files}
-        assert kinds == {"rows", "deleted", "sights", "sketch", "dense", "state"}
+        assert kinds == {"rows", "deleted", "admission", "sketch", "dense", "state"}
         assert verify(root).ok
     sizes = [
         {p.relative_to(r): p.stat().st_size for p in files_of(r) if p.name != MANIFEST}
@@ -238,7 +238,7 @@ def test_a_parent_of_the_same_name(root: Path, chains: tuple[Path, Path]) -> Non
     job.parent = read_manifest(chains[0] / FULL)
     while job.steps <= job.parent.step:
         job.step()
-    job.since = {"main": job.shard.resume(job.parent.epoch)}
+    job.since = {"main": job.shard.resume(job.parent.version)}
     with pytest.raises(CheckpointError, match="parent of a delta"):
         job.save(root)
 
@@ -373,7 +373,13 @@ def test_no_space(tmp_path: Path, full: bool) -> None:
             old = TinyJob(9)
             old.load(root)
             same(old.everything(), was)
-        assert failed >= {"row files", "sights", "dense part", "state of the job", "manifest"}
+        assert failed >= {
+            "row files",
+            "admission counters",
+            "dense part",
+            "state of the job",
+            "manifest",
+        }
         disk.free()
         check_goes_on(job, root, job.everything())
         assert CheckpointStore(root).clean() == ()

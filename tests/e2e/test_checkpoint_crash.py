@@ -20,7 +20,7 @@ import torch
 from shoal.checkpoint import CheckpointStore, compact, tools, verify
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
-from shoal.checkpoint.writing import Stages
+from shoal.checkpoint.writing import JobWriter
 from shoal.comm import launch
 from shoal.errors import ShoalError
 from support import crash_program
@@ -210,7 +210,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
     first = begin(root, job.contents(), step=2, position=2, collectives=ranks)
     manifest = first.wait()
     job.step()
-    inner = Stages.run
+    inner = JobWriter._stage
 
     def dies(self: Any, what: str, work: Any, **parts: Any) -> Any:
         if what != stage or mesh.rank != doomed:
@@ -219,7 +219,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
             work()
         return os.kill(os.getpid(), signal.SIGKILL)
 
-    Stages.run = dies  # type: ignore[method-assign]
+    JobWriter._stage = dies  # type: ignore[method-assign]
     saving = begin(
         root,
         job.contents(),
@@ -247,7 +247,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
     [
         (1, "row files", "before", 2),
         pytest.param(1, "row files", "after", 2, marks=pytest.mark.slow),
-        (0, "sights", "before", 2),
+        (0, "admission counters", "before", 2),
         pytest.param(1, "dense part", "before", 2, marks=pytest.mark.slow),
         pytest.param(0, "manifest", "before", 2, marks=pytest.mark.slow),
         (0, "manifest", "after", 3),

@@ -15,15 +15,26 @@ __all__ = ["forge"]
 
 # What may be written anew: never a path that a forged manifest names.
 _OURS = (
-    *("rows/00000.arrow", "rows/00001.arrow", "deleted/00000.arrow", "sights/00000.arrow"),
-    *("sights/main.views.sketch", "dense/.metadata", "dense/__0_0.distcp", "state.pt"),
+    *("rows/00000.arrow", "rows/00001.arrow", "deleted/00000.arrow", "admission/00000.arrow"),
+    *("admission/main.views.sketch", "dense/.metadata", "dense/__0_0.distcp", "state.pt"),
 )
 
 VALUES: tuple[Any, ...] = (
     *(0, 1, -1, -5, 2, 7, 63, 64, 255, 10**7, 2 * 10**8, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63),
     *(2**64, 2**64 + 1, 2**70, 10**30, 1.0, 0.5, 1e308, True, False, None),
     *("", "x", ".", "..", "../..", "/etc/passwd", "a/b", "a\\b", "a\0b", "\ud800", "é", "x" * 5000),
-    *("rows", "full", "delta", "dense", "state", "sights", "sketch", "deleted", "exact", "float64"),
+    *(
+        "rows",
+        "full",
+        "delta",
+        "dense",
+        "state",
+        "admission",
+        "sketch",
+        "deleted",
+        "exact",
+        "float64",
+    ),
     *(
         "bfloat16",
         "float16",

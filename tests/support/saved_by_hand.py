@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import contents, dense
 from shoal.checkpoint.manifest import SCHEMA, Manifest, Parent, SavedFile, commit
 from shoal.checkpoint.matching import saved_table
-from shoal.checkpoint.row_files import IdFileWriter, RowFileWriter, write_whole
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.placement import hash_ids, sort_key
@@ -52,7 +51,7 @@ def write_by_hand(
     tables: Mapping[str, Sequence[HandTable]],
     *,
     step: int = 1,
-    epoch: int = 1,
+    version: int = 1,
     parent: Parent | None = None,
     grouped: Sequence[str] = (),
     modules: Mapping[str, nn.Module] | None = None,
@@ -84,13 +83,13 @@ def write_by_hand(
         kind=kind,
         step=step,
         position=10 * step,
-        epoch=epoch,
+        version=version,
         parent=parent,
         seed=0,
         last_steps=dict(last_steps or {}),
         world_size=len(rank_states),
         created_s=0,
-        versions={},
+        packages={},
         tables=tuple(
             saved_table(group, one.spec, rows=one.rows.ids.numel(), deleted=one.deleted.numel())
             for group, one in by_key.values()
@@ -103,8 +102,8 @@ def write_by_hand(
     return Parent(folder=name, id=manifest.id)
 
 
-def _layout(table: HandTable) -> RowLayout:
-    return RowLayout(table.spec.dim, table.spec.state_width, table.spec.dtype)
+def _layout(table: HandTable) -> Layout:
+    return Layout.rows(table.spec.dim, table.spec.state_width, table.spec.dtype)
 
 
 def _ordered(table: HandTable, ids: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ def _row_files(folder: Storage, key: str, table: HandTable, number: int) -> list
         if inside:
             path = f"rows/{number + len(files):05d}.arrow"
             writer = RowFileWriter(folder, path, _layout(table), [key], (start, stop))
-            writer.add(0, chunk_where(table.rows, torch.tensor(inside)))
+            writer.add(0, columns_of(chunk_where(table.rows, torch.tensor(inside))))
             files.append(writer.close())
     return files
 
@@ -129,16 +128,18 @@ def _row_files(folder: Storage, key: str, table: HandTable, number: int) -> list
 def _other_files(folder: Storage, key: str, table: HandTable, number: int) -> list[SavedFile]:
     files = []
     if table.deleted.numel():
-        deleted = IdFileWriter(folder, f"deleted/{number:05d}.arrow", "deleted", [key])
-        deleted.add(0, table.deleted[_ordered(table, table.deleted)])
+        path, layout = f"deleted/{number:05d}.arrow", Layout.ids(counted=False)
+        deleted = RowFileWriter(folder, path, layout, [key], kind="deleted")
+        deleted.add(0, (table.deleted[_ordered(table, table.deleted)],))
         files.append(deleted.close())
     if table.sights is not None and table.sights.cells:
-        path = f"sights/{number:05d}.sketch"
+        path = f"admission/{number:05d}.sketch"
         files.append(write_whole(folder, path, "sketch", table.sights.cells, [key]))
     elif table.sights is not None:
         order = _ordered(table, table.sights.ids)
-        sights = IdFileWriter(folder, f"sights/{number:05d}.arrow", "sights", [key])
-        sights.add(0, table.sights.ids[order], table.sights.counts[order])
+        path, layout = f"admission/{number:05d}.arrow", Layout.ids(counted=True)
+        sights = RowFileWriter(folder, path, layout, [key], kind="admission")
+        sights.add(0, (table.sights.ids[order], table.sights.counts[order]))
         files.append(sights.close())
     return files
 
@@ -147,5 +148,5 @@ def _grouped_file(folder: Storage, tables: Mapping[str, HandTable]) -> SavedFile
     layout = _layout(next(iter(tables.values())))
     writer = RowFileWriter(folder, "rows/grouped.arrow", layout, list(tables))
     for index, table in enumerate(tables.values()):
-        writer.add(index, chunk_where(table.rows, _ordered(table, table.rows.ids)))
+        writer.add(index, columns_of(chunk_where(table.rows, _ordered(table, table.rows.ids))))
     return writer.close()

@@ -236,6 +236,6 @@ def row_bytes(folder: Path) -> dict[str, bytes]:
     """Of all row files, deletions and exact sights of a checkpoint, by path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
-        for kind in ("rows", "deleted", "sights")
+        for kind in ("rows", "deleted", "admission")
         for path in sorted((folder / kind).glob("*.arrow"))
     }

@@ -19,8 +19,7 @@ from shoal.checkpoint.manifest import (
     commit,
 )
 from shoal.checkpoint.plan import TableRows, split
-from shoal.checkpoint.row_files import IdFileWriter, RowFileWriter, sketch_path, write_whole
-from shoal.checkpoint.row_layout import IdLayout, RowLayout
+from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.placement import hash_ids, sort_key
@@ -35,18 +34,20 @@ def by_hash(table: str, ids: Tensor) -> Tensor:
 
 
 def rows_of(
-    table: str, ids: Tensor, layout: RowLayout, *, salt: int = 0, key: str | None = None
+    table: str, ids: Tensor, layout: Layout, *, salt: int = 0, key: str | None = None
 ) -> RowChunk:
     """Rows whose values follow from their id and the salt, ordered by hash."""
     ids = by_hash(table, ids)
     seed = (ids % 1000 + salt).double()
-    columns = torch.arange(layout.dim + layout.state_width).double()
+    weights, state = layout.fields[4:]
+    dim = weights.width
+    columns = torch.arange(dim + state.width).double()
     values = (seed[:, None] * 0.5 + columns[None, :] * 0.25).float()
     return RowChunk(
         table=key or table,
         ids=ids,
-        weights=values[:, : layout.dim].to(layout.weights_dtype).contiguous(),
-        state=values[:, layout.dim :].to(layout.state_dtype).contiguous(),
+        weights=values[:, :dim].to(weights.dtype).contiguous(),
+        state=values[:, dim:].to(state.dtype).contiguous(),
         versions=ids % 7 + 1 + salt,
         last_seen_s=ids % 100 + salt,
         counts=ids % 5 + 1,
@@ -101,7 +102,7 @@ class HandTable:
     """A table to be saved: rows (`rows_of`) and deleted ids, ordered by hash."""
 
     name: str
-    layout: RowLayout
+    layout: Layout
     rows: RowChunk
     deleted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     sights: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -111,17 +112,15 @@ class HandTable:
         return f"m/{self.name}"
 
     def saved(self) -> SavedTable:
+        weights, state = self.layout.fields[4:]
         segment = SavedSegment(
-            name="all",
-            dim=self.layout.dim,
-            state_width=self.layout.state_width,
-            optimizer="adagrad",
+            name="all", dim=weights.width, state_width=state.width, optimizer="adagrad"
         )
         return SavedTable(
             collection="m",
             name=self.name,
             hash_name=self.name,
-            dtype=self.layout.dtype,
+            dtype=str(weights.dtype).removeprefix("torch."),
             segments=(segment,),
             rows=len(self.rows.ids),
             deleted=len(self.deleted),
@@ -148,8 +147,8 @@ def save_by_hand(
     def plans(what: str):
         counted = []
         for t in tables:
-            ids = {"rows": t.rows.ids, "deleted": t.deleted, "sights": t.sights}[what]
-            layout = t.layout if what == "rows" else IdLayout(counted=what == "sights")
+            ids = {"rows": t.rows.ids, "deleted": t.deleted, "admission": t.sights}[what]
+            layout = t.layout if what == "rows" else Layout.ids(counted=what == "admission")
             counted.append(TableRows(t.key, layout, histogram(t.name, ids, 8)))
         return split(counted, what, file_bytes=file_bytes, small_bytes=small_bytes)
 
@@ -160,17 +159,18 @@ def save_by_hand(
             rows = by_key[key].rows
             inside = between(by_key[key].name, rows.ids, plan.start, plan.stop)
             parts = {name: getattr(rows, name)[inside] for name in FIELDS}
-            writer.add(k, RowChunk(table=key, **parts))
+            writer.add(k, columns_of(RowChunk(table=key, **parts)))
         files.append(writer.close())
-    for what in ("deleted", "sights"):
+    for what in ("deleted", "admission"):
         for plan in plans(what):
             ends = (plan.start, plan.stop)
-            ids_writer = IdFileWriter(folder, plan.path, what, plan.tables, ends)  # type: ignore[arg-type]
+            writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, ends, what)  # type: ignore[arg-type]
             for k, key in enumerate(plan.tables):
-                ids = getattr(by_key[key], what)
+                ids = by_key[key].deleted if what == "deleted" else by_key[key].sights
                 ids = ids[between(by_key[key].name, ids, *ends)]
-                ids_writer.add(k, ids, ids.abs() % 9 + 1 if what == "sights" else None)
-            files.append(ids_writer.close())
+                counts = () if what == "deleted" else (ids.abs() % 9 + 1,)
+                writer.add(k, (ids, *counts))
+            files.append(writer.close())
     if extra:
         path = sketch_path("m", SKETCHED.name)
         files.append(write_whole(folder, path, "sketch", b"cell" * 16, [SKETCHED.key]))
@@ -182,7 +182,7 @@ def save_by_hand(
         kind=kind,  # type: ignore[arg-type]
         step=step,
         position=step * 10,
-        epoch=step + 10,
+        version=step + 10,
         parent=Parent(folder=folder_name(parent.step, parent.kind), id=parent.id)
         if parent
         else None,
@@ -190,7 +190,7 @@ def save_by_hand(
         last_steps={"m": step},
         world_size=1,
         created_s=1_700_000_000,
-        versions={"shoal": "0"},
+        packages={"shoal": "0"},
         tables=(*(table.saved() for table in tables), *([SKETCHED] if extra else [])),
         modules=(),
         optimizers=(),

@@ -6,7 +6,7 @@ import copy
 import io
 import os
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -29,12 +29,11 @@ from torch.optim import Optimizer
 from shoal.checkpoint.contents import check_state
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.matching import LoadOptions
-from shoal.checkpoint.row_files import check_streaming, damaged, parsing
+from shoal.checkpoint.row_files import check_streaming, damaged, parsing, saved_file
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError
-from shoal.table.shard import HASHES
 
 FOLDER = "dense"
 _INDEX = f"{FOLDER}/.metadata"
@@ -42,15 +41,29 @@ _INDEX = f"{FOLDER}/.metadata"
 _TEMPORARY = ".tmp"
 
 
-def write_values(
-    values: Mapping[str, Any], storage: Storage, collectives: Collectives
-) -> tuple[SavedFile, ...]:
-    """Write tensors, DTensors and plain objects of all ranks below `dense/`.
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseCapture:
+    """Copies of a rank's dense part on the CPU.
 
     Args:
-        values: this rank's; a tensor that is no DTensor is handed in by one rank.
+        values: by name: DTensors with this rank's part; all else on rank 0 only.
+        modules, optimizers: names.
+    """
+
+    values: Mapping[str, Any]
+    modules: tuple[str, ...]
+    optimizers: tuple[str, ...]
+
+
+def write(
+    captured: DenseCapture, storage: Storage, collectives: Collectives | None = None
+) -> tuple[SavedFile, ...]:
+    """Write what all ranks captured below `dense/`.
+
+    Args:
+        captured: by this rank.
         storage: the checkpoint's folder.
-        collectives: the ranks; all of them call this.
+        collectives: the ranks; all of them call this. None: this one alone.
 
     Returns:
         the files of all ranks, by path; the same on every rank.
@@ -58,6 +71,9 @@ def write_values(
     Raises:
         CheckpointError: storage refused, on any rank.
     """
+    if not (captured.modules or captured.optimizers):
+        return ()
+    collectives = collectives or LocalCollectives()
     files = _Files(storage)
     writer = FileSystemWriter(FOLDER, single_file_per_rank=True, sync_files=False)
     writer.fs, writer.path = cast(Any, files), FOLDER
@@ -65,7 +81,7 @@ def write_values(
     first = collectives.rank == 0
 
     def plan() -> Any:
-        planner.set_up_planner(dict(values), writer.storage_meta(), first)
+        planner.set_up_planner(dict(captured.values), writer.storage_meta(), first)
         writer.set_up_storage_writer(first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -112,7 +128,7 @@ def check_files(
 
 
 class DenseReader:
-    """Reads values that `write_values` wrote, each rank on its own.
+    """Reads values that `write` wrote, each rank on its own.
 
     Args:
         storage: the checkpoint's folder.
@@ -235,19 +251,7 @@ class _Files(FileSystemBase):
 
     def saved(self) -> tuple[SavedFile, ...]:
         """What was written since `clear`."""
-        return tuple(
-            SavedFile(
-                path=file.path,
-                kind="dense",
-                tables=(),
-                start=0,
-                stop=HASHES,
-                rows=0,
-                bytes=file.bytes,
-                crc32=file.crc32,
-            )
-            for file in self._written
-        )
+        return tuple(saved_file(file, "dense") for file in self._written)
 
     def clear(self) -> None:
         """Forget what was written."""
@@ -260,7 +264,7 @@ class _Files(FileSystemBase):
                 yield source
             return
         with self._storage.create(os.fspath(path).removesuffix(_TEMPORARY)) as file:
-            yield _Sink(file)
+            yield file
         self._written.append(file)
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
@@ -284,23 +288,6 @@ class _Files(FileSystemBase):
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         raise AssertionError(f"asked to remove {os.fspath(path)}")
-
-
-class _Sink(io.RawIOBase):
-    """A durable file as torch.save and pickle write to it."""
-
-    def __init__(self, file: DurableFile) -> None:
-        super().__init__()
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.bytes
 
 
 _MEMBERS = ("params", "param_names")
@@ -349,102 +336,108 @@ def optimizer_values(name: str, optimizer: Optimizer, state: Mapping[str, Any]) 
     return values
 
 
-class OptimizerLoad:
-    """An optimizer on the way in: `read` fills tensors of its own, `apply` hands them over.
+def _read_optimizer(
+    name: str,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    reader: DenseReader,
+    options: LoadOptions,
+) -> tuple[dict[str, Any], list[str]]:
+    """What an optimizer's `load_state_dict` takes, in memory of its own, and what does not fit.
+
+    state: its module's tensors by name.
+    """
+    prefix = f"optimizer/{name}/"
+    found: dict[str, Any] = {prefix + _REST: None}
+    reader.fill(found)
+    rest = found[prefix + _REST]
+    if isinstance(optimizer, OfRows):
+        optimizer.check_state_dict(rest)
+        return rest, []
+    if "groups" not in rest:
+        return {}, [f"optimizer {name!r} of it steps rows"]
+    names = _names_of(name, optimizer, state)
+    saved = {one: group for group in rest["groups"] for one in group["params"]}
+    label = f"optimizer {name!r}"
+    problems = _unpaired(
+        ("state of ", label), f"optimizer:{name}.", sorted(names), sorted(saved), options
+    )
+    own = [parameter for parameter in names if parameter in saved]
+    tensors = {parameter: rest["tensors"].get(parameter, ()) for parameter in own}
+    places = {
+        f"{prefix}state/{parameter}/{key}": _place(
+            reader, f"{prefix}state/{parameter}/{key}", state[parameter]
+        )
+        for parameter in own
+        for key in tensors[parameter]
+    }
+    groups = _groups(label, optimizer, names, saved, problems)
+    if problems:
+        return {}, problems
+    reader.fill(places)
+    loaded = {}
+    for index, parameter in enumerate(names):
+        if parameter in saved:
+            values = {k: places[f"{prefix}state/{parameter}/{k}"] for k in tensors[parameter]}
+            values.update(rest["values"].get(parameter, {}))
+            if values:
+                loaded[index] = values
+    return {"state": loaded, "param_groups": groups}, []
+
+
+def _place(reader: DenseReader, key: str, parameter: Any) -> Tensor:
+    """An empty tensor of the saved form; split over ranks where its parameter is."""
+    shape, dtype = reader.shape(key), reader.dtype(key)
+    assert shape is not None
+    if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _groups(
+    label: str,
+    optimizer: Optimizer,
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+    problems: list[str],
+) -> list[dict[str, Any]]:
+    """Groups as they are here, with the settings that their parameters were saved with."""
+    groups = []
+    for number, group in enumerate(optimizer.state_dict()["param_groups"]):
+        own = [saved[names[index]] for index in group["params"] if names[index] in saved]
+        settings = [{k: v for k, v in one.items() if k not in _MEMBERS} for one in own]
+        # Told apart by their text: tensors among them do not compare to one bool.
+        if len({repr(sorted(one.items())) for one in settings}) > 1:
+            problems.append(f"parameters of group {number} of {label} have several settings in it")
+        groups.append({**group, **(settings[0] if settings else {})})
+    return groups
+
+
+def _unpaired(
+    words: tuple[str, str],
+    waiver: str,
+    here: Iterable[str],
+    saved: Iterable[str],
+    options: LoadOptions,
+) -> list[str]:
+    """Names that only one side has and nobody waived.
 
     Args:
-        name, optimizer: what is filled.
-        state: its module's tensors by name.
-        reader: the checkpoint's dense files.
+        words: what stands before a name, and whose it is; "" for the job.
+        waiver: what stands before a name in the options.
     """
-
-    def __init__(
-        self, name: str, optimizer: Optimizer, state: Mapping[str, Any], reader: DenseReader
-    ) -> None:
-        self._name, self._optimizer, self._reader = name, optimizer, reader
-        self._state = state
-        self._loaded: dict[str, Any] = {}
-
-    def read(self, options: LoadOptions) -> list[str]:
-        """Read what fits; says what does not."""
-        prefix = f"optimizer/{self._name}/"
-        found: dict[str, Any] = {prefix + _REST: None}
-        self._reader.fill(found)
-        rest = found[prefix + _REST]
-        if isinstance(self._optimizer, OfRows):
-            self._optimizer.check_state_dict(rest)
-            self._loaded = rest
-            return []
-        if "groups" not in rest:
-            return [f"optimizer {self._name!r} of it steps rows"]
-        names = _names_of(self._name, self._optimizer, self._state)
-        saved = {name: group for group in rest["groups"] for name in group["params"]}
-        problems = self._compare(names, saved, options)
-        known = [name for name in names if name in saved]
-        places = {
-            f"{prefix}state/{name}/{key}": self._place(f"{prefix}state/{name}/{key}", name)
-            for name in known
-            for key in rest["tensors"].get(name, ())
-        }
-        groups = self._groups(names, saved, problems)
-        if problems:
-            return problems
-        self._reader.fill(places)
-        state = {}
-        for index, name in enumerate(names):
-            if name not in saved:
-                continue
-            own = {k: places[f"{prefix}state/{name}/{k}"] for k in rest["tensors"].get(name, ())}
-            own.update(rest["values"].get(name, {}))
-            if own:
-                state[index] = own
-        self._loaded = {"state": state, "param_groups": groups}
-        return []
-
-    def apply(self) -> None:
-        """Hand over what was read."""
-        self._optimizer.load_state_dict(self._loaded)
-
-    def _compare(
-        self, names: Iterable[str], saved: Mapping[str, Any], options: LoadOptions
-    ) -> list[str]:
-        here, label = set(names), f"optimizer:{self._name}"
-        missing = [
-            f"state of {name!r} of optimizer {self._name!r} is not in it"
-            for name in sorted(here - saved.keys())
-            if f"{label}.{name}" not in options.allow_missing
-        ]
-        return missing + [
-            f"{name!r} of it is unknown to optimizer {self._name!r}"
-            for name in sorted(saved.keys() - here)
-            if f"{label}.{name}" not in options.allow_unknown
-        ]
-
-    def _place(self, key: str, name: str) -> Tensor:
-        """An empty tensor of the saved form; split over ranks where its parameter is."""
-        shape, dtype = self._reader.shape(key), self._reader.dtype(key)
-        assert shape is not None
-        parameter = self._state[name]
-        if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
-            return torch.empty_like(parameter.detach(), dtype=dtype)
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-    def _groups(
-        self, names: list[str], saved: Mapping[str, Any], problems: list[str]
-    ) -> list[dict[str, Any]]:
-        """Groups as they are here, with the settings that their parameters were saved with."""
-        groups = []
-        for number, group in enumerate(self._optimizer.state_dict()["param_groups"]):
-            own = [saved[names[index]] for index in group["params"] if names[index] in saved]
-            settings = [{k: v for k, v in one.items() if k not in _MEMBERS} for one in own]
-            # Told apart by their text: tensors among them do not compare to one bool.
-            if len({repr(sorted(one.items())) for one in settings}) > 1:
-                problems.append(
-                    f"parameters of group {number} of optimizer {self._name!r} have several "
-                    "settings in it"
-                )
-            groups.append({**group, **(settings[0] if settings else {})})
-        return groups
+    before, owner = words
+    there, mine = set(saved), set(here)
+    missing = [
+        f"{before}{name!r}{owner and ' of '}{owner} is not in it"
+        for name in here
+        if name not in there and waiver + name not in options.allow_missing
+    ]
+    return missing + [
+        f"{'' if owner else before}{name!r} of it is unknown to {owner or 'the job'}"
+        for name in saved
+        if name not in mine and waiver + name not in options.allow_unknown
+    ]
 
 
 def _names_of(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
@@ -463,20 +456,6 @@ def _names_of(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> list
             "their own optimizers.",
         )
     return [known[id(one)] for one in parameters]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseCapture:
-    """Copies of a rank's dense part on the CPU.
-
-    Args:
-        values: by name: DTensors with this rank's part; all else on rank 0 only.
-        modules, optimizers: names.
-    """
-
-    values: Mapping[str, Any]
-    modules: tuple[str, ...]
-    optimizers: tuple[str, ...]
 
 
 def capture(
@@ -499,19 +478,6 @@ def capture(
         for key, value in optimizer_values(name, optimizer, _known(name, modules)).items():
             _take(values, f"optimizer/{name}/{key}", value, rank)
     return DenseCapture(values, tuple(modules), tuple(single))
-
-
-def write(
-    captured: DenseCapture, storage: Storage, collectives: Collectives | None = None
-) -> tuple[SavedFile, ...]:
-    """Write what all ranks captured below `dense/`; the files of all ranks.
-
-    Raises:
-        CheckpointError: storage refused, on any rank.
-    """
-    if not (captured.modules or captured.optimizers):
-        return ()
-    return write_values(captured.values, storage, collectives or LocalCollectives())
 
 
 def named_state(module: nn.Module) -> dict[str, Any]:
@@ -544,9 +510,10 @@ class DenseLoad:
     ) -> None:
         self._storage, self._manifest, self._options = storage, manifest, options
         optimizers = _single(optimizers, modules) if options.state else {}
-        problems = [*_names("module", manifest.modules, modules, options)]
+        problems = _unpaired(("module ", ""), "module:", modules, manifest.modules, options)
         if options.state:
-            problems += _names("optimizer", manifest.optimizers, optimizers, options)
+            words = ("optimizer ", "")
+            problems += _unpaired(words, "optimizer:", optimizers, manifest.optimizers, options)
         if problems:
             raise _differs(storage, problems)
         self._every = modules
@@ -554,7 +521,7 @@ class DenseLoad:
         self._optimizers = {n: optimizers[n] for n in optimizers if n in manifest.optimizers}
         self._reader: DenseReader | None = None
         self._values: dict[str, dict[str, Any]] = {}
-        self._loads: list[OptimizerLoad] = []
+        self._states: dict[str, dict[str, Any]] = {}
 
     def check(self, share: int = 0, shares: int = 1) -> None:
         """Check files of this rank's share of them, and every name and shape.
@@ -573,7 +540,7 @@ class DenseLoad:
             raise _differs(self._storage, problems)
 
     def read(self) -> None:
-        """Read all values beside those in use.
+        """Read all values into memory next to those in use.
 
         Raises:
             CheckpointError: optimizers differ; lists how.
@@ -586,9 +553,10 @@ class DenseLoad:
             self._values[name] = {key: into[f"module/{name}/{key}"] for key in values}
         problems: list[str] = []
         for name, optimizer in self._optimizers.items():
-            load = OptimizerLoad(name, optimizer, _known(name, self._every), self._reader)
-            problems += load.read(self._options)
-            self._loads.append(load)
+            known = _known(name, self._every)
+            found = _read_optimizer(name, optimizer, known, self._reader, self._options)
+            self._states[name] = found[0]
+            problems += found[1]
         if problems:
             raise _differs(self._storage, problems)
 
@@ -598,8 +566,8 @@ class DenseLoad:
             bare = _bare(self._modules[name])
             with torch.no_grad():
                 bare.load_state_dict({**bare.state_dict(), **values})
-        for load in self._loads:
-            load.apply()
+        for name, state in self._states.items():
+            self._optimizers[name].load_state_dict(state)
 
     def _places(self, name: str, module: nn.Module, problems: list[str]) -> dict[str, Any]:
         """Empty tensors like the module's, for what is saved of it."""
@@ -607,16 +575,8 @@ class DenseLoad:
         prefix = f"module/{name}/"
         state = named_state(module)
         saved = {key.removeprefix(prefix) for key in self._reader.names() if key.startswith(prefix)}
-        problems += [
-            f"{key!r} of module {name!r} is not in it"
-            for key in sorted(state.keys() - saved)
-            if not _waived(f"module:{name}.{key}", self._options.allow_missing)
-        ]
-        problems += [
-            f"{key!r} of it is unknown to module {name!r}"
-            for key in sorted(saved - state.keys())
-            if not _waived(f"module:{name}.{key}", self._options.allow_unknown)
-        ]
+        words = ("", f"module {name!r}")
+        problems += _unpaired(words, f"module:{name}.", sorted(state), sorted(saved), self._options)
         values: dict[str, Any] = {}
         for key in sorted(state.keys() & saved):
             there = self._reader.shape(prefix + key)
@@ -669,25 +629,6 @@ def _take(values: dict[str, Any], key: str, value: Any, rank: int) -> None:
     elif rank == 0:
         check_state({"value": value}, f"{key} of a checkpoint")
         values[key] = copy.deepcopy(value)
-
-
-def _names(
-    kind: str, saved: tuple[str, ...], here: Mapping[str, Any], options: LoadOptions
-) -> list[str]:
-    missing = [
-        f"{kind} {name!r} is not in it"
-        for name in here
-        if name not in saved and not _waived(f"{kind}:{name}", options.allow_missing)
-    ]
-    return missing + [
-        f"{kind} {name!r} of it is unknown to the job"
-        for name in saved
-        if name not in here and not _waived(f"{kind}:{name}", options.allow_unknown)
-    ]
-
-
-def _waived(name: str, waivers: frozenset[str]) -> bool:
-    return name in waivers
 
 
 def _said(shape: tuple[int, ...] | None) -> str:

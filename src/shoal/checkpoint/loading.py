@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import contents as job_state
+from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import DenseLoad
-from shoal.checkpoint.loading_rows import Link, RowLoader, Target, targets_of
+from shoal.checkpoint.loading_rows import RowLoader, Target, targets_of
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.matching import LoadOptions, TableMatch, check_room, match_tables, saved_table
+from shoal.checkpoint.matching import (
+    LoadOptions,
+    TableMatch,
+    check_capacity,
+    match_tables,
+    saved_table,
+)
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
@@ -38,7 +45,7 @@ class Loaded:
         expired: rows left out since they are expired, likewise.
         cursors: of this rank's tables by collection, from which a delta of this checkpoint may be
             saved. None where tables are not as it has them (renamed, cast, some rows, tables or
-            state left out), or had closed later epochs than it before: the next save is a full one.
+            state left out), or were at later versions than it: the next save is a full one.
     """
 
     manifest: Manifest
@@ -61,7 +68,7 @@ def load(
 
     Everything is compared first, and every file is checked before it is parsed. Where anything
     fails on any rank, it is raised on every rank, tables are empty again and the rest is as it
-    was. Tables are at the checkpoint's epoch then: the next delta may be relative to it.
+    was. Tables are at the checkpoint's version then: the next delta may be relative to it.
 
     Args:
         url: a checkpoint's folder, or the folder of a store: the newest in it.
@@ -87,12 +94,12 @@ def load(
         prepared.append(one)
         return one.check()
 
-    epochs = together(ranks, f"checking checkpoint {name}", prepare)
+    versions = together(ranks, f"checking checkpoint {name}", prepare)
     (one,) = prepared
     try:
         tallies = together(ranks, f"loading the tables of checkpoint {name}", one.rows.load)
         together(ranks, f"reading the dense part of checkpoint {name}", one.read_dense)
-        applied = together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(epochs)))
+        applied = together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(versions)))
     except BaseException:
         one.rows.clear()
         raise
@@ -105,8 +112,8 @@ def load(
         and wanted.state
         and not any(expired.values())
         and not any(t.trimmed for t in tallies)
+        and max(versions) <= one.manifest.version  # of which cursors are
     )
-    whole = whole and max(epochs) <= one.manifest.epoch  # cursors are of the checkpoint's epoch
     return Loaded(
         manifest=one.manifest,
         state=one.state.state,
@@ -130,17 +137,16 @@ class _Load:
         ranks: Collectives,
     ) -> None:
         self._contents, self._ranks, self._resumes = contents, ranks, options.state
-        self._links = _links(store, name)
-        self.manifest = self._links[-1].manifest
+        chain = Chain(store, name)
+        self._storage, self.manifest = chain.last.storage, chain.last.manifest
         specs = {key: hosting.specs for key, hosting in contents.tables.items()}
         self.matches = match_tables(self.manifest.tables, specs, options)
         for match in self.matches:
-            _check_links(self._links, match)
-            check_room(match, _fewest_rows(self._links, match), options.now_s)
+            check_capacity(match, chain.fewest_rows(match.saved.key), options.now_s)
         targets = targets_of(self.matches, contents.tables, ranks.rank)
         _check_empty(targets)
         self.rows = RowLoader(
-            self._links,
+            chain,
             targets,
             rank=ranks.rank,
             alone=ranks.world_size == 1,
@@ -149,16 +155,16 @@ class _Load:
         self._dense: DenseLoad | None = None
         if options.dense:
             self._dense = DenseLoad(
-                self._links[-1].storage,
+                self._storage,
                 self.manifest,
                 contents.modules,
                 contents.optimizers,
                 options,
             )
-        self.state = job_state.read(self._links[-1].storage, self.manifest)
+        self.state = job_state.read(self._storage, self.manifest)
 
     def check(self) -> int:
-        """Compare what is dense; the epoch that this rank's tables have closed."""
+        """Compare what is dense; the version that this rank's tables are at."""
         if self._dense is not None:
             self._dense.check(self._ranks.rank, self._ranks.world_size)
         return max((shard.cut() for shard in self._shards()), default=0)
@@ -173,13 +179,13 @@ class _Load:
             _log.warning(
                 "checkpoint %s was saved with seed %d, these tables have %s: rows of ids that it "
                 "lacks will begin with other values than in the job that saved it",
-                self._links[-1].storage.url,
+                self._storage.url,
                 self.manifest.seed,
                 ", ".join(map(str, sorted(seeds))),
             )
 
     def read_dense(self) -> None:
-        """Read modules and optimizers beside those in use."""
+        """Read modules and optimizers into memory next to those in use."""
         if self._dense is not None:
             self._dense.read()
 
@@ -196,13 +202,13 @@ class _Load:
         there = {table.key: replace(table, rows=0, deleted=0) for table in self.manifest.tables}
         return set(keys) == set(forms) and forms == there
 
-    def apply(self, epoch: int) -> dict[str, Cursor]:
+    def apply(self, version: int) -> dict[str, Cursor]:
         """Put in place what was read: it is whole and fits. Returns cursors by collection.
 
-        epoch: closed by the tables of any rank before the load.
+        version: of the tables of any rank before the load.
         """
-        epoch = max(epoch, self.manifest.epoch)
-        cursors = {id(shard): shard.resume(epoch) for shard in self._shards()}
+        version = max(version, self.manifest.version)
+        cursors = {id(shard): shard.resume(version) for shard in self._shards()}
         for collection, hosting in self._contents.tables.items():
             steps = [
                 self.manifest.last_steps.get(match.saved.collection, 0)
@@ -235,40 +241,6 @@ class _Load:
 def _found(url: str | Path) -> tuple[str, str]:
     store, name = locate(url)
     return store.url, name
-
-
-def _links(store: CheckpointStore, name: str) -> tuple[Link, ...]:
-    chain = store.chain(name)
-    folders = [link.parent.folder for link in chain if link.parent is not None]
-    return tuple(
-        Link(store.folder(folder), manifest)
-        for folder, manifest in zip([*folders, name], chain, strict=True)
-    )
-
-
-def _check_links(links: Iterable[Link], match: TableMatch) -> None:
-    """Refuse a chain whose checkpoints have a table in several forms."""
-    saved = match.saved
-    for link in links:
-        for table in link.manifest.tables:
-            same = (table.hash_name, table.dtype, table.segments)
-            if table.key == saved.key and same != (saved.hash_name, saved.dtype, saved.segments):
-                raise CheckpointError(
-                    f"form of table {saved.key!r} in {link.storage.url}",
-                    got="another hash name, dtype or segments than in the newest delta",
-                    allowed="one form in a whole chain",
-                    remedy="Load an older checkpoint of the chain, or a full one.",
-                )
-
-
-def _fewest_rows(links: Iterable[Link], match: TableMatch) -> int:
-    """Rows that a table has at least after a chain."""
-    fewest = 0
-    for link in links:
-        for table in link.manifest.tables:
-            if table.key == match.saved.key:
-                fewest = max(table.rows, fewest - table.deleted)
-    return fewest
 
 
 def _check_empty(targets: Iterable[Target]) -> None:

@@ -6,25 +6,35 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain as joined
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.chain import ChainFile, Newer, windows
-from shoal.checkpoint.manifest import Manifest, SavedFile
+from shoal.checkpoint.chain import Chain, ChainFile, Newer, runs
+from shoal.checkpoint.manifest import SavedFile
 from shoal.checkpoint.matching import SegmentMatch, TableMatch
-from shoal.checkpoint.row_files import ReadBuffer, check_sizes, read_checked, read_ids, read_rows
-from shoal.checkpoint.row_layout import RowLayout
-from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.rank_rows import slices_of
+from shoal.checkpoint.row_files import (
+    Columns,
+    Layout,
+    ReadBuffer,
+    check_sizes,
+    chunk_of,
+    columns_of,
+    layout_of,
+    read_checked,
+    read_rows,
+    selected,
+)
 from shoal.errors import CheckpointError, TableFull
-from shoal.placement import BUCKET_BITS, Hosted, hash_ids, owners, rank_buckets
+from shoal.placement import Hosted, hash_ids, owners
 from shoal.rules.initializers import initial_values
-from shoal.table.hosting import HostedTables, hosted_rows, hosted_sights, hosted_spec
+from shoal.table.hosting import HostedTables, hosted_rows, hosted_sights
 from shoal.table.rows import real_dtype, weight_dtype
-from shoal.table.shard import Shard
+from shoal.table.shard import HASHES, Shard
 from shoal.table.spec import OnFull
 from shoal.table.values import AdmissionState, RowChunk
 
@@ -61,25 +71,14 @@ def adapt(match: TableMatch, chunk: RowChunk, *, seed: int, now_s: int | None) -
     if now_s is not None and spec.expiry is not None and chunk.ids.numel():
         gone_R = spec.expiry.expired_N(chunk.ids, chunk.last_seen_s, now_s)
         if bool(gone_R.any()):
-            expired_U, chunk = chunk.ids[gone_R], _rows(chunk, ~gone_R)
+            expired_U, chunk = chunk.ids[gone_R], _kept(chunk, ~gone_R)
     weights, state = chunk.weights, chunk.state
     if not match.same_columns:
         weights = _weights(match, chunk, seed)
         state = torch.cat([_state(match, one, chunk) for one in match.segments], dim=1)
     cast = weights.to(weight_dtype(spec)), state.to(real_dtype(spec))
-    return Adapted(
-        RowChunk(
-            table=spec.name,
-            ids=chunk.ids,
-            weights=cast[0],
-            state=cast[1],
-            versions=chunk.versions,
-            last_seen_s=chunk.last_seen_s,
-            counts=chunk.counts,
-        ),
-        expired_U,
-        _unfit(weights, cast[0]) + _unfit(state, cast[1]),
-    )
+    whole = replace(chunk, table=spec.name, weights=cast[0], state=cast[1])
+    return Adapted(whole, expired_U, _unfit(weights, cast[0]) + _unfit(state, cast[1]))
 
 
 def _weights(match: TableMatch, chunk: RowChunk, seed: int) -> Tensor:
@@ -116,16 +115,8 @@ def _unfit(before: Tensor, after: Tensor) -> int:
     return int((before.isfinite() & ~after.isfinite()).sum())
 
 
-def _rows(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
-    return RowChunk(
-        table=chunk.table,
-        ids=chunk.ids[kept_R],
-        weights=chunk.weights[kept_R],
-        state=chunk.state[kept_R],
-        versions=chunk.versions[kept_R],
-        last_seen_s=chunk.last_seen_s[kept_R],
-        counts=chunk.counts[kept_R],
-    )
+def _kept(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
+    return chunk_of(chunk.table, selected(columns_of(chunk), kept_R))
 
 
 class Trim:
@@ -181,65 +172,37 @@ class Trim:
 T = TypeVar("T")
 U = TypeVar("U")
 
-_BUCKET_SHIFT = 64 - BUCKET_BITS
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Link:
-    """One checkpoint of a chain and the folder that it lies in."""
-
-    storage: Storage
-    manifest: Manifest
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A table of this rank's shard that gets rows of a matched one.
-
-    Args:
-        match: the whole table.
-        shard, table: where its rows go.
-        hosted: its part of the whole; None: all of it.
-        counts: whether this rank speaks for rows here, so that each is counted once.
-    """
+    """A table of this rank's shard that gets rows of a matched one: a slice, or all of it."""
 
     match: TableMatch
     shard: Shard
     table: int
-    hosted: Hosted | None
-    counts: bool
+    hosted: Hosted
 
     def meets(self, file: SavedFile, rank: int) -> bool:
         """Whether a file may have rows for it."""
-        hosted = self.hosted
-        if hosted is None or hosted.replicated or not self.match.same_hash:
-            return True
-        first, last = rank_buckets(hosted.ranks.index(rank), len(hosted.ranks))
-        return file.start < last << _BUCKET_SHIFT and first << _BUCKET_SHIFT < file.stop
+        ranges = (file.start, file.stop) if self.match.same_hash else (0, HASHES)
+        return any(holder == rank for holder, _ in self.hosted.holders(*ranges))
 
-    def share(self, rows: int) -> int:
-        """About how many of so many rows of the whole table it gets."""
+    @property
+    def whole(self) -> bool:
+        """Whether it gets all rows and columns."""
         hosted = self.hosted
-        return rows if hosted is None or hosted.replicated else -(-rows // len(hosted.ranks))
+        return hosted.shares == 1 and hosted.stop - hosted.start == self.match.spec.dim
 
     def rows(self, chunk: RowChunk, rank: int) -> RowChunk:
         """What it gets of rows of the whole table."""
-        if self.hosted is None:
-            return chunk
-        return hosted_rows(self.match.spec, self.hosted, rank, chunk)
+        return chunk if self.whole else hosted_rows(self.match.spec, self.hosted, rank, chunk)
 
-    def owned(self, ids_U: Tensor, rank: int) -> Tensor:
-        """bool [U]: ids whose rows are this rank's."""
-        hosted = self.hosted
-        if hosted is None or hosted.replicated:
-            return torch.ones_like(ids_U, dtype=torch.bool)
-        return owners(hosted, hash_ids(self.match.spec.hash_name, ids_U)) == rank
-
-    def sights(self, state: AdmissionState, rank: int) -> AdmissionState:
-        """What it gets of the sights of the whole table."""
-        if self.hosted is None:
-            return state
-        return hosted_sights(self.match.spec, self.hosted, rank, state)
+    def owned(self, ids_U: Tensor, rank: int) -> int:
+        """How many of these ids have rows that are this rank's."""
+        if self.hosted.shares == 1:
+            return ids_U.numel()
+        hashes_U = hash_ids(self.match.spec.hash_name, ids_U)
+        return int((owners(self.hosted, hashes_U) == rank).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,27 +221,19 @@ def targets_of(
     matches: Sequence[TableMatch], tables: Mapping[str, HostedTables], rank: int
 ) -> tuple[Target, ...]:
     """The tables of a rank's shards that get rows."""
-    found = []
-    for match in matches:
-        hosting = tables[match.collection]
-        names = [spec.name for spec in hosting.shard.specs]
-        if hosting.placement is None:
-            at = names.index(match.spec.name)
-            found.append(Target(match, hosting.shard, at, None, True))
-            continue
-        for one in hosting.placement.of(match.spec.name):
-            if rank in one.ranks:
-                at = names.index(hosted_spec(match.spec, one).name)
-                counts = one.start == 0 and (not one.replicated or rank == one.ranks[0])
-                found.append(Target(match, hosting.shard, at, one, counts))
-    return tuple(found)
+    return tuple(
+        Target(match, tables[match.collection].shard, one.table, one.hosted)
+        for match in matches
+        for one in slices_of(tables[match.collection], match.spec, rank)
+        if one.table is not None
+    )
 
 
 class RowLoader:
     """Loads a rank's rows: one thread reads and checks a file while another one loads the last.
 
     Args:
-        links: the chain, the full checkpoint first.
+        chain: what is loaded.
         targets: empty tables.
         rank: this one.
         alone: no other rank reads the files.
@@ -287,20 +242,17 @@ class RowLoader:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        chain: Chain,
         targets: Sequence[Target],
         *,
         rank: int,
         alone: bool,
         now_s: int | None,
     ) -> None:
-        self._links, self._rank, self._alone, self._now_s = links, rank, alone, now_s
+        self._chain, self._rank, self._alone, self._now_s = chain, rank, alone, now_s
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
-        self._layouts = [
-            {table.key: RowLayout.of(table) for table in link.manifest.tables} for link in links
-        ]
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
@@ -315,7 +267,7 @@ class RowLoader:
                 dtypes. Rows may be loaded already.
             TableFull: a table has no room. As above.
         """
-        for link in self._links:
+        for link in self._chain.links:
             check_sizes(link.storage, filter(self._wanted, link.manifest.files))
         try:
             self._pass()
@@ -333,14 +285,14 @@ class RowLoader:
             self._pass()
         if self._unfit:
             raise _does_not_fit(self._unfit)
-        self._load_sights()
+        self._load_admission()
         return Tally(dict(self._rows), dict(self._expired), bool(self._trims))
 
     def clear(self) -> None:
         """Empty the tables again."""
         for target in joined.from_iterable(self._targets.values()):
             target.shard.clear(target.table)
-            if target.match.sights:
+            if target.match.admission:
                 cells = bytes(len(target.shard.admission_state(target.table).cells))
                 none = torch.empty(0, dtype=torch.int64, device="cpu")
                 target.shard.load_admission_state(
@@ -352,30 +304,33 @@ class RowLoader:
         for counter in (self._rows, self._expired, self._unfit):
             counter.clear()
         self._expect()
-        runs = windows([link.manifest for link in self._links], self._wanted)
-        newer: dict[str, Newer] = {}
-        files = [one for run in runs for one in run]
+        parts = runs([link.manifest for link in self._chain.links], self._wanted)
+        files = [one for run in parts for one in run]
         with closing(_ahead(files, self._opened, once=self._alone)) as ahead:
-            for run in runs:
-                newer.clear()
+            for run in parts:
+                newer: dict[str, Newer] = {}
                 oldest = min(one.link for one in run)
                 for one in run:
-                    for key, chunk in next(ahead):
-                        self._take(one.link, oldest, key, chunk, newer)
+                    for table, columns in next(ahead):
+                        key = one.file.tables[table]
+                        if key in self._targets:
+                            seen, remember = newer.setdefault(key, Newer()), one.link > oldest
+                            fresh = seen.unseen(one.link, columns[0], remember=remember)
+                            if one.file.kind == "rows":
+                                rows = columns if fresh is None else selected(columns, fresh)
+                                self._load_rows(self._targets[key], chunk_of(key, rows))
 
     def _expect(self) -> None:
         """Tell tables how many rows come: about as many as the largest link has.
 
         Not where many may be left out as expired.
         """
-        saved: Counter[str] = Counter()
-        for link in self._links:
-            for table in link.manifest.tables:
-                saved[table.key] = max(saved[table.key], table.rows)
         for key, targets in self._targets.items():
+            own = (link.table(key) for link in self._chain.links)
+            saved = max(one.rows for one in own if one is not None)
             for target in targets:
                 if self._now_s is None or target.match.spec.expiry is None:
-                    target.shard.expect(target.table, target.share(saved[key]))
+                    target.shard.expect(target.table, -(-saved // target.hosted.shares))
 
     def _wanted(self, file: SavedFile) -> bool:
         return any(
@@ -384,43 +339,12 @@ class RowLoader:
             for target in self._targets.get(key, ())
         )
 
-    def _opened(
-        self, one: ChainFile, buffer: ReadBuffer
-    ) -> Iterator[tuple[str, RowChunk | Tensor]]:
-        """Rows or deleted ids of a file by key; it is read and checked when this returns."""
-        link, file = self._links[one.link], one.file
-        parts: Iterator[tuple[str, RowChunk | Tensor]]
-        if file.kind == "rows":
-            layout = self._layouts[one.link][file.tables[0]]
-            rows = read_rows(link.storage, file, layout, buffer, epoch=link.manifest.epoch)
-            parts = ((file.tables[index], chunk) for index, chunk in rows)
-        else:
-            ids = read_ids(link.storage, file, buffer)
-            parts = ((file.tables[index], ids_U) for index, ids_U, _ in ids)
-        first = next(parts, None)
-        return parts if first is None else joined([first], parts)
-
-    def _take(
-        self,
-        link: int,
-        oldest: int,
-        key: str,
-        part: RowChunk | Tensor,
-        newer: dict[str, Newer],
-    ) -> None:
-        targets = self._targets.get(key)
-        if not targets:
-            return
-        ids_R = part if isinstance(part, Tensor) else part.ids
-        if len(self._links) > 1:
-            seen = newer.setdefault(key, Newer())
-            fresh_R = seen.unseen(link, ids_R)
-            if link > oldest:
-                seen.add(ids_R)
-            if isinstance(part, RowChunk) and not bool(fresh_R.all()):
-                part = _selected(part, fresh_R)
-        if isinstance(part, RowChunk):
-            self._load_rows(targets, part)
+    def _opened(self, one: ChainFile, buffer: ReadBuffer) -> Iterator[tuple[int, Columns]]:
+        """Rows or deleted ids of a file; it is read and checked when this returns."""
+        link = self._chain.links[one.link]
+        manifest = link.manifest
+        layout = layout_of(one.file, manifest.tables)
+        return read_rows(link.storage, one.file, layout, buffer, version=manifest.version)
 
     def _load_rows(self, targets: Sequence[Target], chunk: RowChunk) -> None:
         adapted: Adapted | None = None
@@ -438,42 +362,36 @@ class RowLoader:
             if self._weighing:
                 continue
             if trim is not None:
-                rows = _selected(rows, trim.kept(rows))
+                rows = _kept(rows, trim.kept(rows))
             target.shard.load(target.table, rows)
-            if target.counts:
+            if target.hosted.answers(self._rank):
                 self._rows[target.match.key] += rows.ids.numel()
-                expired = target.owned(adapted.expired_U, self._rank)
-                self._expired[target.match.key] += int(expired.sum())
+                self._expired[target.match.key] += target.owned(adapted.expired_U, self._rank)
 
-    def _load_sights(self) -> None:
-        """Sights are whole in every checkpoint: the newest has all."""
-        storage, manifest = self._links[-1].storage, self._links[-1].manifest
-        files = [
-            file
-            for file in manifest.files
-            if file.kind in ("sights", "sketch") and self._wanted(file)
-        ]
+    def _load_admission(self) -> None:
+        """Admission counters are whole in every checkpoint: the newest has all."""
+        storage, manifest = self._chain.last.storage, self._chain.last.manifest
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         parts: dict[str, list[AdmissionState]] = {}
-        for file in files:
+        for file in filter(self._wanted, manifest.files):
             if file.kind == "sketch":
                 cells = read_checked(storage, file).numpy().tobytes()
                 parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
-                continue
-            for index, ids_P, counts_P in read_ids(storage, file):
-                assert counts_P is not None
-                found = AdmissionState(ids_P, counts_P, b"")
-                parts.setdefault(file.tables[index], []).append(found)
-        for key, targets in self._targets.items():
-            for target in targets:
-                if target.match.sights and key in parts:
-                    own = [target.sights(one, self._rank) for one in parts[key]]
-                    whole = AdmissionState(
-                        torch.cat([one.ids for one in own]),
-                        torch.cat([one.counts for one in own]),
-                        b"".join(one.cells for one in own),
-                    )
-                    target.shard.load_admission_state(target.table, whole)
+            elif file.kind == "admission":
+                for index, (ids_P, counts_P) in read_rows(storage, file, Layout.ids(counted=True)):
+                    found = AdmissionState(ids_P, counts_P, b"")
+                    parts.setdefault(file.tables[index], []).append(found)
+        for target in joined.from_iterable(self._targets.values()):
+            found_here = parts.get(target.match.saved.key, ())
+            if target.match.admission and found_here:
+                spec, hosted = target.match.spec, target.hosted
+                own = [hosted_sights(spec, hosted, self._rank, one) for one in found_here]
+                whole = AdmissionState(
+                    torch.cat([one.ids for one in own]),
+                    torch.cat([one.counts for one in own]),
+                    b"".join(one.cells for one in own),
+                )
+                target.shard.load_admission_state(target.table, whole)
 
 
 def _ahead(
@@ -495,18 +413,6 @@ def _ahead(
             if number < len(files):
                 pending = pool.submit(begin, files[number], buffers[number % 2])
             yield result
-
-
-def _selected(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
-    return RowChunk(
-        table=chunk.table,
-        ids=chunk.ids[kept_R],
-        weights=chunk.weights[kept_R],
-        state=chunk.state[kept_R],
-        versions=chunk.versions[kept_R],
-        last_seen_s=chunk.last_seen_s[kept_R],
-        counts=chunk.counts[kept_R],
-    )
 
 
 def _trims(targets: Iterable[Target]) -> dict[Target, Trim]:

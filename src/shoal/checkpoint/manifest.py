@@ -87,10 +87,11 @@ def _types(kind: Any) -> dict[str, Any]:
 
 MANIFEST = "manifest.json"
 
-SCHEMA = 2
+SCHEMA = 3
 
 Kind = Literal["full", "delta"]
-FileKind = Literal["rows", "deleted", "sights", "sketch", "dense", "state"]
+FileKind = Literal["rows", "deleted", "admission", "sketch", "dense", "state"]
+"""Of ids without a row "admission" has exact counts, "sketch" a table's sketch of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class SavedTable:
 
     Args:
         collection, name: "collection/name" is its key.
-        hash_name: what salts its hashes, by which row files are ordered and cut.
+        hash_name: what salts its hashes, by which row files are ordered and split.
         dtype: of weights; state is float64 for float64 tables, else float32.
         rows: rows in this checkpoint's files; of a delta the changed ones.
         deleted: ids in this checkpoint's files of deletions.
@@ -153,7 +154,7 @@ class SavedFile:
     """A file, its path below the checkpoint's folder.
 
     Args:
-        tables: keys of the tables it has rows, deletions or sights of, in the file's order.
+        tables: keys of the tables it has rows, deletions or counters of, in the file's order.
         start, stop: hashes [start, stop) of those rows; all of them: 0 and 2^64.
         rows: rows, ids or counters in it; 0 for other kinds.
     """
@@ -186,12 +187,12 @@ class Manifest:
         kind: "full", or "delta": what changed since `parent`, with what was deleted.
         step: optimizer steps done.
         position: global samples consumed.
-        epoch: closed epoch that it shows.
+        version: of its snapshot point; no row is of a later one.
         seed: of initial values.
         last_steps: global step of the last update, by collection.
         world_size: ranks that wrote it; says nothing about who may load it.
         created_s: Unix time in seconds.
-        versions: of packages that wrote it.
+        packages: versions of those that wrote it.
         modules, optimizers: names of what `dense/` has.
     """
 
@@ -200,13 +201,13 @@ class Manifest:
     kind: Kind
     step: int
     position: int
-    epoch: int
+    version: int
     parent: Parent | None
     seed: int
     last_steps: dict[str, int]
     world_size: int
     created_s: int
-    versions: dict[str, str]
+    packages: dict[str, str]
     tables: tuple[SavedTable, ...]
     modules: tuple[str, ...]
     optimizers: tuple[str, ...]
@@ -313,7 +314,7 @@ def _damaged(where: str, why: str) -> CheckpointError:
         f"checkpoint file {where}",
         got=why,
         allowed="the file as it was written",
-        remedy="It is damaged: load an earlier checkpoint, or copy it anew.",
+        remedy="It is damaged: load an earlier checkpoint, or copy it again.",
     )
 
 
@@ -329,7 +330,7 @@ def _check(manifest: Manifest) -> None:
     _within("step", manifest.step, 0, _MOST)
     _within("position", manifest.position, 0, _MOST)
     _within("created_s", manifest.created_s, 0, _MOST)
-    _within("epoch", manifest.epoch, 0, (1 << 32) - 2)
+    _within("version", manifest.version, 0, (1 << 32) - 2)
     _within("seed", manifest.seed, -(1 << 63), (1 << 64) - 1)
     _within("world_size", manifest.world_size, 1, (1 << 31) - 1)
     for name, step in manifest.last_steps.items():
@@ -384,7 +385,7 @@ def _check_table(table: SavedTable) -> None:
 
 def _check_content(file: SavedFile, tables: Sequence[SavedTable]) -> None:
     """What a file of this kind can hold: a row has a size, so that bytes bound rows."""
-    rows = {"rows": 0, "deleted": _ID_BYTES + _WORD_BYTES, "sights": _ID_BYTES + 2 * _WORD_BYTES}
+    rows = {"rows": 0, "deleted": _ID_BYTES + _WORD_BYTES, "admission": _ID_BYTES + 2 * _WORD_BYTES}
     lists, number = file.kind in rows, len(set(file.tables))
     wanted = number > 0 if lists else number == (file.kind == "sketch")
     layouts = {(table.dtype, table.dim, table.state_width) for table in tables}
@@ -400,7 +401,7 @@ def _check_content(file: SavedFile, tables: Sequence[SavedTable]) -> None:
         sketch = _SKETCH.fullmatch(tables[0].admission or "")
         cells = int(sketch[1]) * int(sketch[2]) if sketch else 0
         _within(f"bytes of {file.path}", file.bytes, cells * _WORD_BYTES, cells * _WORD_BYTES)
-    if file.kind == "sights" and any(table.admission != "exact" for table in tables):
+    if file.kind == "admission" and any(table.admission != "exact" for table in tables):
         raise NotThat(f"tables of {file.path}", list(file.tables), "tables that count exactly")
 
 

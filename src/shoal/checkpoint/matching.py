@@ -22,14 +22,14 @@ class LoadOptions:
         allow_missing: what the checkpoint may lack: "collection/table" (it starts empty),
             "collection/table.segment" (columns start with initial values), "module:name",
             "module:name.parameter", "optimizer:name" (each stays as it is).
-            "collection/table.segment.state" starts state anew where the optimizer differs, and
-            "collection/table.admission" sights where the admission differs.
+            "collection/table.segment.state" starts state from scratch where the optimizer differs,
+            and "collection/table.admission" counters where the admission differs.
         allow_unknown: what the checkpoint may have beyond the model, by the same names; it is
             not loaded.
         now_s: event time; rows that their table's expiry drops at it are left out.
         dense: whether modules and their optimizers are loaded.
         state: whether the state of optimizers is loaded, of rows and of modules. Without it
-            optimizers may differ, and start anew.
+            optimizers may differ, and start from scratch.
     """
 
     tables: tuple[str, ...] | None = None
@@ -64,24 +64,23 @@ class TableMatch:
 
     Args:
         key: "collection/table" in the model.
-        collection, index: its collection, and its place among the collection's whole tables.
+        collection: of the model.
         spec: the whole table.
         saved: what the checkpoint has.
         segments: one per segment of `spec`.
-        sights: whether its admission counters are loaded.
+        admission: whether its admission counters are loaded.
     """
 
     key: str
     collection: str
-    index: int
     spec: TableSpec
     saved: SavedTable
     segments: tuple[SegmentMatch, ...]
-    sights: bool
+    admission: bool
 
     @property
     def same_hash(self) -> bool:
-        """Whether rows have the hashes by which the checkpoint's files are cut."""
+        """Whether rows have the hashes by which the checkpoint's files are split."""
         return self.spec.hash_name == self.saved.hash_name
 
     @property
@@ -144,7 +143,7 @@ def match_tables(
         CheckpointError: tables, segments or optimizers differ and are not waived; it names all
             differences.
     """
-    model = {f"{name}/{spec.name}": (name, i, spec) for name, i, spec in _tables(specs)}
+    model = {f"{name}/{one.name}": (name, one) for name, those in specs.items() for one in those}
     there = {table.key: table for table in saved}
     problems = [*_wrong_names(model, there, options)]
     matches = []
@@ -155,18 +154,17 @@ def match_tables(
             if source == key and key not in options.allow_missing:
                 problems.append(f"table {key!r} is not in it")
             continue
-        collection, index, spec = model[key]
+        collection, spec = model[key]
         segments = tuple(_segments(key, spec, there[source], options, problems))
-        sights = _sights(key, spec, there[source], options, problems)
+        admission = _admission(key, spec, there[source], options, problems)
         matches.append(
             TableMatch(
                 key=key,
                 collection=collection,
-                index=index,
                 spec=spec,
                 saved=there[source],
                 segments=segments,
-                sights=sights,
+                admission=admission,
             )
         )
     if options.tables is None:
@@ -181,7 +179,7 @@ def match_tables(
     return tuple(matches)
 
 
-def check_room(match: TableMatch, rows: int, now_s: int | None) -> None:
+def check_capacity(match: TableMatch, rows: int, now_s: int | None) -> None:
     """Refuse a table that holds fewer rows than there are, before any is loaded.
 
     rows: at least so many will be loaded, unless some expire.
@@ -200,14 +198,6 @@ def check_room(match: TableMatch, rows: int, now_s: int | None) -> None:
             allowed=f"capacity_rows={spec.capacity_rows}",
             remedy="Raise capacity_rows, or set on_full to 'lru' or 'lfu'.",
         )
-
-
-def _tables(
-    specs: Mapping[str, Sequence[TableSpec]],
-) -> Iterator[tuple[str, int, TableSpec]]:
-    for name, tables in specs.items():
-        for index, spec in enumerate(tables):
-            yield name, index, spec
 
 
 def _wrong_names(
@@ -281,7 +271,7 @@ def _same_state(
     return False
 
 
-def _sights(
+def _admission(
     key: str, spec: TableSpec, saved: SavedTable, options: LoadOptions, problems: list[str]
 ) -> bool:
     kind = admission_kind(spec.admission)

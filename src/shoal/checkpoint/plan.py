@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.row_layout import IdLayout, RowLayout
+from shoal.checkpoint.manifest import SavedFile
+from shoal.checkpoint.row_files import Columns, Layout, RowFileWriter
+from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
-from shoal.placement import BUCKET_BITS, Hosted, rank_buckets
+from shoal.placement import Hosted
+from shoal.table.shard import HASHES
 
 FILE_BYTES = 64 << 20
 """Bytes of rows that a file has at most."""
@@ -19,28 +22,59 @@ FILE_BYTES = 64 << 20
 SMALL_BYTES = 8 << 20
 """A table below it shares a file with others."""
 
+PIECE_BYTES = 8 << 20
+"""Rows that are read, joined and handed to a file at a time."""
+
 _HASH_BITS = 64
 _MOST_BITS = 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TableRows:
-    """How many rows a table has, by the top bits of their hash.
+    """A table's rows, counted by the top bits of their hash.
 
     Args:
         key: "collection/table".
         layout: of its rows, or of its ids.
-        counts: int64 [2^bits], `bits` being at least `bits_for(rows)`.
+        counts: rows of all ranks, int64 [2^bits], `bits` being at least `bits_for(rows)`.
+        slices: its column slices, left to right; none where one process has them all.
     """
 
     key: str
-    layout: RowLayout | IdLayout
+    layout: Layout
     counts: Tensor
+    slices: tuple[Hosted, ...] = ()
 
     @property
     def rows(self) -> int:
         """All of them."""
-        return int(self.counts.sum())
+        return int(self._sums[-1])
+
+    def within(self, start: int, stop: int) -> int:
+        """Rows with hashes [start, stop), which are bounds of the histogram's cells."""
+        return int(self._sums[stop >> self._shift] - self._sums[start >> self._shift])
+
+    def pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        """Ascending ranges [start, stop) with rows of at most so many bytes, or of one cell."""
+        most = max(1, piece_bytes // self.layout.row_bytes)
+        at, last = start >> self._shift, stop >> self._shift
+        while at < last:
+            limit = int(self._sums[at]) + most
+            end = int(torch.searchsorted(self._sums, limit, right=True)) - 1
+            end = min(max(end, at + 1), last)
+            if self._sums[end] > self._sums[at]:
+                yield at << self._shift, end << self._shift
+            at = end
+
+    @cached_property
+    def _shift(self) -> int:
+        return _HASH_BITS - (len(self.counts).bit_length() - 1)
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        sums = torch.zeros(len(self.counts) + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(self.counts, 0, out=sums[1:])
+        return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +94,28 @@ class FilePlan:
     start: int
     stop: int
     rows: int
-    layout: RowLayout | IdLayout
+    layout: Layout
 
 
 def bits_for(total_rows: int) -> int:
     """Top bits of a hash by which rows are counted: some 128 to 256 rows to each of 2^bits.
 
-    Fewer rows than that need no finer cut, so that histograms of small tables stay small.
+    Fewer rows than that need no finer split, so that histograms of small tables stay small.
     """
     return min(_MOST_BITS, max(0, total_rows.bit_length() - 8))
+
+
+def bounds(keys_U: Tensor, start: int, stop: int) -> tuple[int, int]:
+    """Where the hashes [start, stop) lie in ascending sort keys."""
+    first = int(torch.searchsorted(keys_U, start - (1 << 63))) if start else 0
+    last = int(torch.searchsorted(keys_U, stop - (1 << 63))) if stop < HASHES else len(keys_U)
+    return first, last
+
+
+def histogram(keys_U: Tensor, bits: int) -> Tensor:
+    """Sort keys by the top bits of their hash: int64 [2^bits]."""
+    cells_U = (keys_U >> (64 - bits)) + (1 << (bits - 1)) if bits else torch.zeros_like(keys_U)
+    return torch.bincount(cells_U, minlength=1 << bits)
 
 
 def split(
@@ -83,66 +130,50 @@ def split(
     A file goes over `file_bytes` only where more rows than that share the top bits of their hash.
 
     Args:
-        folder: of the files: "rows", "deleted" or "sights".
+        folder: of the files: "rows", "deleted" or "admission".
 
     Raises:
         CheckpointError: a histogram that is too coarse, or not one.
     """
-    plans: list[_Draft] = []
-    shared: dict[RowLayout | IdLayout, _Draft] = {}
+    plans: list[FilePlan] = []
+    shared: dict[Layout, int] = {}  # the file that small tables of a layout go to
     for table in tables:
-        counts, rows = _counts_of(table), table.rows
-        size = rows * table.layout.row_bytes
+        counts, rows, row_bytes = _counts_of(table), table.rows, table.layout.row_bytes
         if not rows:
             continue
-        if size >= small_bytes:
-            fitting = max(1, file_bytes // table.layout.row_bytes)
-            for start, stop, part in _halved(counts, fitting):
-                plans.append(_Draft([table.key], start, stop, part, table.layout))
+        if rows * row_bytes >= small_bytes:
+            for start, stop, part in _halved(counts, max(1, file_bytes // row_bytes)):
+                plans.append(FilePlan("", (table.key,), start, stop, part, table.layout))
             continue
-        draft = shared.get(table.layout)
-        if draft is None or (draft.rows + rows) * table.layout.row_bytes > file_bytes:
-            draft = shared[table.layout] = _Draft([], 0, 1 << _HASH_BITS, 0, table.layout)
-            plans.append(draft)
-        draft.tables.append(table.key)
-        draft.rows += rows
-    return tuple(
-        FilePlan(f"{folder}/{n:05d}.arrow", tuple(d.tables), d.start, d.stop, d.rows, d.layout)
-        for n, d in enumerate(plans)
-    )
+        at = shared.get(table.layout, -1)
+        if at < 0 or (plans[at].rows + rows) * row_bytes > file_bytes:
+            at = shared[table.layout] = len(plans)
+            plans.append(FilePlan("", (), 0, HASHES, 0, table.layout))
+        one = plans[at]
+        plans[at] = replace(one, tables=(*one.tables, table.key), rows=one.rows + rows)
+    return tuple(replace(one, path=f"{folder}/{n:05d}.arrow") for n, one in enumerate(plans))
 
 
-def pieces(
-    table: TableRows, start: int = 0, stop: int = 1 << _HASH_BITS, *, piece_bytes: int
-) -> Iterator[tuple[int, int, int]]:
-    """Cut the rows of [start, stop) into ascending parts of at most about `piece_bytes`.
+def write_tables(
+    folder: Storage, tables: Sequence[TableRows], read: Callable[[int, int, int], Columns]
+) -> Iterator[SavedFile]:
+    """Write the row files of tables that one process has, as a save would.
 
-    Yields (start, stop, rows). The bounds given must be bounds of the histogram's cells.
+    read: (index of a table, start, stop) -> its rows with hashes [start, stop), in order of hash.
     """
-    counts = table.counts
-    shift = _HASH_BITS - (len(counts).bit_length() - 1)
-    first, last = start >> shift, stop >> shift
-    fitting = max(1, piece_bytes // table.layout.row_bytes)
-    sums = torch.cat(
-        [torch.zeros(1, dtype=torch.int64, device="cpu"), counts[first:last].cumsum(0)]
-    )
-    at = 0
-    while at < last - first:
-        upto = int(torch.searchsorted(sums, int(sums[at]) + fitting, right=True)) - 1
-        upto = max(at + 1, upto)
-        rows = int(sums[upto] - sums[at])
-        if rows:
-            yield (first + at) << shift, (first + upto) << shift, rows
-        at = upto
-
-
-@dataclass(slots=True)
-class _Draft:
-    tables: list[str]
-    start: int
-    stop: int
-    rows: int
-    layout: RowLayout | IdLayout
+    numbers = {table.key: number for number, table in enumerate(tables)}
+    for plan in split(tables):
+        ranges = (plan.start, plan.stop)
+        writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, ranges)
+        try:
+            for index, key in enumerate(plan.tables):
+                number = numbers[key]
+                for start, stop in tables[number].pieces(*ranges, PIECE_BYTES):
+                    writer.add(index, read(number, start, stop))
+            yield writer.close()
+        except BaseException:
+            writer.abort()
+            raise
 
 
 def _counts_of(table: TableRows) -> Tensor:
@@ -170,43 +201,6 @@ def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:
             waiting += [(middle, last), (first, middle)]
         elif rows:
             yield first << shift, last << shift, rows
-
-
-PIECE_BYTES = 8 << 20
-"""Rows that are read, joined and handed to a file at a time."""
-
-
-class PlannedFile(Protocol):
-    """A file that is to be written: rows with hashes [start, stop) of some tables, in order."""
-
-    @property
-    def tables(self) -> tuple[str, ...]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedRows:
-    """Rows of a whole table and where they lie.
-
-    Args:
-        key: what files call the table.
-        slices: its column slices, left to right.
-        slice_bytes: of a row of each of them.
-        counts: rows of all ranks by the top bits of their hash, int64 [2^bits].
-    """
-
-    key: str
-    slices: tuple[Hosted, ...]
-    slice_bytes: tuple[int, ...]
-    counts: Tensor
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a whole row."""
-        return sum(self.slice_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,34 +246,34 @@ def speakers(hosted: Hosted, writer: int, start: int, stop: int) -> tuple[int, .
     """
     if hosted.replicated:
         return (writer,)
-    return tuple(rank for rank, _ in _holders(hosted, start, stop))
+    return tuple(rank for rank, _ in hosted.holders(start, stop))
 
 
 def plan_writing(
-    files: Sequence[PlannedFile],
-    tables: Sequence[PlacedRows],
+    files: Sequence[FilePlan],
+    tables: Sequence[TableRows],
     world_size: int,
     *,
     piece_bytes: int = PIECE_BYTES,
 ) -> WritingPlan:
-    """Give each file to a rank that holds much of it, and cut it into pieces.
+    """Share files out among ranks, and cut them into pieces; the same on every rank.
 
-    Of the ranks that hold at least half as much of a file as the one that holds most, the one
-    with least to write so far takes it. Files of which rows travel come first, so that ranks
-    seldom wait for each other.
+    A file goes to a rank that has at least half as much of it as the rank that has most: of those
+    to the one with least to do. Pieces of which other ranks have rows come first on each rank, so
+    that all ranks exchange them at the same time and then write on their own.
 
     Args:
-        files: edges of their ranges are edges of the histograms' bins.
+        files: ranges that are multiples of the histograms' cells.
         tables: by `key`, the same on every rank.
     """
-    counted = {table.key: _Counted(number, table) for number, table in enumerate(tables)}
+    counted = {table.key: (number, table) for number, table in enumerate(tables)}
     load = [0] * world_size
     writers: list[int] = []
     taken: list[list[list[Piece]]] = [[] for _ in range(world_size)]
     for number, file in enumerate(files):
         here = [counted[key] for key in file.tables]
-        writer = _writer(file, here, load)
-        load[writer] += sum(one.bytes(file.start, file.stop) for one in here)
+        writer = _writer(file, [table for _, table in here], load)
+        load[writer] += file.rows * file.layout.row_bytes
         writers.append(writer)
         taken[writer].append(_pieces(number, file, here, writer, piece_bytes))
     pieces_W = []
@@ -289,72 +283,42 @@ def plan_writing(
     return WritingPlan(tuple(writers), tuple(pieces_W), _rounds(pieces_W))
 
 
-class _Counted:
-    """A table whose rows are counted by hash."""
-
-    def __init__(self, number: int, table: PlacedRows) -> None:
-        self.number, self.table, self.row_bytes = number, table, table.row_bytes
-        bins = table.counts.numel()
-        self._shift = _HASH_BITS - (bins.bit_length() - 1)
-        self._before = torch.zeros(bins + 1, dtype=torch.int64, device="cpu")
-        torch.cumsum(table.counts, 0, out=self._before[1:])
-
-    def bytes(self, start: int, stop: int) -> int:
-        return self._rows(start >> self._shift, stop >> self._shift) * self.row_bytes
-
-    def cut(self, start: int, stop: int, most_bytes: int) -> Iterator[Span]:
-        """Spans of at most so many bytes, or of one bin; none without rows."""
-        most_rows = max(most_bytes // self.row_bytes, 1)
-        at, last = start >> self._shift, stop >> self._shift
-        while at < last:
-            limit = int(self._before[at]) + most_rows
-            end = int(torch.searchsorted(self._before, limit, right=True)) - 1
-            end = min(max(end, at + 1), last)
-            if self._rows(at, end):
-                yield Span(self.number, at << self._shift, end << self._shift)
-            at = end
-
-    def _rows(self, first: int, last: int) -> int:
-        return int(self._before[last] - self._before[first])
-
-
-def _writer(file: PlannedFile, here: Sequence[_Counted], load: Sequence[int]) -> int:
+def _writer(file: FilePlan, here: Sequence[TableRows], load: Sequence[int]) -> int:
     """Hashes are uniform: a rank holds such a part of the rows as of the file's hashes."""
     held: dict[int, int] = {}
-    for one in here:
-        size = one.bytes(file.start, file.stop)
-        for hosted, row_bytes in zip(one.table.slices, one.table.slice_bytes, strict=True):
-            for rank, hashes in _holders(hosted, file.start, file.stop):
-                part = size * row_bytes * hashes // (one.row_bytes * (file.stop - file.start))
+    for table in here:
+        size = table.within(file.start, file.stop) * table.layout.row_bytes
+        columns = sum(one.stop - one.start for one in table.slices)
+        for one in table.slices:
+            for rank, hashes in one.holders(file.start, file.stop):
+                whole = columns * (file.stop - file.start)
+                part = size * (one.stop - one.start) * hashes // whole
                 held[rank] = held.get(rank, 0) + part
     enough = [rank for rank, part in held.items() if 2 * part >= max(held.values())]
     return min(enough, key=lambda rank: (load[rank], -held[rank], rank))
 
 
 def _pieces(
-    number: int, file: PlannedFile, here: Sequence[_Counted], writer: int, piece_bytes: int
+    number: int,
+    file: FilePlan,
+    here: Sequence[tuple[int, TableRows]],
+    writer: int,
+    piece_bytes: int,
 ) -> list[Piece]:
     """The file's spans, gathered until the next one would not fit."""
-    gathered: list[list[Span]] = [[]]
-    travels, size = [False], 0
-    for one in here:
-        for span in one.cut(file.start, file.stop, piece_bytes):
-            wanted = one.bytes(span.start, span.stop)
-            if gathered[-1] and size + wanted > piece_bytes:
-                gathered.append([])
-                travels.append(False)
+    found: list[Piece] = []
+    size = 0
+    for index, table in here:
+        for start, stop in table.pieces(file.start, file.stop, piece_bytes):
+            wanted = table.within(start, stop) * file.layout.row_bytes
+            travels = any(speakers(one, writer, start, stop) != (writer,) for one in table.slices)
+            if not found or size + wanted > piece_bytes:
+                found.append(Piece(number, (), False))
                 size = 0
-            gathered[-1].append(span)
-            size += wanted
-            travels[-1] |= any(
-                speakers(hosted, writer, span.start, span.stop) != (writer,)
-                for hosted in one.table.slices
-            )
-    return [
-        Piece(number, tuple(spans), moves)
-        for spans, moves in zip(gathered, travels, strict=True)
-        if spans
-    ]
+            last, size = found[-1], size + wanted
+            spans = (*last.spans, Span(index, start, stop))
+            found[-1] = Piece(number, spans, last.travels or travels)
+    return found
 
 
 def _rounds(pieces_W: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece | None, ...], ...]:
@@ -363,17 +327,3 @@ def _rounds(pieces_W: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece | None, ..
     return tuple(
         tuple(pieces[k] if k < len(pieces) else None for pieces in travelling) for k in range(count)
     )
-
-
-def _holders(hosted: Hosted, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Ranks that may have rows with hashes [start, stop), and how many of the hashes."""
-    if hosted.replicated:
-        for rank in hosted.ranks:
-            yield rank, stop - start
-        return
-    count, shift = len(hosted.ranks), _HASH_BITS - BUCKET_BITS
-    first = (start >> shift) * count >> BUCKET_BITS
-    last = (stop - 1 >> shift) * count >> BUCKET_BITS
-    for share in range(first, last + 1):
-        low, high = (bucket << shift for bucket in rank_buckets(share, count))
-        yield hosted.ranks[share], min(high, stop) - max(low, start)

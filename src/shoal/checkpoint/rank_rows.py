@@ -11,42 +11,50 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.plan import Piece, PlacedRows, Span, WritingPlan, bits_for, speakers
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.plan import (
+    Piece,
+    Span,
+    TableRows,
+    WritingPlan,
+    bits_for,
+    bounds,
+    histogram,
+    speakers,
+)
+from shoal.checkpoint.row_files import Columns, Layout, columns_of, joined, selected
 from shoal.comm.collectives import Collectives, Part
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted, hash_ids, sort_key
-from shoal.table.hosting import joined_state
-from shoal.table.shard import HASHES, Snapshot
+from shoal.table.hosting import HostedTables, hosted_spec, joined_state
+from shoal.table.shard import Snapshot
 from shoal.table.spec import TableSpec
-from shoal.table.values import RowChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A field of rows: [R] where `width` is None, else [R, width]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalSlice:
+    """A column slice of a whole table, and where this rank has it.
 
-    dtype: torch.dtype
-    width: int | None = None
+    Args:
+        hosted: which columns, on which ranks; all of them on one rank without a placement.
+        spec: of the slice.
+        table: index into its shard's specs; None: not on this rank.
+    """
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row's part."""
-        return self.dtype.itemsize * (1 if self.width is None else self.width)
-
-
-def row_columns(layout: RowLayout) -> tuple[Column, ...]:
-    """Of rows: ids, versions, last seen, counts, state, weights; wide dtypes first."""
-    return (
-        *(Column(torch.int64),) * 4,
-        Column(layout.state_dtype, layout.state_width),
-        Column(layout.weights_dtype, layout.dim),
-    )
+    hosted: Hosted
+    spec: TableSpec
+    table: int | None
 
 
-def id_columns(counted: bool) -> tuple[Column, ...]:
-    """Of ids, and their counts."""
-    return (Column(torch.int64),) * (2 if counted else 1)
+def slices_of(tables: HostedTables, spec: TableSpec, rank: int) -> tuple[LocalSlice, ...]:
+    """A whole table's slices, left to right."""
+    names = {one.name: index for index, one in enumerate(tables.shard.specs)}
+    if tables.placement is None:
+        return (LocalSlice(Hosted(spec.name, 0, spec.dim, (rank,)), spec, names[spec.name]),)
+    found = []
+    for hosted in tables.placement.of(spec.name):
+        part = hosted_spec(spec, hosted)
+        found.append(LocalSlice(hosted, part, names[part.name] if rank in hosted.ranks else None))
+    return tuple(found)
 
 
 class SliceSource(Protocol):
@@ -56,8 +64,8 @@ class SliceSource(Protocol):
         """Rows by the top bits of their hash, int64 [2^bits]."""
         ...
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Columns of the rows with hashes [start, stop), ordered by hash."""
+    def read(self, start: int, stop: int) -> Columns:
+        """Rows with hashes [start, stop), ordered by hash."""
         ...
 
 
@@ -72,13 +80,9 @@ class RowSlice:
         """See `SliceSource`."""
         return self.snapshot.histogram(self.table, bits)
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
+    def read(self, start: int, stop: int) -> Columns:
         """See `SliceSource`."""
-        chunk: RowChunk = self.snapshot.read(self.table, start, stop)
-        return (
-            *(chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts),
-            *(chunk.state, chunk.weights),
-        )
+        return columns_of(self.snapshot.read(self.table, start, stop))
 
 
 class IdSlice:
@@ -86,81 +90,70 @@ class IdSlice:
 
     Args:
         hash_name: of the table.
-        read: makes ids int64 [U], each once, in any order, and of sights counts int64 [U]. Called
-            once, when they are first asked for.
+        read: makes ids int64 [U], each once, in any order, and counts int64 [U] where they are
+            counted. Called once, when they are first asked for.
     """
 
-    def __init__(self, hash_name: str, read: Callable[[], tuple[Tensor, ...]]) -> None:
+    def __init__(self, hash_name: str, read: Callable[[], Columns]) -> None:
         self._hash_name, self._read = hash_name, read
 
     def histogram(self, bits: int) -> Tensor:
         """See `SliceSource`."""
-        keys_U, _ = self._sorted
-        if bits == 0:
-            return torch.tensor([keys_U.numel()], device="cpu")
-        bins_U = (keys_U >> (64 - bits)) + (1 << (bits - 1))
-        return torch.bincount(bins_U, minlength=1 << bits)
+        return histogram(self._sorted[0], bits)
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, ...]:
+    def read(self, start: int, stop: int) -> Columns:
         """See `SliceSource`."""
-        first, last = self._below(start), self._below(stop)
-        return tuple(column[first:last] for column in self._sorted[1])
-
-    def _below(self, hash_: int) -> int:
-        keys_U, _ = self._sorted
-        if hash_ == HASHES:
-            return keys_U.numel()
-        return int(torch.searchsorted(keys_U, hash_ - (HASHES >> 1)))
+        keys_U, columns = self._sorted
+        return selected(columns, slice(*bounds(keys_U, start, stop)))
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _sorted(self) -> tuple[Tensor, Columns]:
         """Ascending keys [U], and the columns in their order."""
         columns = self._read()
         keys_U, order_U = sort_key(hash_ids(self._hash_name, columns[0])).sort()
-        return keys_U, tuple(column[order_U] for column in columns)
+        return keys_U, selected(columns, order_U)
 
-
-Columns = tuple[Tensor, ...]
-Join = Callable[[Sequence[tuple[Hosted, Columns]]], Columns]
 
 _FIRST_BITS = 10  # enough for 2^18 rows
 _ALIGNED = 8  # bytes: what arrives is viewed in its own dtypes
 
 
 class OtherRankFailed(CheckpointError):
-    """Another rank could not go on; it says why in the vote at the end."""
+    """Another rank could not continue; it says why when the ranks next agree."""
 
     def __init__(self) -> None:
         super().__init__(
             "a save by all ranks",
             got="a failure on another rank",
-            allowed="all ranks to go on",
+            allowed="all ranks to continue",
             remedy="Look at that rank's error.",
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTable:
-    """A whole table as its slices lie on ranks.
+    """Rows or ids of a whole table as its slices lie on ranks.
 
     Args:
         key: what files call it.
-        slices: those that are read, left to right.
-        columns: of each of them.
+        spec: of the whole table.
+        layout: of the whole table's rows, or of its ids.
+        slices: those that are read, left to right; of ids, which every slice has, the first.
         sources: what this rank has of each; None: nothing.
-        join: makes a whole table's columns of all slices'.
     """
 
     key: str
-    slices: tuple[Hosted, ...]
-    columns: tuple[tuple[Column, ...], ...]
+    spec: TableSpec
+    layout: Layout
+    slices: tuple[LocalSlice, ...]
     sources: tuple[SliceSource | None, ...]
-    join: Join
 
-    @property
-    def slice_bytes(self) -> tuple[int, ...]:
-        """Bytes of a row of each slice."""
-        return tuple(sum(column.row_bytes for column in columns) for columns in self.columns)
+    def layout_of(self, number: int) -> Layout:
+        """Of a slice's rows."""
+        spec = self.slices[number].spec
+        if self.layout.named:
+            return self.layout
+        return Layout.rows(spec.dim, spec.state_width, spec.dtype)
 
 
 class ShardedRows:
@@ -179,7 +172,7 @@ class ShardedRows:
         self._rank = collectives.rank
         self._rounds: list[tuple[Piece | None, ...]] = []
 
-    def placed(self) -> tuple[PlacedRows, ...]:
+    def counted(self) -> tuple[TableRows, ...]:
         """The tables with their rows counted over all ranks.
 
         Raises:
@@ -194,12 +187,12 @@ class ShardedRows:
             finer = self._histograms([bits[k] if k in many else 0 for k in range(len(bits))])
             parts = [finer[k] if k in many else part for k, part in enumerate(parts)]
         return tuple(
-            PlacedRows(table.key, table.slices, table.slice_bytes, part)
-            for table, part in zip(self.tables, parts, strict=True)
+            TableRows(one.key, one.layout, part, tuple(each.hosted for each in one.slices))
+            for one, part in zip(self.tables, parts, strict=True)
         )
 
     def pieces(self, plan: WritingPlan) -> Iterator[tuple[int, int, Columns]]:
-        """What this rank writes: (file, table, whole columns in order of hash).
+        """What this rank writes: (file, table, whole rows in order of hash).
 
         Every rank runs through it; one that stops before its end calls `abandon`.
 
@@ -209,14 +202,14 @@ class ShardedRows:
         """
         self._rounds = list(plan.rounds[::-1])
         for piece in plan.pieces[self._rank]:
-            found = self._exchange() if piece.travels else self._own(piece)
+            found = self._exchange(piece) if piece.travels else self._own(piece)
             for span in piece.spans:
                 columns = self._joined(span, found[: len(self.tables[span.table].slices)])
                 del found[: len(self.tables[span.table].slices)]
                 yield piece.file, span.table, columns
                 del columns
         while self._rounds:
-            self._exchange()
+            self._exchange(None)
 
     def abandon(self) -> None:
         """Tell the other ranks that this one failed, if they still wait for it."""
@@ -226,24 +219,16 @@ class ShardedRows:
 
     def _histograms(self, bits_K: Sequence[int]) -> list[Tensor]:
         """Rows of each table over all ranks by so many bits of their hash; 0 bits: not counted."""
-
-        def count() -> list[Tensor]:
-            return [
-                self._counted(table, bits)
-                for table, bits in zip(self.tables, bits_K, strict=True)
-                if bits
-            ]
-
         sizes = [1 << bits if bits else 0 for bits in bits_K]
-        return list(torch.split(self._summed(count, sum(sizes)), sizes))
-
-    def _summed(self, make: Callable[[], list[Tensor]], size: int) -> Tensor:
-        """Sum of what all ranks make, int64 [size]."""
         error: Exception | None = None
-        values = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
+        values = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device="cpu")
         try:
-            if made := make():
-                torch.cat(made, out=values[:-1])
+            for part, table, bits in zip(
+                torch.split(values[:-1], sizes), self.tables, bits_K, strict=True
+            ):
+                source = table.sources[0]
+                if bits and source is not None and table.slices[0].hosted.answers(self._rank):
+                    part.copy_(source.histogram(bits))
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
             values.zero_()[-1] = 1
@@ -254,14 +239,7 @@ class ShardedRows:
             raise error
         if int(total[-1]):
             raise OtherRankFailed
-        return total[:-1].cpu()
-
-    def _counted(self, table: ShardedTable, bits: int) -> Tensor:
-        """Rows that this rank answers for: those of its first slice, of replicas on one rank."""
-        first, source = table.slices[0], table.sources[0]
-        if source is None or (first.replicated and first.ranks[0] != self._rank):
-            return torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
-        return source.histogram(bits)
+        return list(torch.split(total[:-1].cpu(), sizes))
 
     def _own(self, piece: Piece) -> list[list[Columns]]:
         """Of each span and slice what this rank has itself, nothing else being needed."""
@@ -270,35 +248,48 @@ class ShardedRows:
             for span, number, speaking in self._asked(piece, self._rank)
         ]
 
-    def _exchange(self) -> list[list[Columns]]:
+    def _exchange(self, own: Piece | None) -> list[list[Columns]]:
         """One round: hand in what others write, and get the parts of this rank's own piece."""
         pieces_W = self._rounds.pop()
         sent: list[list[Columns]] = []
-        packed: tuple[Tensor, tuple[int, ...]] | None = None
+        packed_W: list[Tensor] = []
         error: Exception | None = None
         try:
             sent = [
                 [] if piece is None or writer == self._rank else self._handed(piece, writer)
                 for writer, piece in enumerate(pieces_W)
             ]
-            packed = self._packed(sent)  # what takes memory, while others can still be told
+            # What takes memory, while others can still be told.
+            packed_W = [_packed(parts) for parts in sent]
+            data = torch.cat(packed_W).to(self._collectives.device)
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
         try:
-            rows_WX = self._sizes(pieces_W, sent, failed=error is not None)
+            rows_WX = self._sizes(pieces_W, sent, failed=error is not None).tolist()
         finally:
             if error is not None:
                 self._rounds.clear()
                 raise error
         del sent
-        assert packed is not None
-        return self._swap(pieces_W, packed, rows_WX)
-
-    def _packed(self, sent: Sequence[Sequence[Columns]]) -> tuple[Tensor, tuple[int, ...]]:
-        """What goes to all ranks as one tensor, and bytes for each."""
-        packed_W = [_packed(parts) for parts in sent]
-        data = torch.cat(packed_W).to(self._collectives.device)
-        return data, tuple(part.numel() for part in packed_W)
+        asked = [] if own is None else list(self._asked(own, self._rank))
+        layouts = [self.tables[span.table].layout_of(number) for span, number, _ in asked]
+        receive = tuple(
+            sum(_bytes(layout, rows) for layout, rows in zip(layouts, rows_X, strict=False))
+            for rows_X in rows_WX
+        )
+        got = self._swapped(Part(data, tuple(map(len, packed_W)), receive))
+        starts = accumulate(receive, initial=0)
+        by_rank = [
+            _unpacked(got[start : start + size].cpu(), layouts, rows_X)
+            for start, size, rows_X in zip(starts, receive, rows_WX, strict=False)
+        ]
+        return [
+            [
+                self._read(span, number) if rank == self._rank else by_rank[rank][slot]
+                for rank in speaking
+            ]
+            for slot, (span, number, speaking) in enumerate(asked)
+        ]
 
     def _handed(self, piece: Piece, writer: int) -> list[Columns]:
         return [
@@ -327,33 +318,6 @@ class ShardedRows:
             raise OtherRankFailed
         return received_WX[:, :width]
 
-    def _swap(
-        self,
-        pieces_W: Sequence[Piece | None],
-        packed: tuple[Tensor, tuple[int, ...]],
-        rows_WX: Tensor,
-    ) -> list[list[Columns]]:
-        piece = pieces_W[self._rank]
-        asked = [] if piece is None else list(self._asked(piece, self._rank))
-        layouts = [self.tables[span.table].columns[number] for span, number, _ in asked]
-        receive = tuple(
-            sum(_bytes(c, n) for c, n in zip(layouts, rows_X, strict=False))
-            for rows_X in rows_WX.tolist()
-        )
-        got = self._swapped(Part(*packed, receive))
-        starts = list(accumulate(receive, initial=0))
-        by_rank = [
-            _unpacked(got[starts[rank] : starts[rank + 1]].cpu(), layouts, rows_X)
-            for rank, rows_X in enumerate(rows_WX.tolist())
-        ]
-        return [
-            [
-                self._read(span, number) if rank == self._rank else by_rank[rank][slot]
-                for rank in speaking
-            ]
-            for slot, (span, number, speaking) in enumerate(asked)
-        ]
-
     def _swapped(self, part: Part) -> Tensor:
         """What the other ranks sent.
 
@@ -379,8 +343,8 @@ class ShardedRows:
     def _asked(self, piece: Piece, writer: int) -> Iterator[tuple[Span, int, tuple[int, ...]]]:
         """Each span with each slice of its table, and the ranks that hand it in."""
         for span in piece.spans:
-            for number, hosted in enumerate(self.tables[span.table].slices):
-                yield span, number, speakers(hosted, writer, span.start, span.stop)
+            for number, one in enumerate(self.tables[span.table].slices):
+                yield span, number, speakers(one.hosted, writer, span.start, span.stop)
 
     def _read(self, span: Span, number: int) -> Columns:
         table = self.tables[span.table]
@@ -390,73 +354,53 @@ class ShardedRows:
         return source.read(span.start, span.stop)
 
     def _joined(self, span: Span, found: Sequence[list[Columns]]) -> Columns:
-        """Parts of ranks put behind each other, which is by hash, then slices side by side."""
+        """Parts of ranks put behind each other, which is by hash, then slices side by side.
+
+        Weights and state are joined, versions, times and counts are the largest of any slice.
+        """
         table = self.tables[span.table]
-        slices = [
-            parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-            for parts in found
-        ]
+        slices = [joined(table.layout_of(number), parts) for number, parts in enumerate(found)]
+        if len(slices) == 1:
+            return slices[0]
         for other in slices[1:]:
             if not torch.equal(other[0], slices[0][0]):
                 raise _torn(table.key, len(slices[0][0]), len(other[0]))
-        return table.join(list(zip(table.slices, slices, strict=True)))
-
-
-def joined_ids(parts: Sequence[tuple[Hosted, Columns]]) -> Columns:
-    """Of ids, which every slice has: those of the one that is read."""
-    return parts[0][1]
-
-
-def joined_rows(spec: TableSpec) -> Join:
-    """Of rows (`row_columns`): columns side by side; versions, times and counts the largest."""
-
-    def join(parts: Sequence[tuple[Hosted, Columns]]) -> Columns:
-        if len(parts) == 1:
-            return parts[0][1]
-        metadata = [
-            torch.stack([columns[k] for _, columns in parts]).amax(dim=0) for k in range(1, 4)
+        states = [
+            (one.hosted, columns[5]) for one, columns in zip(table.slices, slices, strict=True)
         ]
         return (
-            parts[0][1][0],
-            *metadata,
-            joined_state(spec, [(hosted, columns[4]) for hosted, columns in parts]),
-            torch.cat([columns[5] for _, columns in parts], dim=1),
+            slices[0][0],
+            *(torch.stack([one[k] for one in slices]).amax(dim=0) for k in range(1, 4)),
+            torch.cat([one[4] for one in slices], dim=1),
+            joined_state(table.spec, states),
         )
-
-    return join
 
 
 def _packed(parts: Sequence[Columns]) -> Tensor:
-    """uint8: of each part its columns, one behind the other, filled up to whole words."""
+    """uint8: of each part its columns, one behind the other, each filled up to whole words."""
     flat = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-    for columns in parts:
-        size = 0
-        for column in columns:
-            flat.append(column.contiguous().view(-1).view(torch.uint8))
-            size += flat[-1].numel()
-        flat.append(torch.zeros(-size % _ALIGNED, dtype=torch.uint8, device="cpu"))
+    for column in (one for columns in parts for one in columns):
+        flat.append(column.contiguous().view(-1).view(torch.uint8))
+        flat.append(torch.zeros(-len(flat[-1]) % _ALIGNED, dtype=torch.uint8, device="cpu"))
     return torch.cat(flat)
 
 
-def _unpacked(
-    data: Tensor, layouts: Sequence[tuple[Column, ...]], rows_X: Sequence[int]
-) -> list[Columns]:
+def _unpacked(data: Tensor, layouts: Sequence[Layout], rows_X: Sequence[int]) -> list[Columns]:
     parts, at = [], 0
-    for columns, rows in zip(layouts, rows_X, strict=False):
+    for layout, rows in zip(layouts, rows_X, strict=False):
         part = []
-        end = at
-        for column in columns:
-            flat = data[end : end + rows * column.row_bytes].view(column.dtype)
-            part.append(flat if column.width is None else flat.view(rows, column.width))
-            end += rows * column.row_bytes
+        for field in layout.fields:
+            size = rows * field.row_bytes
+            flat = data[at : at + size].view(field.dtype)
+            part.append(flat if field.width is None else flat.view(rows, field.width))
+            at += size + -size % _ALIGNED
         parts.append(tuple(part))
-        at += _bytes(columns, rows)
     return parts
 
 
-def _bytes(columns: tuple[Column, ...], rows: int) -> int:
-    size = rows * sum(column.row_bytes for column in columns)
-    return size + -size % _ALIGNED
+def _bytes(layout: Layout, rows: int) -> int:
+    sizes = (rows * field.row_bytes for field in layout.fields)
+    return sum(size + -size % _ALIGNED for size in sizes)
 
 
 def _torn(key: str, rows: int, others: int) -> CheckpointError:

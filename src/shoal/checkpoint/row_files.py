@@ -1,27 +1,261 @@
-"""Row files, and files of deleted ids and admission counters: written in order, read checked."""
+"""Files of rows, of deleted ids and of admission counters: written in order, checked when read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.checkpoint.manifest import FileKind, SavedFile
-from shoal.checkpoint.row_layout import ROW_FIELDS, IdLayout, RowLayout
+from shoal.checkpoint.manifest import FileKind, SavedFile, SavedTable
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
 from shoal.errors import CheckpointError, ShoalError
+from shoal.table.shard import HASHES
 from shoal.table.values import RowChunk
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Columns = tuple[Tensor, ...]
+"""Rows as tensors, one for each field of their layout."""
 
-HASHES = 1 << 64
+Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
+"""(buffer, dtype, first element, elements) -> a tensor over that memory."""
+
+_BATCH_BYTES = 8 << 20
+_WEIGHTS = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_ARROW = {torch.int64: "uint32", torch.bfloat16: "int16", torch.float16: "float16"} | {
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column: [R] where `width` is None, else [R, width].
+
+    Whole numbers are int64 in memory; in a file all but ids are uint32. bfloat16 is kept as its
+    int16 bits.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.int64
+    width: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's part in memory."""
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of a row's part in a file."""
+        return 4 if self.width is None and self.name != "id" else self.row_bytes
+
+    def arrow(self) -> pa.Field:
+        """Of a file's schema."""
+        import pyarrow as pa
+
+        kind = getattr(pa, "int64" if self.name == "id" else _ARROW[self.dtype])()
+        kind = kind if self.width is None else pa.list_(kind, self.width)
+        return pa.field(self.name, kind, nullable=False)
+
+    def to_arrow(self, values: Tensor, table: str) -> pa.Array:
+        """An array, over the same memory where it can.
+
+        Raises:
+            CheckpointError: a whole number outside 32 bits.
+        """
+        import pyarrow as pa
+
+        flat = values.contiguous().reshape(-1)
+        array = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+        if self.width is not None:
+            kind = self.arrow().type
+            return pa.Array.from_buffers(kind, len(values), [None], children=[pa.array(array)])
+        if self.name == "id":
+            return pa.array(array)
+        narrow = array.astype(np.uint32)
+        if not np.array_equal(narrow, array):
+            raise CheckpointError(
+                f"{self.name} of rows of table {table!r}",
+                got=f"{int(array.min())}..{int(array.max())}",
+                allowed="0..2^32 - 1",
+                remedy="These are whole counts, seconds or versions of 32 bits.",
+            )
+        return pa.array(narrow)
+
+    def to_tensor(self, array: pa.Array, view: Viewer) -> Tensor:
+        """The column; ids, weights and state lie in the array's memory, as `view` shows it."""
+        rows, width = len(array), self.width
+        if width is None and self.name != "id":
+            return torch.from_numpy(array.to_numpy(zero_copy_only=True).astype(np.int64))
+        if width is None:
+            return view(array.buffers()[-1], self.dtype, array.offset, rows)
+        if rows * width == 0:
+            return torch.empty(rows, width, dtype=self.dtype, device="cpu")
+        first = array.offset * width + array.values.offset
+        return view(array.buffers()[-1], self.dtype, first, rows * width).view(rows, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a file, ids first. `named`: also a file of one table names it in each row."""
+
+    fields: tuple[Field, ...]
+    named: bool = False
+
+    @staticmethod
+    def rows(dim: int, state_width: int, dtype: str) -> Layout:
+        """Of rows; state is float64 for float64 tables, else float32.
+
+        Raises:
+            CheckpointError: a dtype that rows do not have, or a negative width.
+        """
+        if dtype not in _WEIGHTS or dim < 0 or state_width < 0:
+            raise CheckpointError(
+                "layout of a row",
+                got=f"dim={dim}, state_width={state_width}, dtype={dtype!r}",
+                allowed=f"widths of 0 or more and a dtype of {', '.join(_WEIGHTS)}",
+                remedy="Load it with the version that wrote it.",
+            )
+        state = torch.float64 if dtype == "float64" else torch.float32
+        return Layout(
+            (
+                *(Field(name) for name in ("id", "version", "last_seen_s", "count")),
+                Field("weights", _WEIGHTS[dtype], dim),
+                Field("state", state, state_width),
+            )
+        )
+
+    @staticmethod
+    def of(table: SavedTable) -> Layout:
+        """Of a saved table's rows."""
+        return Layout.rows(table.dim, table.state_width, table.dtype)
+
+    @staticmethod
+    def ids(*, counted: bool) -> Layout:
+        """Of deleted ids, or of counted ones."""
+        return Layout((Field("id"), Field("count")) if counted else (Field("id"),), named=True)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a file; of rows the column that names their table is left out."""
+        return sum(field.file_bytes for field in self.fields) + 4 * self.named
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of every record batch but a table's last in a file: a power of two within 8 MiB."""
+        return 1 << max(0, (_BATCH_BYTES // max(1, self.row_bytes)).bit_length() - 1)
+
+    def schema(self, tables: int) -> pa.Schema:
+        """Of a file of so many tables."""
+        import pyarrow as pa
+
+        names = [pa.field("table", pa.uint32(), nullable=False)] * (self.named or tables > 1)
+        return pa.schema([*names, *(field.arrow() for field in self.fields)])
+
+    def to_arrow(self, columns: Columns, schema: pa.Schema, number: int, table: str) -> pa.Array:
+        """A record batch of a file's schema. `number` is the table's in the file.
+
+        Raises:
+            CheckpointError: rows of another layout, or whole numbers outside 32 bits.
+        """
+        import pyarrow as pa
+
+        self.check(columns, table)
+        pairs = zip(self.fields, columns, strict=True)
+        arrays = [field.to_arrow(column, table) for field, column in pairs]
+        if len(schema) > len(arrays):
+            arrays.insert(0, pa.array(np.full(len(columns[0]), number, dtype=np.uint32)))
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def to_columns(self, batch: pa.RecordBatch, view: Viewer) -> Columns:
+        """Rows of a batch, of those fields that it has."""
+        have = batch.schema.names
+        return tuple(
+            field.to_tensor(batch.column(field.name), view)
+            for field in self.fields
+            if field.name in have
+        )
+
+    def empty(self, rows: int) -> Columns:
+        """So many rows with anything in them."""
+        return tuple(
+            torch.empty(
+                (rows,) if field.width is None else (rows, field.width),
+                dtype=field.dtype,
+                device="cpu",
+            )
+            for field in self.fields
+        )
+
+    def check(self, columns: Columns, table: str) -> None:
+        """Check number, shapes, dtypes and device.
+
+        Raises:
+            CheckpointError: rows of another layout.
+        """
+        rows = len(columns[0])
+        got = [f"{tuple(one.shape)} {one.dtype} on {one.device}" for one in columns]
+        wanted = [
+            f"{(rows,) if one.width is None else (rows, one.width)} {one.dtype} on cpu"
+            for one in self.fields
+        ]
+        if got != wanted:
+            wrong = [k for k, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b]
+            at = wrong[0] if wrong else min(len(got), len(self.fields) - 1)
+            raise CheckpointError(
+                f"{self.fields[at].name} of rows of table {table!r}",
+                got=got[at] if at < len(got) and wrong else f"{len(got)} columns",
+                allowed=wanted[at] if wrong else f"{len(wanted)} columns",
+                remedy="Write each table with its own layout.",
+            )
+
+
+def columns_of(chunk: RowChunk) -> Columns:
+    """A chunk's rows in the order of a layout of rows."""
+    return (
+        *(chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts),
+        *(chunk.weights, chunk.state),
+    )
+
+
+def chunk_of(table: str, columns: Columns) -> RowChunk:
+    """Back from `columns_of`."""
+    ids, versions, last_seen_s, counts, weights, state = columns
+    return RowChunk(table, ids, weights, state, versions, last_seen_s, counts)
+
+
+def selected(columns: Columns, rows: Tensor | slice) -> Columns:
+    """Some of the rows."""
+    return tuple(column[rows] for column in columns)
+
+
+def joined(layout: Layout, parts: Sequence[Columns]) -> Columns:
+    """The rows of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(map(torch.cat, zip(*parts, strict=True))) if parts else layout.empty(0)
+
+
+def layout_of(saved: SavedFile, tables: Iterable[SavedTable]) -> Layout:
+    """Of a file of rows or ids among these tables."""
+    if saved.kind != "rows":
+        return Layout.ids(counted=saved.kind == "admission")
+    return next(Layout.of(table) for table in tables if table.key in saved.tables)
 
 
 class ReadBuffer:
@@ -48,17 +282,33 @@ def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None =
     Raises:
         CheckpointError: missing, or other bytes than those that were saved.
     """
-    size = storage.size(saved.path)
-    if size != saved.bytes:
-        raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
+    _check(storage, saved, storage.size(saved.path))
     memory = buffer or ReadBuffer()
-    content = memory.take(size)
-    got, crc32 = storage.read_into(saved.path, _memory(content), once=memory.once)
-    if got != size:
-        raise damaged(storage, saved.path, f"{got} bytes", f"{size} bytes")
-    if crc32 != saved.crc32:
-        raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
+    content = memory.take(saved.bytes)
+    _check(storage, saved, *storage.read_into(saved.path, _memory(content), once=memory.once))
     return content
+
+
+def checked_pieces(storage: Storage, saved: SavedFile) -> Iterator[memoryview]:
+    """The bytes of a file, each piece good until the next; size and checksum are compared at its
+    end.
+
+    Raises:
+        CheckpointError: missing, or other bytes than those that were saved.
+    """
+    _check(storage, saved, storage.size(saved.path))
+    size = crc32 = 0
+    for piece in storage.pieces(saved.path):
+        crc32 = _core.crc32(piece, crc32)
+        size += len(piece)
+        yield piece
+    _check(storage, saved, size, crc32)
+
+
+def check_streaming(storage: Storage, saved: SavedFile) -> None:
+    """Compare a file's size and checksum, a piece in memory at a time; raises as the above."""
+    for _ in checked_pieces(storage, saved):
+        pass
 
 
 def check_sizes(storage: Storage, files: Iterable[SavedFile]) -> None:
@@ -69,24 +319,15 @@ def check_sizes(storage: Storage, files: Iterable[SavedFile]) -> None:
     """
     sizes = storage.sizes()
     for saved in files:
-        if (size := sizes.get(saved.path)) != saved.bytes:
-            got = "missing" if size is None else f"{size} bytes"
-            raise damaged(storage, saved.path, got, f"{saved.bytes} bytes")
+        if saved.path not in sizes:
+            raise damaged(storage, saved.path, "missing", f"{saved.bytes} bytes")
+        _check(storage, saved, sizes[saved.path])
 
 
-def check_streaming(storage: Storage, saved: SavedFile) -> None:
-    """Compare a file's size and checksum, a piece in memory at a time.
-
-    Raises:
-        CheckpointError: missing, or other bytes than those that were saved.
-    """
-    size = storage.size(saved.path)
+def _check(storage: Storage, saved: SavedFile, size: int, crc32: int | None = None) -> None:
     if size != saved.bytes:
         raise damaged(storage, saved.path, f"{size} bytes", f"{saved.bytes} bytes")
-    crc32 = 0
-    for piece in storage.pieces(saved.path):
-        crc32 = _core.crc32(piece, crc32)
-    if crc32 != saved.crc32:
+    if crc32 not in (None, saved.crc32):
         raise damaged(storage, saved.path, f"checksum {crc32:08x}", f"checksum {saved.crc32:08x}")
 
 
@@ -96,21 +337,32 @@ def write_whole(
     """Write a file of another kind, such as the cells of a sketch, durably."""
     with storage.create(path) as file:
         file.write(data)
+    return saved_file(file, kind, tables)
+
+
+def saved_file(
+    file: DurableFile,
+    kind: FileKind,
+    tables: Sequence[str] = (),
+    ranges: tuple[int, int] = (0, HASHES),
+    rows: int = 0,
+) -> SavedFile:
+    """What a manifest says of a file that was written."""
     return SavedFile(
-        path=path,
+        path=file.path,
         kind=kind,
         tables=tuple(tables),
-        start=0,
-        stop=HASHES,
-        rows=0,
+        start=ranges[0],
+        stop=ranges[1],
+        rows=rows,
         bytes=file.bytes,
         crc32=file.crc32,
     )
 
 
 def sketch_path(collection: str, table: str) -> str:
-    """Where the cells of a table's sketch of sights lie."""
-    return f"sights/{quote(collection, safe='')}.{quote(table, safe='')}.sketch"
+    """Where the cells of a table's admission sketch lie."""
+    return f"admission/{quote(collection, safe='')}.{quote(table, safe='')}.sketch"
 
 
 def damaged(storage: Storage, path: str, got: object, allowed: object) -> CheckpointError:
@@ -119,7 +371,7 @@ def damaged(storage: Storage, path: str, got: object, allowed: object) -> Checkp
         f"file {path} of checkpoint {storage.url}",
         got=got,
         allowed=f"{allowed}, as its manifest says",
-        remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it anew.",
+        remedy="It is damaged, or of another checkpoint: load an earlier one, or copy it again.",
     )
 
 
@@ -135,137 +387,8 @@ def parsing(storage: Storage, path: str, wanted: str) -> Iterator[None]:
         raise damaged(storage, path, got, wanted) from error
 
 
-class ArrowFile:
-    """An Arrow IPC file on its way into a storage; `rows` are in it so far."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        kind: FileKind,
-        tables: Sequence[str],
-        ranges: tuple[int, int],
-    ) -> None:
-        self.saved_path, self._kind = path, kind
-        self._tables, self._ranges = tuple(tables), ranges
-        self.grouped = len(self._tables) > 1
-        self.rows = 0
-        self.file = storage.create(path)
-        self._writer: Any = None
-
-    def next_table(self, now: int, then: int) -> int:
-        """The table after the one at hand, which comes later in the file."""
-        if not now < then < len(self._tables):
-            raise CheckpointError(
-                f"table of rows for {self.saved_path}",
-                got=f"index {then} after {now}",
-                allowed=f"ascending, below {len(self._tables)}",
-                remedy="Write the tables in the order of the file.",
-            )
-        return then
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append a record batch."""
-        self._started(batch.schema).write_batch(batch)
-        self.rows += batch.num_rows
-
-    def close(self, schema: pa.Schema) -> SavedFile:
-        """Finish it and make it durable; the schema is that of all batches."""
-        self._started(schema).close()
-        self.file.close()
-        return SavedFile(
-            path=self.saved_path,
-            kind=self._kind,
-            tables=self._tables,
-            start=self._ranges[0],
-            stop=self._ranges[1],
-            rows=self.rows,
-            bytes=self.file.bytes,
-            crc32=self.file.crc32,
-        )
-
-    def abort(self) -> None:
-        """Remove it."""
-        self._writer = None
-        self.file.abort()
-
-    def _started(self, schema: pa.Schema) -> Any:
-        if self._writer is None:
-            import pyarrow as pa
-
-            self._writer = pa.ipc.new_file(_ArrowSink(self.file), schema)
-        return self._writer
-
-
-class _ArrowSink:
-    """What pyarrow writes into: it hands over its buffers as they are, and closes nothing."""
-
-    closed = False
-
-    def __init__(self, file: DurableFile) -> None:
-        self._file = file
-
-    def write(self, data: Buffer) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.bytes
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def _memory(content: Tensor) -> memoryview:
-    bytes_N: Any = content.numpy()
-    return memoryview(bytes_N)
-
-
-def viewer(content: Tensor) -> Any:
-    """What shows pyarrow's buffers in these bytes as tensors (`row_layout.Viewer`)."""
-    base = content.data_ptr()
-
-    def view(buffer: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        start = buffer.address - base + first * dtype.itemsize if count else 0
-        return content[start : start + count * dtype.itemsize].view(dtype)
-
-    return view
-
-
-def read_batches(
-    storage: Storage, saved: SavedFile, content: Tensor, schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    """The record batches of a file's checked bytes, which they lie in."""
-    import pyarrow as pa
-
-    reader = pa.ipc.open_file(pa.py_buffer(_memory(content)))
-    if not reader.schema.equals(schema):
-        got = " ".join(str(reader.schema).split())
-        raise damaged(storage, saved.path, got, " ".join(str(schema).split()))
-    rows = 0
-    for k in range(reader.num_record_batches):
-        batch = reader.get_batch(k)
-        batch.validate()
-        rows += batch.num_rows
-        if batch.num_rows:
-            yield batch
-    if rows != saved.rows:
-        raise damaged(storage, saved.path, f"{rows} rows", f"{saved.rows} rows")
-
-
-def table_of(storage: Storage, saved: SavedFile, batch: pa.RecordBatch) -> int:
-    """The table of all rows of a batch."""
-    numbers = batch.column("table").to_numpy()
-    first = int(numbers[0])
-    if first >= len(saved.tables) or (numbers != first).any():
-        raise damaged(storage, saved.path, "a batch of other tables", f"{len(saved.tables)} tables")
-    return first
-
-
 class RowFileWriter:
-    """A row file being written.
+    """A file of rows or ids being written, as record batches of an Arrow IPC file.
 
     Args:
         storage: the checkpoint's folder.
@@ -273,6 +396,7 @@ class RowFileWriter:
         layout: of all rows.
         tables: keys of the tables, in the order in which their rows come.
         ranges: hashes [start, stop) of the rows.
+        kind: "rows", "deleted" or "admission".
 
     Raises:
         CheckpointError: what the storage refuses.
@@ -282,27 +406,20 @@ class RowFileWriter:
         self,
         storage: Storage,
         path: str,
-        layout: RowLayout,
+        layout: Layout,
         tables: Sequence[str],
         ranges: tuple[int, int] = (0, HASHES),
+        kind: FileKind = "rows",
     ) -> None:
-        self._layout = layout
-        self._file = ArrowFile(storage, path, "rows", tables, ranges)
-        self._staged: RowChunk | None = None
-        self._staged_rows = 0
-        self._table = 0
+        self._layout, self._kind = layout, kind
+        self._tables, self._ranges = tuple(tables), ranges
+        self._schema = layout.schema(len(self._tables))
+        self._file = storage.create(path)
+        self._writer: Any = None
+        self._rows = self._staged_rows = self._table = 0
+        self._staged: Columns = ()
 
-    @property
-    def rows(self) -> int:
-        """Rows added so far."""
-        return self._file.rows + self._staged_rows
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that went to the file so far."""
-        return self._file.file.bytes
-
-    def add(self, table_index: int, chunk: RowChunk) -> None:
+    def add(self, table_index: int, columns: Columns) -> None:
         """Append rows, any number, of the table of that index in `tables`, ordered by hash.
 
         Full batches are written before it returns; what is left over is copied, so that the
@@ -312,170 +429,158 @@ class RowFileWriter:
             CheckpointError: rows of another layout, tables out of order, or no space.
         """
         if table_index != self._table:
+            if not self._table < table_index < len(self._tables):
+                raise CheckpointError(
+                    f"table of rows for {self._file.path}",
+                    got=f"index {table_index} after {self._table}",
+                    allowed=f"ascending, below {len(self._tables)}",
+                    remedy="Write the tables in the order of the file.",
+                )
             self._flush()
-            self._table = self._file.next_table(self._table, table_index)
-        rows, at, batch = len(chunk.ids), 0, self._layout.batch_rows
+            self._table = table_index
+        rows, at, batch = len(columns[0]), 0, self._layout.batch_rows
         while at < rows:
             if not self._staged_rows and rows - at >= batch:
-                self._write(_slice(chunk, at, at + batch))
+                self._write_batch(selected(columns, slice(at, at + batch)))
                 at += batch
                 continue
-            took = min(rows - at, batch - self._staged_rows)
-            self._stage(_slice(chunk, at, at + took))
-            at += took
+            taken = min(rows - at, batch - self._staged_rows)
+            self._stage(selected(columns, slice(at, at + taken)))
+            at += taken
 
     def close(self) -> SavedFile:
         """Finish it and make it durable."""
         self._flush()
-        return self._file.close(self._layout.schema(self._file.grouped))
+        self._arrow().close()
+        self._file.close()
+        return saved_file(self._file, self._kind, self._tables, self._ranges, self._rows)
 
     def abort(self) -> None:
         """Remove it."""
-        self._staged, self._staged_rows = None, 0
+        self._writer, self._staged, self._staged_rows = None, (), 0
         self._file.abort()
 
-    def _stage(self, chunk: RowChunk) -> None:
+    def _stage(self, columns: Columns) -> None:
         """Copy rows behind those that wait for a batch to be full, in memory that is reused."""
-        self._layout.check(chunk)
-        if self._staged is None:
-            self._staged = self._layout.empty(self._layout.batch_rows)
+        self._layout.check(columns, self._tables[self._table])
+        self._staged = self._staged or self._layout.empty(self._layout.batch_rows)
         start = self._staged_rows
-        self._staged_rows += len(chunk.ids)
-        for name in ROW_FIELDS:
+        self._staged_rows += len(columns[0])
+        for to, column in zip(self._staged, columns, strict=True):
             # numpy's copy stays on this thread; torch's would wake those that train.
-            _bits(getattr(self._staged, name))[start : self._staged_rows] = _bits(
-                getattr(chunk, name)
-            )
+            _bits(to)[start : self._staged_rows] = _bits(column)
         if self._staged_rows == self._layout.batch_rows:
             self._flush()
 
     def _flush(self) -> None:
-        if self._staged is not None and self._staged_rows:
-            self._write(_slice(self._staged, 0, self._staged_rows))
+        if self._staged_rows:
+            self._write_batch(selected(self._staged, slice(0, self._staged_rows)))
             self._staged_rows = 0
 
-    def _write(self, chunk: RowChunk) -> None:
-        table = self._table if self._file.grouped else None
-        self._file.write(self._layout.to_arrow(chunk, table))
+    def _write_batch(self, columns: Columns) -> None:
+        key = self._tables[self._table]
+        self._arrow().write_batch(self._layout.to_arrow(columns, self._schema, self._table, key))
+        self._rows += len(columns[0])
 
+    def _arrow(self) -> Any:
+        if self._writer is None:
+            import pyarrow as pa
 
-class IdFileWriter:
-    """A file of deleted ids, or of sights with their counts, being written.
-
-    Args:
-        kind: "deleted" or "sights".
-        storage, path, tables, ranges: as `RowFileWriter`'s.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        kind: FileKind,
-        tables: Sequence[str],
-        ranges: tuple[int, int] = (0, HASHES),
-    ) -> None:
-        self._layout = IdLayout(counted=kind == "sights")
-        self._file = ArrowFile(storage, path, kind, tables, ranges)
-        self._ids: list[Tensor] = []
-        self._counts: list[Tensor] = []
-        self._pending = self._table = 0
-
-    def add(self, table_index: int, ids_U: Tensor, counts_U: Tensor | None = None) -> None:
-        """Append ids int64 [U] of a table, ordered by hash, with counts int64 [U] of sights."""
-        if table_index != self._table:
-            self._flush()
-            self._table = self._file.next_table(self._table, table_index)
-        if (counts_U is not None) != self._layout.counted or (
-            counts_U is not None and len(counts_U) != len(ids_U)
-        ):
-            raise CheckpointError(
-                f"counts of ids in {self._file.saved_path}",
-                got="none" if counts_U is None else len(counts_U),
-                allowed=f"{len(ids_U)}" if self._layout.counted else "none",
-                remedy="Sights have a count each, deletions none.",
-            )
-        at, batch = 0, self._layout.batch_rows
-        while at < len(ids_U):
-            took = min(len(ids_U) - at, batch - self._pending)
-            self._ids.append(ids_U[at : at + took])
-            if counts_U is not None:
-                self._counts.append(counts_U[at : at + took])
-            self._pending += took
-            at += took
-            if self._pending == batch:
-                self._flush()
-
-    def close(self) -> SavedFile:
-        """Finish it and make it durable."""
-        self._flush()
-        return self._file.close(self._layout.schema())
-
-    def abort(self) -> None:
-        """Remove it."""
-        self._ids, self._counts, self._pending = [], [], 0
-        self._file.abort()
-
-    def _flush(self) -> None:
-        if self._pending:
-            counts = torch.cat(self._counts) if self._counts else None
-            self._file.write(self._layout.to_arrow(self._table, torch.cat(self._ids), counts))
-            self._ids, self._counts, self._pending = [], [], 0
+            self._writer = pa.ipc.new_file(self._file, self._schema)
+        return self._writer
 
 
 def read_rows(
     storage: Storage,
     saved: SavedFile,
-    layout: RowLayout,
+    layout: Layout,
     buffer: ReadBuffer | None = None,
     *,
-    epoch: int | None = None,
-) -> Iterator[tuple[int, RowChunk]]:
-    """Rows of a file, batch after batch: (index into `saved.tables`, rows of that table).
+    version: int | None = None,
+) -> Iterator[tuple[int, Columns]]:
+    """Rows or ids of a file, batch after batch: (index into `saved.tables`, rows of that table).
 
-    The file is read whole and checked first. Ids, weights and state of the rows lie in the
-    buffer: with a `buffer` they are good until its next use. A chunk's table is the key. With an
-    `epoch`, no row may be of a later one.
+    The file is read whole and checked, and its first batch parsed, before this returns. Ids,
+    weights and state of the rows lie in the buffer: with a `buffer` they are good until its next
+    use. With a `version`, no row may be of a later one.
 
     Raises:
         CheckpointError: missing, damaged, or not what the manifest says of it.
     """
     content = read_checked(storage, saved, buffer)
-    grouped = len(saved.tables) > 1
-    view = viewer(content)
-    with parsing(storage, saved.path, "an Arrow IPC file of rows"):
-        for batch in read_batches(storage, saved, content, layout.schema(grouped)):
-            table = table_of(storage, saved, batch) if grouped else 0
-            chunk = layout.to_chunk(batch, saved.tables[table], view)
-            if epoch is not None and (newest := int(chunk.versions.max())) > epoch:
-                raise damaged(storage, saved.path, f"a row of epoch {newest}", f"{epoch} at most")
-            yield table, chunk
+    base = content.data_ptr()
+
+    def view(part: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        start = part.address - base + first * dtype.itemsize if count else 0
+        return content[start : start + count * dtype.itemsize].view(dtype)
+
+    def rows() -> Iterator[tuple[int, Columns]]:
+        with parsing(storage, saved.path, "an Arrow IPC file"):
+            reader = open_batches(storage, saved, layout, _memory(content))
+            for _, table, batch in batches(storage, saved, reader):
+                columns = layout.to_columns(batch, view)
+                newest = 0 if version is None or layout.named else int(columns[1].max())
+                if version is not None and newest > version:
+                    got = f"a row of version {newest}"
+                    raise damaged(storage, saved.path, got, f"{version} at most")
+                yield table, columns
+
+    parts = rows()
+    first = next(parts, None)
+    return parts if first is None else chain([first], parts)
 
 
-def read_ids(
-    storage: Storage, saved: SavedFile, buffer: ReadBuffer | None = None
-) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Ids of a file of deletions or sights: (index into `saved.tables`, ids [U], counts [U]).
+def open_batches(
+    storage: Storage, saved: SavedFile, layout: Layout, source: Any, *, ids_only: bool = False
+) -> Any:
+    """What reads the record batches of a file of rows or ids, or only their ids.
 
-    Counts are those of sights, else None. Memory and errors as with `read_rows`.
+    Raises:
+        CheckpointError: other columns than its manifest says.
     """
-    layout = IdLayout(counted=saved.kind == "sights")
-    content = read_checked(storage, saved, buffer)
-    view = viewer(content)
-    with parsing(storage, saved.path, "an Arrow IPC file of ids"):
-        for batch in read_batches(storage, saved, content, layout.schema()):
-            ids = batch.column("id")
-            counts = None
-            if layout.counted:
-                counts = torch.from_numpy(batch.column("count").to_numpy().astype("int64"))
-            ids_U = view(ids.buffers()[-1], torch.int64, ids.offset, len(ids))
-            yield table_of(storage, saved, batch), ids_U, counts
+    import pyarrow as pa
+
+    wanted, options = layout.schema(len(saved.tables)), pa.ipc.IpcReadOptions()
+    if ids_only:
+        names = enumerate(wanted.names)
+        options.included_fields = [k for k, name in names if name in ("table", "id")]
+    reader = pa.ipc.open_file(source, options=options)
+    if not ids_only and not reader.schema.equals(wanted):
+        got = " ".join(str(reader.schema).split())
+        raise damaged(storage, saved.path, got, " ".join(str(wanted).split()))
+    return reader
+
+
+def batches(
+    storage: Storage, saved: SavedFile, reader: Any
+) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    """All record batches of a file of rows or ids with rows in them: (number, table, batch).
+
+    Raises:
+        CheckpointError: other tables or rows than its manifest says.
+    """
+    rows = 0
+    for number in range(reader.num_record_batches):
+        batch = reader.get_batch(number)
+        batch.validate()
+        rows += batch.num_rows
+        if batch.num_rows:
+            table = 0
+            if batch.schema.names[0] == "table":
+                numbers = batch.column("table").to_numpy()
+                table = int(numbers[0])
+                if table >= len(saved.tables) or (numbers != table).any():
+                    allowed = f"{len(saved.tables)} tables"
+                    raise damaged(storage, saved.path, "a batch of other tables", allowed)
+            yield number, table, batch
+    if rows != saved.rows:
+        raise damaged(storage, saved.path, f"{rows} rows", f"{saved.rows} rows")
+
+
+def _memory(content: Tensor) -> memoryview:
+    bytes_N: Any = content.numpy()
+    return memoryview(bytes_N)
 
 
 def _bits(part: Tensor) -> Any:
     return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
-
-
-def _slice(chunk: RowChunk, start: int, stop: int) -> RowChunk:
-    parts = {name: getattr(chunk, name)[start:stop] for name in ROW_FIELDS}
-    return RowChunk(table=chunk.table, **parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import threading
 import time
 import uuid
@@ -14,12 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
+import torch
+
 from shoal.checkpoint.contents import Contents
-from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, Parent
-from shoal.checkpoint.snapshot_point import Cut, cut_job
+from shoal.checkpoint.manifest import MANIFEST, SCHEMA, Kind, Manifest, Parent
+from shoal.checkpoint.snapshot_point import take_snapshot_point
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, Claim, folder_name
-from shoal.checkpoint.writing import Facts, JobWriter, Progress
+from shoal.checkpoint.writing import JobWriter, Progress
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError, InputError
@@ -33,7 +36,7 @@ class Saving:
     Args:
         url, name: the store's folder, and the checkpoint's in it.
         writer: does it.
-        epoch: of the cut.
+        version: of the snapshot point.
         cursors: by collection, for the next delta.
         shards: this rank's.
         collectives: the writer's until it is done.
@@ -46,28 +49,26 @@ class Saving:
         name: str,
         writer: JobWriter,
         *,
-        epoch: int,
+        version: int,
         cursors: Mapping[str, Cursor],
         shards: tuple[Shard, ...],
         collectives: Collectives,
         claims: Sequence[Claim] = (),
     ) -> None:
         self._claims = tuple(claims)
-        self.url, self.name, self.epoch, self.collectives = url, name, epoch, collectives
+        self.url, self.name, self.version, self.collectives = url, name, version, collectives
         self._writer, self._cursors, self._shards = writer, dict(cursors), shards
         self._manifest: Manifest | None = None
         self._failure: CheckpointError | None = None
         self._aborted = False
         self._done = threading.Event()
 
-    @property
-    def may_run_beside(self) -> bool:
-        """Whether training may go on while it is written."""
-        return self._writer.concurrent
+    def start(self, *, concurrent: bool) -> None:
+        """Write before it returns, or in a thread where training may continue meanwhile.
 
-    def start(self, *, beside: bool) -> None:
-        """Write, in a thread beside training or before it returns. `begin` and `save` call it."""
-        if beside:
+        `begin` and `save` call it.
+        """
+        if concurrent and self._writer.concurrent:
             threading.Thread(target=self._run, args=(True,), name="shoal-save", daemon=True).start()
         else:
             self._run(False)
@@ -79,21 +80,21 @@ class Saving:
 
     @property
     def aborted(self) -> bool:
-        """Whether it was told to fail."""
+        """Whether `abort` was called."""
         return self._aborted
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it is done, well or not. It hurries from now on."""
-        self.hurry()
+        """Wait until it is done, well or not. It is throttled no more."""
+        self.stop_throttling()
         self._done.wait(timeout_s)
 
-    def hurry(self) -> None:
-        """Let it take what it can get: beside training it rests between rows, on a machine with few
-        processors."""
-        self._writer.hurry()
+    def stop_throttling(self) -> None:
+        """Let it take what it can get: while training continues it pauses between rows, on a
+        machine with few processors."""
+        self._writer.stop_throttling()
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """Wait until it is committed. It hurries from now on.
+        """Wait until it is committed. It is throttled no more.
 
         Raises:
             CheckpointError: a rank failed, and which; on every rank. There is no checkpoint then,
@@ -101,7 +102,7 @@ class Saving:
                 the others had written everything there may be one: a whole one.
             TimeoutError: it is still under way.
         """
-        self.hurry()
+        self.stop_throttling()
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"checkpoint {self.url}/{self.name} is still under way")
         if self._failure is not None:
@@ -120,11 +121,11 @@ class Saving:
         return self._cursors
 
     def progress(self) -> Progress:
-        """How far this rank is, and what the cut costs."""
+        """How far this rank is, and what the snapshot point costs."""
         return self._writer.progress()
 
     def abort(self) -> None:
-        """Let it fail soon, on all ranks; `wait` says so. Does nothing once all is written."""
+        """Let it fail soon, on all ranks; `wait` reports it. Does nothing once all is written."""
         self._aborted = True
         self._writer.abort()
 
@@ -132,18 +133,18 @@ class Saving:
         """Let this rank's shards forget deletions that are in this checkpoint or older ones.
 
         Call it once no consumer needs them: no other feed of changes (a publisher's, say) is
-        behind this epoch, and the next delta goes on top of this checkpoint.
+        behind this version, and the next delta goes on top of this checkpoint.
 
         Raises:
             CheckpointError: as `wait`.
         """
         self.wait()
         for shard in self._shards:
-            shard.release(self.epoch)
+            shard.release(self.version)
 
-    def _run(self, beside: bool) -> None:
+    def _run(self, concurrent: bool) -> None:
         try:
-            self._manifest = self._writer.run(beside=beside)
+            self._manifest = self._writer.run(concurrent=concurrent)
         except CheckpointError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -160,7 +161,7 @@ class Saving:
             self._done.set()
 
 
-_PATIENCE_S = 5.0  # with one that was aborted, when the process ends: ranks it waits for are gone
+_ABORTED_S = 5.0  # to wait for one that was aborted, at exit: ranks that it waits for are gone
 
 _log = logging.getLogger(__name__)
 _begun: weakref.WeakSet[Saving] = weakref.WeakSet()
@@ -177,13 +178,15 @@ def begin(
     parent: Manifest | None = None,
     since: Mapping[str, Cursor] | None = None,
     collectives: Collectives | None = None,
+    concurrent: bool = True,
 ) -> Saving:
     """Begin to save a job into a store. Every rank calls it between the same two steps.
 
-    It cuts the job (all shards at one epoch, dense parts, sights and state copied) and returns;
-    a thread writes. Where a snapshot does not let training go on meanwhile, it writes before it
-    returns. A save into the same store, or over the same collectives, that is still under way is
-    waited for first. Leftovers of interrupted saves are removed.
+    It takes a snapshot point of the job (all shards at one version; dense parts, admission
+    counters and state copied) and returns; a thread writes. Where a snapshot does not let training
+    continue meanwhile, it writes before it returns. A save into the same store, or over the same
+    collectives, that is still under way is waited for first. Leftovers of interrupted saves are
+    removed.
 
         saving = begin(url, contents, step=100, position=6400, collectives=ranks)
         ... train ...
@@ -202,49 +205,14 @@ def begin(
             after a load `Loaded.cursors`.
         collectives: of all ranks, for checkpoints only: they are in use until the save is done.
             None: this rank alone.
+        concurrent: write while training continues, if snapshots let it; False: before it returns,
+            with all threads of the shards, as `save` does.
 
     Raises:
-        InputError: arguments that contradict each other; nothing was cut.
+        InputError: arguments that contradict each other; nothing is held.
         CheckpointError: the storage refuses, the folder holds a checkpoint, the parent is another
-            one, or a rank cannot be cut; on every rank.
+            one, or a rank has no snapshot; on every rank.
     """
-    saving = _prepared(url, contents, step, position, kind, parent, since, collectives)
-    saving.start(beside=saving.may_run_beside)
-    return saving
-
-
-def save(
-    url: str | Path,
-    contents: Contents,
-    *,
-    step: int,
-    position: int,
-    kind: Kind = "full",
-    parent: Manifest | None = None,
-    since: Mapping[str, Cursor] | None = None,
-    collectives: Collectives | None = None,
-) -> Manifest:
-    """As `begin`, but it writes before it returns, with all threads of the shards.
-
-    Raises:
-        InputError, CheckpointError: as `begin` and `Saving.wait`.
-    """
-    saving = _prepared(url, contents, step, position, kind, parent, since, collectives)
-    saving.start(beside=False)
-    return saving.wait()
-
-
-def _prepared(
-    url: str | Path,
-    contents: Contents,
-    step: int,
-    position: int,
-    kind: Kind,
-    parent: Manifest | None,
-    since: Mapping[str, Cursor] | None,
-    collectives: Collectives | None,
-) -> Saving:
-    """Hold the job still, and have everything ready to write it."""
     ranks = LocalCollectives() if collectives is None else collectives
     contents.check_placed(ranks.world_size)
     root = Storage(url)
@@ -267,61 +235,87 @@ def _prepared(
         said = together(ranks, f"beginning checkpoint {name}", prepare)
         if any(other != wanted for other, _ in said):
             raise _differ([other for other, _ in said])
-        cut = cut_job(contents, since, ranks)
-        undone.callback(cut.close)
-        steps = together(ranks, f"last steps of checkpoint {name}", lambda: cut.last_steps)
+        point = take_snapshot_point(contents, since, ranks)
+        undone.callback(point.close)
+        steps = together(ranks, f"last steps of checkpoint {name}", lambda: point.last_steps)
         undone.pop_all()
-    facts = Facts(
+    draft = Manifest(
+        schema=SCHEMA,
         id=said[0][1][0],
         kind=kind,
         step=step,
         position=position,
+        version=point.version,
         parent=None
         if parent is None
         else Parent(folder=folder_name(parent.step, parent.kind), id=parent.id),
-        created_s=said[0][1][1],
+        seed=point.seed,
         last_steps={key: max(one[key] for one in steps) for key in contents.tables},
+        world_size=ranks.world_size,
+        created_s=said[0][1][1],
+        packages={"torch": torch.__version__, "python": platform.python_version()},
+        tables=(),
+        modules=point.dense.modules,
+        optimizers=point.dense.optimizers,
+        files=(),
     )
-    return _started(root, name, contents, cut, facts, ranks, claims)
-
-
-@atexit.register
-def _finish() -> None:
-    """Let saves end before the interpreter does, which would break off threads in its midst."""
-    for saving in list(_begun):
-        if saving.done:
-            continue
-        saving.join(_PATIENCE_S if saving.aborted else None)
-        if not saving.aborted:
-            try:
-                saving.wait()
-            except CheckpointError as error:
-                _log.error("when the process ended: %s", error)
-
-
-def _started(
-    root: Storage,
-    name: str,
-    contents: Contents,
-    cut: Cut,
-    facts: Facts,
-    ranks: Collectives,
-    claims: Sequence[Claim],
-) -> Saving:
-    writer = JobWriter(contents.tables, cut, root.child(name), facts, ranks)
     shards = {id(one.shard): one.shard for one in contents.tables.values()}
     saving = Saving(
         root.url,
         name,
-        writer,
-        epoch=cut.epoch,
-        cursors=cut.cursors,
+        JobWriter(contents.tables, point, root.child(name), draft, ranks),
+        version=point.version,
+        cursors=point.cursors,
         shards=tuple(shards.values()),
         collectives=ranks,
         claims=claims,
     )
     _begun.add(saving)
+    saving.start(concurrent=concurrent)
     return saving
+
+
+def save(
+    url: str | Path,
+    contents: Contents,
+    *,
+    step: int,
+    position: int,
+    kind: Kind = "full",
+    parent: Manifest | None = None,
+    since: Mapping[str, Cursor] | None = None,
+    collectives: Collectives | None = None,
+) -> Manifest:
+    """As `begin`, but it writes before it returns, with all threads of the shards.
+
+    Raises:
+        InputError, CheckpointError: as `begin` and `Saving.wait`.
+    """
+    return begin(
+        url,
+        contents,
+        step=step,
+        position=position,
+        kind=kind,
+        parent=parent,
+        since=since,
+        collectives=collectives,
+        concurrent=False,
+    ).wait()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let saves end before the interpreter does, which would stop their threads midway."""
+    for saving in list(_begun):
+        if saving.done:
+            continue
+        saving.join(_ABORTED_S if saving.aborted else None)
+        if not saving.aborted:
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                _log.error("when the process ended: %s", error)
 
 
 def _release(claims: Sequence[Claim]) -> None:
@@ -365,12 +359,12 @@ def _check_kind(
     if step <= parent.step:  # of one step the full one counts as the newest
         raise _wrong("step of a delta", step, f"more than its parent's, {parent.step}")
     for name, cursor in since.items():
-        if cursor.epoch != parent.epoch:
-            got, allowed = f"epoch {cursor.epoch}", f"its parent's, {parent.epoch}"
+        if cursor.epoch != parent.version:
+            got, allowed = f"version {cursor.epoch}", f"its parent's, {parent.version}"
             raise _wrong(f"cursor of collection {name!r}", got, allowed)
 
 
-def _differ(said: list[object]) -> CheckpointError:
+def _differ(said: Sequence[object]) -> CheckpointError:
     return CheckpointError(
         "checkpoint that all ranks begin",
         got="; ".join(f"on rank {rank}: {one}" for rank, one in enumerate(said)),

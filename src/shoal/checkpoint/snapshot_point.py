@@ -10,49 +10,33 @@ from typing import Any
 from shoal.checkpoint import contents as job_state
 from shoal.checkpoint import dense
 from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.rank_rows import slices_of
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError
-from shoal.placement import Hosted, row_wise
-from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.shard import Shard, Snapshot
-from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Cursor
 
-_MOST_CUTS = 1 << 16  # to catch up with other ranks: more is no job that cuts together
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalSlice:
-    """A column slice of a whole table, and where this rank has it.
-
-    Args:
-        table: index into its shard's specs; None: not on this rank.
-        spec: of the slice.
-    """
-
-    hosted: Hosted
-    spec: TableSpec
-    table: int | None
+_MOST_BEHIND = 1 << 16  # versions to catch up with other ranks: more is no job of one state
 
 
 @dataclass(eq=False)
-class Cut:
+class SnapshotPoint:
     """One rank's part of a job as it was between two steps.
 
     Args:
-        epoch: closed by all shards of all ranks.
+        version: that all shards of all ranks show.
         snapshots: by collection; collections with one shard have one snapshot.
-        cursors: by collection; of a consumer that has everything up to the cut.
-        sights: by collection and table, of the first slice, where this rank has it.
+        cursors: by collection; of a consumer that has everything up to it.
+        admission: by collection and table, of the first slice, where this rank has it.
         seed, last_steps: of the shards.
         dense, state, rank_state: copies.
     """
 
-    epoch: int
+    version: int
     snapshots: Mapping[str, Snapshot]
     cursors: Mapping[str, Cursor]
-    sights: Mapping[tuple[str, str], AdmissionState]
+    admission: Mapping[tuple[str, str], AdmissionState]
     seed: int
     last_steps: Mapping[str, int]
     dense: dense.DenseCapture
@@ -61,7 +45,7 @@ class Cut:
 
     @property
     def concurrent(self) -> bool:
-        """Whether training may go on while it is read."""
+        """Whether training may continue while it is read."""
         return all(snapshot.concurrent for snapshot in self.snapshots.values())
 
     def close(self) -> None:
@@ -70,23 +54,10 @@ class Cut:
             snapshot.close()
 
 
-def slices_of(tables: HostedTables, spec: TableSpec, rank: int) -> tuple[LocalSlice, ...]:
-    """A whole table's slices, left to right."""
-    names = {one.name: index for index, one in enumerate(tables.shard.specs)}
-    if tables.placement is None:
-        (whole,) = row_wise(spec.name, spec.dim, 1)
-        return (LocalSlice(whole, spec, names[spec.name]),)
-    found = []
-    for hosted in tables.placement.of(spec.name):
-        part = hosted_spec(spec, hosted)
-        found.append(LocalSlice(hosted, part, names[part.name] if rank in hosted.ranks else None))
-    return tuple(found)
-
-
-def cut_job(
+def take_snapshot_point(
     contents: Contents, since: Mapping[str, Cursor] | None, collectives: Collectives
-) -> Cut:
-    """Hold a job still, on all ranks at the same epoch. Called between the same steps everywhere.
+) -> SnapshotPoint:
+    """Hold a job's state, on all ranks at one version. Called between the same steps everywhere.
 
     Raises:
         CheckpointError: a rank could not; nothing is held then.
@@ -98,21 +69,21 @@ def cut_job(
         return held[0].take(0)
 
     try:
-        epochs = together(collectives, "cut of a job", take)
-        if len(set(epochs)) > 1:
-            # A rank that was restarted alone, say: it closes epochs until it is where others are.
-            epochs = together(
-                collectives, "cut of a job at one epoch", lambda: held[0].take(max(epochs) + 2)
-            )
-        if len(set(epochs)) > 1:
-            raise _disagree(epochs)
-        cuts = []
+        versions = together(collectives, "snapshot point of a job", take)
+        if len(set(versions)) > 1:
+            # A rank that was restarted alone, say: it closes versions until it is where others are.
+            again = max(versions) + 2
+            what = "snapshot point of a job at one version"
+            versions = together(collectives, what, lambda: held[0].take(again))
+        if len(set(versions)) > 1:
+            raise _disagree(versions)
+        points: list[SnapshotPoint] = []
 
         def copied() -> None:
-            cuts.append(held[0].copied(epochs[0], collectives.rank))
+            points.append(held[0].copied(versions[0], collectives.rank))
 
-        together(collectives, "copies at a cut of a job", copied)
-        return cuts[0]
+        together(collectives, "copies at a snapshot point of a job", copied)
+        return points[0]
     except BaseException:
         for one in held:
             one.close()
@@ -127,34 +98,34 @@ class _Held:
         self._since = since
         self._open: dict[int, Snapshot] = {}
 
-    def take(self, epoch: int) -> int:
-        """Snapshots of all shards at one epoch; which one. 0: the next that they all may close."""
-        found = self._taken(epoch)
+    def take(self, version: int) -> int:
+        """Snapshots of all shards at one version; which one. 0: the next that all may close."""
+        found = self._taken(version)
         if len(found) > 1:
             found = self._taken(max(found) + 2)
         if len(found) > 1:
             raise _disagree(sorted(found))
-        return max(found, default=epoch)
+        return max(found, default=version)
 
-    def _taken(self, epoch: int) -> set[int]:
+    def _taken(self, version: int) -> set[int]:
         self.close()
         for shard, since in self._shards():
-            if epoch:
-                _catch_up(shard, epoch)
+            if version:
+                _catch_up(shard, version)
             self._open[id(shard)] = shard.snapshot(since)
         return {snapshot.epoch for snapshot in self._open.values()}
 
-    def copied(self, epoch: int, rank: int) -> Cut:
+    def copied(self, version: int, rank: int) -> SnapshotPoint:
         """The snapshots, and copies of all else."""
         contents = self._contents
         job_state.check_state(contents.state, "state of a job")
         job_state.check_state(contents.rank_state, f"state of rank {rank}")
         shards = {name: tables.shard for name, tables in contents.tables.items()}
-        return Cut(
-            epoch=epoch,
+        return SnapshotPoint(
+            version=version,
             snapshots={name: self._open[id(shard)] for name, shard in shards.items()},
-            cursors={name: Cursor(shard.incarnation, epoch) for name, shard in shards.items()},
-            sights=dict(_sights(contents, rank)),
+            cursors={name: Cursor(shard.incarnation, version) for name, shard in shards.items()},
+            admission=dict(_admission(contents, rank)),
             seed=next((shard.seed for shard in shards.values()), 0),
             last_steps={name: shard.last_step for name, shard in shards.items()},
             dense=dense.capture(contents.modules, contents.optimizers, rank=rank),
@@ -175,16 +146,16 @@ class _Held:
                 yield tables.shard, None if self._since is None else self._since[name]
 
 
-def _catch_up(shard: Shard, epoch: int) -> None:
-    """Close epochs until the next cut closes `epoch`, which is 2 or more ahead of any shard's."""
+def _catch_up(shard: Shard, version: int) -> None:
+    """Close versions until the next snapshot closes that one, 2 or more ahead of any shard's."""
     first = now = shard.cut()
-    if epoch - first > _MOST_CUTS:
-        raise _disagree((first, epoch))
-    while now < epoch - 1:
+    if version - first > _MOST_BEHIND:
+        raise _disagree((first, version))
+    while now < version - 1:
         now = shard.cut()
 
 
-def _sights(contents: Contents, rank: int) -> Iterator[tuple[tuple[str, str], AdmissionState]]:
+def _admission(contents: Contents, rank: int) -> Iterator[tuple[tuple[str, str], AdmissionState]]:
     for name, tables in contents.tables.items():
         for spec in tables.specs:
             first = slices_of(tables, spec, rank)[0]
@@ -192,10 +163,11 @@ def _sights(contents: Contents, rank: int) -> Iterator[tuple[tuple[str, str], Ad
                 yield (name, spec.name), tables.shard.admission_state(first.table)
 
 
-def _disagree(epochs: Sequence[int]) -> CheckpointError:
+def _disagree(versions: Sequence[int]) -> CheckpointError:
     return CheckpointError(
-        "epochs of the shards of a job",
-        got=", ".join(map(str, epochs)),
-        allowed=f"one epoch, or shards that are less than {_MOST_CUTS} behind",
-        remedy="Make every cut on all shards of all ranks, and load a checkpoint on all.",
+        "versions of the shards of a job",
+        got=", ".join(map(str, versions)),
+        allowed=f"one version, or shards that are less than {_MOST_BEHIND} behind",
+        remedy="Make every snapshot point on all shards of all ranks, and load a checkpoint on "
+        "all.",
     )

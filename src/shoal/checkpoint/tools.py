@@ -13,26 +13,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.checkpoint import contents
-from shoal.checkpoint.chain import ChainRows
+from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.dense import DenseReader
-from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.plan import FilePlan, TableRows, bits_for, pieces, split
+from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
+from shoal.checkpoint.plan import TableRows, bits_for, bounds, write_tables
 from shoal.checkpoint.row_files import (
+    Layout,
     ReadBuffer,
-    RowFileWriter,
     check_streaming,
-    damaged,
-    read_ids,
+    checked_pieces,
+    layout_of,
     read_rows,
+    selected,
 )
-from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import WRITER, CheckpointStore, folder_name, locate
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
-from shoal.table.values import RowChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +127,10 @@ def _links(
         links.insert(0, (folder, manifest))
         folder = manifest.parent.folder if chain and manifest.parent else None
         if len(links) > 1 and folder in {one for one, _ in links}:
-            break  # a circle, which the chain below tells of
+            break  # a circle, which the chain below refuses
     if chain and not problems:
         try:
-            ChainRows(store.storage, store.chain(name), name)
+            Chain(store, name)
         except CheckpointError as error:
             problems.append(Problem(name, MANIFEST, str(error)))
     return links
@@ -145,7 +143,7 @@ def _look(
     found: dict[str, Counter[str]] = {"rows": Counter(), "deleted": Counter()}
     sound = True
     for file in manifest.files:
-        ordered = rows and file.kind in ("rows", "deleted", "sights")
+        ordered = rows and file.kind in _HASHED
         try:
             if ordered:
                 own = found.get(file.kind, Counter())
@@ -179,12 +177,12 @@ def _look_at_values(storage: Storage, manifest: Manifest) -> Iterator[tuple[str,
 
     paths = {file.kind: file.path for file in manifest.files}
     if "dense" in paths:
-        yield from _told(paths["dense"], dense)
+        yield from _reported(paths["dense"], dense)
     if "state" in paths:
-        yield from _told(paths["state"], lambda: contents.read(storage, manifest))
+        yield from _reported(paths["state"], lambda: contents.read(storage, manifest))
 
 
-def _told(path: str, read: Callable[[], object]) -> Iterator[tuple[str, str]]:
+def _reported(path: str, read: Callable[[], object]) -> Iterator[tuple[str, str]]:
     try:
         read()
     except CheckpointError as error:
@@ -200,38 +198,26 @@ def _look_inside(
 ) -> Iterator[str]:
     names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
-    low, high = file.start - (1 << 63), file.stop - 1 - (1 << 63)
-    for table, ids_U in _ids(storage, file, manifest, buffer):
+    layout = layout_of(file, manifest.tables)
+    for table, columns in read_rows(storage, file, layout, buffer, version=manifest.version):
         key = file.tables[table]
-        keys = sort_key(hash_ids(names[key], ids_U))
+        keys = sort_key(hash_ids(names[key], columns[0]))
         first, last = int(keys[0]), int(keys[-1])
         follows = last_key < first if table == last_table else table > last_table
         if not follows or not bool((keys[1:] > keys[:-1]).all()):
             yield f"rows of table {key!r} are not in the order of their hashes"
             return
-        if first < low or last > high:
+        if bounds(keys, file.start, file.stop) != (0, len(keys)):
             yield f"rows of table {key!r} outside the file's hashes [{file.start}, {file.stop})"
             return
-        found[key] += len(ids_U)
+        found[key] += len(keys)
         last_table, last_key = table, last
-
-
-def _ids(
-    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
-) -> Iterator[tuple[int, Tensor]]:
-    if file.kind == "rows":
-        layout = next(RowLayout.of(table) for table in manifest.tables if table.key in file.tables)
-        for table, chunk in read_rows(storage, file, layout, buffer, epoch=manifest.epoch):
-            yield table, chunk.ids
-    else:
-        for table, ids_U, _ in read_ids(storage, file, buffer):
-            yield table, ids_U
 
 
 def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Files of one kind and table whose ranges meet, so that a row could be there twice."""
     stops: dict[tuple[str, str], tuple[int, str]] = {}
-    ordered = [file for file in manifest.files if file.kind in ("rows", "deleted", "sights")]
+    ordered = [file for file in manifest.files if file.kind in _HASHED]
     for file in sorted(ordered, key=lambda file: file.start):
         for key in file.tables:
             stop, other = stops.get((file.kind, key), (0, ""))
@@ -241,6 +227,7 @@ def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 _PIECE_BYTES = 8 << 20
+_HASHED = ("rows", "deleted", "admission")  # kinds of files that are in order of hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +284,8 @@ class TableDiffs:
 def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None) -> TableDiffs:
     """Compare the rows of two checkpoints, deltas with their whole chain.
 
-    Row versions, which count cuts, are not compared. Rows stream: memory does not grow with them.
+    Row versions, which count snapshot points, are not compared. Rows stream: memory does not grow
+    with them.
 
     Args:
         a, b: a checkpoint's folder, or that of a store: its newest checkpoint.
@@ -306,7 +294,7 @@ def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None)
     Raises:
         CheckpointError: no checkpoint there, or a file of it is missing or damaged.
     """
-    rows_a, rows_b = _opened(a), _opened(b)
+    rows_a, rows_b = (Chain(*locate(url)) for url in (a, b))
     keys_a, keys_b = (
         [table.key for table in rows.tables if tables is None or table.key in tables]
         for rows in (rows_a, rows_b)
@@ -316,7 +304,7 @@ def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None)
         if key not in keys_b:
             continue
         one, other = rows_a.tables[rows_a.index(key)], rows_b.tables[rows_b.index(key)]
-        if (RowLayout.of(one), one.hash_name) == (RowLayout.of(other), other.hash_name):
+        if (Layout.of(one), one.hash_name) == (Layout.of(other), other.hash_name):
             compared.append(_compared(key, rows_a, rows_b))
         else:
             reshaped.append(key)
@@ -328,42 +316,38 @@ def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None)
     )
 
 
-def _opened(url: str | Path) -> ChainRows:
-    store, name = locate(url)
-    return ChainRows(store.storage, store.chain(name), name)
-
-
-def _compared(key: str, rows_a: ChainRows, rows_b: ChainRows) -> TableDiff:
+def _compared(key: str, rows_a: Chain, rows_b: Chain) -> TableDiff:
     a, b = rows_a.index(key), rows_b.index(key)
-    hash_name = rows_a.tables[a].hash_name
-    piece = max(1, _PIECE_BYTES // RowLayout.of(rows_a.tables[a]).row_bytes)
+    table = rows_a.tables[a]
+    piece = max(1, _PIECE_BYTES // table.row_bytes)
     ranges = max(list(rows_a.ranges(a, piece)), list(rows_b.ranges(b, piece)), key=len)
-    only_a = only_b = equal = changed = touched = 0
-    weights = state = 0.0
+    counts: Counter[str] = Counter()
+    largest = [0.0, 0.0]
     for start, stop in ranges:
         one, other = rows_a.read(a, start, stop), rows_b.read(b, start, stop)
-        in_a, in_b = _common(hash_name, one.ids, other.ids)
-        only_a += len(one.ids) - len(in_a)
-        only_b += len(other.ids) - len(in_b)
-        weights_R = _differences(one.weights[in_a], other.weights[in_b])
-        state_R = _differences(one.state[in_a], other.state[in_b])
-        changed_R = (weights_R > 0) | (state_R > 0)
-        touched_R = ~changed_R & _touched(one, in_a, other, in_b)
-        changed += int(changed_R.sum())
-        touched += int(touched_R.sum())
-        equal += int((~changed_R & ~touched_R).sum())
+        in_a, in_b = _common(table.hash_name, one[0], other[0])
+        counts["only_a"] += len(one[0]) - len(in_a)
+        counts["only_b"] += len(other[0]) - len(in_b)
+        one, other = selected(one, in_a), selected(other, in_b)
+        apart = [_differences(one[k], other[k]) for k in (4, 5)]
+        changed_R = (apart[0] > 0) | (apart[1] > 0)
+        touched_R = ~changed_R & ((one[2] != other[2]) | (one[3] != other[3]))
+        counts["changed"] += int(changed_R.sum())
+        counts["touched"] += int(touched_R.sum())
+        counts["equal"] += int((~changed_R & ~touched_R).sum())
         if len(in_a):
-            weights = max(weights, float(weights_R.max()))
-            state = max(state, float(state_R.max()))
+            largest = [
+                max(was, float(now_R.max())) for was, now_R in zip(largest, apart, strict=True)
+            ]
     return TableDiff(
         key=key,
-        only_a=only_a,
-        only_b=only_b,
-        equal=equal,
-        changed=changed,
-        touched=touched,
-        weights_difference=weights,
-        state_difference=state,
+        only_a=counts["only_a"],
+        only_b=counts["only_b"],
+        equal=counts["equal"],
+        changed=counts["changed"],
+        touched=counts["touched"],
+        weights_difference=largest[0],
+        state_difference=largest[1],
     )
 
 
@@ -388,18 +372,10 @@ def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:
     return difference.amax(1)
 
 
-def _touched(one: RowChunk, in_a: Tensor, other: RowChunk, in_b: Tensor) -> Tensor:
-    seen_R = one.last_seen_s[in_a] != other.last_seen_s[in_b]
-    return seen_R | (one.counts[in_a] != other.counts[in_b])
-
-
-_COMPACTED_BYTES = 16 << 20
-
-
 def compact(store: CheckpointStore, name: str) -> Manifest:
     """Write what a delta and its chain stand for as a full checkpoint of the same step.
 
-    Row files have the bytes that a full save at that cut would have given them; dense weights,
+    Row files have the bytes that a full save at that step would have given them; dense weights,
     state and admission counters are the delta's. The manifest is written last: until then
     nothing but leftovers for `CheckpointStore.clean` are there. The chain stays.
 
@@ -410,20 +386,20 @@ def compact(store: CheckpointStore, name: str) -> Manifest:
         CheckpointError: a full checkpoint, one of that step exists already, a link of the chain
             is missing or damaged, or no space; nothing is left behind then.
     """
-    chain = store.chain(name)
-    last = chain[-1]
+    last = store.manifest(name)
     target = folder_name(last.step, "full")
     taken = any(entry.name == target for entry in store.list())
     if last.kind == "full" or taken:
         raise CheckpointError(
             f"checkpoint {name} to compact in {store.url}",
-            got="a full one" if last.kind == "full" else f"a delta, with {target} beside it",
+            got="a full one" if last.kind == "full" else f"a delta, with {target} in its store",
             allowed="a delta without a full checkpoint of its step",
             remedy="Nothing is left to do: load the full one.",
         )
+    chain = Chain(store, name)
     folder, held = store.folder(target), store.claim(target)
     try:
-        manifest = _written(folder, store.folder(name), ChainRows(store.storage, chain, name), last)
+        manifest = _write_full(folder, chain)
         commit(folder, manifest)
     except BaseException:
         folder.remove_tree()
@@ -433,16 +409,16 @@ def compact(store: CheckpointStore, name: str) -> Manifest:
     return manifest
 
 
-def _written(folder: Storage, newest: Storage, rows: ChainRows, last: Manifest) -> Manifest:
+def _write_full(folder: Storage, chain: Chain) -> Manifest:
     """All files of the full checkpoint, and its manifest yet to be committed."""
     folder.make()
-    counted = []
-    for k, table in enumerate(rows.tables):
-        bits = bits_for(rows.most_rows(k))
-        counted.append(TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits)))
-    files = [_write_rows(folder, plan, rows, counted) for plan in split(counted)]
-    copied = ("sights", "sketch", "dense", "state")
-    files += [_copied(newest, folder, file) for file in last.files if file.kind in copied]
+    last, counted = chain.last.manifest, []
+    for k, table in enumerate(chain.tables):
+        counts = chain.histogram(k, bits_for(chain.most_rows(table.key)))
+        counted.append(TableRows(table.key, Layout.of(table), counts))
+    files = [*write_tables(folder, counted, chain.read)]
+    copied = ("admission", "sketch", "dense", "state")
+    files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]
     return dataclasses.replace(
         last,
         id=secrets.token_hex(16),
@@ -450,43 +426,16 @@ def _written(folder: Storage, newest: Storage, rows: ChainRows, last: Manifest) 
         parent=None,
         created_s=int(time.time()),
         tables=tuple(
-            _whole(table, one.rows) for table, one in zip(rows.tables, counted, strict=True)
+            dataclasses.replace(table, rows=one.rows, deleted=0)
+            for table, one in zip(chain.tables, counted, strict=True)
         ),
         files=tuple(files),
     )
 
 
-def _whole(table: SavedTable, rows: int) -> SavedTable:
-    return dataclasses.replace(table, rows=rows, deleted=0)
-
-
-def _write_rows(
-    folder: Storage, plan: FilePlan, rows: ChainRows, counted: list[TableRows]
-) -> SavedFile:
-    assert isinstance(plan.layout, RowLayout)
-    writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, (plan.start, plan.stop))
-    try:
-        for k, key in enumerate(plan.tables):
-            index = rows.index(key)
-            parts = pieces(counted[index], plan.start, plan.stop, piece_bytes=_COMPACTED_BYTES)
-            for start, stop, _ in parts:
-                writer.add(k, rows.read(index, start, stop))
-        return writer.close()
-    except BaseException:
-        writer.abort()
-        raise
-
-
 def _copied(source: Storage, folder: Storage, saved: SavedFile) -> SavedFile:
     """The same bytes in another folder, compared with the manifest on their way."""
-    crc32 = 0
     with folder.create(saved.path) as new:
-        for piece in source.pieces(saved.path):
-            crc32 = _core.crc32(piece, crc32)
+        for piece in checked_pieces(source, saved):
             new.write(piece)
-        if (new.bytes, crc32) != (saved.bytes, saved.crc32):
-            got = f"{new.bytes} bytes, checksum {crc32:08x}"
-            raise damaged(
-                source, saved.path, got, f"{saved.bytes} bytes, checksum {saved.crc32:08x}"
-            )
     return saved

@@ -18,16 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shoal.checkpoint.chain import ChainRows
+from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
-from shoal.checkpoint.row_files import read_ids
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Columns, Layout, read_rows
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
-from shoal.cli.shell import Debug, argument, clean_errors, console, option, say
+from shoal.cli.shell import Debug, clean_errors, console, option, print_line
 from shoal.errors import unknown_name
-from shoal.table.values import RowChunk
 
 _RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
 
@@ -49,13 +47,9 @@ class Place:
         """Its own."""
         return self.store.folder(self.name)
 
-    def chain(self) -> tuple[Manifest, ...]:
-        """What it is made of, the full one first, itself last."""
-        return self.store.chain(self.name)
-
-    def rows(self, chain: Sequence[Manifest]) -> ChainRows:
-        """The rows of its chain."""
-        return ChainRows(self.store.storage, chain, self.name)
+    def chain(self) -> Chain:
+        """What it is made of."""
+        return Chain(self.store, self.name)
 
 
 def find(path: str) -> Place:
@@ -106,36 +100,30 @@ def _of_run(folder: Storage) -> Iterator[tuple[int, Place]]:
 _DISTINCT = 1 << 20
 
 
-def figures_of(chunks: Iterable[RowChunk]) -> tuple[int, dict[str, Any]]:
-    """Number of rows that come in chunks, and their figures; no more than one chunk is kept.
+def figures_of(chunks: Iterable[Columns]) -> dict[str, Any]:
+    """Figures of rows that come in chunks, as JSON has them; no more than one chunk is kept.
 
     Ages are seconds before `newest_s`, the latest time that a row was seen. Norms are Euclidean, of
-    rows without NaN or infinity. None without rows; norms of state without state.
+    rows without NaN or infinity. None where there is nothing to measure.
     """
     seen, counts, weights, state = Spread(), Spread(), _NormSums(), _NormSums()
     rows = 0
-    for chunk in chunks:
-        rows += len(chunk.ids)
-        seen.add(chunk.last_seen_s)
-        counts.add(chunk.counts)
-        weights.add(chunk.weights)
-        state.add(chunk.state)
-    newest = seen.largest
-    return rows, {
-        "newest_s": newest if rows else None,
-        "ages_s": {
-            "min": 0,
-            "median": newest - seen.median(upper=True),
-            "max": newest - seen.least,
-        }
-        if rows
-        else None,
-        "counts": {"min": counts.least, "median": counts.median(), "max": counts.largest}
-        if rows
-        else None,
-        "weight_norms": weights.norms(),
-        "state_norms": state.norms(),
-    }
+    for columns in chunks:
+        rows += len(columns[0])
+        for spread, column in zip((seen, counts), columns[2:4], strict=True):
+            spread.add(column)
+        for sums, column in zip((weights, state), columns[4:], strict=True):
+            sums.add(column)
+    figures: dict[str, Any] = {"rows": rows, "newest_s": None, "ages_s": None, "counts": None}
+    if rows:
+        newest = seen.largest
+        ages = (newest - one for one in (newest, seen.median(upper=True), seen.least))
+        times = (counts.least, counts.median(), counts.largest)
+        names = ("min", "median", "max")
+        figures["newest_s"] = newest
+        figures["ages_s"] = dict(zip(names, ages, strict=True))
+        figures["counts"] = dict(zip(names, times, strict=True))
+    return {**figures, "weight_norms": weights.plain(), "state_norms": state.plain()}
 
 
 @dataclass(slots=True)
@@ -204,7 +192,8 @@ class _NormSums:
         self.total += float(finite.sum())
         self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
 
-    def norms(self) -> dict[str, float] | None:
+    def plain(self) -> dict[str, float] | None:
+        """As JSON has them."""
         if not self.wide:
             return None
         mean = self.total / max(1, self.rows)
@@ -214,8 +203,8 @@ class _NormSums:
 _KINDS: tuple[tuple[FileKind, str], ...] = (
     ("rows", "rows"),
     ("deleted", "deletions"),
-    ("sights", "sights"),
-    ("sketch", "sketches of sights"),
+    ("admission", "admission counters"),
+    ("sketch", "admission sketches"),
     ("dense", "dense modules and optimizers"),
     ("state", "state of the job"),
 )
@@ -230,11 +219,10 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
     """
     found = gather(find(path), tables)
     if as_json:
-        text = json.dumps(found, indent=2, allow_nan=False)
-        say(out, text)
+        print_line(out, json.dumps(found, indent=2, allow_nan=False))
         return
     for name, value in _head(found):
-        say(out, f"{name:<12}{value}")
+        print_line(out, f"{name:<12}{value}")
     if found["tables"]:
         _print_tables(found["tables"], out)
     if found["modules"]:
@@ -245,65 +233,58 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
 def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
     """All of it as plain values; reads the rows of the tables of these names, or of all."""
     chain = place.chain()
-    manifest = chain[-1]
-    rows = place.rows(chain)
+    manifest = chain.last.manifest
     return {
         "checkpoint": place.url,
         "kind": manifest.kind,
         "id": manifest.id,
         "step": manifest.step,
         "samples": manifest.position,
-        "epoch": manifest.epoch,
+        "version": manifest.version,
         "seed": manifest.seed,
         "world_size": manifest.world_size,
         "created_s": manifest.created_s,
-        "versions": manifest.versions,
+        "packages": manifest.packages,
         "last_steps": manifest.last_steps,
         "chain": [
-            {"kind": link.kind, "step": link.step, "id": link.id, "bytes": _bytes(link)}
-            for link in chain
+            {"kind": one.kind, "step": one.step, "id": one.id, "bytes": _bytes(one)}
+            for one in (link.manifest for link in chain.links)
         ],
-        "tables": [
-            _table(place, chain, index, *figures_of(rows.chunks(index)))
-            for index in chosen(manifest.tables, names)
-        ],
+        "tables": [_table(chain, index) for index in chosen(manifest.tables, names)],
         "modules": _dense(place, manifest),
         "files": [_files_of(manifest, kind) for kind, _ in _KINDS],
     }
 
 
-def _table(
-    place: Place, chain: Sequence[Manifest], index: int, rows: int, figures: dict[str, Any]
-) -> dict[str, Any]:
-    saved = chain[-1].tables[index]
-    layout = RowLayout.of(saved)
+def _table(chain: Chain, index: int) -> dict[str, Any]:
+    saved, figures = chain.tables[index], figures_of(chain.chunks(index))
+    delta = chain.last.manifest.kind == "delta"
     return {
         "table": saved.key,
-        "rows": rows,
+        **figures,
         "dim": saved.dim,
         "dtype": saved.dtype,
         "state_width": saved.state_width,
         "segments": [asdict(segment) for segment in saved.segments],
-        "bytes": rows * layout.row_bytes,
-        "row_bytes": layout.row_bytes,
-        "rows_in_delta": saved.rows if chain[-1].kind == "delta" else None,
-        "deleted_in_delta": saved.deleted if chain[-1].kind == "delta" else None,
+        "bytes": figures["rows"] * saved.row_bytes,
+        "row_bytes": saved.row_bytes,
+        "rows_in_delta": saved.rows if delta else None,
+        "deleted_in_delta": saved.deleted if delta else None,
         "admission": saved.admission,
-        "sights": _sights(place, chain[-1], saved.key) if saved.admission == "exact" else None,
-        **figures,
+        "pending_ids": _pending(chain.last, saved.key) if saved.admission == "exact" else None,
     }
 
 
-def _sights(place: Place, manifest: Manifest, key: str) -> int:
+def _pending(link: Link, key: str) -> int:
     """Ids without a row that are counted."""
-    total = 0
-    for file in manifest.files:
-        if file.kind == "sights" and key in file.tables:
-            wanted = file.tables.index(key)
-            total += sum(
-                len(ids) for table, ids, _ in read_ids(place.folder, file) if table == wanted
-            )
-    return total
+    layout = Layout.ids(counted=True)
+    return sum(
+        len(columns[0])
+        for file in link.manifest.files
+        if file.kind == "admission" and key in file.tables
+        for table, columns in read_rows(link.storage, file, layout)
+        if file.tables[table] == key
+    )
 
 
 def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
@@ -348,7 +329,7 @@ def _head(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("chain", " <- ".join(chain)),
         ("step", f"{found['step']:,}"),
         ("samples", f"{found['samples']:,}"),
-        ("epoch", f"{found['epoch']:,}"),
+        ("version", f"{found['version']:,}"),
         ("ranks", f"{found['world_size']} wrote it"),
         ("created", f"{created:%Y-%m-%d %H:%M:%S} UTC"),
         ("id", found["id"]),
@@ -385,15 +366,14 @@ def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
         out.print(table)
     for one in tables:
         if one["admission"]:
-            counted = "" if one["sights"] is None else f", {one['sights']:,} ids without a row"
-            line = f"admission of {one['table']}: {one['admission']}{counted}"
-            say(out, line)
+            pending = one["pending_ids"]
+            counted = "" if pending is None else f", {pending:,} ids without a row"
+            print_line(out, f"admission of {one['table']}: {one['admission']}{counted}")
         if one["rows_in_delta"] is not None:
-            line = (
-                f"{one['table']} in the delta alone: {one['rows_in_delta']:,} rows, "
-                f"{one['deleted_in_delta']:,} deletions"
+            rows, deleted = one["rows_in_delta"], one["deleted_in_delta"]
+            print_line(
+                out, f"{one['table']} in the delta alone: {rows:,} rows, {deleted:,} deletions"
             )
-            say(out, line)
 
 
 def _modules(modules: Sequence[dict[str, Any]]) -> Table:
@@ -450,10 +430,14 @@ _EXIT_DIFFERENT = 1
 
 Checkpoint = Annotated[
     str,
-    argument(
-        "CKPT", "Folder or URL of a checkpoint, of a store of them, or of a run: then its newest."
+    typer.Argument(
+        metavar="CKPT",
+        help="Folder or URL of a checkpoint, of a store of them, or of a run: then its newest.",
+        show_default=False,
     ),
 ]
+
+
 Tables = Annotated[
     list[str] | None,
     option("NAME", "This table only, as collection/table or table; may be repeated.", "--table"),
@@ -514,8 +498,12 @@ def verify(
 
 @ckpt.command(name="diff", no_args_is_help=True)
 def diff(
-    left: Annotated[str, argument("A", "Folder or URL, as of inspect.")],
-    right: Annotated[str, argument("B", "Folder or URL, as of inspect.")],
+    left: Annotated[
+        str, typer.Argument(metavar="A", help="Folder or URL, as of inspect.", show_default=False)
+    ],
+    right: Annotated[
+        str, typer.Argument(metavar="B", help="Folder or URL, as of inspect.", show_default=False)
+    ],
     tables: Tables = None,
     debug: Debug = False,
 ) -> None:
@@ -556,7 +544,10 @@ def compact(path: Checkpoint, debug: Debug = False) -> None:
 @ckpt.command(name="export", no_args_is_help=True)
 def export(
     path: Checkpoint,
-    out: Annotated[Path, option("DIR", "New or empty folder.", "--out")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", help="New or empty folder.", show_default=False),
+    ],
     form: Annotated[str, typer.Option("--format", metavar="NAME", help="parquet.")] = "parquet",
     tables: Tables = None,
     weights_only: Annotated[
@@ -585,8 +576,15 @@ def export(
 
 @ckpt.command(name="import", no_args_is_help=True)
 def import_(
-    source: Annotated[Path, argument("SRC", "File or folder to read.")],
-    out: Annotated[str, option("DIR", "New or empty folder, or URL.", "--out")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="File or folder to read.", show_default=False)
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", metavar="DIR", help="New or empty folder, or URL.", show_default=False
+        ),
+    ],
     form: Annotated[
         str,
         typer.Option(
@@ -613,7 +611,8 @@ def import_(
         ),
     ] = None,
     config: Annotated[
-        str | None, option("FILE", "Config of a run: segments, optimizers and dtype of its tables.")
+        str | None,
+        option("FILE", "Config of a run: segments, optimizers and dtype of its tables."),
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -683,5 +682,5 @@ def import_(
                 seed=seed,
                 last_seen_s=last_seen_s,
             ),
-            tell=console(),
+            out=console(),
         )

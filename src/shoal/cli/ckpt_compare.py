@@ -16,7 +16,7 @@ from shoal.checkpoint.tools import compact as compact_chain
 from shoal.checkpoint.tools import diff as compare
 from shoal.checkpoint.tools import verify as look
 from shoal.cli.ckpt import Place, chosen, describe_bytes, find, plain_table
-from shoal.cli.shell import say
+from shoal.cli.shell import print_line
 
 _DENSE = 20  # parameters to print at most
 
@@ -34,20 +34,20 @@ def diff(left: str, right: str, tables: Sequence[str], *, out: Console) -> bool:
     dense = [] if tables else list(_dense(a, b, manifests))
 
     for letter, place, manifest in zip("AB", (a, b), manifests, strict=True):
-        say(out, f"{letter}: {place.url}, step {manifest.step:,}")
+        print_line(out, f"{letter}: {place.url}, step {manifest.step:,}")
     for letter, keys in (("A", rows.only_a), ("B", rows.only_b)):
         for key in keys:
-            say(out, f"table {key}: only in {letter}")
+            print_line(out, f"table {key}: only in {letter}")
     for key in rows.reshaped:
-        say(out, f"table {key}: of other columns or types in B, rows not compared")
+        print_line(out, f"table {key}: of other columns or types in B, rows not compared")
     if rows.tables:
         _print_rows(rows, out)
     for line in dense[:_DENSE]:
-        say(out, line)
+        print_line(out, line)
     if len(dense) > _DENSE:
-        say(out, f"{len(dense) - _DENSE:,} more dense parameters differ")
+        print_line(out, f"{len(dense) - _DENSE:,} more dense parameters differ")
     same = rows.same and not dense
-    say(out, "the same" if same else "different")
+    print_line(out, "the same" if same else "different")
     return same
 
 
@@ -120,17 +120,19 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
     """
     report = look(find(path).url, chain=chain)
 
-    say(out, f"checkpoint: {report.url}")
+    print_line(out, f"checkpoint: {report.url}")
     for name in report.checkpoints:
-        say(out, f"looked at: {name}")
+        print_line(out, f"looked at: {name}")
     for problem in report.problems:
-        say(out, f"wrong: {problem.checkpoint}/{problem.file}: {problem.why}")
+        print_line(out, f"wrong: {problem.checkpoint}/{problem.file}: {problem.why}")
     for name in report.unlisted[:_UNLISTED]:
-        say(out, f"no part of it: {name}")
+        print_line(out, f"no part of it: {name}")
     if len(report.unlisted) > _UNLISTED:
-        say(out, f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
+        print_line(out, f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
     counted = f"{report.files:,} files, {describe_bytes(report.bytes)}, {report.rows:,} rows"
-    say(out, f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}")
+    print_line(
+        out, f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}"
+    )
     return report.ok
 
 
@@ -144,11 +146,7 @@ def compact(path: str, *, out: Console) -> None:
     chain = place.chain()
     written = compact_chain(place.store, place.name)
     new = Place(place.store, place.store.name(written.step, "full"))
-    before = sum(file.bytes for link in chain for file in link.files)
+    before = sum(file.bytes for link in chain.links for file in link.manifest.files)
     after = sum(file.bytes for file in written.files)
-    lines = (
-        f"chain: {len(chain)} checkpoints, {describe_bytes(before)}",
-        f"full: {new.url}, {describe_bytes(after)}",
-    )
-    for line in lines:
-        say(out, line)
+    print_line(out, f"chain: {len(chain.links)} checkpoints, {describe_bytes(before)}")
+    print_line(out, f"full: {new.url}, {describe_bytes(after)}")

@@ -30,7 +30,7 @@ from shoal.checkpoint.formats import (
 )
 from shoal.checkpoint.manifest import SavedTable
 from shoal.cli.ckpt import chosen, find
-from shoal.cli.shell import say
+from shoal.cli.shell import print_line
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
 from shoal.config.tree import OPTIMIZERS, build
@@ -60,7 +60,7 @@ class Request:
     last_seen_s: int | None
 
 
-def import_rows(request: Request, *, tell: Console) -> None:
+def import_rows(request: Request, *, out: Console) -> None:
     """Write the checkpoint and say what is in it.
 
     Raises:
@@ -88,9 +88,10 @@ def import_rows(request: Request, *, tell: Console) -> None:
         weights_only=request.weights_only,
     )
     for table in manifest.tables:
-        line = f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
-        say(tell, line)
-    say(tell, f"checkpoint: {where}")
+        print_line(
+            out, f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
+        )
+    print_line(out, f"checkpoint: {where}")
 
 
 def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
@@ -280,25 +281,23 @@ def export(
         raise unknown_name("format to export", form, ["parquet"])
     place = find(path)
     chain = place.chain()
-    rows = place.rows(chain)
-    indices = chosen(chain[-1].tables, tables)
+    indices = chosen(chain.tables, tables)
     partial = _partial(out)
     try:
         for index in indices:
-            saved = chain[-1].tables[index]
+            saved = chain.tables[index]
             folder = partial / _folder_of(saved)
             # Of a delta the chain's rows are written, so its own counts do not hold.
             whole = replace(saved, rows=0, deleted=0)
             count = write_parquet(
                 folder,
                 whole,
-                rows.chunks(index),
-                seed=chain[-1].seed,
+                chain.chunks(index),
+                seed=chain.last.manifest.seed,
                 place=index,
                 weights_only=weights_only,
             )
-            line = f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}"
-            say(tell, line)
+            print_line(tell, f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}")
         os.replace(partial, out)
     except OSError as error:
         raise _unwritable(out, error) from error

@@ -46,7 +46,7 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def say(out: Console, line: str) -> None:
+def print_line(out: Console, line: str) -> None:
     """Print a line as it is: no markup, no colours, no line breaks."""
     out.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -99,7 +99,7 @@ def clean_errors(debug: bool) -> Iterator[None]:
             raise
         out = console(stderr=True)
         out.print("error:", style="bold red", end=" ")
-        out.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        print_line(out, str(error))
         raise typer.Exit(EXIT_ERROR) from error
     except KeyboardInterrupt:
         if debug:

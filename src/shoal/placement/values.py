@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -181,6 +181,25 @@ class Hosted:
     def shares(self) -> int:
         """Number of parts of the rows: 1 if every rank holds all rows."""
         return 1 if self.replicated else len(self.ranks)
+
+    def holders(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranks that may have rows with hashes [start, stop), and how many of those hashes.
+
+        In the order of hashes; all of them for each rank of a replicated slice.
+        """
+        if self.replicated:
+            yield from ((rank, stop - start) for rank in self.ranks)
+            return
+        count, shift = len(self.ranks), 64 - BUCKET_BITS
+        first = (start >> shift) * count >> BUCKET_BITS
+        last = (stop - 1 >> shift) * count >> BUCKET_BITS
+        for share in range(first, last + 1):
+            low, high = (bucket << shift for bucket in rank_buckets(share, count))
+            yield self.ranks[share], min(high, stop) - max(low, start)
+
+    def answers(self, rank: int) -> bool:
+        """Whether a rank that holds it answers for the table's rows, so that each counts once."""
+        return self.start == 0 and (not self.replicated or rank == self.ranks[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Saver:
                         self._skipped,
                     )
                 if self._saving is not None:
-                    self._saving.hurry()
+                    self._saving.stop_throttling()
                 return
             self._end()
         kind: Kind = "delta" if self._can_be_delta() else "full"

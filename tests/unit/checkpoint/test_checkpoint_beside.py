@@ -1,4 +1,4 @@
-"""A save beside training gives way and rests, until somebody waits for it."""
+"""A save while training continues gives way and pauses, until somebody waits for it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from shoal import _core
 from shoal.checkpoint import writing
 from shoal.checkpoint.saving import Saving, begin, save
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import Pace
+from shoal.checkpoint.writing import Throttle
 from shoal.errors import CheckpointError
 from support.saved_jobs import Job, small_files
 
 
-class Told(Pace):
-    """Counts what it is told, and sleeps for nothing."""
+class Told(Throttle):
+    """Counts what it is told, and never sleeps."""
 
     last: Told
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = self.rests = 0
+        self.started = self.pauses = 0
         Told.last = self
 
-    def begin(self) -> None:
-        self.begun += 1
+    def start(self) -> None:
+        self.started += 1
 
-    def rest(self) -> None:
-        self.rests += 1
+    def pause(self) -> None:
+        self.pauses += 1
 
     @property
-    def hurried(self) -> bool:
-        return self._hurried.is_set()
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
 
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(writing, "Pace", Told)
+    monkeypatch.setattr(writing, "Throttle", Told)
     with small_files():
         yield
 
@@ -55,28 +55,28 @@ WAYS: dict[str, Callable[[Saving], object]] = {
     "wait": lambda saving: saving.wait(),
     "join": lambda saving: saving.join(),
     "cursors": lambda saving: saving.cursors,
-    "hurry": lambda saving: saving.hurry(),
+    "stop_throttling": lambda saving: saving.stop_throttling(),
     "abort": lambda saving: saving.abort(),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_rests_until_somebody_waits(tmp_path: Path, way: str) -> None:
+def test_it_pauses_until_somebody_waits(tmp_path: Path, way: str) -> None:
     saving = begin(tmp_path, job().contents(), step=1, position=1)
-    pace = Told.last
-    assert not pace.hurried
+    throttle = Told.last
+    assert not throttle.stopped
     while not saving.done:
         time.sleep(0.001)
-    assert pace.begun == 1
-    assert pace.rests > 1  # for each piece of rows
-    assert not pace.hurried
+    assert throttle.started == 1
+    assert throttle.pauses > 1  # for each piece of rows
+    assert not throttle.stopped
     WAYS[way](saving)
-    assert pace.hurried
+    assert throttle.stopped
 
 
-def test_one_that_is_waited_for_anyway_does_not_rest(tmp_path: Path) -> None:
+def test_one_that_is_waited_for_anyway_does_not_pause(tmp_path: Path) -> None:
     save(tmp_path, job().contents(), step=1, position=1)
-    assert Told.last.begun == 0
+    assert Told.last.started == 0
 
 
 def test_threads_that_cannot_give_way_fail_the_save(

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, diff, tools, verify
+from shoal.checkpoint import CheckpointStore, compact, diff, plan, verify
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.plan import split
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, by_hash, joined, rows_of, save_by_hand
 
 LAYOUTS = {
-    "big": RowLayout(4, 2, "float32"),
-    "one": RowLayout(2, 2, "bfloat16"),
-    "two": RowLayout(2, 2, "bfloat16"),
-    "late": RowLayout(1, 0, "float64"),
+    "big": Layout.rows(4, 2, "float32"),
+    "one": Layout.rows(2, 2, "bfloat16"),
+    "two": Layout.rows(2, 2, "bfloat16"),
+    "late": Layout.rows(1, 0, "float64"),
 }
 SIZES = {"file_bytes": 3000, "small_bytes": 1500}
 NONE = torch.empty(0, dtype=torch.int64)
@@ -88,8 +88,8 @@ def full(root: Storage) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "split", functools.partial(split, **SIZES))
-    monkeypatch.setattr(tools, "_PIECE_BYTES", 700)
+    monkeypatch.setattr(plan, "split", functools.partial(split, **SIZES))
+    monkeypatch.setattr(plan, "PIECE_BYTES", 700)
 
 
 @pytest.mark.parametrize("kind", ["local", *REMOTE])
@@ -115,7 +115,7 @@ def test_row_files_have_the_bytes_of_a_full_save(tmp_path: Path, kind: str):
     report = verify(mine.url)
     assert report.ok and report.rows == 350 + 20 + 7 + 4 * 3
     assert diff(mine.url, root.child("step-000000000003-delta").url).same
-    with pytest.raises(CheckpointError, match=r"step-000000000003-full beside it"):
+    with pytest.raises(CheckpointError, match=r"step-000000000003-full in its store"):
         compact(store, "step-000000000003-delta")
     with pytest.raises(CheckpointError, match="got a full one"):
         compact(store, "step-000000000001-full")
@@ -126,7 +126,7 @@ def test_damage_stops_it_and_leaves_nothing(tmp_path: Path):
     links = chain(root)
     store = CheckpointStore(root)
     for link, folder in zip(links, root.folders(), strict=True):
-        copied = ("sights", "sketch", "dense", "state") if link is links[-1] else ()
+        copied = ("admission", "sketch", "dense", "state") if link is links[-1] else ()
         for file in link.files:
             if file.kind not in ("rows", "deleted", *copied):
                 continue
@@ -203,7 +203,7 @@ for point in sorted({*range(0, total, max(1, total // 12)), *range(total - 5, to
 
 @pytest.mark.multiproc
 def test_killed_at_any_point_the_chain_is_still_there(tmp_path: Path):
-    """Leftovers are none of the checkpoints, and the next compaction starts anew."""
+    """Leftovers are none of the checkpoints, and the next compaction starts from scratch."""
     chain(Storage(tmp_path / "root"))
     before = CheckpointStore(tmp_path / "root").list()
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from shoal.checkpoint.manifest import SCHEMA
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout
 from shoal.checkpoint.storage import Storage
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
@@ -24,7 +24,7 @@ GOLDEN = {
 
 
 def tiny(root: Path) -> Path:
-    layout = RowLayout(3, 2, "float32")
+    layout = Layout.rows(3, 2, "float32")
     tables = [
         HandTable(name, layout, rows_of(name, torch.arange(rows), layout), by_hash(name, gone))
         for name, rows, gone in (
@@ -40,7 +40,7 @@ def tiny(root: Path) -> Path:
 
 def test_bytes_are_pinned(tmp_path: Path):
     folder = tiny(tmp_path)
-    assert SCHEMA == 2
+    assert SCHEMA == 3
     found = {path: hashlib.sha256((folder / path).read_bytes()).hexdigest() for path in GOLDEN}
     assert found == GOLDEN
 

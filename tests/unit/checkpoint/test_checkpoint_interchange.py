@@ -25,6 +25,8 @@ from shoal.checkpoint.formats import (
 )
 from shoal.checkpoint.formats.foreign import CollectedRows, Source
 from shoal.checkpoint.formats.monolith import frame, masked_crc32c, read_records
+from shoal.checkpoint.row_files import chunk_of as chunk_of_columns
+from shoal.checkpoint.row_files import columns_of
 from shoal.errors import DataError, UnknownName
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.shard import HASHES
@@ -275,9 +277,9 @@ def test_parquet_round_trip(tmp_path: Path, dtype: str, optimizer: SGD | Adagrad
     spec = TableSpec(name="t", segments=(Segment(dim=3, optimizer=optimizer),), dtype=dtype)
     form = form_of("c", spec)
     chunk = chunk_of(1000, 3, spec.state_width, getattr(torch, dtype))
+    none = chunk_of(0, 3, spec.state_width)
     assert (
-        write_parquet(tmp_path / "c.t", form.table, [chunk, chunk_of(0, 3, spec.state_width)])
-        == 1000
+        write_parquet(tmp_path / "c.t", form.table, [columns_of(chunk), columns_of(none)]) == 1000
     )
     source = open_parquet(tmp_path / "c.t")
     assert source.tables[0].saved == form.table
@@ -286,14 +288,17 @@ def test_parquet_round_trip(tmp_path: Path, dtype: str, optimizer: SGD | Adagrad
         for _, entries in source.entries(frozenset({"t"})):
             collected.add(0, entries)
         collected.finish()
-        assert same(collected.read(0, 0, HASHES), in_order(chunk))
+        found = chunk_of_columns("t", collected.read(0, 0, HASHES))
+        assert same(found, in_order(chunk))
 
 
 def test_parquet_is_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.checkpoint.formats.parquet._FILE_BYTES", 20_000)
     spec = TableSpec(name="t", segments=(Segment(dim=3),), dtype="bfloat16")
     chunk = chunk_of(1000, 3, 3, torch.bfloat16)
-    pieces = [rows_of(chunk, slice(start, start + 100)) for start in range(0, 1000, 100)]
+    pieces = [
+        columns_of(rows_of(chunk, slice(start, start + 100))) for start in range(0, 1000, 100)
+    ]
     write_parquet(tmp_path / "t", form_of("c", spec).table, pieces)
     assert len(list((tmp_path / "t").iterdir())) == 2
     read = pq.read_table(tmp_path / "t")
@@ -302,7 +307,7 @@ def test_parquet_is_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read["id"].to_pylist() == chunk.ids.tolist()
     assert read["weights"].to_pylist() == chunk.weights.float().tolist()
     assert read["last_seen_s"].to_pylist() == chunk.last_seen_s.tolist()
-    write_parquet(tmp_path / "w", form_of("c", spec).table, [chunk], weights_only=True)
+    write_parquet(tmp_path / "w", form_of("c", spec).table, [columns_of(chunk)], weights_only=True)
     assert pq.read_table(tmp_path / "w").column_names == ["id", "weights"]
     assert not open_parquet(tmp_path / "w").tables[0].has_state
 

@@ -83,7 +83,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, RowChunk], Job]:
             "b": [HandTable(TAGS, rows["b/tags"])],
         },
         step=7,
-        epoch=5,
+        version=5,
         grouped=("a/items", "b/tags"),
         modules={"net": job.net},
         optimizers={"net": job.optimizer},
@@ -134,7 +134,7 @@ def test_without_the_state_of_optimizers(saved: tuple[Path, dict[str, RowChunk],
 def test_one_checkpoint_or_the_newest_of_a_store(tmp_path: Path) -> None:
     for step, rows in ((1, 10), (2, 20)):
         chunk = trained(TAGS, rows).export()
-        write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, chunk)]}, step=step, epoch=9)
+        write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, chunk)]}, step=step, version=9)
     (tmp_path / "step-000000000003-full").mkdir()  # was not committed
     newest, older = hosted(TAGS), hosted(TAGS)
     assert load(tmp_path, Contents(tables={"b": newest})).rows == {"b/tags": 20}
@@ -212,7 +212,7 @@ def test_options_reach_tables_and_dense_parts(
 
 def test_expired_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     rows = trained(TAGS, 60).export()  # half seen at 15, half at 10
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, version=9)
     tables = hosted(dataclasses.replace(TAGS, expiry=Expiry(ttl_s=8)))
     found = load(tmp_path, Contents(tables={"b": tables}), options=LoadOptions(now_s=20))
     old = int((rows.last_seen_s <= 12).sum())
@@ -227,7 +227,7 @@ def test_expired_rows_are_counted_and_left_out(tmp_path: Path) -> None:
 def test_numbers_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     rows = trained(TAGS, 60).export()
     rows.weights[::2, 1] = 1e6
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows, cuts=QUARTERS)]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows, cuts=QUARTERS)]}, version=9)
     tables = hosted(dataclasses.replace(TAGS, dtype="float16"))
     with pytest.raises(CheckpointError, match="30 that are too large for table 'b/tags'"):
         load(tmp_path, Contents(tables={"b": tables}))
@@ -237,7 +237,7 @@ def test_numbers_that_do_not_fit_are_counted(tmp_path: Path) -> None:
 
 def test_capacity(tmp_path: Path) -> None:
     rows = trained(TAGS, 60).export()
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, rows)]}, version=9)
     full = hosted(dataclasses.replace(TAGS, capacity_rows=59))
     with pytest.raises(TableFull):
         load(tmp_path, Contents(tables={"b": full}))
@@ -251,9 +251,13 @@ def test_an_evicting_table_keeps_the_rows_in_use(
     rows = trained(TAGS, 60).export()
     rows.counts[:] = torch.arange(60) % 7
     cut = chunk_where(rows, torch.arange(60) < 50)
-    parent = write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, cut, cuts=QUARTERS)]}, epoch=8)
+    parent = write_by_hand(
+        Storage(tmp_path), {"b": [HandTable(TAGS, cut, cuts=QUARTERS)]}, version=8
+    )
     late = chunk_where(rows, torch.arange(60) >= 45)
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, late)]}, step=2, epoch=9, parent=parent)
+    write_by_hand(
+        Storage(tmp_path), {"b": [HandTable(TAGS, late)]}, step=2, version=9, parent=parent
+    )
     tables = hosted(dataclasses.replace(TAGS, capacity_rows=capacity, on_full=policy))
     found = load(tmp_path, Contents(tables={"b": tables}))
     kept = tables.shard.export(0)
@@ -270,7 +274,7 @@ def test_an_evicting_table_keeps_the_rows_in_use(
 def test_a_table_at_its_budget_may_be_split_otherwise(tmp_path: Path) -> None:
     rows = trained(TAGS, 90).export()
     spec = dataclasses.replace(TAGS, capacity_rows=90, on_full="lru")
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(spec, rows)]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(spec, rows)]}, version=9)
     placement = plan_placement((spec,), 3)
     kept = 0
     for rank in range(3):
@@ -289,7 +293,7 @@ def test_sketches_go_to_every_rank(tmp_path: Path) -> None:
     Table(spec, shard=shard).find_or_init(torch.arange(9)).end()
     sights = shard.admission_state(0)
     table = HandTable(spec, trained(TAGS, 5).export(), sights=sights)
-    write_by_hand(Storage(tmp_path), {"b": [table]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [table]}, version=9)
     placement = plan_placement((spec,), 2)
     for rank in range(2):
         own = CpuShard(hosted_specs((spec,), placement, rank))
@@ -310,7 +314,7 @@ def test_another_optimizer_is_named(saved: tuple[Path, dict[str, RowChunk], Job]
 def test_state_of_ranks_is_for_as_many_ranks(tmp_path: Path) -> None:
     rows = HandTable(TAGS, trained(TAGS, 5).export())
     two = ({"rng": 1}, {"rng": 2})
-    write_by_hand(Storage(tmp_path), {"b": [rows]}, epoch=9, state={"a": 1}, rank_states=two)
+    write_by_hand(Storage(tmp_path), {"b": [rows]}, version=9, state={"a": 1}, rank_states=two)
     found = load(tmp_path, Contents(tables={"b": hosted(TAGS)}))
     assert found.rank_state is None and found.state == {"a": 1}
     assert found.rank_states == tuple(two)
@@ -319,7 +323,7 @@ def test_state_of_ranks_is_for_as_many_ranks(tmp_path: Path) -> None:
 
 
 def test_tables_placed_on_other_ranks_are_refused(tmp_path: Path) -> None:
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, epoch=9)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, version=9)
     part = second_of_two()
     with pytest.raises(InputError, match="got one on 2 ranks; allowed: one on 1"):
         load(tmp_path, Contents(tables={"b": part}))
@@ -336,7 +340,7 @@ def second_of_two() -> HostedTables:
 
 def test_cursors_are_of_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
     """A delta on top of it could not be told from one that lacks what came between."""
-    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, epoch=3)
+    write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, version=3)
     for cuts, whole in ((2, True), (3, False)):
         tables = hosted(TAGS)
         for _ in range(cuts):
@@ -356,7 +360,7 @@ def test_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 def test_collections_may_share_a_shard(tmp_path: Path) -> None:
     users, tags = trained(USERS, 40).export(), trained(TAGS, 30).export()
     tables = {"a": [HandTable(USERS, users)], "b": [HandTable(TAGS, tags)]}
-    write_by_hand(Storage(tmp_path), tables, epoch=9, last_steps={"a": 3, "b": 5})
+    write_by_hand(Storage(tmp_path), tables, version=9, last_steps={"a": 3, "b": 5})
     shard = CpuShard((USERS, TAGS))
     contents = Contents(
         tables={

@@ -55,7 +55,7 @@ def chain(root: Path, spec: TableSpec = TAGS) -> dict[int, RowChunk]:
 
     put(base)
     storage = Storage(root)
-    parent = write_by_hand(storage, {"b": [HandTable(spec, base, cuts=QUARTERS)]}, epoch=4)
+    parent = write_by_hand(storage, {"b": [HandTable(spec, base, cuts=QUARTERS)]}, version=4)
     everything = torch.arange(400)
     steps: list[tuple[int, torch.Tensor, torch.Tensor, Sequence[int]]] = [
         (5, everything[:90], everything[100:140], ()),
@@ -69,7 +69,12 @@ def chain(root: Path, spec: TableSpec = TAGS) -> dict[int, RowChunk]:
             state.pop(id_, None)
         table = HandTable(spec, rows, deleted=base.ids[deleted], cuts=cuts)
         parent = write_by_hand(
-            storage, {"b": [table]}, step=epoch, epoch=epoch, parent=parent, last_steps={"b": epoch}
+            storage,
+            {"b": [table]},
+            step=epoch,
+            version=epoch,
+            parent=parent,
+            last_steps={"b": epoch},
         )
     return state
 
@@ -80,7 +85,7 @@ def test_a_chain_ends_as_its_last_link(tmp_path: Path) -> None:
     found = load(tmp_path, Contents(tables={"b": tables}))
     check_state(tables.shard.export(0), state)
     assert found.rows == {"b/tags": len(state)}
-    assert (found.manifest.epoch, tables.shard.last_step) == (7, 7)
+    assert (found.manifest.version, tables.shard.last_step) == (7, 7)
 
 
 def test_a_chain_without_its_parent_is_refused(tmp_path: Path) -> None:
@@ -97,8 +102,8 @@ def test_a_chain_has_one_form(tmp_path: Path) -> None:
     parent = write_by_hand(storage, {"b": [HandTable(TAGS, trained(TAGS, 5).export())]})
     other = dataclasses.replace(TAGS, segments=(dataclasses.replace(VEC, dim=2),))
     rows = trained(other, 5).export()
-    write_by_hand(storage, {"b": [HandTable(other, rows)]}, step=2, epoch=9, parent=parent)
-    with pytest.raises(CheckpointError, match="one form in a whole chain"):
+    write_by_hand(storage, {"b": [HandTable(other, rows)]}, step=2, version=9, parent=parent)
+    with pytest.raises(CheckpointError, match="as in the newest link of its chain"):
         load(tmp_path, Contents(tables={"b": hosted(other)}))
 
 
@@ -134,13 +139,13 @@ def test_each_rank_keeps_its_part(tmp_path: Path, kind: str, world_size: int) ->
 def test_a_table_may_be_new_in_the_middle_of_a_chain(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     first, second = trained(TAGS, 30).export(), trained(USERS, 20).export()
-    parent: Parent = write_by_hand(storage, {"b": [HandTable(TAGS, first)]}, epoch=4)
+    parent: Parent = write_by_hand(storage, {"b": [HandTable(TAGS, first)]}, version=4)
     none = chunk_where(first, torch.zeros(30, dtype=torch.bool))
     write_by_hand(
         storage,
         {"b": [HandTable(TAGS, none), HandTable(USERS, second)]},
         step=2,
-        epoch=5,
+        version=5,
         parent=parent,
     )
     tables = hosted(TAGS, USERS)
@@ -156,11 +161,11 @@ def test_a_table_gone_in_the_middle_of_a_chain_is_not_asked_for(tmp_path: Path) 
     parent = write_by_hand(
         storage,
         {"b": [HandTable(plain, gone), HandTable(TAGS, first)]},
-        epoch=4,
+        version=4,
         grouped=("b/items", "b/tags"),
     )
     none = chunk_where(first, torch.zeros(30, dtype=torch.bool))
-    write_by_hand(storage, {"b": [HandTable(TAGS, none)]}, step=2, epoch=5, parent=parent)
+    write_by_hand(storage, {"b": [HandTable(TAGS, none)]}, step=2, version=5, parent=parent)
     tables = hosted(TAGS)
     assert load(tmp_path, Contents(tables={"b": tables})).rows == {"b/tags": 30}
     check_equal(tables.shard.export(0), first)
@@ -194,7 +199,7 @@ def test_random_chains_end_as_a_dictionary_says(tmp_path: Path, seed: int) -> No
             Storage(tmp_path),
             {"b": tables},
             step=link,
-            epoch=5 + link,
+            version=5 + link,
             parent=parent,
             grouped=("b/tags", "b/more") if rng.random() < 0.4 else (),
         )

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.chain import Newer, windows
+from shoal.checkpoint.chain import Newer, runs
 from shoal.checkpoint.loading_rows import adapt
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable
 from shoal.checkpoint.matching import (
     LoadOptions,
     TableMatch,
-    check_room,
+    check_capacity,
     match_tables,
     saved_table,
 )
@@ -65,8 +65,8 @@ def chunk(width: int, state: int, rows: int = 4, dtype: torch.dtype = torch.floa
 
 def test_equal_tables_match_and_rows_stay_as_they_are() -> None:
     one, two = matched(saved(USERS, ITEMS), (USERS, ITEMS))
-    assert (one.key, one.index, two.key, two.index) == ("emb/users", 0, "emb/items", 1)
-    assert one.same_columns and one.same_hash and not one.sights
+    assert (one.key, two.key) == ("emb/users", "emb/items")
+    assert one.same_columns and one.same_hash and not one.admission
     rows = chunk(4, 3)
     found = adapt(one, rows, seed=1, now_s=None)
     assert torch.equal(found.chunk.weights, rows.weights)
@@ -209,12 +209,12 @@ def test_admission_counters_of_one_kind_and_size_are_loaded() -> None:
         return dataclasses.replace(USERS, name=name, admission=Admission(threshold=2, **fields))
 
     (exact,) = matched(saved(counted()), (counted(),))
-    assert exact.sights
+    assert exact.admission
     sketch = counted(counter="sketch", sketch_width=64, sketch_depth=2)
     other = counted(counter="sketch", sketch_width=128, sketch_depth=2)
     assert "sketch 64x2 by bucket in it, sketch 128x2" in refused(saved(sketch), (other,))
     waived = frozenset({"emb/users.admission"})
-    assert not matched(saved(sketch), (other,), allow_missing=waived)[0].sights
+    assert not matched(saved(sketch), (other,), allow_missing=waived)[0].admission
     # Cells of a sketch are found by the name that salts its hashes.
     moved = counted("people", counter="sketch", sketch_width=64, sketch_depth=2)
     assert "keyed by 'users'" in refused(
@@ -226,11 +226,11 @@ def test_room_is_checked_before_loading() -> None:
     small = dataclasses.replace(ITEMS, capacity_rows=9, expiry=Expiry(ttl_s=5))
     (one,) = matched(saved(ITEMS), (small,))
     with pytest.raises(TableFull, match="capacity_rows=9"):
-        check_room(one, 10, None)
-    check_room(one, 9, None)
-    check_room(one, 10, 100)  # some may expire
+        check_capacity(one, 10, None)
+    check_capacity(one, 9, None)
+    check_capacity(one, 10, 100)  # some may expire
     (evicting,) = matched(saved(ITEMS), (dataclasses.replace(small, on_full="lru"),))
-    check_room(evicting, 10, None)
+    check_capacity(evicting, 10, None)
 
 
 def file(path: str, tables: str, start: int = 0, stop: int = HASHES, kind: Any = "rows") -> Any:
@@ -240,14 +240,14 @@ def file(path: str, tables: str, start: int = 0, stop: int = HASHES, kind: Any =
 
 
 def manifest(*files: SavedFile) -> Manifest:
-    empty: dict[str, Any] = {"last_steps": {}, "versions": {}}
+    empty: dict[str, Any] = {"last_steps": {}, "packages": {}}
     return Manifest(
         schema=SCHEMA,
         id="",
         kind="full",
         step=0,
         position=0,
-        epoch=0,
+        version=0,
         parent=None,
         seed=0,
         world_size=1,
@@ -275,10 +275,10 @@ def test_files_are_read_newest_first_in_runs_that_share_no_row() -> None:
         file("d2", "b"),
         file("d3", "c", kind="deleted"),
         file("d4", "d", 0, half),
-        file("no", "a", kind="sights"),
+        file("no", "a", kind="admission"),
     )
-    runs = windows([full, delta], lambda one: one.path != "f6")
-    assert {tuple(one.file.path for one in run) for run in runs} == {
+    found = runs([full, delta], lambda one: one.path != "f6")
+    assert {tuple(one.file.path for one in run) for run in found} == {
         ("d1", "f1", "f2"),
         ("f3",),
         ("d2", "d3", "f4"),
@@ -289,15 +289,9 @@ def test_files_are_read_newest_first_in_runs_that_share_no_row() -> None:
 def test_ids_of_newer_links_hide_older_ones() -> None:
     newer = Newer()
     first = torch.tensor([5, -3, 1 << 62])
-    assert newer.unseen(2, first).all()
-    newer.add(first)
-    assert newer.unseen(2, torch.tensor([5])).all()  # the same link has an id once
-    middle = torch.tensor([5, 6])
-    assert newer.unseen(1, middle).tolist() == [False, True]
-    newer.add(middle)
-    assert newer.unseen(0, torch.tensor([-3, 6, 7, 1 << 62])).tolist() == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    assert newer.unseen(2, first, remember=True) is None
+    assert newer.unseen(2, torch.tensor([5]), remember=False) is None  # of the same link
+    fresh = newer.unseen(1, torch.tensor([5, 6]), remember=True)
+    assert fresh is not None and fresh.tolist() == [False, True]
+    oldest = newer.unseen(0, torch.tensor([-3, 6, 7, 1 << 62]), remember=False)
+    assert oldest is not None and oldest.tolist() == [False, False, True, False]

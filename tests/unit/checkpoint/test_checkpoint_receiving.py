@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.checkpoint import row_files
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.formats import (
     Entries,
@@ -44,7 +45,7 @@ def test_rows_are_put_in_order(run_bytes: int):
         assert collected.rows(0) == 5000
         assert collected.latest(0) == int(chunk.versions.max())
         ordered = in_order(chunk)
-        assert same(collected.read(0, 0, HASHES), ordered)
+        assert same(row_files.chunk_of("t", collected.read(0, 0, HASHES)), ordered)
         for bits in (0, 1, 8, 20):
             counts = collected.histogram(0, bits)
             assert counts.shape == (1 << bits,)
@@ -53,7 +54,7 @@ def test_rows_are_put_in_order(run_bytes: int):
         at = 0
         for quarter, count in enumerate(counts.tolist()):
             part = collected.read(0, quarter << 62, (quarter + 1) << 62)
-            assert torch.equal(part.ids, ordered.ids[at : at + count])
+            assert torch.equal(part[0], ordered.ids[at : at + count])
             at += count
 
 
@@ -68,7 +69,7 @@ def test_rows_without_state_start_with_the_rules():
     with CollectedRows([form_of("c", spec)], last_seen_s=99) as collected:
         collected.add(0, Entries(ids=torch.tensor([5, 6]), weights=torch.ones(2, 3)))
         collected.finish()
-        chunk = collected.read(0, 0, HASHES)
+        chunk = row_files.chunk_of("t", collected.read(0, 0, HASHES))
     assert chunk.state.tolist() == [[0.25, 0.25]] * 2
     assert chunk.versions.tolist() == [1, 1]
     assert chunk.last_seen_s.tolist() == [99, 99]
@@ -160,12 +161,12 @@ def test_the_last_version_comes_back_and_none_after_it(tmp_path: Path):
     chunk = chunk_of(3, 2, 0)
     for name, version in (("last", LAST_VERSION), ("beyond", LAST_VERSION + 1)):
         chunk.versions[:] = torch.tensor([1, 2, version])
-        write_parquet(tmp_path / name, form.table, [chunk])
+        write_parquet(tmp_path / name, form.table, [row_files.columns_of(chunk)])
     out = str(tmp_path / "new")
     with pytest.raises(DataError, match=rf"versions 1\.\.{LAST_VERSION + 1}.*of versions out"):
         receive(out, open_parquet(tmp_path / "beyond"), {"t": form}, created_s=1)
     manifest, where = receive(out, open_parquet(tmp_path / "last"), {"t": form}, created_s=1)
-    assert manifest.epoch == LAST_VERSION
+    assert manifest.version == LAST_VERSION
     shard = make_shard((spec,), seed=1)
     load(where, Contents(tables={"m": HostedTables((spec,), shard)}))
     assert shard.export(0).versions.sort()[0].tolist() == [1, 2, LAST_VERSION]

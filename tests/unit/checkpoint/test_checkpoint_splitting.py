@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.plan import TableRows, bits_for, pieces, split
-from shoal.checkpoint.row_layout import IdLayout, RowLayout
+from shoal.checkpoint.plan import TableRows, bits_for, split
+from shoal.checkpoint.row_files import Layout
 from shoal.errors import CheckpointError
 
-LAYOUT = RowLayout(1, 0, "float32")  # 24 bytes a row
-OTHER = RowLayout(2, 0, "float32")
+LAYOUT = Layout.rows(1, 0, "float32")  # 24 bytes a row
+OTHER = Layout.rows(2, 0, "float32")
 WHOLE = (0, 1 << 64)
 
 
-def table(key: str, rows: int, layout: RowLayout | IdLayout = LAYOUT, bits: int = 0) -> TableRows:
+def table(key: str, rows: int, layout: Layout = LAYOUT, bits: int = 0) -> TableRows:
     """Rows spread evenly."""
     bits = max(bits, bits_for(rows))
     counts = torch.full((1 << bits,), rows >> bits)
@@ -90,7 +90,9 @@ def test_files_cover_every_row_once_and_fit(counts: list[int], fit: int, skew: i
         assert plan.rows <= fit or plan.stop - plan.start == width
         at = plan.stop
     assert sum(plan.rows for plan in plans) == one.rows
-    found = list(pieces(one, piece_bytes=fit * 24))
-    assert sum(rows for *_, rows in found) == one.rows
-    assert all(rows <= fit or stop - start == (1 << 60) for start, stop, rows in found)
+    found = list(one.pieces(*WHOLE, fit * 24))
+    assert sum(one.within(*piece) for piece in found) == one.rows
+    assert all(
+        0 < one.within(start, stop) <= fit or stop - start == (1 << 60) for start, stop in found
+    )
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))

@@ -14,13 +14,12 @@ import torch
 
 from shoal.checkpoint import verify
 from shoal.checkpoint.manifest import MANIFEST, Manifest, commit
-from shoal.checkpoint.row_files import RowFileWriter
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
-LAYOUT = RowLayout(2, 1, "float32")
+LAYOUT = Layout.rows(2, 1, "float32")
 FULL, DELTA = "step-000000000001-full", "step-000000000002-delta"
 
 
@@ -60,7 +59,7 @@ def test_any_flipped_byte_is_told_with_its_file(tmp_path: Path, link: int):
     manifest = chain(tmp_path)[link]
     folder = (FULL, DELTA)[link]
     paths = [MANIFEST, *(file.path for file in manifest.files)]
-    assert {path.split("/")[0] for path in paths} >= {"rows", "sights", "dense", "state.pt"}
+    assert {path.split("/")[0] for path in paths} >= {"rows", "admission", "dense", "state.pt"}
     for path in paths:
         file = tmp_path / folder / path
         good = file.read_bytes()
@@ -140,16 +139,16 @@ def test_rows_that_were_written_wrong(tmp_path: Path, what: str, words: str):
     ends = (0, 1 << 63) if what == "range" else ends
     folder = root.child(FULL)
     writer = RowFileWriter(folder, "rows/00000.arrow", LAYOUT, ["m/a"], ends)
-    writer.add(0, chunk if what != "more" else table("a", 31).rows)
+    writer.add(0, columns_of(chunk if what != "more" else table("a", 31).rows))
     saved = writer.close()
     files = [dataclasses.replace(saved, rows=30)]
     tables = manifest.tables
     if what == "overlap":
         writer = RowFileWriter(folder, "rows/00001.arrow", LAYOUT, ["m/a"], ends)
-        writer.add(0, chunk)
+        writer.add(0, columns_of(chunk))
         files.append(writer.close())
         tables = (dataclasses.replace(tables[0], rows=60),)
-    sights = [file for file in manifest.files if file.kind == "sights"]
+    sights = [file for file in manifest.files if file.kind == "admission"]
     recommitted(tmp_path / FULL, manifest, files=(*files, *sights), tables=tables)
     report = verify(tmp_path)
     assert any(words in problem.why for problem in report.problems)

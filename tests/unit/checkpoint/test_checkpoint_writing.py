@@ -86,7 +86,7 @@ def test_tables_have_files_of_their_own_or_share_them(tmp_path: Path) -> None:
     assert users[0].start == 0 and users[-1].stop == 1 << 64
     assert all(a.stop == b.start for a, b in itertools.pairwise(users))
     kinds = [one.kind for one in manifest.files]
-    assert kinds == sorted(kinds, key=["rows", "sights", "sketch", "dense", "state"].index)
+    assert kinds == sorted(kinds, key=["rows", "admission", "sketch", "dense", "state"].index)
 
 
 def test_training_goes_on_and_files_show_the_cut(
@@ -111,7 +111,7 @@ def test_training_goes_on_and_files_show_the_cut(
         save(tmp_path / "other", job.contents(), step=3, position=30)
     gate.open.set()
     manifest = saving.wait()
-    assert saving.done and manifest.epoch == saving.epoch
+    assert saving.done and manifest.version == saving.version
     progress = saving.progress()
     assert progress.bytes_done == progress.bytes_total > 300_000
     assert progress.copied_rows > 1000 and progress.spilled_bytes == 0
@@ -177,7 +177,7 @@ def test_a_delta_has_what_changed(tmp_path: Path) -> None:
     delta = later.wait()
     assert delta.parent is not None
     assert (delta.parent.folder, delta.parent.id) == (FULL, full.id)
-    assert delta.epoch > full.epoch
+    assert delta.version > full.version
     rows = {one.name: (one.rows, one.deleted) for one in delta.tables}
     assert rows["users"] == (1500, 0) and rows["items"] == (400, 0)
     assert rows["tags"][1] > 0
@@ -376,7 +376,7 @@ def test_shards_at_different_epochs_are_brought_together(tmp_path: Path) -> None
     tables = {"ahead": ahead.tables, "behind": behind.tables}
     both = type(contents)(tables=tables, state={"steps": 3})
     manifest = save(tmp_path, both, step=3, position=30)
-    assert ahead.shard.cut() == behind.shard.cut() == manifest.epoch + 1
+    assert ahead.shard.cut() == behind.shard.cut() == manifest.version + 1
     # Collections of the same shard have one snapshot.
     twice = type(contents)(tables={"one": ahead.tables, "two": ahead.tables})
     again = save(tmp_path, twice, step=4, position=40)

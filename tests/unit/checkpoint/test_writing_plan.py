@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.plan import (
     FilePlan,
-    PlacedRows,
     Span,
     TableRows,
     WritingPlan,
@@ -19,29 +18,27 @@ from shoal.checkpoint.plan import (
     speakers,
     split,
 )
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.row_files import Layout
 from shoal.placement import Hosted, column_wise, data_parallel, grid, row_wise, table_wise
 
 HASHES = 1 << 64
-LAYOUT = RowLayout(8, 8, "float32")
+LAYOUT = Layout.rows(8, 8, "float32")
 
 
-def placed(key: str, slices: Sequence[Hosted], rows: int, bits: int = 8) -> PlacedRows:
+def placed(key: str, slices: Sequence[Hosted], rows: int, bits: int = 8) -> TableRows:
     counts = torch.full((1 << bits,), rows >> bits, dtype=torch.int64)
     counts[: rows - int(counts.sum())] += 1
-    sizes = tuple(LAYOUT.row_bytes * (one.stop - one.start) // 8 for one in slices)
-    return PlacedRows(key, tuple(slices), sizes, counts)
+    return TableRows(key, LAYOUT, counts, tuple(slices))
 
 
 def planned(
-    tables: Sequence[PlacedRows], world_size: int, piece_bytes: int = 40_000
+    tables: Sequence[TableRows], world_size: int, piece_bytes: int = 40_000
 ) -> tuple[tuple[FilePlan, ...], WritingPlan]:
-    counted = [TableRows(one.key, LAYOUT, one.counts) for one in tables]
-    files = split(counted, file_bytes=200_000, small_bytes=50_000)
+    files = split(tables, file_bytes=200_000, small_bytes=50_000)
     return files, plan_writing(files, tables, world_size, piece_bytes=piece_bytes)
 
 
-def covered(spans: Sequence[Span], table: PlacedRows) -> int:
+def covered(spans: Sequence[Span], table: TableRows) -> int:
     """Rows in spans, which follow each other."""
     bits = len(table.counts).bit_length() - 1
     for one, other in zip(spans, spans[1:], strict=False):  # noqa: RUF007 - indices matter
@@ -116,7 +113,7 @@ def test_speakers() -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[PlacedRows], int]:
+def jobs(draw: st.DrawFn) -> tuple[list[TableRows], int]:
     world_size = draw(st.integers(1, 5))
     tables = []
     for n in range(draw(st.integers(1, 6))):
@@ -139,7 +136,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[PlacedRows], int]:
 
 @settings(max_examples=150, deadline=None)
 @given(job=jobs(), piece_bytes=st.sampled_from([1, 20_000, 100_000]))
-def test_every_row_is_written_once(job: tuple[list[PlacedRows], int], piece_bytes: int) -> None:
+def test_every_row_is_written_once(job: tuple[list[TableRows], int], piece_bytes: int) -> None:
     tables, world_size = job
     files, plan = planned(tables, world_size, piece_bytes)
     assert len(plan.writers) == len(files)
@@ -178,4 +175,4 @@ def test_pieces_are_no_larger_than_asked(piece_bytes: int) -> None:
     _, plan = planned([table], 2, piece_bytes)
     for piece in (one for pieces in plan.pieces for one in pieces):
         rows = sum(covered([span], table) for span in piece.spans)
-        assert 0 < rows * table.row_bytes <= piece_bytes
+        assert 0 < rows * LAYOUT.row_bytes <= piece_bytes

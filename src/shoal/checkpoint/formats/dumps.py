@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import zipfile
@@ -13,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
+from shoal.checkpoint.formats.foreign import (
+    Entries,
+    Offered,
+    Source,
+    malformed,
+    need_file,
+    source_of,
+)
 from shoal.errors import unknown_name
 
 _PIECE_BYTES = 8 << 20
@@ -43,7 +51,18 @@ def open_npz(path: Path, table: str) -> Source:
         got = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
         allowed = "one array of ids, integers [N], and one of vectors, floats [N, D]"
         raise malformed(path, got or "no arrays", allowed, "Save it with those two only.")
-    return _Arrays(table, ids[0], vectors[0])
+    (ids_N,), (vectors_ND,) = ids, vectors
+    many = rows_at_once(vectors_ND.shape[1])
+
+    def read() -> Iterator[Entries]:
+        for start in range(0, len(ids_N), many):
+            piece = slice(start, start + many)
+            yield Entries(
+                ids=torch.from_numpy(ids_N[piece].astype(np.int64)),
+                weights=torch.from_numpy(np.array(vectors_ND[piece], order="C")),
+            )
+
+    return source_of([(Offered(name=table, dim=vectors_ND.shape[1]), read)])
 
 
 def open_text(path: Path, table: str) -> Source:
@@ -70,72 +89,31 @@ def open_text(path: Path, table: str) -> Source:
     if len(fields) < 2 or not _is_whole(fields[0]):
         raise malformed(path, repr(line[:60]), allowed, "Put the id before its vector.")
     delimiter = next(one for one in _DELIMITERS if one in line)
-    return _Lines(path, table, len(fields) - 1, delimiter, skipped)
+    offered = Offered(name=table, dim=len(fields) - 1)
+    read = functools.partial(_read_lines, path, offered.dim, delimiter, int(skipped))
+    return source_of([(offered, read)])
 
 
-class _Arrays:
-    def __init__(self, table: str, ids: Any, vectors: Any) -> None:
-        self._ids, self._vectors = ids, vectors
-        self._offered = Offered(name=table, dim=vectors.shape[1])
+def _read_lines(path: Path, dim: int, delimiter: str, skipped: int) -> Iterator[Entries]:
+    import pyarrow as pa
+    from pyarrow import csv
 
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return (self._offered,)
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        many = rows_at_once(self._offered.dim)
-        for start in range(0, len(self._ids) if self._offered.name in wanted else 0, many):
-            ids = self._ids[start : start + many].astype(np.int64)
-            vectors = np.array(self._vectors[start : start + many], order="C")
-            yield (
-                self._offered.name,
-                Entries(ids=torch.from_numpy(ids), weights=torch.from_numpy(vectors)),
-            )
-
-
-class _Lines:
-    def __init__(self, path: Path, table: str, dim: int, delimiter: str, skipped: bool) -> None:
-        self._path, self._delimiter, self._skipped = path, delimiter, skipped
-        self._offered = Offered(name=table, dim=dim)
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return (self._offered,)
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        import pyarrow as pa
-
-        if self._offered.name not in wanted:
-            return
-        allowed = f"lines of an integer and {self._offered.dim} numbers"
-        try:
-            for batch in self._batches():
-                columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
-                weights = np.stack(columns[1:], axis=1)
-                yield (
-                    self._offered.name,
-                    Entries(
-                        ids=torch.from_numpy(columns[0].copy()),
-                        weights=torch.from_numpy(np.ascontiguousarray(weights)),
-                    ),
-                )
-        except pa.ArrowException as error:
-            got = " ".join(str(error).split())
-            raise malformed(self._path, got, allowed, "Correct that line.") from error
-
-    def _batches(self) -> Iterator[Any]:
-        import pyarrow as pa
-        from pyarrow import csv
-
-        names = ["id", *(f"v{index}" for index in range(self._offered.dim))]
-        types = {name: pa.float64() for name in names} | {"id": pa.int64()}
+    names = ["id", *(f"v{index}" for index in range(dim))]
+    types = {name: pa.float64() for name in names} | {"id": pa.int64()}
+    try:
         with csv.open_csv(
-            self._path,
-            read_options=csv.ReadOptions(column_names=names, skip_rows=int(self._skipped)),
-            parse_options=csv.ParseOptions(delimiter=self._delimiter),
+            path,
+            read_options=csv.ReadOptions(column_names=names, skip_rows=skipped),
+            parse_options=csv.ParseOptions(delimiter=delimiter),
             convert_options=csv.ConvertOptions(column_types=types, null_values=[]),
         ) as reader:
-            yield from reader
+            for batch in reader:
+                ids, *columns = (one.to_numpy(zero_copy_only=False) for one in batch.columns)
+                weights = np.ascontiguousarray(np.stack(columns, axis=1))
+                yield Entries(ids=torch.from_numpy(ids.copy()), weights=torch.from_numpy(weights))
+    except pa.ArrowException as error:
+        got, allowed = " ".join(str(error).split()), f"lines of an integer and {dim} numbers"
+        raise malformed(path, got, allowed, "Correct that line.") from error
 
 
 def _split(line: str) -> list[str]:
@@ -172,32 +150,21 @@ def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> Source:
     weights = {key: value for key, value in every.items() if _is_matrix(value)}
     for table, key in tables.items():
         _check_form(path, f"{table}.weight" if key is None else key, every)
-    return _Embeddings(
-        {table: weights[_key_of(path, table, key, weights)] for table, key in tables.items()}
+    found = {table: weights[_key_of(path, table, key, weights)] for table, key in tables.items()}
+    return source_of(
+        [
+            (Offered(name=name, dim=one.shape[1]), functools.partial(_read_weights, one))
+            for name, one in found.items()
+        ]
     )
 
 
-class _Embeddings:
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self._weights = weights
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return tuple(
-            Offered(name=name, dim=weights.shape[1]) for name, weights in self._weights.items()
-        )
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        for name, weights in self._weights.items():
-            many = rows_at_once(weights.shape[1])
-            for start in range(0, len(weights) if name in wanted else 0, many):
-                piece = weights[start : start + many].detach().contiguous()
-                yield (
-                    name,
-                    Entries(
-                        ids=torch.arange(start, start + len(piece), device="cpu"), weights=piece
-                    ),
-                )
+def _read_weights(weights: Tensor) -> Iterator[Entries]:
+    many = rows_at_once(weights.shape[1])
+    for start in range(0, len(weights), many):
+        piece = weights[start : start + many].detach().contiguous()
+        ids = torch.arange(start, start + len(piece), device="cpu")
+        yield Entries(ids=ids, weights=piece)
 
 
 def _load(path: Path) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,14 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
 from shoal.checkpoint.matching import saved_table
-from shoal.checkpoint.plan import TableRows, bits_for, pieces, split
-from shoal.checkpoint.row_files import RowFileWriter, sketch_path, write_whole
-from shoal.checkpoint.row_layout import RowLayout
+from shoal.checkpoint.plan import TableRows, bits_for, write_tables
+from shoal.checkpoint.row_files import Columns, Layout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids
 from shoal.table.shard import HASHES, LAST_VERSION
 from shoal.table.spec import TableSpec
-from shoal.table.values import RowChunk
 
 WEIGHT_DTYPES = {
     "float32": torch.float32,
@@ -62,19 +60,29 @@ class Offered:
     has_state: bool = False
 
 
-class Source(Protocol):
-    """An opened foreign file or folder."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An opened foreign file or folder.
 
-    @property
-    def tables(self) -> tuple[Offered, ...]: ...
+    Args:
+        tables: that it has.
+        entries: (names) -> the rows of the tables of these names, a bounded number at a time. It
+            raises a DataError where the file is damaged, or not what it seemed.
+    """
 
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        """The rows of the tables of these names, a bounded number at a time.
+    tables: tuple[Offered, ...]
+    entries: Callable[[frozenset[str]], Iterator[tuple[str, Entries]]]
 
-        Raises:
-            DataError: the file is damaged, or not what it seemed.
-        """
-        ...
+
+def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> Source:
+    """A source of tables that are each read on their own."""
+
+    def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        for offered, read in tables:
+            if offered.name in wanted:
+                yield from ((offered.name, rows) for rows in read())
+
+    return Source(tuple(offered for offered, _ in tables), entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -208,25 +216,18 @@ class CollectedRows:
                 counts += np.bincount(top.astype(np.int64), minlength=1 << bits)
         return torch.from_numpy(counts)
 
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
+    def read(self, table: int, start: int, stop: int) -> Columns:
         """Rows with start <= h < stop, ordered by h."""
         form = self._forms[table].table
         rows = self._merged(table, start, stop)
+        words = (rows[name].astype(np.int64) for name in ("id", "version", "last_seen_s", "count"))
         weights = torch.from_numpy(rows["weights"].copy())
         state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype], device="cpu")
-        return RowChunk(
-            table=form.name,
-            ids=torch.from_numpy(rows["id"].copy()),
-            weights=weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
-            state=torch.from_numpy(rows["state"].copy()) if form.state_width else state,
-            versions=torch.from_numpy(rows["version"].astype(np.int64)),
-            last_seen_s=torch.from_numpy(rows["last_seen_s"].astype(np.int64)),
-            counts=torch.from_numpy(rows["count"].astype(np.int64)),
+        return (
+            *map(torch.from_numpy, words),
+            weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
+            torch.from_numpy(rows["state"].copy()) if form.state_width else state,
         )
-
-    def deleted(self, table: int) -> Tensor:
-        """None: int64 [0]."""
-        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _merged(self, table: int, start: int, stop: int) -> _Array:
         found = [np.empty(0, dtype=self._dtypes[table])]
@@ -280,7 +281,7 @@ class CollectedRows:
         if entries.versions is not None and entries.versions.numel():
             low, high = (int(one) for one in entries.versions.aminmax())
             if low < 0 or high > LAST_VERSION:
-                # Its tables could close no epoch that is later: no load would take the checkpoint.
+                # Its tables could have no later version: no load would take the checkpoint.
                 remedy = "Leave the column of versions out: rows begin with version 1."
                 raise malformed(what, f"versions {low}..{high}", f"0..{LAST_VERSION}", remedy)
 
@@ -338,9 +339,6 @@ def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:
     low = int(np.searchsorted(hashes, np.uint64(start))) if start else 0
     high = len(hashes) if stop >= HASHES else int(np.searchsorted(hashes, np.uint64(stop)))
     return low, high
-
-
-_PIECE_BYTES = 8 << 20
 
 
 def receive(
@@ -404,25 +402,24 @@ def _write(
 ) -> Manifest:
     tables = [replace(table, rows=rows.rows(k), deleted=0) for k, table in enumerate(tables)]
     bits = bits_for(sum(table.rows for table in tables))
-    counted = {
-        table.key: TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits))
+    counted = [
+        TableRows(table.key, Layout.of(table), rows.histogram(k, bits))
         for k, table in enumerate(tables)
-    }
-    places = {table.key: k for k, table in enumerate(tables)}
-    files = [*_row_files(folder, rows, counted, places), *_sketches(folder, tables)]
+    ]
+    files = [*write_tables(folder, counted, rows.read), *_sketches(folder, tables)]
     manifest = Manifest(
         schema=SCHEMA,
         id=secrets.token_hex(16),
         kind="full",
         step=0,
         position=0,
-        epoch=max((rows.latest(k) for k in range(len(tables))), default=1),
+        version=max((rows.latest(k) for k in range(len(tables))), default=1),
         parent=None,
         seed=seed,
         last_steps=dict.fromkeys((table.collection for table in tables), 0),
         world_size=1,
         created_s=created_s,
-        versions={"torch": str(torch.__version__)},
+        packages={"torch": str(torch.__version__)},
         tables=tuple(tables),
         modules=(),
         optimizers=(),
@@ -430,28 +427,6 @@ def _write(
     )
     commit(folder, manifest)
     return manifest
-
-
-def _row_files(
-    folder: Storage,
-    rows: CollectedRows,
-    counted: Mapping[str, TableRows],
-    places: Mapping[str, int],
-) -> Iterator[SavedFile]:
-    for plan in split(tuple(counted.values())):
-        assert isinstance(plan.layout, RowLayout)
-        ranges = (plan.start, plan.stop)
-        writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, ranges)
-        try:
-            for index, key in enumerate(plan.tables):
-                table = counted[key]
-                cuts = pieces(table, plan.start, plan.stop, piece_bytes=_PIECE_BYTES)
-                for start, stop, _ in cuts:
-                    writer.add(index, rows.read(places[key], start, stop))
-            yield writer.close()
-        except BaseException:
-            writer.abort()
-            raise
 
 
 def _sketches(folder: Storage, tables: Sequence[SavedTable]) -> Iterator[SavedFile]:

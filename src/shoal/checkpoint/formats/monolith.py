@@ -249,18 +249,30 @@ def open_monolith(path: Path, table: str | None) -> Source:
     """
     base, files = _files_of(path)
     metas = [file.with_name(f"{base}{_META}{file.name[len(base) :]}") for file in files]
-    if not any(meta.exists() for meta in metas):
-        if table is None:
-            raise malformed(
-                path,
-                "a dump of one table, which has no name in it",
-                "one table to be named",
-                "Name the table: --table NAME.",
-            )
-        return _one_table(files, table)
-    for meta in metas:
-        need_file(meta, "one for each file of the dump")
-    return _MonolithDump(tuple(files), tuple(tuple(_order(meta)) for meta in metas))
+    orders: list[tuple[tuple[str, int], ...]]
+    if any(meta.exists() for meta in metas):
+        for meta in metas:
+            need_file(meta, "one for each file of the dump")
+        orders = [tuple(_order(meta)) for meta in metas]
+    elif table is None:
+        raise malformed(
+            path,
+            "a dump of one table, which has no name in it",
+            "one table to be named",
+            "Name the table: --table NAME.",
+        )
+    else:
+        orders = [((table, -1),)] * len(files)  # without a count, to the end of the file
+    parts = list(zip(files, orders, strict=True))
+
+    def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
+        for file, order in parts:
+            for name, records in _in_order(file, order):
+                if name in wanted:
+                    yield name, _entries_of(file, name, records)
+
+    dims = _dims(parts)
+    return Source(tuple(Offered(name=name, dim=dim) for name, dim in dims.items() if dim), entries)
 
 
 def parse_entry(record: bytes) -> _Entry:
@@ -287,43 +299,19 @@ def parse_entry(record: bytes) -> _Entry:
     return _Entry(entry_id, packed, last_seen_s)
 
 
-def _one_table(files: Sequence[Path], table: str) -> _MonolithDump:
-    # Without a count the table goes on to the end of the file.
-    return _MonolithDump(tuple(files), tuple(((table, -1),) for _ in files))
-
-
-class _MonolithDump:
-    def __init__(
-        self, files: tuple[Path, ...], orders: tuple[tuple[tuple[str, int], ...], ...]
-    ) -> None:
-        self._files, self._orders = files, orders
-        self._tables = tuple(
-            Offered(name=name, dim=dim) for name, dim in self._dims().items() if dim
-        )
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return self._tables
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        for file, order in zip(self._files, self._orders, strict=True):
-            for name, records in _in_order(file, order):
-                if name in wanted:
-                    yield name, _entries_of(file, name, records)
-
-    def _dims(self) -> dict[str, int]:
-        """Columns of each table, by its first record; 0: none in the dump."""
-        dims: dict[str, int] = {}
-        for file, order in zip(self._files, self._orders, strict=True):
-            for name, _ in order:
-                dims.setdefault(name, 0)
+def _dims(parts: Sequence[tuple[Path, Sequence[tuple[str, int]]]]) -> dict[str, int]:
+    """Columns of each table, by its first record; 0: none in the dump."""
+    dims: dict[str, int] = {}
+    for file, order in parts:
+        for name, _ in order:
+            dims.setdefault(name, 0)
+        if all(dims[name] for name, count in order if count):
+            continue
+        for name, records in _in_order(file, order):
+            dims[name] = dims[name] or len(_parsed(file, records[0]).weights) // 4
             if all(dims[name] for name, count in order if count):
-                continue
-            for name, records in _in_order(file, order):
-                dims[name] = dims[name] or len(_parsed(file, records[0]).weights) // 4
-                if all(dims[name] for name, count in order if count):
-                    break
-        return dims
+                break
+    return dims
 
 
 def _in_order(file: Path, order: Sequence[tuple[str, int]]) -> Iterator[tuple[str, list[bytes]]]:

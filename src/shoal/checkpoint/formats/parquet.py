@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.formats.dumps import rows_at_once
-from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
+from shoal.checkpoint.formats.foreign import (
+    Entries,
+    Offered,
+    Source,
+    malformed,
+    need_file,
+    source_of,
+)
 from shoal.checkpoint.manifest import SavedSegment, SavedTable
+from shoal.checkpoint.row_files import Columns, selected
 from shoal.errors import unknown_name
-from shoal.table.values import RowChunk
 
 _NOTE, _SEED, _PLACE = b"shoal.table", b"shoal.seed", b"shoal.place"
 _FILE_BYTES = 256 << 20
@@ -29,7 +36,7 @@ _METADATA = ("version", "last_seen_s", "count")
 def write_parquet(
     folder: Path,
     table: SavedTable,
-    chunks: Iterable[RowChunk],
+    chunks: Iterable[Columns],
     *,
     seed: int = 0,
     place: int = 0,
@@ -57,13 +64,13 @@ def write_parquet(
     writer: Any = None
     try:
         for chunk in chunks:
-            for start in range(0, chunk.ids.numel(), per_group):
+            for start in range(0, len(chunk[0]), per_group):
                 if writer is None:
                     file = folder / f"rows-{files:05d}.parquet"
                     writer, files, left = pq.ParquetWriter(file, schema), files + 1, per_file
                 piece = slice(start, start + per_group)
-                columns = _columns(chunk, piece, weights_only, table.state_width)
-                batch = pa.record_batch([columns[name] for name in schema.names], schema=schema)
+                arrays = _arrays(selected(chunk, piece), schema.names)
+                batch = pa.record_batch(arrays, schema=schema)
                 writer.write_batch(batch)
                 rows, left = rows + batch.num_rows, left - batch.num_rows
                 if left <= 0:
@@ -97,32 +104,14 @@ def open_parquet(
     parts = [_Part(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
     if not parts:
         raise malformed(path, "no .parquet files", "a Parquet file or a folder of them", "Check.")
-    return _Parquet(_told_apart(sorted(parts, key=lambda part: part.place)))
-
-
-def _told_apart(parts: list[_Part]) -> list[_Part]:
-    """Tables of one name in several collections go by "collection/table"."""
+    parts.sort(key=lambda part: part.place)
+    # Tables of one name in several collections go by "collection/table".
     names = Counter(part.offered.name for part in parts)
     for part in parts:
         saved = part.offered.saved
         if saved is not None and names[part.offered.name] > 1:
             part.offered = replace(part.offered, name=saved.key)
-    return parts
-
-
-class _Parquet:
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
-
-    @property
-    def tables(self) -> tuple[Offered, ...]:
-        return tuple(part.offered for part in self._parts)
-
-    def entries(self, wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
-        for part in self._parts:
-            if part.offered.name in wanted:
-                for entries in part.entries():
-                    yield part.offered.name, entries
+    return source_of([(part.offered, part.entries) for part in parts])
 
 
 class _Part:
@@ -197,18 +186,14 @@ def _schema(table: SavedTable, weights_only: bool, notes: Mapping[bytes, str]) -
     return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), **notes})
 
 
-def _columns(chunk: RowChunk, piece: slice, weights_only: bool, state_width: int) -> dict[str, Any]:
+def _arrays(columns: Columns, names: Sequence[str]) -> list[Any]:
     import pyarrow as pa
 
-    columns = {"id": pa.array(chunk.ids[piece].numpy()), "weights": _lists(chunk.weights[piece])}
-    if weights_only:
-        return columns
-    if state_width:
-        columns["state"] = _lists(chunk.state[piece])
-    metadata = (chunk.versions, chunk.last_seen_s, chunk.counts)
-    for name, values in zip(_METADATA, metadata, strict=True):
-        columns[name] = pa.array(values[piece].numpy().astype(np.uint32))
-    return columns
+    ids, versions, last_seen_s, counts, weights, state = columns
+    words = dict(zip(_METADATA, (versions, last_seen_s, counts), strict=True))
+    every = {"id": pa.array(ids.numpy()), "weights": _lists(weights)}
+    every |= {name: pa.array(one.numpy().astype(np.uint32)) for name, one in words.items()}
+    return [every[name] if name in every else _lists(state) for name in names]
 
 
 def _lists(matrix: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Rests of a save beside training: as long as the processors ask for, and none in a hurry."""
+"""Pauses of a save during training: as long as the processors ask for, and none once stopped."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint import writing
-from shoal.checkpoint.writing import Pace, processors
+from shoal.checkpoint.writing import Throttle, processors
 
 
-class Rests:
-    """A thread that is busy for a tenth of a second between rests, on so many processors."""
+class Pauses:
+    """A thread that is busy for a tenth of a second between pauses, on so many processors."""
 
     def __init__(self, patch: pytest.MonkeyPatch, processors: int) -> None:
         self.busy_s, self.slept_s = 0.0, []
         patch.setattr(time, "thread_time", lambda: self.busy_s)
         patch.setattr(writing, "processors", lambda: float(processors))
-        self.pace = Pace()
-        wait = self.pace._hurried.wait
+        self.throttle = Throttle()
+        wait = self.throttle._stopped.wait
 
         def sleep(timeout: Any) -> bool:
             self.slept_s.append(timeout)
             return wait(0)
 
-        patch.setattr(self.pace._hurried, "wait", sleep)
+        patch.setattr(self.throttle._stopped, "wait", sleep)
 
     def work(self, times: int) -> list[float]:
         for _ in range(times):
             self.busy_s += 0.1
-            self.pace.rest()
+            self.throttle.pause()
         return self.slept_s
 
 
-@pytest.mark.parametrize(("processors", "rest_s"), [(1, 1.1), (2, 0.5), (6, 0.1)])
+@pytest.mark.parametrize(("processors", "pause_s"), [(1, 1.1), (2, 0.5), (6, 0.1)])
 def test_a_twelfth_of_the_processors_is_taken(
-    monkeypatch: pytest.MonkeyPatch, processors: int, rest_s: float
+    monkeypatch: pytest.MonkeyPatch, processors: int, pause_s: float
 ):
-    rests = Rests(monkeypatch, processors)
-    rests.pace.begin()
-    assert rests.work(3) == pytest.approx([rest_s] * 3)
+    pauses = Pauses(monkeypatch, processors)
+    pauses.throttle.start()
+    assert pauses.work(3) == pytest.approx([pause_s] * 3)
 
 
 @pytest.mark.parametrize("processors", [12, 64])
-def test_many_processors_need_no_rest(monkeypatch: pytest.MonkeyPatch, processors: int):
-    rests = Rests(monkeypatch, processors)
-    rests.pace.begin()
-    assert rests.work(3) == []
+def test_many_processors_need_no_pause(monkeypatch: pytest.MonkeyPatch, processors: int):
+    pauses = Pauses(monkeypatch, processors)
+    pauses.throttle.start()
+    assert pauses.work(3) == []
 
 
-def test_nobody_rests_before_training_goes_on_or_in_a_hurry(monkeypatch: pytest.MonkeyPatch):
-    rests = Rests(monkeypatch, 1)
-    assert rests.work(2) == []
-    rests.pace.begin()
-    rests.pace.hurry()
-    assert rests.work(2) == []
+def test_nobody_pauses_before_it_starts_or_after_it_stops(monkeypatch: pytest.MonkeyPatch):
+    pauses = Pauses(monkeypatch, 1)
+    assert pauses.work(2) == []
+    pauses.throttle.start()
+    pauses.throttle.stop()
+    assert pauses.work(2) == []
 
 
-def test_a_hurry_ends_a_rest(monkeypatch: pytest.MonkeyPatch):
+def test_stop_ends_a_pause(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writing, "processors", lambda: 1.0)
-    pace, busy_s = Pace(), [0.0]
+    throttle, busy_s = Throttle(), [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: busy_s[0])
-    pace.begin()
+    throttle.start()
     busy_s[0] = 1e6
-    resting = threading.Thread(target=pace.rest)
+    resting = threading.Thread(target=throttle.pause)
     resting.start()
-    pace.hurry()
+    throttle.stop()
     resting.join(60)
     assert not resting.is_alive()
 
