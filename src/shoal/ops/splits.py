@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal import _core
+from shoal._core import ops as core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
-from shoal.ops import reference
 from shoal.ops.checks import check_ids, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.ids import value_rowids
-from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
+from shoal.ops.ids import GOOD, value_rowids
+from shoal.ops.reference import ids as reference
 from shoal.ragged import Ragged
 
-_GOOD = -1  # what the core returns when it found nothing wrong
 _MOST_SHARDS = (1 << 31) - 1
 _SHARDS = "partition: shards_N"
+
+
+class Partition(NamedTuple):
+    """Positions grouped by shard.
+
+    order_N int64 [N]: the positions of shard 0 in input order, then those of shard 1, and so on;
+    sizes_W int64 [W], positions of each shard.
+    """
+
+    order_N: Tensor
+    sizes_W: Tensor
+
+
+class RaggedPartition(NamedTuple):
+    """A ragged's values grouped by shard.
+
+    values_N, positions_N int64 [N]: the values of shard 0 in input order, then those of shard 1,
+    and so on, and where each stood in the input. sizes_W int64 [W]: values of each shard.
+    offsets_WB1 int64 [W, B+1]: of each shard's values alone, by input row.
+    """
+
+    values_N: Tensor
+    positions_N: Tensor
+    sizes_W: Tensor
+    offsets_WB1: Tensor
+
+
+class RaggedSplit(NamedTuple):
+    """A ragged cut by shard.
+
+    values: W ragged, each with the batch size of the input. positions: W ragged of the same
+    offsets; where each value stood among the input's values.
+    """
+
+    values: list[Ragged]
+    positions: list[Ragged]
 
 
 def partition(shards_N: Tensor, num_shards: int) -> Partition:
@@ -184,40 +218,25 @@ def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
 
 
 def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
-    shards_N = shards_N.contiguous()
-    order_N = fresh(shards_N.numel(), dtype=torch.int64)
-    sizes_W = fresh(num, dtype=torch.int64)
-    bad = _core.partition(
-        address(shards_N),
-        shards_N.dtype == torch.int64,
-        shards_N.numel(),
-        num,
-        address(order_N),
-        address(sizes_W),
-        torch.get_num_threads(),
-    )
-    if bad != _GOOD:
+    shards_N, n = shards_N.contiguous(), shards_N.numel()
+    order_N, sizes_W = fresh(n, dtype=torch.int64), fresh(num, dtype=torch.int64)
+    run = core.partition_i64 if shards_N.dtype == torch.int64 else core.partition_i32
+    threads = torch.get_num_threads()
+    bad = run(address(shards_N), n, num, address(order_N), address(sizes_W), threads)
+    if bad != GOOD:
         raise shard_error(what, shards_N, num, bad)
     return order_N, sizes_W
 
 
-def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
-    rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
+def _core_moved(op: str, run: Any, rows_N: Tensor, order_N: Tensor) -> Tensor:
+    rows_N, order_N, n = rows_N.contiguous(), order_N.contiguous(), order_N.numel()
     out_N = fresh(*rows_N.shape, dtype=rows_N.dtype)
     if out_N.numel() == 0:
         return out_N
-    n = order_N.numel()
-    bad = _core.move_rows(
-        take,
-        address(rows_N),
-        address(order_N),
-        n,
-        rows_N.numel() // n * rows_N.element_size(),
-        address(out_N),
-        torch.get_num_threads(),
-    )
-    if bad != _GOOD:
-        raise _order_error("permute_rows" if take else "unpermute_rows", order_N, bad)
+    row_bytes, threads = rows_N.numel() // n * rows_N.element_size(), torch.get_num_threads()
+    bad = run(address(rows_N), address(order_N), n, row_bytes, address(out_N), threads)
+    if bad != GOOD:
+        raise _order_error(op, order_N, bad)
     return out_N
 
 
@@ -263,7 +282,7 @@ _partition = operator(
 _permute_rows = operator(
     "permute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
     reference=reference.permute_rows,
-    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=True),
+    core=lambda *rows: _core_moved("permute_rows", core.take_rows, *rows),
     triton="ids:permute_rows",
     fake=_fake_moved,
     check=lambda rows_N, order_N: _check_order_values("permute_rows", order_N),
@@ -274,7 +293,7 @@ _permute_rows = operator(
 _unpermute_rows = operator(
     "unpermute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
     reference=reference.unpermute_rows,
-    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=False),
+    core=lambda *rows: _core_moved("unpermute_rows", core.put_rows, *rows),
     triton="ids:unpermute_rows",
     fake=_fake_moved,
     check=lambda rows_N, order_N: _check_order_values("unpermute_rows", order_N),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import shoal.ops as ops
-from shoal.ops import reference
 from shoal.ragged import Ragged
+from support import ops_reference as reference
 from support.backends import BACKENDS
 from support.ids import int64, moved
 
