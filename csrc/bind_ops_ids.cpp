@@ -3,6 +3,7 @@
 #include "bind_ops.h"
 #include "ops_ids.h"
 #include "ops_reorder.h"
+#include "ops_sparse_fids.h"
 
 namespace nb = nanobind;
 
@@ -18,6 +19,21 @@ std::unique_ptr<FusedReorder> fused_reorder(const Addresses& ids, const Sizes& l
   return std::make_unique<FusedReorder>(std::move(lists), shards, static_cast<ShardRule>(rule),
                                         at_address<const std::int64_t>(given), out_at(offsets),
                                         threads);
+}
+
+// Ids of a batch and the tables of a FidPlan, in its order: counted, then written.
+struct FidSplit {
+  FidBatch batch;
+  FidPlan plan;
+};
+
+std::unique_ptr<FidSplit> fid_split(Address ids, Address splits, std::int64_t n,
+                                    std::int64_t n_features, std::int64_t n_shards, bool floored,
+                                    const Addresses& addresses, std::int64_t n_tables) {
+  const auto at = all_at<std::int64_t>(addresses);
+  return std::make_unique<FidSplit>(FidSplit{
+      {out_at(ids), out_at(splits), n, n_features, n_shards, floored},
+      {at[0], at[1], n_tables, at[2], at[3], at[4], at[5], at[6]}});
 }
 
 }  // namespace
@@ -36,6 +52,20 @@ void bind_ids_ops(nb::module_& m) {
       .def("write",
            [](FusedReorder& f, Address ids, Address counts, Address sizes) {
              f.write(out_at(ids), out_at(counts), out_at(sizes));
+           },
+           Release());
+  nb::class_<FidSplit>(m, "FidSplit")
+      .def(nb::new_(&fid_split))
+      .def("count",
+           [](const FidSplit& s, bool unique, Address places, Address buffers, int threads) {
+             return count_fids(s.batch, s.plan, unique, out_at(places),
+                               at_address<std::int32_t>(buffers), threads);
+           },
+           Release())
+      .def("fill",
+           [](const FidSplit& s, Address places, Address buffers, Address lists, int threads) {
+             fill_fids(s.batch, s.plan, out_at(places), at_address<const std::int32_t>(buffers),
+                       out_at(lists), threads);
            },
            Release());
   m.def("normalize_merged_split", Wired<&normalize_merged_split>::call, Release());

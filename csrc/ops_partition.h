@@ -71,37 +71,48 @@ struct Buckets {
 };
 
 // route(begin, end, put) calls put(bucket, record) for the items of a share, in order, and returns
-// the first bad one, or -1. It runs twice: to count, and to place.
-template <class Record, class Route>
-Buckets<Record> partition(std::int64_t items, std::int64_t buckets, int threads,
-                          const Route& route) {
-  const Shares shares{items, threads > 1 ? 4 * threads : 1};
+// the first bad one, or -1. It runs twice: to count, and to place. room(total) is where the records
+// go; starts [buckets + 1] where each bucket's begin. The first bad item, or -1.
+template <class Record, class Room, class Route>
+std::int64_t partition_into(const Shares& shares, std::int64_t buckets, int threads,
+                            std::int64_t* starts, const Room& room, const Route& route) {
   std::vector<std::int64_t> next(static_cast<std::size_t>(shares.count * buckets), 0);
-  Buckets<Record> result;
-  result.bad = over_shares(
+  const std::int64_t bad = over_shares(
       shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
         std::int64_t* counts = next.data() + share * buckets;
         return route(begin, end,
                      [counts](std::int64_t bucket, const Record&) { ++counts[bucket]; });
       });
-  if (result.bad >= 0) return result;
+  if (bad >= 0) return bad;
   std::int64_t total = 0;
-  result.starts.reserve(static_cast<std::size_t>(buckets) + 1);
   for (std::int64_t bucket = 0; bucket < buckets; ++bucket) {
-    result.starts.push_back(total);
+    starts[bucket] = total;
     for (std::int64_t share = 0; share < shares.count; ++share) {
       total += std::exchange(next[static_cast<std::size_t>(share * buckets + bucket)], total);
     }
   }
-  result.starts.push_back(total);
-  result.records = std::make_unique<Scratch<Record>>(total);
-  Record* records = result.records->data();
-  over_shares(shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
-    std::int64_t* places = next.data() + share * buckets;
-    return route(begin, end, [places, records](std::int64_t bucket, const Record& record) {
-      records[places[bucket]++] = record;
-    });
-  });
+  starts[buckets] = total;
+  Record* records = room(total);
+  return over_shares(
+      shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
+        std::int64_t* places = next.data() + share * buckets;
+        return route(begin, end, [places, records](std::int64_t bucket, const Record& record) {
+          records[places[bucket]++] = record;
+        });
+      });
+}
+
+template <class Record, class Route>
+Buckets<Record> partition(std::int64_t items, std::int64_t buckets, int threads,
+                          const Route& route) {
+  Buckets<Record> result;
+  result.starts.resize(static_cast<std::size_t>(buckets) + 1);
+  const auto room = [&result](std::int64_t total) {
+    result.records = std::make_unique<Scratch<Record>>(total);
+    return result.records->data();
+  };
+  const Shares shares{items, threads > 1 ? 4 * threads : 1};
+  result.bad = partition_into<Record>(shares, buckets, threads, result.starts.data(), room, route);
   return result;
 }
 

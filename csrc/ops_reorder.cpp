@@ -107,35 +107,20 @@ std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, st
   // A counter for each chunk and shard, which must stay few against the ids.
   const std::int64_t most = n < kWorthThreads ? 1 : std::max<std::int64_t>(1, n / (4 * num));
   const Shares shares{n, std::clamp<std::int64_t>(threads, 1, most)};
-  const auto width = static_cast<std::size_t>(num) + 1;  // the last counts what is out of range
-  std::vector<std::int64_t> next(width * static_cast<std::size_t>(shares.count), 0);
-  const auto bucket = [num](Shard shard) {
-    const auto value = static_cast<std::uint64_t>(static_cast<std::int64_t>(shard));
-    return static_cast<std::size_t>(std::min(value, static_cast<std::uint64_t>(num)));
-  };
-  over_shares(shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
-    std::int64_t* const count = &next[static_cast<std::size_t>(share) * width];
-    for (std::int64_t i = begin; i < end; ++i) ++count[bucket(shards[i])];
-    return kGood;
-  });
-  std::int64_t at = 0;
-  for (std::size_t s = 0; s < width; ++s) {
-    const std::int64_t before = at;
-    for (std::size_t c = 0; c < static_cast<std::size_t>(shares.count); ++c) {
-      at += std::exchange(next[c * width + s], at);
-    }
-    if (s + 1 < width) {
-      sizes[s] = at - before;
-    } else if (at != before) {
-      return std::find_if(shards, shards + n, [&](Shard shard) { return bucket(shard) == s; }) -
-             shards;
-    }
-  }
-  over_shares(shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
-    std::int64_t* const to = &next[static_cast<std::size_t>(share) * width];
-    for (std::int64_t i = begin; i < end; ++i) order[to[static_cast<std::size_t>(shards[i])]++] = i;
-    return kGood;
-  });
+  std::vector<std::int64_t> starts(static_cast<std::size_t>(num) + 1);
+  const auto room = [order](std::int64_t) { return order; };
+  const std::int64_t bad = partition_into<std::int64_t>(
+      shares, num, threads, starts.data(), room,
+      [shards, num](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
+        for (std::int64_t i = begin; i < end; ++i) {
+          const auto shard = static_cast<std::int64_t>(shards[i]);
+          if (shard < 0 || shard >= num) return i;
+          put(shard, i);
+        }
+        return kGood;
+      });
+  if (bad != kGood) return bad;
+  for (std::int64_t s = 0; s < num; ++s) sizes[s] = starts[s + 1] - starts[s];
   return kGood;
 }
 

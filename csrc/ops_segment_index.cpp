@@ -90,31 +90,17 @@ std::pair<std::int64_t, std::int64_t> scan(const SegmentIndex& in, std::int64_t*
 }
 
 // A stable counting sort: each part counts its own, then places behind all parts before it.
-// Writes the offsets, and the order where there is one.
 void sort_index(const SegmentIndex& in, std::int64_t* offsets, std::int64_t* order, int threads) {
   const std::int64_t most = std::max<std::int64_t>(4 * in.count / in.segments, 1);
   const Shares shares{in.count,
                       std::min<std::int64_t>(worth_threads(in.count * 8, threads), most)};
-  const auto size = static_cast<std::size_t>(shares.count * in.segments);
-  const auto next = std::make_unique<std::int64_t[]>(size);
-  over_shares(shares, threads, [&](std::int64_t share, std::int64_t first, std::int64_t last) {
-    std::int64_t* counts = next.get() + share * in.segments;
-    for (std::int64_t i = first; i < last; ++i) ++counts[in.index[i]];
-    return std::int64_t{-1};
-  });
-  std::int64_t total = 0;
-  for (std::int64_t b = 0; b < in.segments; ++b) {
-    offsets[b] = total;
-    for (std::int64_t share = 0; share < shares.count; ++share) {
-      total += std::exchange(next[static_cast<std::size_t>(share * in.segments + b)], total);
-    }
-  }
-  offsets[in.segments] = total;
-  over_shares(shares, threads, [&](std::int64_t share, std::int64_t first, std::int64_t last) {
-    std::int64_t* places = next.get() + share * in.segments;
-    for (std::int64_t i = first; i < last; ++i) order[places[in.index[i]]++] = i;
-    return std::int64_t{-1};
-  });
+  const auto room = [order](std::int64_t) { return order; };
+  partition_into<std::int64_t>(
+      shares, in.segments, threads, offsets, room,
+      [&in](std::int64_t first, std::int64_t last, auto put) -> std::int64_t {
+        for (std::int64_t i = first; i < last; ++i) put(in.index[i], i);
+        return -1;
+      });
 }
 
 // Rows [first, last) of the gradient. First position out of range, or -1.

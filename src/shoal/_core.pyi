@@ -244,33 +244,5 @@ def layout_backward(
     wide: bool,
     threads: int,
 ) -> bool: ...
-def count_fids(
-    ids: int,
-    splits: int,
-    n: int,
-    n_features: int,
-    n_shards: int,
-    floored: bool,
-    plan: Sequence[int],
-    n_tables: int,
-    unique: bool,
-    places: int,
-    buffers: int,
-    threads: int,
-) -> bool: ...
-def fill_fids(
-    ids: int,
-    splits: int,
-    n: int,
-    n_features: int,
-    n_shards: int,
-    floored: bool,
-    plan: Sequence[int],
-    n_tables: int,
-    places: int,
-    buffers: int,
-    lists: int,
-    threads: int,
-) -> None: ...
 
 ops: Any  # operators of `shoal.ops` on addresses and sizes that it has checked

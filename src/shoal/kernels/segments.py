@@ -58,6 +58,23 @@ def over_norm(grads: tl.tensor, norms: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _gradient(
+    grads: tl.tensor,
+    norms: tl.tensor,
+    where: tl.tensor,
+    mask: tl.tensor,
+    counts: tl.tensor,
+    mode: tl.constexpr,
+    wide: tl.constexpr,
+) -> tl.tensor:
+    """What each row of a segment of so many rows gets; of a norm, over that."""
+    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
+    if mode == 3:
+        row = over_norm(row, tl.load(norms + where, mask=mask, other=0.0).to(wide))
+    return divided(row, counts, mode)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def add_span(
     sums: tl.tensor,
     values: tl.tensor,
@@ -252,10 +269,7 @@ def _spread(
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     mask = real[:, None] & live[None, :]
     where = segment[:, None] * dim + columns[None, :]
-    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
-    if mode == 3:
-        row = over_norm(row, tl.load(pooled + where, mask=mask, other=0.0).to(wide))
-    row = divided(row, last - first, mode)
+    row = _gradient(grads, pooled, where, mask, last - first, mode, wide)
     product: tl.constexpr = mode == 3
     if chunk == 0:
         write_span(row, inputs, out, first, last, columns, live, dim, product, unroll)
@@ -292,11 +306,8 @@ def _spread_chunks(
         live = columns < dim
         same = segment + tl.zeros([block_r], dtype=tl.int64)
         where = same[:, None] * dim + columns[None, :]
-        row = tl.load(grads + where, mask=live[None, :], other=0.0).to(wide)
-        if mode == 3:
-            norms = tl.load(pooled + where, mask=live[None, :], other=0.0).to(wide)
-            row = over_norm(row, norms)
-        row = divided(row, last - first + tl.zeros([block_r], dtype=tl.int64), mode)
+        counts = last - first + tl.zeros([block_r], dtype=tl.int64)
+        row = _gradient(grads, pooled, where, live[None, :], counts, mode, wide)
         for begin in range(0, chunk, block_r):
             at = start + begin + tl.arange(0, block_r)
             place = at[:, None] * dim + columns[None, :]
@@ -459,48 +470,21 @@ def _spread_index(
     known = (segment >= 0) & (segment < segments)
     where = segment[:, None] * dim + columns[None, :]
     mask = known[:, None] & live[None, :]
-    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
+    counts = at
+    if (mode == 1) | (mode == 2):
+        counts = tl.load(offsets + segment + 1, mask=known, other=1)
+        counts -= tl.load(offsets + segment, mask=known, other=0)
+    row = _gradient(grads, pooled, where, mask, counts, mode, wide)
     place = at[:, None] * dim + columns[None, :]
     keep = real[:, None] & live[None, :]
     if mode == 3:
-        row = over_norm(row, tl.load(pooled + where, mask=mask, other=0.0).to(wide))
         row = row * tl.load(inputs + place, mask=keep, other=0.0).to(wide)
-    elif mode != 0:
-        rows = tl.load(offsets + segment + 1, mask=known, other=1)
-        rows -= tl.load(offsets + segment, mask=known, other=0)
-        row = divided(row, rows, mode)
     tl.store(out + place, row.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _take_first(
-    rows: tl.tensor,
-    offsets: tl.tensor,
-    out: tl.tensor,
-    places: tl.tensor,
-    length: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    block_r: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
-    dim = steps * step
-    place = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = place < places
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
-    segment = place // length
-    row = tl.load(offsets + segment, mask=real, other=0) + place % length
-    inside = real & (row < tl.load(offsets + segment + 1, mask=real, other=0))
-    where = row[:, None] * dim + columns[None, :]
-    x = tl.load(rows + where, mask=inside[:, None] & live[None, :], other=0.0)
-    to = place[:, None] * dim + columns[None, :]
-    tl.store(out + to, x, mask=real[:, None] & live[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _return_first(
-    grads: tl.tensor,
+def _move_first(
+    source: tl.tensor,
     offsets: tl.tensor,
     ids: tl.tensor,
     out: tl.tensor,
@@ -508,21 +492,28 @@ def _return_first(
     length: tl.tensor,
     steps: tl.tensor,
     step: tl.constexpr,
+    back: tl.constexpr,
     block_r: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
+    """First rows of segments to places; or, going back, what lies at a place to its row."""
     dim = steps * step
     at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
     real = at < count
     columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
     live = columns < dim
-    segment = tl.load(ids + at, mask=real, other=0)
-    place = at - tl.load(offsets + segment, mask=real, other=0)
-    kept = real & (place < length)
-    where = (segment * length + place)[:, None] * dim + columns[None, :]
-    x = tl.load(grads + where, mask=kept[:, None] & live[None, :], other=0.0)
-    to = at[:, None] * dim + columns[None, :]
-    tl.store(out + to, x, mask=real[:, None] & live[None, :])
+    if back:
+        segment = tl.load(ids + at, mask=real, other=0)
+        place = at - tl.load(offsets + segment, mask=real, other=0)
+        kept = real & (place < length)
+        row = segment * length + place
+    else:
+        segment = at // length
+        row = tl.load(offsets + segment, mask=real, other=0) + at % length
+        kept = real & (row < tl.load(offsets + segment + 1, mask=real, other=0))
+    where = row[:, None] * dim + columns[None, :]
+    x = tl.load(source + where, mask=kept[:, None] & live[None, :], other=0.0)
+    tl.store(out + at[:, None] * dim + columns[None, :], x, mask=real[:, None] & live[None, :])
 
 
 def group_index(
@@ -536,50 +527,28 @@ def group_index(
     return torch.searchsorted(index_M.contiguous(), bounds_B1), order_M
 
 
-def first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
-    """First rows of each segment, zero padded, [B, L, D]."""
-    rows_ND, offsets_B1 = rows_ND.contiguous(), offsets_B1.contiguous()
-    segments, dim = offsets_B1.shape[0] - 1, rows_ND.shape[1]
-    out_BLD = torch.empty(segments, length, dim, dtype=rows_ND.dtype, device=rows_ND.device)
-    if out_BLD.numel() == 0:
-        return out_BLD
-    block, places = 2 * rows_of_tile(dim), segments * length
+def first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    """First rows of each segment, zero padded, [B, L, D]; or back, [N, D]."""
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments, dim = offsets_B1.shape[0] - 1, source.shape[-1]
+    out = source.new_empty((rows, dim) if back else (segments, length, dim))
+    if out.numel() == 0:
+        return out
+    block, count = 2 * rows_of_tile(dim), rows if back else segments * length
     launch(
-        _take_first,
-        grid_of(places, block, dim),
-        rows_ND,
+        _move_first,
+        grid_of(count, block, dim),
+        source,
         offsets_B1,
-        out_BLD,
-        places,
+        value_rowids(offsets_B1, rows) if back else offsets_B1,
+        out,
+        count,
         length,
+        back=back,
         block_r=block,
         **columns_of(dim),
     )
-    return out_BLD
-
-
-def first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
-    """Gradient of `first_n` by its rows, [N, D]."""
-    grads_BLD, offsets_B1 = grads_BLD.contiguous(), offsets_B1.contiguous()
-    _, length, dim = grads_BLD.shape
-    out_ND = torch.empty(rows, dim, dtype=grads_BLD.dtype, device=grads_BLD.device)
-    if out_ND.numel() == 0:
-        return out_ND
-    block = 2 * rows_of_tile(dim)
-    ids_N = value_rowids(offsets_B1, rows)
-    launch(
-        _return_first,
-        grid_of(rows, block, dim),
-        grads_BLD,
-        offsets_B1,
-        ids_N,
-        out_ND,
-        rows,
-        length,
-        block_r=block,
-        **columns_of(dim),
-    )
-    return out_ND
+    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -104,6 +104,7 @@ def _core_fused_reorder(
     rule: str,
     shards_N: Tensor | None,
     what: str = _WHAT,
+    *,
     out: Sequence[Tensor] = (),
 ) -> Found:
     """Into new tensors, or into the heads of those given."""

@@ -95,7 +95,7 @@ def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
     """
     checks.check_segments("segment_first_n", rows_ND, offsets_B1)
     checks.check_length("segment_first_n", length, least=1)
-    return _first_n(rows_ND, offsets_B1, length)  # type: ignore[no-any-return]
+    return _first_n(rows_ND, offsets_B1, length, rows_ND.shape[0], False)  # type: ignore[no-any-return]
 
 
 def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
@@ -680,29 +680,15 @@ _segment_sums_backward = operator(
 )
 
 
-def _core_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
-    rows_ND, offsets_B1 = rows_ND.contiguous(), offsets_B1.contiguous()
-    (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
-    out_BLD = fresh(segments, length, dim, dtype=rows_ND.dtype)
-    _run_first_n(core.take_first_n, rows_ND, offsets_B1, out_BLD, rows, length)
-    return out_BLD
-
-
-def _core_first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
-    grads_BLD, offsets_B1 = grads_BLD.contiguous(), offsets_B1.contiguous()
-    out_ND = fresh(rows, grads_BLD.shape[2], dtype=grads_BLD.dtype)
-    _run_first_n(core.return_first_n, grads_BLD, offsets_B1, out_ND, rows, grads_BLD.shape[1])
-    return out_ND
-
-
-def _run_first_n(
-    run: Any, source: Tensor, offsets_B1: Tensor, out: Tensor, rows: int, length: int
-) -> None:
-    bad = run(
+def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments = offsets_B1.shape[0] - 1
+    out = fresh(*_first_n_shape(source, segments, length, rows, back), dtype=source.dtype)
+    bad = (core.return_first_n if back else core.take_first_n)(
         address(source),
         address(offsets_B1),
         address(out),
-        offsets_B1.shape[0] - 1,
+        segments,
         rows,
         length,
         out.shape[-1] * out.element_size(),
@@ -710,57 +696,51 @@ def _run_first_n(
     )
     if bad >= 0:
         raise checks.bad_offset("segment_first_n", offsets_B1, rows, bad)
+    return out
 
 
-def _reference_first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
+def _first_n_shape(
+    source: Tensor, segments: int, length: int, rows: int, back: bool
+) -> tuple[int, ...]:
+    return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
+
+
+def _reference_first_n(
+    source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool
+) -> Tensor:
+    if not back:
+        return reference.segment_first_n(source, offsets_B1, length)
     ids_N = reference.row_ids(offsets_B1, rows)
     steps_N = torch.arange(rows, device=ids_N.device) - offsets_B1[ids_N]
-    kept_N = steps_N < grads_BLD.shape[1]
-    grads_ND = grads_BLD[ids_N, steps_N.where(kept_N, 0)]
-    return grads_ND.masked_fill(~kept_N.unsqueeze(1), 0)
+    kept_N = steps_N < length
+    return source[ids_N, steps_N.where(kept_N, 0)].masked_fill(~kept_N.unsqueeze(1), 0)
 
 
 def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows_ND, offsets_B1, _length = inputs
-    ctx.rows = rows_ND.shape[0]
+    _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
     ctx.save_for_backward(offsets_B1)
 
 
-def _setup_first_n_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads_BLD, offsets_B1, _rows = inputs
-    ctx.length = grads_BLD.shape[1]
-    ctx.save_for_backward(offsets_B1)
+def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
+    turned = _first_n(grads, *ctx.saved_tensors, ctx.length, ctx.rows, not ctx.back)
+    return turned, None, None, None, None
 
 
-def _first_n_gradient(ctx: Any, grads_BLD: Tensor) -> tuple[Any, ...]:
-    return _first_n_backward(grads_BLD, ctx.saved_tensors[0], ctx.rows), None, None
-
-
-def _first_n_second_gradient(ctx: Any, grads_ND: Tensor) -> tuple[Any, ...]:
-    return _first_n(grads_ND, ctx.saved_tensors[0], ctx.length), None, None
-
-
+# From rows [N, D] to [B, length, D] and back: each is the other's gradient.
 _first_n = operator(
-    "segment_first_n(Tensor rows_ND, Tensor offsets_B1, SymInt length) -> Tensor",
-    reference=reference.segment_first_n,
+    "segment_first_n(Tensor source, Tensor offsets_B1, SymInt length, SymInt rows, bool back) "
+    "-> Tensor",
+    reference=_reference_first_n,
     core=_core_first_n,
     triton="segments:first_n",
-    fake=lambda rows, offsets, length: rows.new_empty(offsets.shape[0] - 1, length, rows.shape[1]),
-    check=lambda rows, offsets, length: checks.read_offsets(
-        "segment_first_n", offsets, rows.shape[0]
+    fake=lambda source, offsets, *how: source.new_empty(
+        _first_n_shape(source, offsets.shape[0] - 1, *how)
+    ),
+    check=lambda source, offsets, length, rows, back: checks.read_offsets(
+        "segment_first_n", offsets, rows
     ),
     backward=_first_n_gradient,
     setup=_setup_first_n,
-)
-
-_first_n_backward = operator(
-    "segment_first_n_backward(Tensor grads_BLD, Tensor offsets_B1, SymInt rows) -> Tensor",
-    reference=_reference_first_n_backward,
-    core=_core_first_n_backward,
-    triton="segments:first_n_backward",
-    fake=lambda grads, offsets, rows: grads.new_empty(rows, grads.shape[2]),
-    backward=_first_n_second_gradient,
-    setup=_setup_first_n_backward,
 )
 
 

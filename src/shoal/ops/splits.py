@@ -82,7 +82,7 @@ def permute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
         InputError: on two devices; an order out of range (see `set_bounds_checks`).
     """
     _check_order("permute_rows", rows_N, order_N)
-    return _permute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+    return _move_rows(rows_N, order_N, True)  # type: ignore[no-any-return]
 
 
 def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
     that it leaves out are undefined.
     """
     _check_order("unpermute_rows", rows_N, order_N)
-    return _unpermute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+    return _move_rows(rows_N, order_N, False)  # type: ignore[no-any-return]
 
 
 def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> list[Tensor]:
@@ -112,7 +112,7 @@ def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> li
     check_shards("split_by_indices", "indices_N", indices_N, num_splits)
     check_lengths("split_by_indices", "indices_N", indices_N, "tensor_N", tensor_N)
     order_N, sizes_W = _partition(indices_N, num_splits, "split_by_indices: indices_N")
-    return list(torch.split(_permute_rows(tensor_N, order_N), sizes_W.tolist()))
+    return list(torch.split(_move_rows(tensor_N, order_N, True), sizes_W.tolist()))
 
 
 def ragged_partition(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedPartition:
@@ -167,7 +167,7 @@ def _ragged_partition(
     lengths_WB.index_add_(0, indices_N.long() * batch + rows_N, torch.ones_like(rows_N))
     lengths_WB = lengths_WB.view(num_splits, batch)
     offsets_WB1 = torch.nn.functional.pad(lengths_WB.cumsum(1), (1, 0))
-    return RaggedPartition(_permute_rows(ragged.values, order_N), order_N, sizes_W, offsets_WB1)
+    return RaggedPartition(_move_rows(ragged.values, order_N, True), order_N, sizes_W, offsets_WB1)
 
 
 def check_num(op: str, name: str, num: int) -> None:
@@ -228,43 +228,38 @@ def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Te
     return order_N, sizes_W
 
 
-def _core_moved(op: str, run: Any, rows_N: Tensor, order_N: Tensor) -> Tensor:
+def _core_moved(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
     rows_N, order_N, n = rows_N.contiguous(), order_N.contiguous(), order_N.numel()
     out_N = fresh(*rows_N.shape, dtype=rows_N.dtype)
     if out_N.numel() == 0:
         return out_N
     row_bytes, threads = rows_N.numel() // n * rows_N.element_size(), torch.get_num_threads()
+    run = core.take_rows if take else core.put_rows
     bad = run(address(rows_N), address(order_N), n, row_bytes, address(out_N), threads)
     if bad != GOOD:
-        raise _order_error(op, order_N, bad)
+        raise _order_error(order_N, take, bad)
     return out_N
 
 
-def _order_error(op: str, order_N: Tensor, at: int) -> InputError:
+def _order_error(order_N: Tensor, take: bool, at: int) -> InputError:
     allowed = f"0..{order_N.numel() - 1}, each once"
+    op = "permute_rows" if take else "unpermute_rows"
     return value_error(op, f"order_N[{at}]", order_N[at].item(), allowed)
 
 
-def _check_order_values(op: str, order_N: Tensor) -> None:
+def _check_order_values(rows_N: Tensor, order_N: Tensor, take: bool) -> None:
     places = ((order_N < 0) | (order_N >= order_N.numel())).nonzero()
     if places.numel():
-        raise _order_error(op, order_N, int(places[0]))
+        raise _order_error(order_N, take, int(places[0]))
 
 
-def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _setup_moved(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    _, order_N, ctx.take = inputs
+    ctx.save_for_backward(order_N)
 
 
-def _permute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-    return unpermute_rows(grad_N, *ctx.saved_tensors), None
-
-
-def _unpermute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-    return permute_rows(grad_N, *ctx.saved_tensors), None
-
-
-def _fake_moved(rows_N: Tensor, order_N: Tensor) -> Tensor:
-    return torch.empty_like(rows_N, memory_format=torch.contiguous_format)
+def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
+    return _move_rows(grads_N, *ctx.saved_tensors, not ctx.take), None, None
 
 
 _partition = operator(
@@ -279,24 +274,16 @@ _partition = operator(
     check=lambda shards_N, num, what=_SHARDS: raise_bad_shards(what, shards_N, num),
 )
 
-_permute_rows = operator(
-    "permute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
-    reference=reference.permute_rows,
-    core=lambda *rows: _core_moved("permute_rows", core.take_rows, *rows),
-    triton="ids:permute_rows",
-    fake=_fake_moved,
-    check=lambda rows_N, order_N: _check_order_values("permute_rows", order_N),
-    backward=_permute_rows_backward,
-    setup=_keep_order,
-)
-
-_unpermute_rows = operator(
-    "unpermute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
-    reference=reference.unpermute_rows,
-    core=lambda *rows: _core_moved("unpermute_rows", core.put_rows, *rows),
-    triton="ids:unpermute_rows",
-    fake=_fake_moved,
-    check=lambda rows_N, order_N: _check_order_values("unpermute_rows", order_N),
-    backward=_unpermute_rows_backward,
-    setup=_keep_order,
+# Rows by their order, or back to where they were: each is the other's gradient.
+_move_rows = operator(
+    "move_rows(Tensor rows_N, Tensor order_N, bool take) -> Tensor",
+    reference=lambda rows_N, order_N, take: (
+        reference.permute_rows if take else reference.unpermute_rows
+    )(rows_N, order_N),
+    core=_core_moved,
+    triton="ids:move_rows",
+    fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),
+    check=_check_order_values,
+    backward=_moved_gradient,
+    setup=_setup_moved,
 )

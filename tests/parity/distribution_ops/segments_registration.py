@@ -47,10 +47,10 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         )
         for name, segments in [("offsets", BY_OFFSETS), ("index", BY_INDEX)]
     },
-    "segment_first_n": (SHOAL.segment_first_n, (rows(), OFFSETS, 2)),
-    "segment_first_n_backward": (
-        SHOAL.segment_first_n_backward,
-        (rows(8).detach().view(4, 2, 3).requires_grad_(), OFFSETS, 7),
+    "segment_first_n": (SHOAL.segment_first_n, (rows(), OFFSETS, 2, 7, False)),
+    "segment_first_n-back": (
+        SHOAL.segment_first_n,
+        (rows(8).detach().view(4, 2, 3).requires_grad_(), OFFSETS, 2, 7, True),
     ),
     "row_ids": (SHOAL.row_ids, (OFFSETS, 7, "op")),
     "group_index": (SHOAL.group_index, (SORTED, 4, True, "op")),
