@@ -373,9 +373,10 @@ NB_MODULE(_core, m) {
   bind_upkeep(shard);
   bind_snapshot(m, shard);
   bind_row_images(m);
-  bind_ids_ops(m);
-  bind_rows_ops(m);
-  bind_segment_ops(m);
+  nb::module_ ops = m.def_submodule("ops", "Operators of shoal.ops, on addresses it has checked.");
+  bind_ids_ops(ops);
+  bind_rows_ops(ops);
+  bind_segment_ops(ops);
   bind_layout_ops(m);
   bind_shared_memory(m);
   m.def("ordered_by_hash",

@@ -1,52 +1,50 @@
 #include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
 #include "bind_ops.h"
 #include "ops_ids.h"
 #include "ops_reorder.h"
+#include "ops_sparse_fids.h"
 
 namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace shoal {
 namespace {
 
-using Address = std::uintptr_t;
-using Release = nb::call_guard<nb::gil_scoped_release>;
-
-const std::int64_t* ids_at(Address address) { return at_address<const std::int64_t>(address); }
 std::int64_t* out_at(Address address) { return at_address<std::int64_t>(address); }
 
-std::unique_ptr<FusedReorder> fused_reorder(const std::vector<Address>& ids,
-                                            std::vector<std::int64_t> lengths,
-                                            std::vector<std::int64_t> dims, std::int64_t shards,
-                                            int rule, Address given, Address offsets,
-                                            int threads) {
-  IdLists lists{{}, std::move(lengths), std::move(dims)};
-  for (const Address address : ids) lists.ids.push_back(ids_at(address));
+std::unique_ptr<FusedReorder> fused_reorder(const Addresses& ids, const Sizes& lengths,
+                                            const Sizes& dims, std::int64_t shards, int rule,
+                                            Address given, Address offsets, int threads) {
+  IdLists lists{all_at<const std::int64_t>(ids), lengths, dims};
   return std::make_unique<FusedReorder>(std::move(lists), shards, static_cast<ShardRule>(rule),
-                                        ids_at(given), out_at(offsets), threads);
+                                        at_address<const std::int64_t>(given), out_at(offsets),
+                                        threads);
 }
 
-void bind_reorder(nb::module_& m) {
-  m.def(
-      "partition",
-      [](Address shards, bool wide, std::int64_t n, std::int64_t num, Address order, Address sizes,
-         int threads) {
-        return wide ? partition(at_address<const std::int64_t>(shards), n, num, out_at(order),
-                                out_at(sizes), threads)
-                    : partition(at_address<const std::int32_t>(shards), n, num, out_at(order),
-                                out_at(sizes), threads);
-      },
-      Release());
-  m.def(
-      "move_rows",
-      [](bool take, Address rows, Address order, std::int64_t n, std::size_t bytes, Address out,
-         int threads) {
-        return (take ? take_rows : put_rows)(at_address<const char>(rows), ids_at(order), n, bytes,
-                                             at_address<char>(out), threads);
-      },
-      Release());
+// Ids of a batch and the tables of a FidPlan, in its order: counted, then written.
+struct FidSplit {
+  FidBatch batch;
+  FidPlan plan;
+};
+
+std::unique_ptr<FidSplit> fid_split(Address ids, Address splits, std::int64_t n,
+                                    std::int64_t n_features, std::int64_t n_shards, bool floored,
+                                    const Addresses& addresses, std::int64_t n_tables) {
+  const auto at = all_at<std::int64_t>(addresses);
+  return std::make_unique<FidSplit>(FidSplit{
+      {out_at(ids), out_at(splits), n, n_features, n_shards, floored},
+      {at[0], at[1], n_tables, at[2], at[3], at[4], at[5], at[6]}});
+}
+
+}  // namespace
+
+void bind_ids_ops(nb::module_& m) {
+  nb::class_<Dedup>(m, "Dedup")
+      .def(nb::new_(&Wired<&Dedup::of>::call), Release())
+      .def_prop_ro("unique", &Dedup::unique)
+      .def("write",
+           [](Dedup& d, Address ids, Address counts) { d.write(out_at(ids), out_at(counts)); },
+           Release());
   nb::class_<FusedReorder>(m, "FusedReorder")
       .def(nb::new_(&fused_reorder), Release())
       .def_prop_ro("unique", &FusedReorder::unique)
@@ -56,33 +54,25 @@ void bind_reorder(nb::module_& m) {
              f.write(out_at(ids), out_at(counts), out_at(sizes));
            },
            Release());
-}
-
-}  // namespace
-
-void bind_ids_ops(nb::module_& m) {
-  nb::class_<Dedup>(m, "Dedup")
-      .def(nb::new_([](Address ids, std::int64_t n, Address inverse, int threads) {
-             return Dedup::of(ids_at(ids), n, out_at(inverse), threads);
-           }),
+  nb::class_<FidSplit>(m, "FidSplit")
+      .def(nb::new_(&fid_split))
+      .def("count",
+           [](const FidSplit& s, bool unique, Address places, Address buffers, int threads) {
+             return count_fids(s.batch, s.plan, unique, out_at(places),
+                               at_address<std::int32_t>(buffers), threads);
+           },
            Release())
-      .def_prop_ro("unique", &Dedup::unique)
-      .def("write",
-           [](Dedup& d, Address ids, Address counts) { d.write(out_at(ids), out_at(counts)); },
+      .def("fill",
+           [](const FidSplit& s, Address places, Address buffers, Address lists, int threads) {
+             fill_fids(s.batch, s.plan, out_at(places), at_address<const std::int32_t>(buffers),
+                       out_at(lists), threads);
+           },
            Release());
-  m.def(
-      "value_rowids",
-      [](Address offsets, std::int64_t rows, std::int64_t n, Address out, int threads) {
-        return value_rowids(ids_at(offsets), rows, n, out_at(out), threads);
-      },
-      Release());
-  m.def(
-      "normalize_merged_split",
-      [](Address splits, std::int64_t total, Address sizes, std::int64_t parts, Address out) {
-        return normalize_merged_split(ids_at(splits), total, ids_at(sizes), parts, out_at(out));
-      },
-      Release());
-  bind_reorder(m);
+  m.def("normalize_merged_split", Wired<&normalize_merged_split>::call, Release());
+  m.def("partition_i32", Wired<&partition<std::int32_t>>::call, Release());
+  m.def("partition_i64", Wired<&partition<std::int64_t>>::call, Release());
+  m.def("take_rows", Wired<&take_rows>::call, Release());
+  m.def("put_rows", Wired<&put_rows>::call, Release());
 }
 
 }  // namespace shoal

@@ -2,7 +2,6 @@
 
 #include "bind_ops.h"
 #include "ops_layout.h"
-#include "ops_sparse_fids.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -71,53 +70,10 @@ void bind_layout(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// Addresses of int64 tables, in the order of FidPlan.
-FidPlan fid_plan_at(const Addresses& at, std::int64_t n_tables) {
-  return {at_address<const std::int64_t>(at[0]), at_address<const std::int64_t>(at[1]), n_tables,
-          at_address<std::int64_t>(at[2]),       at_address<std::int64_t>(at[3]),
-          at_address<std::int64_t>(at[4]),       at_address<std::int64_t>(at[5]),
-          at_address<std::int64_t>(at[6])};
-}
-
-FidBatch fid_batch_at(Address ids, Address splits, std::int64_t n, std::int64_t n_features,
-                      std::int64_t n_shards, bool floored) {
-  return {at_address<const std::int64_t>(ids), at_address<const std::int64_t>(splits), n,
-          n_features, n_shards, floored};
-}
-
-void bind_fids(nb::module_& m) {
-  m.def(
-      "count_fids",
-      [](Address ids, Address splits, std::int64_t n, std::int64_t n_features,
-         std::int64_t n_shards, bool floored, const Addresses& plan, std::int64_t n_tables,
-         bool unique, Address places, Address buffers, int threads) {
-        return count_fids(fid_batch_at(ids, splits, n, n_features, n_shards, floored),
-                          fid_plan_at(plan, n_tables), unique, at_address<std::int64_t>(places),
-                          at_address<std::int32_t>(buffers), threads);
-      },
-      "ids"_a, "splits"_a, "n"_a, "n_features"_a, "n_shards"_a, "floored"_a, "plan"_a,
-      "n_tables"_a, "unique"_a, "places"_a, "buffers"_a, "threads"_a,
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "fill_fids",
-      [](Address ids, Address splits, std::int64_t n, std::int64_t n_features,
-         std::int64_t n_shards, bool floored, const Addresses& plan, std::int64_t n_tables,
-         Address places, Address buffers, Address lists, int threads) {
-        fill_fids(fid_batch_at(ids, splits, n, n_features, n_shards, floored),
-                  fid_plan_at(plan, n_tables), at_address<std::int64_t>(places),
-                  at_address<const std::int32_t>(buffers), at_address<std::int64_t>(lists),
-                  threads);
-      },
-      "ids"_a, "splits"_a, "n"_a, "n_features"_a, "n_shards"_a, "floored"_a, "plan"_a,
-      "n_tables"_a, "places"_a, "buffers"_a, "lists"_a, "threads"_a,
-      nb::call_guard<nb::gil_scoped_release>());
-}
-
 }  // namespace
 
 void bind_layout_ops(nb::module_& m) {
   bind_layout(m);
-  bind_fids(m);
 }
 
 }  // namespace shoal

@@ -311,26 +311,6 @@ std::unique_ptr<Dedup> Dedup::of(const std::int64_t* ids, std::int64_t n, std::i
   return std::make_unique<Grouped<std::uint64_t>>(ids, n, inverse, threads);
 }
 
-std::int64_t value_rowids(const std::int64_t* offsets, std::int64_t rows, std::int64_t n,
-                          std::int64_t* out, int threads) {
-  constexpr std::int64_t kChunk = std::int64_t{1} << 16;
-  if (offsets[0] != 0) return 0;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    if (offsets[r + 1] < offsets[r]) return r + 1;
-  }
-  if (offsets[rows] != n) return rows;
-  Pool::instance().run((n + kChunk - 1) / kChunk, threads, [&](std::int64_t chunk, int) {
-    std::int64_t at = chunk * kChunk;
-    const std::int64_t stop = std::min(at + kChunk, n);
-    std::int64_t row = std::upper_bound(offsets, offsets + rows + 1, at) - offsets - 1;
-    for (; at < stop; ++row) {
-      const std::int64_t end = std::min(offsets[row + 1], stop);
-      for (; at < end; ++at) out[at] = row;
-    }
-  });
-  return kGood;
-}
-
 std::int64_t normalize_merged_split(const std::int64_t* splits, std::int64_t total,
                                     const std::int64_t* sizes, std::int64_t parts,
                                     std::int64_t* out) {

@@ -47,11 +47,6 @@ std::int64_t dedup_span(const std::int64_t* ids, std::int64_t n, std::uint32_t* 
 
 constexpr std::int64_t kGood = -1;  // what checked operations return when nothing is wrong
 
-// Row of each value: row r holds values [offsets[r], offsets[r + 1]). Returns kGood, or the first
-// offset that does not start at 0, falls, or does not end at n.
-std::int64_t value_rowids(const std::int64_t* offsets, std::int64_t rows, std::int64_t n,
-                          std::int64_t* out, int threads);
-
 // Joins row splits that each start at 0 into one; sizes [parts] are their lengths. Returns kGood,
 // the first bad split (below `total`), or total + the first bad size.
 std::int64_t normalize_merged_split(const std::int64_t* splits, std::int64_t total,

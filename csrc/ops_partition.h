@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "buffers.h"
@@ -28,18 +29,31 @@ inline Shares shares_of(std::int64_t items, std::int64_t size) {
   return Shares{items, std::max<std::int64_t>(1, items / std::max<std::int64_t>(1, size))};
 }
 
-// body(begin, end) on every share; returns the smallest non-negative value it returned, or -1.
-// A body reports its first bad item that way and may stop there.
-template <class Body>
-std::int64_t first_bad(const Shares& shares, int threads, const Body& body) {
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(shares.count), -1);
-  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
-    bad[static_cast<std::size_t>(share)] = body(shares.begin(share), shares.end(share));
-  });
-  for (const std::int64_t item : bad) {
-    if (item >= 0) return item;
+// The first non-negative one, or -1.
+inline std::int64_t first_of(const std::vector<std::int64_t>& places) {
+  for (const std::int64_t place : places) {
+    if (place >= 0) return place;
   }
   return -1;
+}
+
+// body(share, begin, end) on every share; returns the smallest non-negative value it returned, or
+// -1. A body reports its first bad item that way and may stop there.
+template <class Body>
+std::int64_t over_shares(const Shares& shares, int threads, const Body& body) {
+  std::vector<std::int64_t> bad(static_cast<std::size_t>(shares.count), -1);
+  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
+    bad[static_cast<std::size_t>(share)] = body(share, shares.begin(share), shares.end(share));
+  });
+  return first_of(bad);
+}
+
+template <class Body>
+std::int64_t first_bad(const Shares& shares, int threads, const Body& body) {
+  return over_shares(shares, threads,
+                     [&](std::int64_t, std::int64_t begin, std::int64_t end) -> std::int64_t {
+                       return body(begin, end);
+                     });
 }
 
 template <class Record>
@@ -57,47 +71,48 @@ struct Buckets {
 };
 
 // route(begin, end, put) calls put(bucket, record) for the items of a share, in order, and returns
-// the first bad one, or -1. It runs twice: to count, and to place.
+// the first bad one, or -1. It runs twice: to count, and to place. room(total) is where the records
+// go; starts [buckets + 1] where each bucket's begin. The first bad item, or -1.
+template <class Record, class Room, class Route>
+std::int64_t partition_into(const Shares& shares, std::int64_t buckets, int threads,
+                            std::int64_t* starts, const Room& room, const Route& route) {
+  std::vector<std::int64_t> next(static_cast<std::size_t>(shares.count * buckets), 0);
+  const std::int64_t bad = over_shares(
+      shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
+        std::int64_t* counts = next.data() + share * buckets;
+        return route(begin, end,
+                     [counts](std::int64_t bucket, const Record&) { ++counts[bucket]; });
+      });
+  if (bad >= 0) return bad;
+  std::int64_t total = 0;
+  for (std::int64_t bucket = 0; bucket < buckets; ++bucket) {
+    starts[bucket] = total;
+    for (std::int64_t share = 0; share < shares.count; ++share) {
+      total += std::exchange(next[static_cast<std::size_t>(share * buckets + bucket)], total);
+    }
+  }
+  starts[buckets] = total;
+  Record* records = room(total);
+  return over_shares(
+      shares, threads, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
+        std::int64_t* places = next.data() + share * buckets;
+        return route(begin, end, [places, records](std::int64_t bucket, const Record& record) {
+          records[places[bucket]++] = record;
+        });
+      });
+}
+
 template <class Record, class Route>
 Buckets<Record> partition(std::int64_t items, std::int64_t buckets, int threads,
                           const Route& route) {
-  const Shares shares{items, threads > 1 ? 4 * threads : 1};
-  std::vector<std::int64_t> next(static_cast<std::size_t>(shares.count * buckets), 0);
   Buckets<Record> result;
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(shares.count), -1);
-  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
-    std::int64_t* counts = next.data() + share * buckets;
-    bad[static_cast<std::size_t>(share)] =
-        route(shares.begin(share), shares.end(share),
-              [counts](std::int64_t bucket, const Record&) { ++counts[bucket]; });
-  });
-  for (const std::int64_t item : bad) {
-    if (item >= 0) {
-      result.bad = item;
-      return result;
-    }
-  }
-  std::int64_t total = 0;
-  result.starts.reserve(static_cast<std::size_t>(buckets) + 1);
-  for (std::int64_t bucket = 0; bucket < buckets; ++bucket) {
-    result.starts.push_back(total);
-    for (std::int64_t share = 0; share < shares.count; ++share) {
-      std::int64_t& place = next[static_cast<std::size_t>(share * buckets + bucket)];
-      const std::int64_t count = place;
-      place = total;
-      total += count;
-    }
-  }
-  result.starts.push_back(total);
-  result.records = std::make_unique<Scratch<Record>>(total);
-  Record* records = result.records->data();
-  Pool::instance().run(shares.count, threads, [&](std::int64_t share, int) {
-    std::int64_t* places = next.data() + share * buckets;
-    route(shares.begin(share), shares.end(share),
-          [places, records](std::int64_t bucket, const Record& record) {
-            records[places[bucket]++] = record;
-          });
-  });
+  result.starts.resize(static_cast<std::size_t>(buckets) + 1);
+  const auto room = [&result](std::int64_t total) {
+    result.records = std::make_unique<Scratch<Record>>(total);
+    return result.records->data();
+  };
+  const Shares shares{items, threads > 1 ? 4 * threads : 1};
+  result.bad = partition_into<Record>(shares, buckets, threads, result.starts.data(), room, route);
   return result;
 }
 

@@ -5,17 +5,13 @@
 #include <utility>
 
 #include "hash.h"
-#include "pool.h"
+#include "ops_partition.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::int64_t kWorthThreads = std::int64_t{1} << 15;
 constexpr std::int64_t kRowsAhead = 16;
-
-std::size_t edge(std::int64_t n, std::int64_t chunks, std::int64_t chunk) {
-  return static_cast<std::size_t>(n / chunks * chunk + std::min(chunk, n % chunks));
-}
 
 // x modulo a divisor below 2^31, by multiplication: q is the quotient or one less.
 class Modulo {
@@ -58,33 +54,26 @@ struct Any {
 
 // Moves rows [start, stop); returns the first bad position or kGood.
 template <class Copy, bool kTake>
-std::int64_t move_rows(const char* rows, const std::int64_t* order, std::size_t start,
-                       std::size_t stop, std::size_t n, std::size_t bytes, char* out) {
-  for (std::size_t i = start; i < stop; ++i) {
+std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t start,
+                       std::int64_t stop, std::int64_t n, std::size_t bytes, char* out) {
+  for (std::int64_t i = start; i < stop; ++i) {
     if (i + kRowsAhead < stop) {
       // An address beyond the rows is never read, only fetched in vain.
-      const std::size_t ahead = static_cast<std::size_t>(order[i + kRowsAhead]) * bytes;
-      if constexpr (kTake) {
-        __builtin_prefetch(
-            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(rows) + ahead));
-      } else {
-        __builtin_prefetch(
-            reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(out) + ahead), 1);
-      }
+      const auto far = reinterpret_cast<std::uintptr_t>(kTake ? rows : out) +
+                       static_cast<std::size_t>(order[i + kRowsAhead]) * bytes;
+      __builtin_prefetch(reinterpret_cast<const char*>(far), kTake ? 0 : 1);
     }
-    const auto row = static_cast<std::size_t>(order[i]);
-    if (row >= n) return static_cast<std::int64_t>(i);
-    if constexpr (kTake) {
-      Copy::copy(out + i * bytes, rows + row * bytes, bytes);
-    } else {
-      Copy::copy(out + row * bytes, rows + i * bytes, bytes);
-    }
+    const std::int64_t row = order[i];
+    if (static_cast<std::uint64_t>(row) >= static_cast<std::uint64_t>(n)) return i;
+    const std::size_t near = static_cast<std::size_t>(i) * bytes;
+    const std::size_t far = static_cast<std::size_t>(row) * bytes;
+    Copy::copy(out + (kTake ? near : far), rows + (kTake ? far : near), bytes);
   }
   return kGood;
 }
 
-using Move = std::int64_t (*)(const char*, const std::int64_t*, std::size_t, std::size_t,
-                              std::size_t, std::size_t, char*);
+using Move = std::int64_t (*)(const char*, const std::int64_t*, std::int64_t, std::int64_t,
+                              std::int64_t, std::size_t, char*);
 
 template <bool kTake>
 Move mover(std::size_t bytes) {
@@ -104,14 +93,10 @@ Move mover(std::size_t bytes) {
 std::int64_t move_all(Move move, const char* rows, const std::int64_t* order, std::int64_t n,
                       std::size_t bytes, char* out, int threads) {
   const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
-  const std::int64_t chunks = parallel ? std::min<std::int64_t>(n, threads * 4) : 1;
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(chunks), kGood);
-  Pool::instance().run(chunks, threads, [&](std::int64_t c, int) {
-    bad[c] = move(rows, order, edge(n, chunks, c), edge(n, chunks, c + 1),
-                  static_cast<std::size_t>(n), bytes, out);
+  const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
+  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
+    return move(rows, order, begin, end, n, bytes, out);
   });
-  const auto first = std::find_if(bad.begin(), bad.end(), [](auto b) { return b != kGood; });
-  return first == bad.end() ? kGood : *first;
 }
 
 }  // namespace
@@ -121,38 +106,21 @@ std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, st
                        std::int64_t* sizes, int threads) {
   // A counter for each chunk and shard, which must stay few against the ids.
   const std::int64_t most = n < kWorthThreads ? 1 : std::max<std::int64_t>(1, n / (4 * num));
-  const std::int64_t chunks = std::clamp<std::int64_t>(threads, 1, most);
-  const auto width = static_cast<std::size_t>(num) + 1;  // the last counts what is out of range
-  std::vector<std::int64_t> next(width * static_cast<std::size_t>(chunks), 0);
-  const auto bucket = [num](Shard shard) {
-    const auto value = static_cast<std::uint64_t>(static_cast<std::int64_t>(shard));
-    return static_cast<std::size_t>(std::min(value, static_cast<std::uint64_t>(num)));
-  };
-  Pool::instance().run(chunks, static_cast<int>(chunks), [&](std::int64_t c, int) {
-    std::int64_t* const count = &next[static_cast<std::size_t>(c) * width];
-    const std::size_t stop = edge(n, chunks, c + 1);
-    for (std::size_t i = edge(n, chunks, c); i < stop; ++i) ++count[bucket(shards[i])];
-  });
-  std::int64_t at = 0;
-  for (std::size_t s = 0; s < width; ++s) {
-    const std::int64_t before = at;
-    for (std::size_t c = 0; c < static_cast<std::size_t>(chunks); ++c) {
-      at += std::exchange(next[c * width + s], at);
-    }
-    if (s + 1 < width) {
-      sizes[s] = at - before;
-    } else if (at != before) {
-      return std::find_if(shards, shards + n, [&](Shard shard) { return bucket(shard) == s; }) -
-             shards;
-    }
-  }
-  Pool::instance().run(chunks, static_cast<int>(chunks), [&](std::int64_t c, int) {
-    std::int64_t* const to = &next[static_cast<std::size_t>(c) * width];
-    const std::size_t stop = edge(n, chunks, c + 1);
-    for (std::size_t i = edge(n, chunks, c); i < stop; ++i) {
-      order[to[static_cast<std::size_t>(shards[i])]++] = static_cast<std::int64_t>(i);
-    }
-  });
+  const Shares shares{n, std::clamp<std::int64_t>(threads, 1, most)};
+  std::vector<std::int64_t> starts(static_cast<std::size_t>(num) + 1);
+  const auto room = [order](std::int64_t) { return order; };
+  const std::int64_t bad = partition_into<std::int64_t>(
+      shares, num, threads, starts.data(), room,
+      [shards, num](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
+        for (std::int64_t i = begin; i < end; ++i) {
+          const auto shard = static_cast<std::int64_t>(shards[i]);
+          if (shard < 0 || shard >= num) return i;
+          put(shard, i);
+        }
+        return kGood;
+      });
+  if (bad != kGood) return bad;
+  for (std::int64_t s = 0; s < num; ++s) sizes[s] = starts[s + 1] - starts[s];
   return kGood;
 }
 
@@ -221,18 +189,15 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
 // Looked for before anything is written, so that a bad one leaves the caller's offsets as they were.
 std::int64_t FusedReorder::first_bad_shard() const {
   const auto k_lists = static_cast<std::int64_t>(lists_.ids.size());
-  std::vector<std::int64_t> bad(lists_.ids.size(), kGood);
-  Pool::instance().run(k_lists, threads_, [&](std::int64_t k, int) {
+  return first_bad({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t) {
     const auto list = static_cast<std::size_t>(k);
     for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
       if (static_cast<std::uint64_t>(shards_[i]) >= static_cast<std::uint64_t>(num_shards_)) {
-        bad[list] = i;
-        return;
+        return i;
       }
     }
+    return kGood;
   });
-  const auto first = std::find_if(bad.begin(), bad.end(), [](auto b) { return b != kGood; });
-  return first == bad.end() ? kGood : *first;
 }
 
 void FusedReorder::dedup_list(std::size_t list, std::uint32_t* slots) {
@@ -326,12 +291,11 @@ void FusedReorder::write(std::int64_t* ids, std::int64_t* counts, std::int64_t* 
   });
   for (std::size_t list = 0; list < k_lists; ++list) {
     if (small(list)) continue;
-    Pool::instance().run(threads_, threads_, [&](std::int64_t c, int) {
-      const std::int64_t start = starts_[list];
-      const std::int64_t n = lists_.lengths[list];
-      map(list, start + static_cast<std::int64_t>(edge(n, threads_, c)),
-          start + static_cast<std::int64_t>(edge(n, threads_, c + 1)));
-    });
+    over_shares({lists_.lengths[list], threads_}, threads_,
+                [&](std::int64_t, std::int64_t begin, std::int64_t end) {
+                  map(list, starts_[list] + begin, starts_[list] + end);
+                  return kGood;
+                });
   }
 }
 

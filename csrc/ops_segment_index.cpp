@@ -1,6 +1,7 @@
 // Segments given by the segment of each row, in any order.
 #include <atomic>
 
+#include "ops_partition.h"
 #include "ops_segments.h"
 #include "pool.h"
 #include "prefetch.h"
@@ -9,25 +10,9 @@
 namespace shoal {
 namespace {
 
-struct Span {
-  std::int64_t first, last;
-};
-
-Span span_of(std::int64_t count, std::int64_t part, std::int64_t parts) {
-  return {count / parts * part + std::min(part, count % parts),
-          count / parts * (part + 1) + std::min(part + 1, count % parts)};
-}
-
-std::int64_t first_of(const std::vector<std::int64_t>& places) {
-  for (const std::int64_t place : places) {
-    if (place >= 0) return place;
-  }
-  return -1;
-}
-
-// Where an index is not allowed, or not sorted.
-struct Scan {
-  std::vector<std::int64_t> bad, unsorted;
+struct SegmentIndex {
+  const std::int64_t* index;
+  std::int64_t count, segments;
 };
 
 // What a block of an index holds, found without a branch for each.
@@ -64,15 +49,15 @@ std::int64_t first_fall(const SegmentIndex& in, std::int64_t from) {
 
 // Ends of runs: offsets[segment + 1] is the last position of its run, plus one. A run that goes on
 // in the next span is left to that one.
-void scan_span(const SegmentIndex& in, Span span, std::int64_t* offsets, std::int64_t& bad,
-               std::int64_t& unsorted) {
+void scan_span(const SegmentIndex& in, std::int64_t first, std::int64_t last,
+               std::int64_t* offsets, std::int64_t& bad, std::int64_t& unsorted) {
   constexpr std::int64_t kBlock = 2048;
-  std::int64_t own_end = span.last;
-  if (span.last < in.count) {
-    while (own_end > span.first && in.index[own_end - 1] == in.index[span.last]) --own_end;
+  std::int64_t own_end = last;
+  if (last < in.count) {
+    while (own_end > first && in.index[own_end - 1] == in.index[last]) --own_end;
   }
-  for (std::int64_t i = span.first; i < span.last; i += kBlock) {
-    const std::int64_t stop = std::min(i + kBlock, span.last);
+  for (std::int64_t i = first; i < last; i += kBlock) {
+    const std::int64_t stop = std::min(i + kBlock, last);
     const std::int64_t before = i == 0 ? in.index[0] : in.index[i - 1];
     const Signs signs = signs_of(in.index + i, stop - i, before, in.segments);
     if (signs.outside) {
@@ -89,59 +74,45 @@ void scan_span(const SegmentIndex& in, Span span, std::int64_t* offsets, std::in
   }
 }
 
-Scan scan(const SegmentIndex& in, std::int64_t* offsets, int threads) {
-  const std::int64_t parts = worth_threads(in.count * 8, threads);
-  const auto size = static_cast<std::size_t>(parts);
-  Scan result{std::vector<std::int64_t>(size, -1), std::vector<std::int64_t>(size, -1)};
+// A sorted index's ends of runs. First position that is out of range, and first unsorted one.
+std::pair<std::int64_t, std::int64_t> scan(const SegmentIndex& in, std::int64_t* offsets,
+                                           int threads) {
+  const Shares shares{in.count, worth_threads(in.count * 8, threads)};
+  std::vector<std::int64_t> unsorted(static_cast<std::size_t>(shares.count), -1);
   std::fill_n(offsets, in.segments + 1, 0);
-  Pool::instance().run(parts, threads, [&](std::int64_t part, int) {
-    const auto at = static_cast<std::size_t>(part);
-    scan_span(in, span_of(in.count, part, parts), offsets, result.bad[at], result.unsorted[at]);
-  });
-  return result;
+  const std::int64_t bad = over_shares(
+      shares, threads, [&](std::int64_t share, std::int64_t first, std::int64_t last) {
+        std::int64_t bad = -1;
+        scan_span(in, first, last, offsets, bad, unsorted[static_cast<std::size_t>(share)]);
+        return bad;
+      });
+  return {bad, first_of(unsorted)};
 }
 
 // A stable counting sort: each part counts its own, then places behind all parts before it.
-// Writes the offsets, and the order where there is one.
 void sort_index(const SegmentIndex& in, std::int64_t* offsets, std::int64_t* order, int threads) {
   const std::int64_t most = std::max<std::int64_t>(4 * in.count / in.segments, 1);
-  const std::int64_t parts = std::min<std::int64_t>(worth_threads(in.count * 8, threads), most);
-  const auto next = std::make_unique<std::int64_t[]>(static_cast<std::size_t>(parts * in.segments));
-  Pool::instance().run(parts, threads, [&](std::int64_t part, int) {
-    std::int64_t* counts = next.get() + part * in.segments;
-    const Span span = span_of(in.count, part, parts);
-    for (std::int64_t i = span.first; i < span.last; ++i) ++counts[in.index[i]];
-  });
-  std::int64_t total = 0;
-  for (std::int64_t b = 0; b < in.segments; ++b) {
-    offsets[b] = total;
-    for (std::int64_t part = 0; part < parts; ++part) {
-      std::int64_t& cell = next[static_cast<std::size_t>(part * in.segments + b)];
-      const std::int64_t here = cell;
-      cell = total;
-      total += here;
-    }
-  }
-  offsets[in.segments] = total;
-  if (order == nullptr) return;
-  Pool::instance().run(parts, threads, [&](std::int64_t part, int) {
-    std::int64_t* places = next.get() + part * in.segments;
-    const Span span = span_of(in.count, part, parts);
-    for (std::int64_t i = span.first; i < span.last; ++i) order[places[in.index[i]]++] = i;
-  });
+  const Shares shares{in.count,
+                      std::min<std::int64_t>(worth_threads(in.count * 8, threads), most)};
+  const auto room = [order](std::int64_t) { return order; };
+  partition_into<std::int64_t>(
+      shares, in.segments, threads, offsets, room,
+      [&in](std::int64_t first, std::int64_t last, auto put) -> std::int64_t {
+        for (std::int64_t i = first; i < last; ++i) put(in.index[i], i);
+        return -1;
+      });
 }
 
 // Rows [first, last) of the gradient. First position out of range, or -1.
 template <class T>
 struct SpreadIndex {
-  const SegmentIndex& in;
   const SegmentTable& t;
   SegmentMode mode;
-  Span span;
+  std::int64_t first, last;
   bool stream;
   std::int64_t& bad;
 
-  bool allowed(std::int64_t segment) const { return segment >= 0 && segment < in.segments; }
+  bool allowed(std::int64_t segment) const { return segment >= 0 && segment < t.segments; }
 
   T divisor(std::int64_t segment) const {
     if (mode == SegmentMode::sum || mode == SegmentMode::l2) return T(1);
@@ -152,15 +123,12 @@ struct SpreadIndex {
   // prefetch.h.
   __attribute__((always_inline)) void prefetch(std::int64_t i) const {
     constexpr std::int64_t kAhead = 32;
-    if (i + kAhead >= span.last || !allowed(in.index[i + kAhead])) return;
-    const std::int64_t next = in.index[i + kAhead];
-    for (const SegmentPart& part : t.parts) {
-      const auto width = part.width * static_cast<std::int64_t>(sizeof(T));
-      prefetch_row(static_cast<const char*>(part.data) + next * width, width);
-    }
-    if (t.pooled != nullptr) {
-      const auto width = t.dim * static_cast<std::int64_t>(sizeof(T));
-      prefetch_row(static_cast<const char*>(t.pooled) + next * width, width);
+    if (i + kAhead >= last || !allowed(t.index[i + kAhead])) return;
+    const std::int64_t next = t.index[i + kAhead];
+    const auto width = t.dim * static_cast<std::int64_t>(sizeof(T));
+    prefetch_row(static_cast<const char*>(t.parts[0].data) + next * width, width);
+    if (t.norms != nullptr) {
+      prefetch_row(static_cast<const char*>(t.norms) + next * width, width);
     }
   }
 
@@ -168,10 +136,10 @@ struct SpreadIndex {
   template <int n>
   void operator()() const {
     const T* grads = pointer<T>(t.parts[0].data);
-    T* out = pointer<T>(t.values) + span.first * t.dim;
-    for (std::int64_t i = span.first; i < span.last; ++i, out += t.dim) {
+    T* out = pointer<T>(t.values) + first * t.dim;
+    for (std::int64_t i = first; i < last; ++i, out += t.dim) {
       prefetch(i);
-      const std::int64_t segment = in.index[i];
+      const std::int64_t segment = t.index[i];
       if (!allowed(segment)) {
         bad = i;
         return;
@@ -185,9 +153,9 @@ struct SpreadIndex {
 
   void any_rows() const {
     std::vector<T> scratch(static_cast<std::size_t>(t.dim));
-    for (std::int64_t i = span.first; i < span.last; ++i) {
+    for (std::int64_t i = first; i < last; ++i) {
       prefetch(i);
-      const std::int64_t segment = in.index[i];
+      const std::int64_t segment = t.index[i];
       if (!allowed(segment)) {
         bad = i;
         return;
@@ -199,68 +167,44 @@ struct SpreadIndex {
 };
 
 template <class T>
-std::int64_t spread_span(const SegmentIndex& in, const SegmentTable& t, SegmentMode mode,
-                         Span span) {
+std::int64_t spread_share(const SegmentTable& t, SegmentMode mode, std::int64_t first,
+                          std::int64_t last) {
   const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
-  const bool stream = may_stream(t.values, row_bytes, in.count);
+  const bool stream = may_stream(t.values, row_bytes, t.rows);
   std::int64_t bad = -1;
-  const SpreadIndex<T> spread{in, t, mode, span, stream, bad};
-  const bool plain = t.parts.size() == 1 && mode != SegmentMode::l2;
-  if (!plain || !as_one_block<T>(t.dim, spread)) spread.any_rows();
+  const SpreadIndex<T> spread{t, mode, first, last, stream, bad};
+  if (mode == SegmentMode::l2 || !as_one_block<T>(t.dim, spread)) spread.any_rows();
   end_stream(stream);
   return bad;
 }
 
-std::int64_t spread_by_index(const SegmentIndex& index, const SegmentTable& table,
-                             SegmentMode mode, bool is_double, int threads) {
-  const std::int64_t bytes = index.count * (table.dim * (is_double ? 8 : 4) + 8);
-  const int lanes = worth_threads(bytes, threads);
-  const std::int64_t parts = lanes == 1 ? 1 : std::min<std::int64_t>(lanes * 4, index.count);
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(parts), -1);
-  Pool::instance().run(parts, lanes, [&](std::int64_t part, int) {
-    const Span span = span_of(index.count, part, parts);
-    bad[static_cast<std::size_t>(part)] =
-        is_double ? spread_span<double>(index, table, mode, span)
-                  : spread_span<float>(index, table, mode, span);
-  });
-  return first_of(bad);
-}
-
 }  // namespace
 
-IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Grouping grouping,
-                        int threads) {
-  const Scan seen = scan(index, offsets, threads);
-  IndexGroups groups;
-  groups.bad = first_of(seen.bad);
-  groups.unsorted = first_of(seen.unsorted);
-  if (groups.bad >= 0) return groups;
-  if (groups.unsorted < 0) {
-    // Segments without rows end where the one before ends.
-    for (std::int64_t b = 1; b <= index.segments; ++b) {
-      offsets[b] = std::max(offsets[b], offsets[b - 1]);
-    }
-  } else if (grouping != Grouping::sorted_only) {
-    if (grouping == Grouping::ordered) {
-      groups.order = std::make_unique<Scratch<std::int64_t>>(index.count);
-    }
-    sort_index(index, offsets, groups.order == nullptr ? nullptr : groups.order->data(), threads);
-  }
-  return groups;
+std::int64_t spread_by_index(const SegmentTable& table, SegmentMode mode, bool is_double,
+                             int threads) {
+  const std::int64_t bytes = table.rows * (table.dim * (is_double ? 8 : 4) + 8);
+  const int lanes = worth_threads(bytes, threads);
+  const Shares shares{table.rows, lanes == 1 ? 1 : std::min<std::int64_t>(lanes * 4, table.rows)};
+  return first_bad(shares, lanes, [&](std::int64_t first, std::int64_t last) {
+    return is_double ? spread_share<double>(table, mode, first, last)
+                     : spread_share<float>(table, mode, first, last);
+  });
 }
 
-std::int64_t spread_index(const SegmentIndex& index, SegmentTable& table, SegmentMode mode,
-                          bool is_double, int threads) {
-  // A copy of a row is as fast from anywhere. What is worked out once a segment, or needs counts,
-  // is faster by the offsets that a sorted index has.
-  if (mode == SegmentMode::sum) return spread_by_index(index, table, mode, is_double, threads);
-  const Scratch<std::int64_t> offsets(index.segments + 1);
-  const auto grouping = mode == SegmentMode::l2 ? Grouping::sorted_only : Grouping::counted;
-  const IndexGroups groups = group_index(index, offsets.data(), grouping, threads);
-  if (groups.bad >= 0) return groups.bad;
-  table.offsets = offsets.data();
-  if (groups.unsorted >= 0) return spread_by_index(index, table, mode, is_double, threads);
-  spread_segments({table}, mode, is_double, threads);
+std::int64_t group_index(const std::int64_t* index, std::int64_t* offsets, std::int64_t* order,
+                         std::int64_t count, std::int64_t segments, int threads) {
+  const SegmentIndex in{index, count, segments};
+  const auto [bad, unsorted] = scan(in, offsets, threads);
+  if (bad >= 0 || (order == nullptr && unsorted >= 0)) return bad >= 0 ? bad : unsorted;
+  if (unsorted >= 0) {
+    sort_index(in, offsets, order, threads);
+    return -1;
+  }
+  // Segments without rows end where the one before ends.
+  for (std::int64_t b = 1; b <= segments; ++b) {
+    offsets[b] = std::max(offsets[b], offsets[b - 1]);
+  }
+  if (order != nullptr && count > 0) order[0] = -1;
   return -1;
 }
 

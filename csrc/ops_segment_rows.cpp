@@ -1,4 +1,5 @@
 // First rows of segments and back, and the segment of each row.
+#include "ops_partition.h"
 #include "ops_segments.h"
 #include "pool.h"
 #include "segments_impl.h"
@@ -38,11 +39,13 @@ std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, s
     }
     end_stream(true);
   });
-  for (const std::int64_t place : bad) {
-    if (place >= 0) return place;
-  }
-  return -1;
+  return first_of(bad);
 }
+
+struct FirstN {
+  const std::int64_t* offsets;  // [segments + 1]
+  std::int64_t segments, rows, length, row_bytes;
+};
 
 // What a later segment reads: where segments read less than lies between them, the hardware does
 // not foresee it.
@@ -59,7 +62,10 @@ constexpr std::int64_t kSegmentsAhead = 3;
 
 }  // namespace
 
-std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int threads) {
+std::int64_t take_first_n(const char* rows, const std::int64_t* offsets, char* out,
+                          std::int64_t segments, std::int64_t count, std::int64_t length,
+                          std::int64_t row_bytes, int threads) {
+  const FirstN job{offsets, segments, count, length, row_bytes};
   const std::int64_t places = job.segments * job.length;
   const std::int64_t bytes = (job.rows + places) * job.row_bytes;
   const bool stream = may_stream(out, job.row_bytes, places);
@@ -77,7 +83,10 @@ std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int th
                        });
 }
 
-std::int64_t return_first_n(const FirstN& job, const char* grads, char* out, int threads) {
+std::int64_t return_first_n(const char* grads, const std::int64_t* offsets, char* out,
+                            std::int64_t segments, std::int64_t count, std::int64_t length,
+                            std::int64_t row_bytes, int threads) {
+  const FirstN job{offsets, segments, count, length, row_bytes};
   const std::int64_t bytes = 2 * job.rows * job.row_bytes;
   const bool stream = may_stream(out, job.row_bytes, job.rows);
   const std::int64_t most = job.length * job.row_bytes;
@@ -93,8 +102,8 @@ std::int64_t return_first_n(const FirstN& job, const char* grads, char* out, int
                        });
 }
 
-std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
-                           std::int64_t* out, int threads) {
+std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t* out, std::int64_t segments,
+                           std::int64_t rows, int threads) {
   // Short segments write a burst, whose end the segments after overwrite: no loop to guess.
   constexpr std::int64_t kBurst = 8;
   return over_segments(

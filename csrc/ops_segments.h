@@ -21,12 +21,13 @@ struct SegmentPart {
 struct SegmentTable {
   const std::int64_t* offsets = nullptr;  // [segments + 1]
   const std::int64_t* order = nullptr;    // row at each position; null: the position itself
+  const std::int64_t* index = nullptr;    // spread: segment of each row; null: as offsets say
   std::int64_t segments = 0;
   std::int64_t rows = 0;
   std::int64_t dim = 0;
   void* values = nullptr;        // [rows, dim]; reduce reads it, spread writes it
   const void* inputs = nullptr;  // l2 spread: what reduce read
-  const void* pooled = nullptr;  // l2 spread: what reduce wrote, one part
+  const void* norms = nullptr;   // l2 spread: what reduce wrote, one part
   std::vector<SegmentPart> parts;
 };
 
@@ -36,41 +37,35 @@ struct BadPlace {
   std::int64_t position = -1;
 };
 
-// The place is one of an offset. Nothing is read or written through a bad one.
+// The place is one of an offset, or of an index where a table has one. Nothing is read or written
+// through a bad one.
 BadPlace reduce_segments(const std::vector<SegmentTable>& tables, SegmentMode mode,
                          bool is_double, int threads);
 BadPlace spread_segments(const std::vector<SegmentTable>& tables, SegmentMode mode,
                          bool is_double, int threads);
 
-struct FirstN {
-  const std::int64_t* offsets;  // [segments + 1]
-  std::int64_t segments, rows, length, row_bytes;
-};
-// rows -> out [segments, length], zero padded; and back, zeros for rows beyond the length.
-std::int64_t take_first_n(const FirstN& job, const char* rows, char* out, int threads);
-std::int64_t return_first_n(const FirstN& job, const char* grads, char* out, int threads);
+// First `length` rows of each segment -> out [segments, length], zero padded; and back, zeros for
+// rows beyond the length. First bad offset or -1.
+std::int64_t take_first_n(const char* rows, const std::int64_t* offsets, char* out,
+                          std::int64_t segments, std::int64_t count, std::int64_t length,
+                          std::int64_t row_bytes, int threads);
+std::int64_t return_first_n(const char* grads, const std::int64_t* offsets, char* out,
+                            std::int64_t segments, std::int64_t count, std::int64_t length,
+                            std::int64_t row_bytes, int threads);
 
 // Segment of each row.
-std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t segments, std::int64_t rows,
-                           std::int64_t* out, int threads);
+std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t* out, std::int64_t segments,
+                           std::int64_t rows, int threads);
 
-// Positions of an index by segment, in input order. `order` is null when the index is sorted.
-struct IndexGroups {
-  std::int64_t bad = -1;       // first position out of [0, segments)
-  std::int64_t unsorted = -1;  // first position below the one before
-  std::unique_ptr<Scratch<std::int64_t>> order;
-};
-struct SegmentIndex {
-  const std::int64_t* index;
-  std::int64_t count, segments;
-};
-enum class Grouping : std::uint8_t { sorted_only, counted, ordered };
-// Fills offsets [segments + 1], unless a position is bad, or one is unsorted and may not be.
-IndexGroups group_index(const SegmentIndex& index, std::int64_t* offsets, Grouping grouping,
-                        int threads);
+// Writes the offsets [segments + 1] of an index, and its positions by segment, in input order, to
+// `order` [count]; order[0] is -1 when the index is sorted, and the rest unwritten. No order: the
+// index must be sorted. First position out of [0, segments), or below the one before, or -1.
+std::int64_t group_index(const std::int64_t* index, std::int64_t* offsets, std::int64_t* order,
+                         std::int64_t count, std::int64_t segments, int threads);
 
-// Row i of table.values = gradient of row i. Returns the first position out of [0, segments), or -1.
-std::int64_t spread_index(const SegmentIndex& index, SegmentTable& table, SegmentMode mode,
-                          bool is_double, int threads);
+// What group_index left of an order of `rows`: null where rows lie in order.
+inline const std::int64_t* order_of(const std::int64_t* order, std::int64_t rows) {
+  return order == nullptr || rows == 0 || order[0] < 0 ? nullptr : order;
+}
 
 }  // namespace shoal

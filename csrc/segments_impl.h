@@ -303,8 +303,8 @@ inline const T* gradient_row(const SegmentTable& t, std::int64_t segment, T* scr
     }
     row = scratch;
   }
-  if (t.pooled == nullptr) return row;
-  const T* y = pointer<T>(t.pooled) + segment * t.dim;
+  if (t.norms == nullptr) return row;
+  const T* y = pointer<T>(t.norms) + segment * t.dim;
   for_blocks<T>(0, t.dim, row != scratch, OverNorm<T>{row, y, scratch});
   return scratch;
 }
@@ -345,4 +345,9 @@ inline int worth_threads(std::int64_t bytes, int threads) {
 }
 
 }  // namespace
+
+// Row i of table.values = gradient of row i, by the index. First position out of range, or -1.
+std::int64_t spread_by_index(const SegmentTable& table, SegmentMode mode, bool is_double,
+                             int threads);
+
 }  // namespace shoal

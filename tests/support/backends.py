@@ -1,6 +1,6 @@
 """One test body on every implementation of an operator.
 
-`reference` calls the plain-torch functions, `core` the compiled core, `triton` the kernels:
+`reference` runs the plain-torch operators, `core` the compiled core, `triton` the kernels:
 interpreted on CPU tensors here, compiled on a GPU under `make test-gpu`.
 """
 
@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import shoal.ops
-from shoal.ops import reference
-from shoal.ops.dispatch import forced
+from shoal.ops.dispatch import Backend, forced
 
 __all__ = ["BACKENDS", "COMPILED", "Implementation"]
 
@@ -25,12 +24,10 @@ __all__ = ["BACKENDS", "COMPILED", "Implementation"]
 class Implementation:
     """How a test calls an operator: where its tensors go, and which code runs."""
 
-    name: str
+    name: Backend
     device: str
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        if self.name == "reference":
-            return getattr(reference, op)
         public = getattr(shoal.ops, op)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +44,7 @@ class Implementation:
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
         """Operators called inside, backward passes too, run this implementation."""
-        with forced("triton" if self.name == "triton" else "core"):
+        with forced(self.name):
             yield
 
 

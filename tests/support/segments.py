@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.ops import reference
+from support import ops_reference as reference
 from support.backends import Implementation
 
 __all__ = [

@@ -363,17 +363,8 @@ def partition(shards_N: Tensor, num: int, what: str = "") -> tuple[Tensor, Tenso
     return order, starts.diff()
 
 
-def permute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
-    """out[i] = rows_N[order_N[i]]."""
-    return _moved(rows_N, order_N, take=True)
-
-
-def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
-    """out[order_N[i]] = rows_N[i]."""
-    return _moved(rows_N, order_N, take=False)
-
-
-def _moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
+def move_rows(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
+    """out[i] = rows_N[order_N[i]]; or back, out[order_N[i]] = rows_N[i]."""
     rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
     out_N = torch.empty_like(rows_N)
     if rows_N.numel() == 0:

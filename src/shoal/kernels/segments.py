@@ -1,7 +1,14 @@
-"""Segments of rows by offsets or by index: sums, means, norms, and their gradients."""
+"""Segments of rows: sums, means, norms, their gradients; of many tables in one launch.
+
+For many tables a program finds its table's addresses and sizes in a small array, and where each
+column of the result lies, and how far apart its rows are, in another. Both are written by the host
+to page-locked memory and copied without waiting.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +16,29 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launch import blocks_of, columns_of, grid_of, launch, rows_of_tile, wide_of
+from shoal.kernels.ids import value_rowids
+from shoal.kernels.launch import (
+    blocks_of,
+    columns_of,
+    columns_per_program,
+    grid_of,
+    launch,
+    rows_of_tile,
+    sent,
+    step_of,
+    wide_of,
+)
 
 MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 CHUNK = 1024
 UNROLL = 4  # rows of a segment asked for at once
+FIELDS = 6  # of a table: values, offsets, order, segments, steps, first entry in `columns`
+ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,6 +55,23 @@ def divided(x: tl.tensor, counts: tl.tensor, mode: tl.constexpr) -> tl.tensor:
 def over_norm(grads: tl.tensor, norms: tl.tensor) -> tl.tensor:
     zero = norms == 0
     return tl.where(zero, 0.0, grads / tl.where(zero, 1.0, norms))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient(
+    grads: tl.tensor,
+    norms: tl.tensor,
+    where: tl.tensor,
+    mask: tl.tensor,
+    counts: tl.tensor,
+    mode: tl.constexpr,
+    wide: tl.constexpr,
+) -> tl.tensor:
+    """What each row of a segment of so many rows gets; of a norm, over that."""
+    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
+    if mode == 3:
+        row = over_norm(row, tl.load(norms + where, mask=mask, other=0.0).to(wide))
+    return divided(row, counts, mode)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -227,10 +269,7 @@ def _spread(
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     mask = real[:, None] & live[None, :]
     where = segment[:, None] * dim + columns[None, :]
-    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
-    if mode == 3:
-        row = over_norm(row, tl.load(pooled + where, mask=mask, other=0.0).to(wide))
-    row = divided(row, last - first, mode)
+    row = _gradient(grads, pooled, where, mask, last - first, mode, wide)
     product: tl.constexpr = mode == 3
     if chunk == 0:
         write_span(row, inputs, out, first, last, columns, live, dim, product, unroll)
@@ -267,11 +306,8 @@ def _spread_chunks(
         live = columns < dim
         same = segment + tl.zeros([block_r], dtype=tl.int64)
         where = same[:, None] * dim + columns[None, :]
-        row = tl.load(grads + where, mask=live[None, :], other=0.0).to(wide)
-        if mode == 3:
-            norms = tl.load(pooled + where, mask=live[None, :], other=0.0).to(wide)
-            row = over_norm(row, norms)
-        row = divided(row, last - first + tl.zeros([block_r], dtype=tl.int64), mode)
+        counts = last - first + tl.zeros([block_r], dtype=tl.int64)
+        row = _gradient(grads, pooled, where, live[None, :], counts, mode, wide)
         for begin in range(0, chunk, block_r):
             at = start + begin + tl.arange(0, block_r)
             place = at[:, None] * dim + columns[None, :]
@@ -281,12 +317,15 @@ def _spread_chunks(
             tl.store(out + place, x.to(out.dtype.element_ty), mask=live[None, :])
 
 
-def reduce(values_ND: Tensor, offsets_B1: Tensor, mode: str) -> Tensor:
+def reduce(
+    values_ND: Tensor,
+    offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    mode: str,
+) -> Tensor:
     """Sums, means or norms of segments, [B, D]."""
-    return reduce_rows(values_ND.contiguous(), offsets_B1.contiguous(), None, mode)
-
-
-def reduce_rows(values_ND: Tensor, offsets_B1: Tensor, order_N: Tensor | None, mode: str) -> Tensor:
+    values_ND, offsets_B1 = values_ND.contiguous(), offsets_B1.contiguous()
     (rows, dim), segments = values_ND.shape, offsets_B1.shape[0] - 1
     out_BD = torch.empty(segments, dim, dtype=values_ND.dtype, device=values_ND.device)
     if segments == 0 or dim == 0:
@@ -333,15 +372,17 @@ def reduce_rows(values_ND: Tensor, offsets_B1: Tensor, order_N: Tensor | None, m
     return out_BD
 
 
-def reduce_backward(
+def spread(
     grads_BD: Tensor,
     offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
     values_ND: Tensor | None,
     pooled_BD: Tensor | None,
     mode: str,
     rows: int,
 ) -> Tensor:
-    """Gradient of `reduce` by its values, [N, D]."""
+    """Gradient of `reduce` by its values, [N, D]; by the index where there is one."""
     grads_BD, offsets_B1 = grads_BD.contiguous(), offsets_B1.contiguous()
     segments, dim = grads_BD.shape
     out_ND = torch.empty(rows, dim, dtype=grads_BD.dtype, device=grads_BD.device)
@@ -349,13 +390,30 @@ def reduce_backward(
         return out_ND
     inputs = grads_BD if values_ND is None else values_ND.contiguous()
     pooled = grads_BD if pooled_BD is None else pooled_BD.contiguous()
-    chunks, block = rows // CHUNK, rows_of_tile(dim)
     shared: dict[str, Any] = {
         **columns_of(dim),
         "mode": MODES[mode],
-        "chunk": CHUNK if chunks else 0,
         "wide": wide_of(grads_BD.dtype),
     }
+    block = rows_of_tile(dim)
+    if index_N is not None:
+        launch(
+            _spread_index,
+            grid_of(rows, 2 * block, dim),
+            grads_BD,
+            index_N.contiguous(),
+            offsets_B1,
+            inputs,
+            pooled,
+            out_ND,
+            rows,
+            segments,
+            block_r=2 * block,
+            **shared,
+        )
+        return out_ND
+    chunks = rows // CHUNK
+    shared["chunk"] = CHUNK if chunks else 0
     if chunks:
         launch(
             _spread_chunks,
@@ -386,14 +444,11 @@ def reduce_backward(
     return out_ND
 
 
-_BLOCK = 1024
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _spread_index(
     grads: tl.tensor,
     index: tl.tensor,
-    counts: tl.tensor,
+    offsets: tl.tensor,
     inputs: tl.tensor,
     pooled: tl.tensor,
     out: tl.tensor,
@@ -403,7 +458,6 @@ def _spread_index(
     step: tl.constexpr,
     mode: tl.constexpr,
     wide: tl.constexpr,
-    runs: tl.constexpr,
     block_r: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
@@ -416,81 +470,21 @@ def _spread_index(
     known = (segment >= 0) & (segment < segments)
     where = segment[:, None] * dim + columns[None, :]
     mask = known[:, None] & live[None, :]
-    row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
+    counts = at
+    if (mode == 1) | (mode == 2):
+        counts = tl.load(offsets + segment + 1, mask=known, other=1)
+        counts -= tl.load(offsets + segment, mask=known, other=0)
+    row = _gradient(grads, pooled, where, mask, counts, mode, wide)
     place = at[:, None] * dim + columns[None, :]
     keep = real[:, None] & live[None, :]
     if mode == 3:
-        row = over_norm(row, tl.load(pooled + where, mask=mask, other=0.0).to(wide))
         row = row * tl.load(inputs + place, mask=keep, other=0.0).to(wide)
-    elif mode != 0:
-        rows = tl.load(counts + segment, mask=known, other=1)
-        if runs:
-            rows -= tl.load(counts + segments + segment, mask=known, other=0)
-        row = divided(row, rows, mode)
     tl.store(out + place, row.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mark_runs(
-    index: tl.tensor,
-    bounds: tl.tensor,
-    count: tl.tensor,
-    segments: tl.tensor,
-    block: tl.constexpr,
-) -> None:
-    """Ends [B], then starts [B], of the segments a sorted index has; others stay unwritten."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    segment = tl.load(index + at, mask=at < count, other=-1)
-    before = tl.load(index + at - 1, mask=(at > 0) & (at < count), other=-1)
-    after = tl.load(index + at + 1, mask=at + 1 < count, other=-1)
-    known = (segment >= 0) & (segment < segments)
-    tl.store(bounds + segment, at + 1, mask=known & (segment != after))
-    tl.store(bounds + segments + segment, at, mask=known & (segment != before))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _count(
-    index: tl.tensor,
-    counts: tl.tensor,
-    count: tl.tensor,
-    segments: tl.tensor,
-    block: tl.constexpr,
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    segment = tl.load(index + at, mask=at < count, other=-1)
-    known = (segment >= 0) & (segment < segments)
-    tl.atomic_add(counts + segment, at * 0 + 1, mask=known, sem="relaxed")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _take_first(
-    rows: tl.tensor,
-    offsets: tl.tensor,
-    out: tl.tensor,
-    places: tl.tensor,
-    length: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    block_r: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
-    dim = steps * step
-    place = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = place < places
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
-    segment = place // length
-    row = tl.load(offsets + segment, mask=real, other=0) + place % length
-    inside = real & (row < tl.load(offsets + segment + 1, mask=real, other=0))
-    where = row[:, None] * dim + columns[None, :]
-    x = tl.load(rows + where, mask=inside[:, None] & live[None, :], other=0.0)
-    to = place[:, None] * dim + columns[None, :]
-    tl.store(out + to, x, mask=real[:, None] & live[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _return_first(
-    grads: tl.tensor,
+def _move_first(
+    source: tl.tensor,
     offsets: tl.tensor,
     ids: tl.tensor,
     out: tl.tensor,
@@ -498,142 +492,239 @@ def _return_first(
     length: tl.tensor,
     steps: tl.tensor,
     step: tl.constexpr,
+    back: tl.constexpr,
     block_r: tl.constexpr,
     block_d: tl.constexpr,
 ) -> None:
+    """First rows of segments to places; or, going back, what lies at a place to its row."""
     dim = steps * step
     at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
     real = at < count
     columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
     live = columns < dim
-    segment = tl.load(ids + at, mask=real, other=0)
-    place = at - tl.load(offsets + segment, mask=real, other=0)
-    kept = real & (place < length)
-    where = (segment * length + place)[:, None] * dim + columns[None, :]
-    x = tl.load(grads + where, mask=kept[:, None] & live[None, :], other=0.0)
-    to = at[:, None] * dim + columns[None, :]
-    tl.store(out + to, x, mask=real[:, None] & live[None, :])
+    if back:
+        segment = tl.load(ids + at, mask=real, other=0)
+        place = at - tl.load(offsets + segment, mask=real, other=0)
+        kept = real & (place < length)
+        row = segment * length + place
+    else:
+        segment = at // length
+        row = tl.load(offsets + segment, mask=real, other=0) + at % length
+        kept = real & (row < tl.load(offsets + segment + 1, mask=real, other=0))
+    where = row[:, None] * dim + columns[None, :]
+    x = tl.load(source + where, mask=kept[:, None] & live[None, :], other=0.0)
+    tl.store(out + at[:, None] * dim + columns[None, :], x, mask=real[:, None] & live[None, :])
 
 
-def index_reduce(
-    values_MD: Tensor, index_M: Tensor, length: int, mode: str, indices_sorted: bool
-) -> Tensor:
-    """Sums, means or norms of the values of each index, [B, D]."""
-    index_M, order_M = in_order(index_M, indices_sorted)
-    return reduce_rows(values_MD.contiguous(), offsets_of(index_M, length), order_M, mode)
-
-
-def in_order(index_M: Tensor, indices_sorted: bool) -> tuple[Tensor, Tensor | None]:
-    """The index sorted, and where each of its values was; None: where it is."""
-    if indices_sorted:
-        return index_M.contiguous(), None
-    found = torch.sort(index_M, stable=True)
-    return found.values, found.indices
-
-
-def offsets_of(index_M: Tensor, length: int) -> Tensor:
-    """Offsets int64 [B+1] of a sorted index."""
+def group_index(
+    index_M: Tensor, length: int, indices_sorted: bool, op: str
+) -> tuple[Tensor, Tensor]:
+    """Offsets int64 [B+1] of an index, and where its values lie by segment; none if sorted."""
+    order_M = index_M.new_empty(0)
+    if not indices_sorted:
+        index_M, order_M = torch.sort(index_M, stable=True)
     bounds_B1 = torch.arange(length + 1, device=index_M.device)
-    return torch.searchsorted(index_M, bounds_B1)
+    return torch.searchsorted(index_M.contiguous(), bounds_B1), order_M
 
 
-def index_reduce_backward(
-    grads_BD: Tensor,
-    index_M: Tensor,
-    values_MD: Tensor | None,
-    pooled_BD: Tensor | None,
-    mode: str,
-    indices_sorted: bool,
-) -> Tensor:
-    """Gradient of `index_reduce` by its values, [M, D]."""
-    grads_BD, index_M = grads_BD.contiguous(), index_M.contiguous()
-    (segments, dim), count = grads_BD.shape, index_M.shape[0]
-    out_MD = torch.empty(count, dim, dtype=grads_BD.dtype, device=grads_BD.device)
-    if count == 0 or dim == 0:
-        return out_MD
-    counts = index_M
-    if mode in ("mean", "sqrtn"):
-        counts = _counts(index_M, segments, indices_sorted)
-    block = 2 * rows_of_tile(dim)
+def first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    """First rows of each segment, zero padded, [B, L, D]; or back, [N, D]."""
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments, dim = offsets_B1.shape[0] - 1, source.shape[-1]
+    out = source.new_empty((rows, dim) if back else (segments, length, dim))
+    if out.numel() == 0:
+        return out
+    block, count = 2 * rows_of_tile(dim), rows if back else segments * length
     launch(
-        _spread_index,
+        _move_first,
         grid_of(count, block, dim),
-        grads_BD,
-        index_M,
-        counts,
-        grads_BD if values_MD is None else values_MD.contiguous(),
-        grads_BD if pooled_BD is None else pooled_BD.contiguous(),
-        out_MD,
+        source,
+        offsets_B1,
+        value_rowids(offsets_B1, rows) if back else offsets_B1,
+        out,
         count,
-        segments,
-        mode=MODES[mode],
-        wide=wide_of(grads_BD.dtype),
-        runs=indices_sorted,
-        block_r=block,
-        **columns_of(dim),
-    )
-    return out_MD
-
-
-def _counts(index_M: Tensor, segments: int, indices_sorted: bool) -> Tensor:
-    """Rows of each segment [B]; of a sorted index the ends and starts of runs [2B], no atomics."""
-    rows, grid = index_M.shape[0], (blocks_of(index_M.shape[0], _BLOCK),)
-    if indices_sorted:
-        bounds = torch.empty(2 * segments, dtype=torch.int64, device=index_M.device)
-        launch(_mark_runs, grid, index_M, bounds, rows, segments, block=_BLOCK)
-        return bounds
-    counts_B = torch.zeros(segments, dtype=torch.int64, device=index_M.device)
-    launch(_count, grid, index_M, counts_B, rows, segments, block=_BLOCK)
-    return counts_B
-
-
-def first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
-    """First rows of each segment, zero padded, [B, L, D]."""
-    rows_ND, offsets_B1 = rows_ND.contiguous(), offsets_B1.contiguous()
-    segments, dim = offsets_B1.shape[0] - 1, rows_ND.shape[1]
-    out_BLD = torch.empty(segments, length, dim, dtype=rows_ND.dtype, device=rows_ND.device)
-    if out_BLD.numel() == 0:
-        return out_BLD
-    block, places = 2 * rows_of_tile(dim), segments * length
-    launch(
-        _take_first,
-        grid_of(places, block, dim),
-        rows_ND,
-        offsets_B1,
-        out_BLD,
-        places,
         length,
+        back=back,
         block_r=block,
         **columns_of(dim),
     )
-    return out_BLD
+    return out
 
 
-def first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
-    """Gradient of `first_n` by its rows, [N, D]."""
-    grads_BLD, offsets_B1 = grads_BLD.contiguous(), offsets_B1.contiguous()
-    _, length, dim = grads_BLD.shape
-    out_ND = torch.empty(rows, dim, dtype=grads_BLD.dtype, device=grads_BLD.device)
-    if out_ND.numel() == 0:
-        return out_ND
-    block = 2 * rows_of_tile(dim)
-    ids_N = row_ids(offsets_B1, rows)
+@triton.jit  # type: ignore[untyped-decorator]
+def _fused(
+    tables: tl.tensor,
+    columns: tl.tensor,
+    fields: tl.constexpr,
+    element: tl.constexpr,
+    size: tl.constexpr,
+    wide: tl.constexpr,
+    step: tl.constexpr,
+    back: tl.constexpr,
+    ordered: tl.constexpr,
+    block_s: tl.constexpr,
+    block_d: tl.constexpr,
+    unroll: tl.constexpr,
+) -> None:
+    """Sum rows into the columns' places; or, going back, write what lies there to the rows."""
+    table = tables + tl.program_id(1) * fields
+    segments = tl.load(table + 3)
+    dim = tl.load(table + 4) * step
+    begin = tl.program_id(0).to(tl.int64) * block_s
+    if (begin < segments) & (tl.program_id(2) * block_d < dim):
+        values = tl.load(table).to(tl.pointer_type(element))
+        if step * size >= 16:
+            values = tl.multiple_of(values, 16)
+        offsets = tl.load(table + 1).to(tl.pointer_type(tl.int64))
+        segment = begin + tl.arange(0, block_s)
+        real = segment < segments
+        column = tl.program_id(2) * block_d + tl.arange(0, block_d)
+        live = column < dim
+        first = tl.load(offsets + segment, mask=real, other=0)
+        last = tl.load(offsets + segment + 1, mask=real, other=0)
+        entry = columns + 2 * (tl.load(table + 5) + column)
+        place = tl.load(entry, mask=live, other=0)
+        apart = tl.load(entry + 1, mask=live, other=0) * size
+        where = place[None, :] + segment[:, None] * apart[None, :]
+        pooled = where.to(tl.pointer_type(element))
+        mask = real[:, None] & live[None, :]
+        if back:
+            row = tl.load(pooled, mask=mask, other=0.0)
+            write_span(row, values, values, first, last, column, live, dim, False, unroll)
+        else:
+            order = tl.load(table + 2).to(tl.pointer_type(tl.int64))
+            sums = tl.zeros([block_s, block_d], dtype=wide)
+            sums = add_span(
+                sums, values, order, first, last, column, live, dim, False, ordered, unroll
+            )
+            tl.store(pooled, sums.to(element), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lower_bounds(
+    tables: tl.tensor, rounds: tl.tensor, fields: tl.constexpr, block: tl.constexpr
+) -> None:
+    """Offsets of sorted indices: the first position that holds b or more, for each b."""
+    table = tables + tl.program_id(1) * fields
+    count = tl.load(table + 2)
+    length = tl.load(table + 3)
+    begin = tl.program_id(0).to(tl.int64) * block
+    if begin <= length:
+        index = tl.load(table).to(tl.pointer_type(tl.int64))
+        offsets = tl.load(table + 1).to(tl.pointer_type(tl.int64))
+        bound = begin + tl.arange(0, block)
+        live = bound <= length
+        low = bound * 0
+        high = low + count
+        for _ in range(rounds):
+            unsettled = live & (low < high)
+            middle = (low + high) // 2
+            less = tl.load(index + middle, mask=unsettled, other=0) < bound
+            low = tl.where(unsettled & less, middle + 1, low)
+            high = tl.where(unsettled & (less == 0), middle, high)
+        tl.store(offsets + bound, low, mask=live)
+
+
+def sums(
+    values: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    widths: Sequence[int],
+    parts: Sequence[int],
+    op: str,
+) -> list[Tensor]:
+    """Segment sums of each table, one [B, width] for each width."""
+    rows = [rows_ND.contiguous() for rows_ND in values]
+    owners = [k for k, count in enumerate(parts) for _ in range(count)]
+    outs = [
+        rows[k].new_empty(offsets[k].shape[0] - 1, width)
+        for k, width in zip(owners, widths, strict=True)
+    ]
+    _launch(rows, offsets, order_N, outs, parts, back=False)
+    return outs
+
+
+def sums_backward(
+    grads: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    rows: Sequence[int],
+    parts: Sequence[int],
+    op: str,
+) -> list[Tensor]:
+    """Gradients of `sums` by its values, one [N, D] for each table."""
+    pooled, parted = [part.contiguous() for part in grads], iter(grads)
+    outs = []
+    for count, number in zip(rows, parts, strict=True):
+        dim = sum(part.shape[1] for part in itertools.islice(parted, number))
+        outs.append(grads[0].new_empty(count, dim))
+    _launch(outs, offsets, None, pooled, parts, back=True)
+    return outs
+
+
+def sorted_offsets(indices: Sequence[Tensor], lengths: Sequence[int], op: str) -> list[Tensor]:
+    """Offsets int64 [B+1] of each sorted index."""
+    index = [index_M.contiguous() for index_M in indices]
+    outs = [index_M.new_empty(length + 1) for index_M, length in zip(index, lengths, strict=True)]
+    if not outs:
+        return outs
+    block = 256
+    fields = [
+        value
+        for index_M, offsets_B1, length in zip(index, outs, lengths, strict=True)
+        for value in (index_M.data_ptr(), offsets_B1.data_ptr(), index_M.shape[0], length)
+    ]
+    rounds = max(index_M.shape[0] for index_M in index).bit_length()
+    grid = (max(lengths) // block + 1, len(outs))
+    launch(_lower_bounds, grid, sent(fields, index[0].device), rounds, fields=4, block=block)
+    return outs
+
+
+def _launch(
+    rows: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    order_N: Tensor | None,
+    pooled: Sequence[Tensor],
+    parts: Sequence[int],
+    *,
+    back: bool,
+) -> None:
+    cuts = [offsets_B1.contiguous() for offsets_B1 in offsets]
+    segments = max(offsets_B1.shape[0] - 1 for offsets_B1 in cuts)
+    dim = max(rows_ND.shape[1] for rows_ND in rows)
+    if segments == 0 or dim == 0:
+        return
+    step = min(step_of(rows_ND.shape[1]) for rows_ND in rows)
+    if any(rows_ND.data_ptr() % 16 for rows_ND in rows):
+        step = 1
+    tables: list[int] = []
+    columns: list[int] = []
+    parted = iter(pooled)
+    for rows_ND, offsets_B1, number in zip(rows, cuts, parts, strict=True):
+        order = offsets_B1 if order_N is None else order_N
+        tables += [rows_ND.data_ptr(), offsets_B1.data_ptr(), order.data_ptr()]
+        tables += [offsets_B1.shape[0] - 1, rows_ND.shape[1] // step, len(columns) // 2]
+        for part in itertools.islice(parted, number):
+            size, width = part.element_size(), part.shape[1]
+            for column in range(width):
+                columns += [part.data_ptr() + column * size, width]
+    device, dtype = rows[0].device, rows[0].dtype
+    facts = sent(tables + columns, device)
+    block_d, block_s = columns_per_program(dim), rows_of_tile(dim)
+    grid = (blocks_of(segments, block_s), len(rows), blocks_of(dim, block_d))
     launch(
-        _return_first,
-        grid_of(rows, block, dim),
-        grads_BLD,
-        offsets_B1,
-        ids_N,
-        out_ND,
-        rows,
-        length,
-        block_r=block,
-        **columns_of(dim),
+        _fused,
+        grid,
+        facts,
+        facts[len(tables) :],
+        fields=FIELDS,
+        element=ELEMENTS[dtype],
+        size=rows[0].element_size(),
+        wide=wide_of(dtype),
+        step=step,
+        back=back,
+        ordered=order_N is not None,
+        block_s=block_s,
+        block_d=block_d,
+        unroll=UNROLL,
     )
-    return out_ND
-
-
-def row_ids(offsets_B1: Tensor, rows: int) -> Tensor:
-    """Segment of each row, int64 [N]."""
-    places_N = torch.arange(rows, device=offsets_B1.device)
-    return torch.searchsorted(offsets_B1[1:].contiguous(), places_N, right=True)

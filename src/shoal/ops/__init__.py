@@ -1,4 +1,4 @@
-"""Operations between ids, rows and model inputs. `reference` is the plain-torch oracle."""
+"""Operations between ids, rows and model inputs."""
 
 from __future__ import annotations
 
@@ -10,37 +10,17 @@ from shoal.ops.flat import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
 )
-from shoal.ops.fused_segments import (
-    fused_reduce_and_split_gpu,
-    fused_reduce_sum_and_split,
-    fused_sorted_segment_sum,
-)
-from shoal.ops.ids import dedup, dedup_into, fused_value_rowids, normalize_merged_split
-from shoal.ops.indexed_segments import (
-    reduce_mean,
-    reduce_mean_sqrtn,
-    reduce_sqrtn,
-    reduce_sum,
-    segment_offsets,
-)
+from shoal.ops.ids import Dedup, dedup, dedup_into, fused_value_rowids, normalize_merged_split
 from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
 from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
 from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reference import (
-    Dedup,
+from shoal.ops.pooled import Layout, pooled_layout
+from shoal.ops.reorder import (
     FusedReorder,
-    Layout,
-    Partition,
-    RaggedPartition,
-    RaggedSplit,
     Reorder,
     ShardBy,
     UniqueKeys,
     ValueOffset,
-    pooled_layout,
-)
-from shoal.ops.reference.rows import GatheredRows
-from shoal.ops.reorder import (
     fused_reorder_by_indices,
     fused_reorder_by_indices_into,
     reorder_by_indices,
@@ -49,6 +29,7 @@ from shoal.ops.reorder import (
     unique_key_with_value_and_offset_into,
 )
 from shoal.ops.rows import (
+    GatheredRows,
     gather_embeddings_by_ids_gradient_back_prop,
     gather_embeddings_by_input,
     gather_rows,
@@ -58,15 +39,26 @@ from shoal.ops.rows import (
     scatter_rows,
 )
 from shoal.ops.segments import (
+    fused_reduce_and_split_gpu,
+    fused_reduce_sum_and_split,
+    fused_sorted_segment_sum,
+    reduce_mean,
+    reduce_mean_sqrtn,
+    reduce_sqrtn,
+    reduce_sum,
     row_ids,
     segment_first_n,
     segment_l2,
     segment_mean,
+    segment_offsets,
     segment_sqrtn,
     segment_sum,
 )
 from shoal.ops.sparse_fids import ShardedFids, sharding_sparse_fids
 from shoal.ops.splits import (
+    Partition,
+    RaggedPartition,
+    RaggedSplit,
     partition,
     permute_rows,
     ragged_partition,

@@ -27,16 +27,19 @@ def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] | None 
         raise shape_error(op, f"shape of {name}", tuple(tensor.shape), allowed)
 
 
-def check_out(op: str, name: str, out: Tensor, *shape: int) -> None:
-    """Require a contiguous int64 tensor of this shape to write to.
+def check_outs(op: str, like: Tensor, **outs: tuple[Tensor, Sequence[int]]) -> None:
+    """Require contiguous int64 tensors of these shapes to write to, on the input's device.
 
     Raises:
-        DTypeError, ShapeError: it is not so.
+        DTypeError, ShapeError, InputError: it is not so.
     """
-    check_ids(op, name, out, dims=(len(shape),))
-    if out.shape != shape or not out.is_contiguous():
-        got = f"{tuple(out.shape)}, strides {tuple(out.stride())}"
-        raise shape_error(op, f"shape of {name}", got, f"{shape}, contiguous")
+    for name, (out, wanted) in outs.items():
+        shape = tuple(wanted)
+        check_ids(op, name, out, dims=(len(shape),))
+        if out.shape != shape or not out.is_contiguous():
+            got = f"{tuple(out.shape)}, strides {tuple(out.stride())}"
+            raise shape_error(op, f"shape of {name}", got, f"{shape}, contiguous")
+    one_device(op, input=like, **{name: out for name, (out, _) in outs.items()})
 
 
 def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
@@ -52,34 +55,33 @@ def value_error(op: str, what: str, got: object, allowed: object) -> InputError:
 
 
 def refuse(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
-    """A `ShapeError` in the words of `describe`."""
+    """A `ShapeError` of its four parts."""
     return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
 
 
-def check_row_shape(op: str, name: str, tensor: Tensor) -> None:
-    """Require two dimensions.
+def check_rows(op: str, name: str, rows: Tensor, *, floating: bool = False) -> None:
+    """Require two dimensions, and a floating dtype if that is asked.
 
     Raises:
-        ShapeError: it has others.
+        ShapeError, DTypeError: it is not so.
     """
-    check_dense(f"{op}: {name}", tensor)
-    if tensor.ndim != 2:
-        raise refuse(f"{op}: {name}", tuple(tensor.shape), "[rows, D]", "Give one row per id.")
+    check_dense(f"{op}: {name}", rows)
+    if rows.ndim != 2:
+        what = f"{op}: shape of {name}"
+        raise refuse(what, tuple(rows.shape), "[N, D]", "Give one row per id.")
+    if floating:
+        check_floating(op, name, rows)
 
 
-def floating(op: str, name: str, tensor: Tensor) -> None:
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
     """Require a floating dtype.
 
     Raises:
         DTypeError: it is another.
     """
     if not tensor.is_floating_point():
-        raise DTypeError(
-            f"{op}: {name}",
-            got=tensor.dtype,
-            allowed="a floating dtype",
-            remedy="Gradients and embeddings are floating: call .float().",
-        )
+        what, allowed = f"{op}: dtype of {name}", "float16, bfloat16, float32 or float64"
+        raise DTypeError(what, got=tensor.dtype, allowed=allowed, remedy="Call .float().")
 
 
 def check_same_dtype(op: str, name: str, tensors: Sequence[Tensor]) -> None:
@@ -92,24 +94,24 @@ def check_same_dtype(op: str, name: str, tensors: Sequence[Tensor]) -> None:
         check_dense(f"{op}: {name}", tensor)
     dtypes = {str(tensor.dtype) for tensor in tensors}
     if len(dtypes) > 1:
-        got, allowed = ", ".join(sorted(dtypes)), "one dtype"
-        raise DTypeError(f"{op}: {name}", got=got, allowed=allowed, remedy="Call .to().")
+        what, got = f"{op}: dtypes of {name}", ", ".join(sorted(dtypes))
+        raise DTypeError(what, got=got, allowed="one dtype for all", remedy="Call .to().")
 
 
-def check_lists(op: str, **lists: Sequence[object]) -> None:
-    """Require one length of all lists, and at least one entry.
+def check_lists(op: str, *, least: int = 0, **lists: Sequence[object]) -> int:
+    """Require one length of all lists, `least` or more; returns it.
 
     Raises:
-        InputError: it is not so.
+        ShapeError: it is not so.
     """
     lengths = {name: len(entries) for name, entries in lists.items()}
-    if len(set(lengths.values())) > 1 or 0 in lengths.values():
-        raise InputError(
-            f"{op}: lengths of lists",
-            got=", ".join(f"{name} {length}" for name, length in lengths.items()),
-            allowed="one length for all, 1 or more",
-            remedy="Give one entry of each per table.",
-        )
+    count = next(iter(lengths.values()))
+    if set(lengths.values()) != {count} or count < least:
+        got = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        allowed = "one length for all" + (f", {least} or more" if least else "")
+        remedy = "Give one entry of each per table."
+        raise refuse(f"{op}: lengths of lists", got, allowed, remedy)
+    return count
 
 
 def check_devices(op: str, **tensors: Tensor | Sequence[Tensor]) -> None:
@@ -180,7 +182,7 @@ def check_segments(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
     Raises:
         ShapeError, DTypeError, InputError: they are not.
     """
-    _check_values(op, "rows", rows_ND)
+    check_rows(op, "rows", rows_ND, floating=True)
     check_offsets(op, offsets_B1)
     if rows_ND.device != offsets_B1.device:
         one_device(op, rows=rows_ND, offsets=offsets_B1)
@@ -192,11 +194,9 @@ def check_offsets(op: str, offsets_B1: Tensor) -> None:
     Raises:
         ShapeError, DTypeError: they are not.
     """
-    check_dense(f"{op}: offsets", offsets_B1)
-    if offsets_B1.ndim != 1 or offsets_B1.shape[0] < 1:
-        got = tuple(offsets_B1.shape)
-        raise _shape(f"{op}: shape of offsets", got, "[B+1]", "Start them at 0, one more each.")
-    _check_int64(op, "offsets", offsets_B1)
+    check_ids(op, "offsets", offsets_B1)
+    if offsets_B1.shape[0] < 1:
+        raise refuse(f"{op}: shape of offsets", (0,), "[B+1]", "Start them at 0, one more each.")
 
 
 def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
@@ -205,32 +205,18 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: they are not.
     """
-    _check_values(op, "values", values_MD)
-    check_dense(f"{op}: indices", indices_M1)
-    shape = tuple(indices_M1.shape)
-    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[1] != 1):
+    check_rows(op, "values", values_MD, floating=True)
+    check_ids(op, "indices", indices_M1, dims=(1, 2))
+    if indices_M1.shape[1:] not in ((), (1,)):
         remedy = "Give the row of the result for each value."
-        raise _shape(f"{op}: shape of indices", shape, "[M] or [M, 1]", remedy)
-    if shape[0] != values_MD.shape[0]:
+        raise refuse(f"{op}: shape of indices", tuple(indices_M1.shape), "[M] or [M, 1]", remedy)
+    if indices_M1.shape[0] != values_MD.shape[0]:
         allowed = f"{values_MD.shape[0]}, the number of values"
-        raise _shape(f"{op}: number of indices", shape[0], allowed, "Give one index per value.")
-    _check_int64(op, "indices", indices_M1)
+        remedy = "Give one index per value."
+        raise refuse(f"{op}: number of indices", indices_M1.shape[0], allowed, remedy)
     if indices_M1.device != values_MD.device:
         one_device(op, indices=indices_M1, values=values_MD)
     return indices_M1.reshape(-1)
-
-
-def check_index(op: str, index_M: Tensor) -> None:
-    """Indices int64 [M].
-
-    Raises:
-        ShapeError, DTypeError: they are not.
-    """
-    check_dense(f"{op}: indices", index_M)
-    if index_M.ndim != 1:
-        remedy = "Call .flatten()."
-        raise _shape(f"{op}: shape of indices", tuple(index_M.shape), "[M]", remedy)
-    _check_int64(op, "indices", index_M)
 
 
 def length_of(op: str, length: Length) -> int:
@@ -243,7 +229,7 @@ def length_of(op: str, length: Length) -> int:
         sizes = tuple(length)
         if len(sizes) != 1:
             remedy = "Give the number of rows of the result."
-            raise _shape(f"{op}: length", sizes, "B or [B]", remedy)
+            raise refuse(f"{op}: length", sizes, "B or [B]", remedy)
         length = sizes[0]
     check_length(op, length, least=0)
     return length  # type: ignore[return-value]
@@ -257,7 +243,7 @@ def check_length(op: str, length: int | torch.SymInt, *, least: int) -> None:
     """
     if length < least:
         remedy = "Give the number of rows to keep." if least else "Give the number of segments."
-        raise _shape(f"{op}: length", length, f"{least} or more", remedy)
+        raise refuse(f"{op}: length", length, f"{least} or more", remedy)
 
 
 def check_widths(op: str, widths: Sequence[int], dim: int) -> None:
@@ -268,7 +254,7 @@ def check_widths(op: str, widths: Sequence[int], dim: int) -> None:
     """
     if not widths or min(widths) < 0 or sum(widths) != dim:
         allowed = f"one or more widths that sum to {dim}"
-        raise _shape(f"{op}: split widths", list(widths), allowed, "Split the whole row.")
+        raise refuse(f"{op}: split widths", list(widths), allowed, "Split the whole row.")
 
 
 def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
@@ -291,13 +277,13 @@ def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
     """The error for the first offset that is not allowed."""
     got = int(offsets_B1[at])
     if at == 0 and got != 0:
-        return _shape(f"{op}: first offset", got, "0", "Start offsets at 0.")
+        return refuse(f"{op}: first offset", got, "0", "Start offsets at 0.")
     if at == offsets_B1.numel() - 1 and got != rows:
         allowed = f"{got}, the last offset"
-        return _shape(f"{op}: number of rows", rows, allowed, "Give one row per id.")
+        return refuse(f"{op}: number of rows", rows, allowed, "Give one row per id.")
     before = int(offsets_B1[at - 1])
     allowed = f"{before} to {rows}" if before <= rows else f"at most {rows}"
-    return _shape(f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows.")
+    return refuse(f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows.")
 
 
 def read_index(op: str, index_M: Tensor, length: int, indices_sorted: bool) -> None:
@@ -332,27 +318,6 @@ def table_of(op: str, table: int, tables: Sequence[object]) -> str:
     return f"{op}, table {table}" if len(tables) > 1 else op
 
 
-def _check_values(op: str, name: str, values_ND: Tensor) -> None:
-    check_dense(f"{op}: {name}", values_ND)
-    if values_ND.ndim != 2:
-        got = tuple(values_ND.shape)
-        raise _shape(f"{op}: shape of {name}", got, "[N, D]", "Give one row per id.")
-    if not values_ND.is_floating_point():
-        what = f"{op}: dtype of {name}"
-        allowed = "float16, bfloat16, float32 or float64"
-        raise DTypeError(what, got=values_ND.dtype, allowed=allowed, remedy="Call .float().")
-
-
-def _check_int64(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype != torch.int64:
-        what = f"{op}: dtype of {name}"
-        raise DTypeError(what, got=tensor.dtype, allowed="int64", remedy="Call .long().")
-
-
-def _shape(what: str, got: object, allowed: str, remedy: str) -> ShapeError:
-    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
-
-
 _REMEDY = "Use the offsets that were made for this buffer."
 
 
@@ -381,17 +346,18 @@ def check_flat(op: str, name: str, flat_E: Tensor) -> None:
 def check_gradients(
     op: str, grads: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int]
 ) -> None:
-    """Require one gradient [n, dim] per list of n offsets.
+    """Require one floating gradient [n, dim] per list of n offsets, of one dtype.
 
     Raises:
         DTypeError, ShapeError: it is not so.
     """
     for k, (grad, offsets_N, dim) in enumerate(zip(grads, offsets, dims, strict=True)):
         check_ids(op, f"embedding_offsets[{k}]", offsets_N)
-        check_row_shape(op, f"grads[{k}]", grad)
+        check_rows(op, f"grads[{k}]", grad, floating=True)
         if tuple(grad.shape) != (offsets_N.shape[0], dim):
             allowed = f"[{offsets_N.shape[0]}, {dim}]"
             raise refuse(f"{op}: grads[{k}]", tuple(grad.shape), allowed, "One row per offset.")
+    check_same_dtype(op, "grads", grads)
 
 
 def bad_flat_offset(what: str, k: int, at: int, got: int, dim: int, size: int) -> InputError:

@@ -32,6 +32,13 @@ def fresh(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(kept.untyped_storage(), 0, shape, strides)
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """What the core reads: contiguous, and float32 if it was a narrower float."""
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
 Backend = Literal["reference", "core", "triton"]
 Implementation = Callable[..., Any]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import (
@@ -22,14 +21,12 @@ from shoal.ops.checks import (
     check_lists,
     check_map_values,
     check_same_dtype,
-    floating,
     map_error,
     refuse,
 )
-from shoal.ops.dispatch import fresh, operator
+from shoal.ops.dispatch import fresh, operator, widened
 from shoal.ops.reference import rows as reference
-from shoal.ops.reference.ids import ValueOffset
-from shoal.ops.rows import threads, widened
+from shoal.ops.reorder import ValueOffset
 from shoal.ragged import Ragged
 
 _GATHER_OFFSETS = "fused_gather_embeddings_by_input: fused_embedding_offsets"
@@ -46,20 +43,21 @@ def _bad_item(
     return bad_flat_offset(what, k, item, int(offsets[k][item]), dims[k], size)
 
 
+def _core_lists(
+    rows: Sequence[Tensor], offsets: Sequence[Tensor], dims: Sequence[int], flat_E: Tensor
+) -> tuple[Any, ...]:
+    """The arguments by which the core takes rows and where they lie."""
+    addresses = [address(part) for part in rows], [address(part) for part in offsets]
+    counts = [part.numel() for part in offsets]
+    return *addresses, counts, list(dims), address(flat_E), flat_E.numel()
+
+
 def _core_gather(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
     flat_E, offsets = flat_E.contiguous(), [part.contiguous() for part in offsets]
-    counts = [part.numel() for part in offsets]
-    rows = [fresh(n, dim, dtype=flat_E.dtype) for n, dim in zip(counts, dims, strict=True)]
-    bad = _core.gather_flat(
-        address(flat_E),
-        flat_E.numel(),
-        flat_E.element_size(),
-        [address(part) for part in rows],
-        [address(part) for part in offsets],
-        counts,
-        dims,
-        threads(),
-    )
+    shapes = [(part.numel(), dim) for part, dim in zip(offsets, dims, strict=True)]
+    rows = [fresh(*shape, dtype=flat_E.dtype) for shape in shapes]
+    lists = _core_lists(rows, offsets, dims, flat_E)
+    bad = core.gather_flat(*lists, flat_E.element_size(), torch.get_num_threads())
     if bad >= 0:
         raise _bad_item(_GATHER_OFFSETS, bad, offsets, dims, flat_E.numel())
     return rows
@@ -68,90 +66,54 @@ def _core_gather(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int])
 def _core_scatter(
     grads: Sequence[Tensor], offsets: Sequence[Tensor], size: int, scale: float
 ) -> Tensor:
-    dtype = widened(grads[0].dtype)
-    wide = [grad.to(dtype).contiguous() for grad in grads]
-    offsets = [part.contiguous() for part in offsets]
-    dims = [grad.shape[1] for grad in grads]
-    flat_E = fresh(size, dtype=dtype)
-    bad = _core.scatter_flat(
-        [address(part) for part in wide],
-        [address(part) for part in offsets],
-        [part.numel() for part in offsets],
-        dims,
-        size,
-        scale,
-        dtype is torch.float64,
-        address(flat_E),
-        threads(),
-    )
+    wide, offsets = [widened(grad) for grad in grads], [part.contiguous() for part in offsets]
+    dims, flat_E = [grad.shape[1] for grad in grads], fresh(size, dtype=wide[0].dtype)
+    run = core.scatter_flat_f64 if flat_E.dtype is torch.float64 else core.scatter_flat_f32
+    bad = run(*_core_lists(wide, offsets, dims, flat_E), scale, torch.get_num_threads())
     if bad >= 0:
         raise _bad_item(_SCATTER_OFFSETS, bad, offsets, dims, size)
     return flat_E.to(grads[0].dtype)
 
 
-def _core_map(tensors: Sequence[Tensor], dims: Sequence[int]) -> dict[str, Any]:
-    """The arguments by which the core takes a map."""
-    positions_N, splits_K1, offsets_V, offset_splits_U1 = tensors
-    return {
-        "positions": address(positions_N),
-        "n": positions_N.numel(),
-        "splits": address(splits_K1),
-        "dims": dims,
-        "offsets": address(offsets_V),
-        "n_offsets": offsets_V.numel(),
-        "offset_splits": address(offset_splits_U1),
-        "keys": offset_splits_U1.numel() - 1,
-    }
-
-
-def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
-    *tensors, dims = offset_map
-    tensors, value = [tensor.contiguous() for tensor in tensors], value.contiguous()
+def _with_map(
+    run: Any, tensors: Sequence[Tensor], dims: Sequence[int], value: Tensor, buffer_E: Tensor
+) -> None:
+    """Fill the buffer or sum it into the value, by a map that the core checks."""
+    tensors = [tensor.contiguous() for tensor in tensors]
+    addresses, counts = [address(part) for part in tensors], [part.numel() for part in tensors]
     length, size = value.numel(), buffer_E.numel()
-    fault, at = _core.fill_offsets(
-        **_core_map(tensors, dims),
-        value=address(value),
-        length=length,
-        element_bytes=value.element_size(),
-        buffer=address(buffer_E),
-        size=size,
-        threads=threads(),
-    )
+    fault, at = run(addresses, counts, dims, address(value), length, address(buffer_E), size)
     if fault:
         keys = tensors[3].numel() - 1
         raise map_error(fault, at, tensors[0], tensors[2], keys, length, size)
 
 
+def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
+    *tensors, dims = offset_map
+    value = value.contiguous()
+
+    def run(*arguments: Any) -> Any:
+        return core.fill_offsets(*arguments, value.element_size(), torch.get_num_threads())
+
+    _with_map(run, tensors, dims, value, buffer_E)
+
+
 def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     *tensors, dims, length = offset_map
-    tensors, dtype = [tensor.contiguous() for tensor in tensors], widened(buffer_E.dtype)
-    wide_E = buffer_E.to(dtype).contiguous()
-    value = fresh(length, dtype=dtype)
-    fault, at = _core.sum_offsets(
-        **_core_map(tensors, dims),
-        buffer=address(wide_E),
-        size=wide_E.numel(),
-        is_double=dtype is torch.float64,
-        value=address(value),
-        length=length,
-        threads=threads(),
-    )
-    if fault:
-        keys = tensors[3].numel() - 1
-        raise map_error(fault, at, tensors[0], tensors[2], keys, length, wide_E.numel())
+    wide_E = widened(buffer_E)
+    value = fresh(length, dtype=wide_E.dtype)
+    typed = core.sum_offsets_f64 if value.dtype is torch.float64 else core.sum_offsets_f32
+
+    def run(*arguments: Any) -> Any:
+        return typed(*arguments, torch.get_num_threads())
+
+    _with_map(run, tensors, dims, value, wide_E)
     return value.to(buffer_E.dtype)
 
 
 def _reference_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     source, target = reference.offset_map_places(*offset_map)
     buffer_E[target] = value[source]
-
-
-def _reference_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
-    *tensors, length = offset_map
-    source, target = reference.offset_map_places(*tensors)
-    wide_E = buffer_E.to(widened(buffer_E.dtype))
-    return wide_E.new_zeros(length).index_add(0, source, wide_E[target]).to(buffer_E.dtype)
 
 
 def _check_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
@@ -208,7 +170,7 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 gather_flat = operator(
     "gather_flat(Tensor flat_E, Tensor[] offsets, SymInt[] dims) -> Tensor[]",
     from_host=True,
-    reference=reference.fused_gather_embeddings_by_input,
+    reference=reference.gather_flat,
     core=_core_gather,
     triton="flat_rows:gather_flat",
     fake=lambda flat_E, offsets, dims: [
@@ -223,11 +185,7 @@ gather_flat = operator(
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
     from_host=True,
-    reference=lambda grads, offsets, size, scale: (
-        reference.fused_gather_embeddings_by_input_gradient(
-            size, grads, offsets, [grad.shape[1] for grad in grads], scale
-        )
-    ),
+    reference=reference.scatter_flat,
     core=_core_scatter,
     triton="flat_rows:scatter_flat",
     fake=lambda grads, offsets, size, scale: grads[0].new_empty(size),
@@ -250,7 +208,7 @@ fill_offsets = operator(
 sum_offsets = operator(
     f"sum_offsets(Tensor buffer_E, {_MAP}, SymInt length) -> Tensor",
     from_host=True,
-    reference=_reference_sum,
+    reference=reference.sum_offsets,
     core=_core_sum,
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
@@ -329,7 +287,7 @@ def fused_gather_embeddings_by_input(
     check_flat(op, "fused_embeddings", fused_embeddings)
     if not offsets and not dims:
         return []
-    check_lists(op, fused_embedding_offsets=offsets, embedding_dims=dims)
+    check_lists(op, least=1, fused_embedding_offsets=offsets, embedding_dims=dims)
     for k, offsets_N in enumerate(offsets):
         check_ids(op, f"fused_embedding_offsets[{k}]", offsets_N)
     check_dims(op, "embedding_dims", dims)
@@ -361,12 +319,9 @@ def fused_gather_embeddings_by_input_gradient(
     """
     op = "fused_gather_embeddings_by_input_gradient"
     grads, offsets, dims = list(grads), list(embedding_offsets), list(embedding_dims)
-    check_lists(op, grads=grads, embedding_offsets=offsets, embedding_dims=dims)
+    check_lists(op, least=1, grads=grads, embedding_offsets=offsets, embedding_dims=dims)
     check_dims(op, "embedding_dims", dims)
     check_gradients(op, grads, offsets, dims)
-    for k, grad in enumerate(grads):
-        floating(op, f"grads[{k}]", grad)
-    check_same_dtype(op, "grads", grads)
     check_devices(op, grads=grads, embedding_offsets=offsets)
     length = size.numel() if isinstance(size, Tensor) else size
     if length < 0:
@@ -444,7 +399,7 @@ def finalize_shared_tensor(
     Monolith: `finalize_shared_tensor`.
     """
     op = "finalize_shared_tensor"
-    check_lists(op, shared_tensor_handles=shared_tensor_handles)
+    check_lists(op, least=1, shared_tensor_handles=shared_tensor_handles)
     buffer_E = shared_tensor_handles[0]
     for i, handle in enumerate(shared_tensor_handles):
         if handle is not buffer_E and not _same_storage(handle, buffer_E):
@@ -484,7 +439,7 @@ def aligned_flat_concat(
     """
     op = "aligned_flat_concat"
     tensors = list(tensors)
-    check_lists(op, tensors=tensors)
+    check_lists(op, least=1, tensors=tensors)
     check_same_dtype(op, "tensors", tensors)
     check_devices(op, tensors=tensors)
     unit = _unit(op, tensors[0], alignment_bytes)
@@ -514,7 +469,7 @@ def aligned_flat_split(
     """
     op = "aligned_flat_split"
     tensors = list(tensors)
-    check_lists(op, tensors=tensors)
+    check_lists(op, least=1, tensors=tensors)
     check_flat(op, "flat", flat)
     unit = _unit(op, flat, alignment_bytes)
     sizes: list[int] = []

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
 from shoal.errors import ShapeError
-from shoal.ops import reference
-from shoal.ops.checks import check_ids, check_out, shape_error
+from shoal.ops.checks import check_ids, check_outs, shape_error
 from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.reference import Dedup
+from shoal.ops.reference import ids as reference
+from shoal.ops.segments import all_row_ids
 from shoal.ragged import Ragged
 
-_GOOD = -1  # what the core returns when it found nothing wrong
-_ROWIDS = "fused_value_rowids"
+GOOD = -1  # what the core returns when it found nothing wrong
+
+
+class Dedup(NamedTuple):
+    """Distinct ids in order of first appearance.
+
+    ids_U int64 [U]; counts_U int64 [U], occurrences of each; inverse_N int64 [N] with
+    `ids_U[inverse_N] == ids_N`.
+    """
+
+    ids_U: Tensor
+    counts_U: Tensor
+    inverse_N: Tensor
 
 
 def dedup(ids_N: Tensor) -> Dedup:
@@ -55,17 +67,15 @@ def dedup_into(
         ShapeError: lengths other than N, N, N and 1; an output that is not contiguous.
         InputError: tensors on several devices.
     """
-    outs = {
-        "ids_out_N": ids_out_N,
-        "counts_out_N": counts_out_N,
-        "inverse_out_N": inverse_out_N,
-        "size_out_1": size_out_1,
-    }
     check_ids("dedup_into", "ids_N", ids_N)
-    n = ids_N.numel()
-    for name, out in outs.items():
-        check_out("dedup_into", name, out, 1 if name == "size_out_1" else n)
-    one_device("dedup_into", ids_N=ids_N, **outs)
+    check_outs(
+        "dedup_into",
+        ids_N,
+        ids_out_N=(ids_out_N, ids_N.shape),
+        counts_out_N=(counts_out_N, ids_N.shape),
+        inverse_out_N=(inverse_out_N, ids_N.shape),
+        size_out_1=(size_out_1, (1,)),
+    )
     _dedup_into(ids_N, ids_out_N, counts_out_N, inverse_out_N, size_out_1)
 
 
@@ -82,7 +92,7 @@ def fused_value_rowids(ragged: Ragged) -> Tensor:
     Raises:
         ShapeError: offsets that do not start at 0, fall, or do not end at N.
     """
-    return value_rowids(_ROWIDS, ragged)
+    return value_rowids("fused_value_rowids", ragged)
 
 
 def value_rowids(op: str, ragged: Ragged) -> Tensor:
@@ -121,7 +131,7 @@ class _RowidsCache:
 
     def of(self, op: str, offsets_B1: Tensor, n: int) -> Tensor:
         if not _may_keep(offsets_B1):
-            return _value_rowids(offsets_B1, n, op)  # type: ignore[no-any-return]
+            return all_row_ids(offsets_B1, n, op)  # type: ignore[no-any-return]
         key, stream = id(offsets_B1), _stream_of(offsets_B1)
         kept = self._kept.get(key)
         if kept is not None:
@@ -130,7 +140,7 @@ class _RowidsCache:
             same = ref() is offsets_B1 and kept_stream == stream and kept_N.numel() == n
             if same and unwritten:
                 return kept_N
-        rowids_N: Tensor = _value_rowids(offsets_B1, n, op)
+        rowids_N: Tensor = all_row_ids(offsets_B1, n, op)
         gone = weakref.ref(offsets_B1, lambda _: self._kept.pop(key, None))
         self._kept[key] = (gone, offsets_B1._version, stream, rowids_N)
         return rowids_N
@@ -150,36 +160,29 @@ def _stream_of(tensor: Tensor) -> int:
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
-def _core_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    ids_N = ids_N.contiguous()
-    inverse_N = fresh(ids_N.numel(), dtype=torch.int64)
-    found = _core.Dedup(address(ids_N), ids_N.numel(), address(inverse_N), torch.get_num_threads())
-    ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
+def _core_dedup(ids_N: Tensor, *out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Into new tensors, or into the heads of those given."""
+    ids_N, n = ids_N.contiguous(), ids_N.numel()
+    inverse_N = out[2] if out else fresh(n, dtype=torch.int64)
+    found = core.Dedup(address(ids_N), n, address(inverse_N), torch.get_num_threads())
+    if out:
+        ids_U, counts_U = out[:2]
+        out[3].fill_(found.unique)
+    else:
+        ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
     found.write(address(ids_U), address(counts_U))
     return ids_U, counts_U, inverse_N
 
 
-def _core_dedup_into(
-    ids_N: Tensor, ids_out: Tensor, counts_out: Tensor, inverse_out: Tensor, size_out: Tensor
-) -> None:
-    ids_N = ids_N.contiguous()
-    found = _core.Dedup(
-        address(ids_N), ids_N.numel(), address(inverse_out), torch.get_num_threads()
-    )
-    found.write(address(ids_out), address(counts_out))
-    size_out.fill_(found.unique)
+def _core_dedup_into(*arguments: Tensor) -> None:
+    _core_dedup(*arguments)
 
 
-def _reference_dedup_into(
-    ids_N: Tensor, ids_out: Tensor, counts_out: Tensor, inverse_out: Tensor, size_out: Tensor
-) -> None:
-    reference.dedup_into(
-        ids_N,
-        ids_out_N=ids_out,
-        counts_out_N=counts_out,
-        inverse_out_N=inverse_out,
-        size_out_1=size_out,
-    )
+def write_heads(found: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Results into the heads of given tensors, and the length of the first into the last."""
+    for part, out in zip(found, outs, strict=False):
+        out[: part.numel()] = part
+    outs[-1].fill_(found[0].numel())
 
 
 def _fake_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,51 +201,10 @@ _dedup = operator(
 _dedup_into = operator(
     "dedup_into(Tensor ids_N, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     "Tensor(c!) inverse_out_N, Tensor(d!) size_out_1) -> ()",
-    reference=_reference_dedup_into,
+    reference=lambda ids_N, *outs: write_heads(reference.dedup(ids_N), outs),
     core=_core_dedup_into,
     triton="ids:dedup_into",
     fake=lambda *_: None,
-)
-
-
-def _offsets_error(op: str, offsets_B1: Tensor, n: int, at: int) -> ShapeError:
-    got, before = int(offsets_B1[at]), int(offsets_B1[max(at - 1, 0)])
-    if at == 0 and got != 0:
-        allowed = "0"
-    elif got < before:
-        allowed = f"{before} (the offset before it) or more"
-    else:
-        allowed = f"{n}, the number of values"
-    return shape_error(op, f"offsets_B1[{at}]", got, allowed)
-
-
-def check_offsets_values(op: str, offsets_B1: Tensor, n: int) -> None:
-    """Raise unless offsets start at 0, never fall and end at n; reads them."""
-    bad_B1 = offsets_B1.diff(prepend=offsets_B1.new_zeros(1)) < 0
-    bad_B1[0] = offsets_B1[0] != 0
-    places = bad_B1.nonzero()
-    if places.numel():
-        raise _offsets_error(op, offsets_B1, n, int(places[0]))
-    if int(offsets_B1[-1]) != n:
-        raise _offsets_error(op, offsets_B1, n, offsets_B1.numel() - 1)
-
-
-def _core_value_rowids(offsets_B1: Tensor, n: int, op: str = _ROWIDS) -> Tensor:
-    offsets_B1, out_N = offsets_B1.contiguous(), fresh(n, dtype=torch.int64)
-    rows = offsets_B1.numel() - 1
-    bad = _core.value_rowids(address(offsets_B1), rows, n, address(out_N), torch.get_num_threads())
-    if bad != _GOOD:
-        raise _offsets_error(op, offsets_B1, n, bad)
-    return out_N
-
-
-_value_rowids = operator(
-    f"value_rowids(Tensor offsets_B1, SymInt n, str op='{_ROWIDS}') -> Tensor",
-    reference=lambda offsets_B1, n, op=_ROWIDS: reference.row_ids(offsets_B1),
-    core=_core_value_rowids,
-    triton="ids:value_rowids",
-    fake=lambda offsets_B1, n, op=_ROWIDS: offsets_B1.new_empty(n),
-    check=lambda offsets_B1, n, op=_ROWIDS: check_offsets_values(op, offsets_B1, n),
 )
 
 
@@ -275,10 +237,10 @@ def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     splits_T, sizes_P = splits_T.contiguous(), sizes_P.contiguous()
     total, parts = splits_T.numel(), sizes_P.numel()
     out = torch.empty(total + 1 - parts, dtype=torch.int64, device="cpu")
-    bad = _core.normalize_merged_split(
+    bad = core.normalize_merged_split(
         address(splits_T), total, address(sizes_P), parts, address(out)
     )
-    if bad != _GOOD:
+    if bad != GOOD:
         raise _split_error(splits_T, sizes_P, bad)
     return out
 

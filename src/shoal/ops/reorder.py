@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
 from shoal.kernels.launch import sent
-from shoal.ops import reference
-from shoal.ops.checks import check_ids, check_out, shape_error, value_error
+from shoal.ops.checks import check_ids, check_outs, read_offsets, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.ids import check_offsets_values, dedup_into, value_rowids
-from shoal.ops.reference import FusedReorder, Reorder, ShardBy, UniqueKeys, ValueOffset
+from shoal.ops.ids import GOOD, dedup_into, value_rowids, write_heads
+from shoal.ops.reference import ids as reference
 from shoal.ops.splits import (
     check_lengths,
     check_num,
@@ -27,9 +25,59 @@ from shoal.ops.splits import (
 from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
 from shoal.ragged import Ragged
 
-_GOOD = -1  # what the core returns when it found nothing wrong
 _RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
 _WHAT = "fused_reorder_by_indices: shard_by's result"  # what errors of given shards name
+
+
+ShardBy = Callable[[Tensor, int], Tensor]
+"""From ids int64 [N] and a number of shards to shards int64 [N] in [0, shards)."""
+
+
+class Reorder(NamedTuple):
+    """Distinct ids by shard: ids_U int64 [U] (or [U, C]), sizes_W int64 [W]."""
+
+    ids_U: Tensor
+    sizes_W: Tensor
+
+
+class FusedReorder(NamedTuple):
+    """Distinct ids of K tables, packed for W shards.
+
+    ids_U int64 [U]: by shard, then by table, then in order of first appearance.
+    counts_U int64 [U]: occurrences of each id in its table.
+    shard_sizes_W int64 [W]: ids of each shard. slot_sizes_WK int64 [W*K], shard-major: ids of each
+    table in each shard.
+    offset_sizes_K int64 [K]: ids of each table as given; on the CPU, unless they came as a ragged.
+    offsets_N int64 [N]: for every id as given, where its row starts in a flat buffer of the rows of
+    ids_U.
+    """
+
+    ids_U: Tensor
+    counts_U: Tensor
+    shard_sizes_W: Tensor
+    slot_sizes_WK: Tensor
+    offset_sizes_K: Tensor
+    offsets_N: Tensor
+
+
+class ValueOffset(NamedTuple):
+    """For each distinct key, where its copies start in a flat buffer; jagged twice.
+
+    offsets_N int64 [N]; those of distinct key u are `offsets_N[splits_U1[u]:splits_U1[u+1]]`, and
+    the distinct keys of slot k are `slot_splits_K1[k]` up to `slot_splits_K1[k+1]`.
+    """
+
+    offsets_N: Tensor
+    splits_U1: Tensor
+    slot_splits_K1: Tensor
+
+
+class UniqueKeys(NamedTuple):
+    """Distinct keys of each slot, where their rows go, and a buffer for all rows or None."""
+
+    unique_key: Ragged
+    value_offset: ValueOffset
+    value_buffer: Tensor | None
 
 
 def _operation(what: str) -> str:
@@ -40,36 +88,11 @@ def _spans(what: str, ids: Sequence[Tensor], offsets_K1: Tensor | None) -> list[
     """Ids of each table, contiguous."""
     if offsets_K1 is None:
         return [part.contiguous() for part in ids]
-    check_offsets_values(_operation(what), offsets_K1, ids[0].numel())
+    read_offsets(_operation(what), offsets_K1, ids[0].numel())
     return list(torch.split(ids[0].contiguous(), offsets_K1.diff().tolist()))
 
 
-def _core_started(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-    offsets_N: Tensor,
-    what: str,
-) -> tuple[_core.FusedReorder, list[Tensor]]:
-    spans = _spans(what, ids, offsets_K1)
-    if shards_N is not None:
-        shards_N = shards_N.contiguous()
-    found = _core.FusedReorder(
-        [address(span) for span in spans],
-        [span.numel() for span in spans],
-        list(dims),
-        num,
-        _RULE_NUMBERS[rule],
-        0 if shards_N is None else address(shards_N),
-        address(offsets_N),
-        torch.get_num_threads(),
-    )
-    if found.bad != _GOOD and shards_N is not None:  # only of given ones
-        raise shard_error(what, shards_N, num, found.bad)
-    return found, spans
+Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _core_fused_reorder(
@@ -80,11 +103,32 @@ def _core_fused_reorder(
     rule: str,
     shards_N: Tensor | None,
     what: str = _WHAT,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    offsets_N = fresh(sum(part.numel() for part in ids), dtype=torch.int64)
-    found, _spans_alive = _core_started(ids, offsets_K1, dims, num, rule, shards_N, offsets_N, what)
-    ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
-    sizes_WK = fresh(num * len(dims), dtype=torch.int64)
+    *,
+    out: Sequence[Tensor] = (),
+) -> Found:
+    """Into new tensors, or into the heads of those given."""
+    spans = _spans(what, ids, offsets_K1)
+    offsets_N = out[3] if out else fresh(sum(part.numel() for part in ids), dtype=torch.int64)
+    if shards_N is not None:
+        shards_N = shards_N.contiguous()
+    found = core.FusedReorder(
+        [address(span) for span in spans],
+        [span.numel() for span in spans],
+        list(dims),
+        num,
+        _RULE_NUMBERS[rule],
+        0 if shards_N is None else address(shards_N),
+        address(offsets_N),
+        torch.get_num_threads(),
+    )
+    if found.bad != GOOD and shards_N is not None:  # only of given ones
+        raise shard_error(what, shards_N, num, found.bad)
+    if out:
+        ids_U, counts_U, sizes_WK = out[:3]
+        out[4].fill_(found.unique)
+    else:
+        ids_U, counts_U = (fresh(found.unique, dtype=torch.int64) for _ in range(2))
+        sizes_WK = fresh(num * len(dims), dtype=torch.int64)
     found.write(address(ids_U), address(counts_U), address(sizes_WK))
     return ids_U, counts_U, sizes_WK, offsets_N
 
@@ -97,18 +141,16 @@ def _reference_fused_reorder(
     rule: str,
     shards_N: Tensor | None,
     what: str = _WHAT,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Found:
     spans = _spans(what, ids, offsets_K1)
     if rule == "hash_ranges" and shards_N is not None:
         owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
-        found = reference.fused_reorder_given(spans, num, dims, owners)
-    elif shards_N is None:
-        shard_by = floormod if rule == "floormod" else unsigned_mod
-        found = reference.fused_reorder_by_indices(spans, num, dims, shard_by=shard_by)
+    elif shards_N is not None:
+        owners = list(torch.split(shards_N, [span.numel() for span in spans]))
     else:
-        lengths = [span.numel() for span in spans]
-        found = reference.fused_reorder_given(spans, num, dims, torch.split(shards_N, lengths))
-    return found.ids_U, found.counts_U, found.slot_sizes_WK, found.offsets_N
+        shard_by = floormod if rule == "floormod" else unsigned_mod
+        owners = [shard_by(span, num) for span in spans]
+    return reference.fused_reorder_given(spans, num, dims, owners)
 
 
 def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
@@ -118,59 +160,34 @@ def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
 
 def _fake_fused_reorder(
     ids: Sequence[Tensor], offsets_K1: Tensor | None, dims: Sequence[int], num: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Found:
     size, like = torch.library.get_ctx().new_dynamic_size(), ids[0]
     n = sum(part.numel() for part in ids)
-    return (
-        like.new_empty(size),
-        like.new_empty(size),
-        like.new_empty(num * len(dims)),
-        like.new_empty(n),
-    )
+    return tuple(like.new_empty(s) for s in (size, size, num * len(dims), n))  # type: ignore[return-value]
 
 
-def _parts(arguments: tuple[Any, ...]) -> tuple[Any, Any, str]:
-    """Inputs, outputs, and what errors name, of the form with outputs."""
-    return arguments[:6], arguments[6:11], arguments[11] if len(arguments) > 11 else _WHAT
+def _parts(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Inputs with what errors name, and outputs, of the form with outputs."""
+    return [*arguments[:6], arguments[11] if len(arguments) > 11 else _WHAT], arguments[6:11]
 
 
 def _core_fused_reorder_into(*arguments: Any) -> None:
-    inputs, outputs, what = _parts(arguments)
-    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = outputs
-    found, _spans_alive = _core_started(*(*inputs, offsets_out_N, what))
-    found.write(address(ids_out_N), address(counts_out_N), address(sizes_out_WK))
-    size_out_1.fill_(found.unique)
+    inputs, outs = _parts(arguments)
+    _core_fused_reorder(*inputs, out=outs)
 
 
 def _reference_fused_reorder_into(*arguments: Any) -> None:
-    inputs, outputs, what = _parts(arguments)
-    ids_out_N, counts_out_N, sizes_out_WK, offsets_out_N, size_out_1 = outputs
-    ids_U, counts_U, sizes_WK, offsets_N = _reference_fused_reorder(*(*inputs, what))
-    ids_out_N[: ids_U.numel()] = ids_U
-    counts_out_N[: ids_U.numel()] = counts_U
-    sizes_out_WK.copy_(sizes_WK)
-    offsets_out_N.copy_(offsets_N)
-    size_out_1.fill_(ids_U.numel())
+    inputs, outs = _parts(arguments)
+    write_heads(_reference_fused_reorder(*inputs), outs)
 
 
-def _check_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-    what: str = _WHAT,
-) -> None:
+def _check_fused_reorder(*arguments: Any) -> None:
+    ids, offsets_K1, _, num, rule, shards_N = arguments[:6]
+    what = arguments[-1] if isinstance(arguments[-1], str) else _WHAT
     if shards_N is not None and rule == "given":
         raise_bad_shards(what, shards_N, num)
     if offsets_K1 is not None:
-        check_offsets_values(_operation(what), offsets_K1, ids[0].numel())
-
-
-def _check_fused_reorder_into(*arguments: Any) -> None:
-    inputs, _, what = _parts(arguments)
-    _check_fused_reorder(*(*inputs, what))
+        read_offsets(_operation(what), offsets_K1, ids[0].numel())
 
 
 _ARGUMENTS = "Tensor[] ids, Tensor? offsets_K1, int[] dims_K, int num, str rule, Tensor? shards_N"
@@ -194,7 +211,7 @@ fused_reorder_into = operator(
     core=_core_fused_reorder_into,
     triton="ids:fused_reorder_into",
     fake=lambda *_: None,
-    check=_check_fused_reorder_into,
+    check=_check_fused_reorder,
 )
 
 
@@ -246,11 +263,13 @@ def reorder_by_indices_into(
     """
     op = "reorder_by_indices_into"
     keys_N = _keys(op, ids_N, shards_N, num_of_shards)
-    check_out(op, "ids_out_N", ids_out_N, *ids_N.shape)
-    check_out(op, "sizes_out_W", sizes_out_W, num_of_shards)
-    check_out(op, "size_out_1", size_out_1, 1)
-    outs = {"ids_out_N": ids_out_N, "sizes_out_W": sizes_out_W, "size_out_1": size_out_1}
-    one_device(op, ids_N=ids_N, **outs)
+    check_outs(
+        op,
+        ids_N,
+        ids_out_N=(ids_out_N, ids_N.shape),
+        sizes_out_W=(sizes_out_W, (num_of_shards,)),
+        size_out_1=(size_out_1, (1,)),
+    )
     found_N, counts_N, offsets_N = (torch.empty_like(keys_N) for _ in range(3))
     fused_reorder_into(
         [keys_N],
@@ -331,13 +350,15 @@ def fused_reorder_by_indices_into(
     parts, offsets_K1, dims = tables_of(op, ids, dim_sizes)
     check_num(op, "num_of_shards", num_of_shards)
     n = sum(part.numel() for part in parts)
-    outs = {"ids_out_N": ids_out_N, "counts_out_N": counts_out_N, "offsets_out_N": offsets_out_N}
-    for name, out in outs.items():
-        check_out(op, name, out, n)
-    check_out(op, "slot_sizes_out_WK", slot_sizes_out_WK, num_of_shards * len(dims))
-    check_out(op, "size_out_1", size_out_1, 1)
-    outs |= {"slot_sizes_out_WK": slot_sizes_out_WK, "size_out_1": size_out_1}
-    one_device(op, ids=parts[0], **outs)
+    check_outs(
+        op,
+        parts[0],
+        ids_out_N=(ids_out_N, (n,)),
+        counts_out_N=(counts_out_N, (n,)),
+        slot_sizes_out_WK=(slot_sizes_out_WK, (num_of_shards * len(dims),)),
+        offsets_out_N=(offsets_out_N, (n,)),
+        size_out_1=(size_out_1, (1,)),
+    )
     rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
     fused_reorder_into(
         parts,
@@ -514,14 +535,15 @@ def unique_key_with_value_and_offset_into(
     op = "unique_key_with_value_and_offset_into"
     parts, _, widths = tables_of(op, key, dims)
     n, slots = key.values.numel(), len(widths)
-    check_out(op, "keys_out_N", keys_out_N, n)
-    check_out(op, "key_splits_out_K1", key_splits_out_K1, slots + 1)
-    check_out(op, "offsets_out_N", offsets_out_N, n)
-    check_out(op, "splits_out_N1", splits_out_N1, n + 1)
-    check_out(op, "size_out_1", size_out_1, 1)
-    splits = {"key_splits_out_K1": key_splits_out_K1, "splits_out_N1": splits_out_N1}
-    outs = {"keys_out_N": keys_out_N, "offsets_out_N": offsets_out_N, "size_out_1": size_out_1}
-    one_device(op, key=parts[0], **splits, **outs)
+    check_outs(
+        op,
+        parts[0],
+        keys_out_N=(keys_out_N, (n,)),
+        key_splits_out_K1=(key_splits_out_K1, (slots + 1,)),
+        offsets_out_N=(offsets_out_N, (n,)),
+        splits_out_N1=(splits_out_N1, (n + 1,)),
+        size_out_1=(size_out_1, (1,)),
+    )
     starts_N, _ = _row_starts(op, key, widths)
     counts_N = torch.zeros_like(keys_out_N)  # behind the last key there are none
     sizes_K, inverse_N = keys_out_N.new_empty(slots), torch.empty_like(keys_out_N)

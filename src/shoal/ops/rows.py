@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
 from shoal.ops.checks import (
     bad_row_index,
     check_devices,
+    check_floating,
     check_ids,
     check_index_values,
     check_lists,
     check_match_values,
-    check_row_shape,
+    check_rows,
     check_same_dtype,
-    floating,
     missing_id,
     refuse,
 )
-from shoal.ops.dispatch import fresh, operator
+from shoal.ops.dispatch import fresh, operator, widened
 from shoal.ops.reference import rows as reference
-from shoal.ops.reference.rows import GatheredRows
 
 
-def threads(many: bool = True) -> int:
-    """Threads a core call may use."""
-    return torch.get_num_threads() if many else 1
+class GatheredRows(NamedTuple):
+    """embeddings [*input.shape, D]; index_mapping int64, shaped as the input: row of each id."""
 
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype the core sums in."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    embeddings: Tensor
+    index_mapping: Tensor
 
 
 def _core_match(
@@ -48,13 +43,13 @@ def _core_match(
         torch.cat(list(ids), out=ids_M)
     query_N = query_N.contiguous()
     index_N = fresh(query_N.numel(), dtype=torch.int64)
-    missing = _core.match_rows(
+    missing = core.match_rows(
         address(ids_M),
         ids_M.numel(),
         address(query_N),
         query_N.numel(),
         address(index_N),
-        threads(multi_threads),
+        torch.get_num_threads() if multi_threads else 1,
     )
     if missing >= 0 and not missing_ok:
         raise missing_id(what, missing, int(query_N[missing]))
@@ -68,14 +63,14 @@ def _core_gather(
     dtype, width = shards[0].dtype, shards[0].shape[1]
     out_ND = fresh(index_N.numel(), width, dtype=dtype)
     counts = [rows.shape[0] for rows in shards]
-    bad = _core.gather_rows(
+    bad = core.gather_rows(
         [address(rows) for rows in shards],
         counts,
         width * dtype.itemsize,
         address(index_N),
         index_N.numel(),
         address(out_ND),
-        threads(multi_threads),
+        torch.get_num_threads() if multi_threads else 1,
     )
     if bad >= 0:
         raise bad_row_index(what, bad, int(index_N[bad]), sum(counts))
@@ -83,19 +78,12 @@ def _core_gather(
 
 
 def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
-    index_N, dtype = index_N.contiguous(), widened(grad_ND.dtype)
-    wide_ND = grad_ND.to(dtype).contiguous()
-    out_MD = fresh(rows, grad_ND.shape[1], dtype=dtype)
-    bad = _core.scatter_rows(
-        address(wide_ND),
-        address(index_N),
-        index_N.numel(),
-        rows,
-        grad_ND.shape[1],
-        dtype is torch.float64,
-        address(out_MD),
-        threads(),
-    )
+    index_N, wide_ND = index_N.contiguous(), widened(grad_ND)
+    n, dim = index_N.numel(), grad_ND.shape[1]
+    out_MD = fresh(rows, dim, dtype=wide_ND.dtype)
+    run = core.scatter_rows_f64 if wide_ND.dtype is torch.float64 else core.scatter_rows_f32
+    addresses, threads = (address(wide_ND), address(index_N)), torch.get_num_threads()
+    bad = run(*addresses, n, rows, dim, address(out_MD), threads)
     if bad >= 0:
         raise bad_row_index(what, bad, int(index_N[bad]), rows)
     return out_MD.to(grad_ND.dtype)
@@ -149,9 +137,7 @@ def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
 _match_rows = operator(
     "match_rows(Tensor[] ids, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
     " -> Tensor",
-    reference=lambda ids, query_N, *_: reference.match_rows(
-        torch.cat(list(ids)), query_N, missing_ok=True
-    ),
+    reference=lambda ids, query_N, *_: reference.match_rows(torch.cat(list(ids)), query_N),
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
@@ -159,7 +145,7 @@ _match_rows = operator(
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
-    reference=lambda shards, index_N, *_: reference.gather_rows(shards, index_N),
+    reference=lambda shards, index_N, *_: torch.cat(list(shards))[index_N],
     core=_core_gather,
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
@@ -211,7 +197,7 @@ def gather_rows(rows: Tensor | Sequence[Tensor], index: Tensor) -> Tensor:
     """
     op = "gather_rows"
     shards = [rows] if isinstance(rows, Tensor) else list(rows)
-    check_lists(op, rows=shards)
+    check_lists(op, least=1, rows=shards)
     _check_shards(op, "rows", shards)
     check_ids(op, "index", index, dims=None)
     check_devices(op, rows=shards, index=index)
@@ -257,7 +243,7 @@ def map_id_to_embedding(
     Monolith: `map_id_to_embedding`.
     """
     op = "map_id_to_embedding"
-    check_lists(op, ids=ids, embeddings=embeddings)
+    check_lists(op, least=1, ids=ids, embeddings=embeddings)
     _check_id_lists(op, ids, input)
     shards = list(embeddings)
     _check_shards(op, "embeddings", shards)
@@ -286,7 +272,7 @@ def map_id_to_embedding_gradient_back_prop(
     Monolith: `map_id_to_embedding_gradient_back_prop`.
     """
     op = "map_id_to_embedding_gradient_back_prop"
-    check_lists(op, ids=ids)
+    check_lists(op, least=1, ids=ids)
     _check_id_lists(op, ids, input)
     _check_grad(op, grads, input)
     check_devices(op, ids=ids, input=input, grads=grads)
@@ -370,7 +356,7 @@ def _check_id_lists(op: str, ids: Sequence[Tensor], input: Tensor) -> None:
 
 def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
     for s, rows_MD in enumerate(shards):
-        check_row_shape(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
+        check_rows(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
     check_same_dtype(op, name, shards)
     widths = {rows_MD.shape[1] for rows_MD in shards}
     if len(widths) > 1:
@@ -378,7 +364,7 @@ def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
 
 
 def _check_grad(op: str, grad: Tensor, index: Tensor) -> None:
-    floating(op, "grads", grad)
+    check_floating(op, "grads", grad)
     if grad.ndim != index.ndim + 1 or grad.shape[:-1] != index.shape:
         allowed = f"[*{tuple(index.shape)}, D]"
         raise refuse(f"{op}: grads", tuple(grad.shape), allowed, "Give one gradient row per index.")

@@ -1,24 +1,32 @@
-"""Segments of rows given by offsets: sums, means, norms, first rows.
+"""Segments of rows, by offsets or by index, of one table or many: sums, means, norms, first rows.
 
-Segment b is rows `offsets_B1[b]:offsets_B1[b+1]`. Rows are added in order, so results depend
-neither on threads nor on the batch around a segment; but on CUDA a whole chunk of 1,024 rows,
-counted from the batch's first, that one segment holds is summed by itself. float16 and bfloat16
-are added in float32. Values of offsets are checked on the CPU, and on CUDA under
-`set_bounds_checks`.
+Segment b is rows `offsets_B1[b]:offsets_B1[b+1]`, of the rows as they lie or of an order of them.
+An index (the segment of each row, in any order) is made offsets and an order first. On the CPU a
+sorted index is noticed and costs one look at it; an unsorted one is put in order by a stable
+counting sort. On CUDA an index is sorted unless `indices_sorted` says that it is; neither waits
+for the device.
+
+Rows are added in order, so results depend neither on threads nor on the batch around a segment; but
+on CUDA a whole chunk of 1,024 rows, counted from the batch's first, that one segment holds is
+summed by itself. float16 and bfloat16 are added in float32. Values of offsets and of an index are
+checked on the CPU, and on CUDA under `set_bounds_checks`.
+
+Sums of many tables are one launch on CUDA; addresses travel from page-locked memory, so nothing
+waits for the device. Capturing these calls in a CUDA graph is not supported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
-from shoal.errors import DTypeError
+from shoal.errors import ShapeError
 from shoal.ops import checks
-from shoal.ops.dispatch import fresh, operator
+from shoal.ops.dispatch import fresh, one_device, operator, widened
 from shoal.ops.reference import rows as reference
 
 MODES = ("sum", "mean", "sqrtn", "l2")
@@ -35,8 +43,7 @@ def segment_sum(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
         DTypeError: rows not floating, or offsets not int64.
         InputError: on two devices.
     """
-    checks.check_segments("segment_sum", rows_ND, offsets_B1)
-    return segment_reduce(rows_ND, offsets_B1, "sum")  # type: ignore[no-any-return]
+    return _reduced("sum", rows_ND, offsets_B1)
 
 
 def segment_mean(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -48,8 +55,7 @@ def segment_mean(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_segments("segment_mean", rows_ND, offsets_B1)
-    return segment_reduce(rows_ND, offsets_B1, "mean")  # type: ignore[no-any-return]
+    return _reduced("mean", rows_ND, offsets_B1)
 
 
 def segment_sqrtn(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -61,8 +67,7 @@ def segment_sqrtn(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_segments("segment_sqrtn", rows_ND, offsets_B1)
-    return segment_reduce(rows_ND, offsets_B1, "sqrtn")  # type: ignore[no-any-return]
+    return _reduced("sqrtn", rows_ND, offsets_B1)
 
 
 def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
@@ -74,8 +79,7 @@ def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
-    checks.check_segments("segment_l2", rows_ND, offsets_B1)
-    return segment_reduce(rows_ND, offsets_B1, "l2")  # type: ignore[no-any-return]
+    return _reduced("l2", rows_ND, offsets_B1)
 
 
 def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
@@ -90,7 +94,7 @@ def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
     """
     checks.check_segments("segment_first_n", rows_ND, offsets_B1)
     checks.check_length("segment_first_n", length, least=1)
-    return _first_n(rows_ND, offsets_B1, length)  # type: ignore[no-any-return]
+    return _first_n(rows_ND, offsets_B1, length, rows_ND.shape[0], False)  # type: ignore[no-any-return]
 
 
 def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
@@ -105,280 +109,654 @@ def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
     """
     checks.check_offsets("row_ids", offsets_B1)
     count = max(int(offsets_B1[-1]), 0) if rows is None else rows
-    return _row_ids(offsets_B1, count)  # type: ignore[no-any-return]
+    return all_row_ids(offsets_B1, count, "row_ids")  # type: ignore[no-any-return]
 
 
-def is_double(op: str, dtype: torch.dtype) -> bool:
-    """float64 or float32, the dtypes of the core.
+def reduce_sum(
+    indices_M1: Tensor, values_MD: Tensor, length: checks.Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Sum of the values of each index; zeros where there are none. Monolith: `reduce_sum`.
+
+    indices_M1 int64 [M] or [M, 1], values_MD floating [M, D], length B or [B] -> [B, D].
+    Gradient: each value gets its index's. `indices_sorted` promises that they never fall, which
+    spares a sort on CUDA.
 
     Raises:
-        DTypeError: neither.
+        ShapeError: shapes other than these.
+        DTypeError: values not floating, or indices not int64.
+        InputError: on two devices, an index out of range, or not sorted as promised.
     """
-    if dtype not in (torch.float32, torch.float64):
-        allowed = "float16, bfloat16, float32 or float64"
-        raise DTypeError(
-            f"{op}: dtype of rows", got=dtype, allowed=allowed, remedy="Call .float()."
-        )
-    return dtype == torch.float64
+    return _reduced_by("reduce_sum", "sum", indices_M1, values_MD, length, indices_sorted)
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Contiguous, and float32 if it was float16 or bfloat16."""
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        tensor = tensor.float()
-    return tensor.contiguous()
+def reduce_mean(
+    indices_M1: Tensor, values_MD: Tensor, length: checks.Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Mean of the values of each index. Monolith: `reduce_mean`.
+
+    An index without values gives zeros (Monolith: NaN). Shapes and errors as `reduce_sum`.
+    Gradient: the index's over its number of values.
+    """
+    return _reduced_by("reduce_mean", "mean", indices_M1, values_MD, length, indices_sorted)
 
 
-def kept_alive(tensor: Tensor | None) -> Tensor:
-    """What the core reads an optional argument from; address 0 where there is none."""
-    return torch.empty(0, device="cpu") if tensor is None else widened(tensor)
+def reduce_sqrtn(
+    indices_M1: Tensor, values_MD: Tensor, length: checks.Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """L2 norm, by column, of the values of each index. Monolith: `reduce_sqrtn`.
+
+    The name is Monolith's, and what it computes is sqrt(sum of x*x); the usual sum/sqrt(n) is
+    `reduce_mean_sqrtn`. Shapes and errors as `reduce_sum`. Gradient: g*x/y, and 0 where y is 0.
+    """
+    return _reduced_by("reduce_sqrtn", "l2", indices_M1, values_MD, length, indices_sorted)
 
 
-def share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+def reduce_mean_sqrtn(
+    indices_M1: Tensor, values_MD: Tensor, length: checks.Length, *, indices_sorted: bool = False
+) -> Tensor:
+    """Sum of the values of each index over the square root of their number.
+
+    Zeros for an index without values. Shapes and errors as `reduce_sum`. Gradient: the index's
+    over the square root of its number of values.
+    """
+    return _reduced_by("reduce_mean_sqrtn", "sqrtn", indices_M1, values_MD, length, indices_sorted)
+
+
+def segment_offsets(indices_M: Tensor, length: int) -> Tensor:
+    """Offsets of sorted indices: [0, 0, 2] and 3 give [0, 2, 2, 3].
+
+    indices_M int64 [M], length B -> int64 [B+1], no gradient. The inverse of `row_ids`.
+
+    Raises:
+        ShapeError: indices not [M], or a negative length.
+        DTypeError: indices not int64.
+        InputError: an index out of range, or not sorted.
+    """
+    checks.check_ids("segment_offsets", "indices", indices_M)
+    checks.check_length("segment_offsets", length, least=0)
+    return _grouped(indices_M, length, True, "segment_offsets")[0]
+
+
+def fused_sorted_segment_sum(
+    indices: Sequence[Tensor], values: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Sum of the values of each sorted index, for several tables. Monolith's of this name.
+
+    For each table k: indices int64 [M], never falling, values floating [M, D], shape (B, D) ->
+    [B, D], zeros where there is no value. One dtype and device for all. Gradient: each value gets
+    its index's.
+
+    Raises:
+        ShapeError: lists of different lengths, or shapes other than these.
+        DTypeError: values not floating or of several dtypes, or indices not int64.
+        InputError: on two devices, an index out of range, or not sorted.
+    """
+    op = "fused_sorted_segment_sum"
+    if not checks.check_lists(op, indices=indices, values=values, shapes=shapes):
+        return []
+    index = [checks.check_grouped(op, i, v) for i, v in zip(indices, values, strict=True)]
+    for k, (shape, rows_MD) in enumerate(zip(shapes, values, strict=True)):
+        if len(shape) != 2 or shape[1] != rows_MD.shape[1] or shape[0] < 0:
+            allowed = f"(B, {rows_MD.shape[1]})"
+            raise ShapeError(
+                f"{op}: shape {k}", got=tuple(shape), allowed=allowed, remedy="Keep the columns."
+            )
+    _check_alike(op, values)
+    offsets = _sorted_offsets(index, [shape[0] for shape in shapes], op)
+    widths = [rows_MD.shape[1] for rows_MD in values]
+    parts = [1] * len(widths)
+    return list(_segment_sums(list(values), offsets, None, None, widths, parts, op))
+
+
+def fused_reduce_sum_and_split(
+    indices_M1: Tensor,
+    values_MD: Tensor,
+    length: checks.Length,
+    split_dims: Sequence[int],
+    *,
+    indices_sorted: bool = False,
+) -> list[Tensor]:
+    """`reduce_sum`, its columns split. Monolith: `fused_reduce_sum_and_split`.
+
+    indices_M1 int64 [M] or [M, 1], values_MD floating [M, D], length B or [B], split_dims that
+    sum to D -> one contiguous [B, s] for each s. Gradient: each value gets its index's.
+
+    Raises:
+        ShapeError: shapes other than these, or split_dims that do not sum to D.
+        DTypeError, InputError: as `reduce_sum`.
+    """
+    op = "fused_reduce_sum_and_split"
+    index_M = checks.check_grouped(op, indices_M1, values_MD)
+    size = checks.length_of(op, length)
+    checks.check_widths(op, split_dims, values_MD.shape[1])
+    offsets_B1, order_M = _grouped(index_M, size, indices_sorted, op)
+    widths = list(split_dims)
+    return list(
+        _segment_sums([values_MD], [offsets_B1], order_M, index_M, widths, [len(widths)], op)
+    )
+
+
+def fused_reduce_and_split_gpu(
+    splits: Sequence[Tensor], embeddings: Sequence[Tensor], slice_dims: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Segment sums of several tables, their columns split, on CPU and CUDA alike.
+
+    For each table k: splits int64 [B+1] (row splits), embeddings floating [N, D], slice_dims that
+    sum to D -> one contiguous [B, s] for each s, all tables in one flat list. One dtype and device
+    for all. Gradient: each row gets its segment's. Monolith: `fused_reduce_and_split_gpu`, which
+    keeps its splits on the CPU; here they lie with the embeddings.
+
+    Raises:
+        ShapeError: lists of different lengths, shapes other than these, or splits that do not
+            rise from 0 to N.
+        DTypeError: embeddings not floating or of several dtypes, or splits not int64.
+        InputError: on two devices.
+    """
+    op = "fused_reduce_and_split_gpu"
+    if not checks.check_lists(op, splits=splits, embeddings=embeddings, slice_dims=slice_dims):
+        return []
+    for offsets_B1, rows_ND, widths in zip(splits, embeddings, slice_dims, strict=True):
+        checks.check_segments(op, rows_ND, offsets_B1)
+        checks.check_widths(op, widths, rows_ND.shape[1])
+    _check_alike(op, embeddings)
+    flat = [width for widths in slice_dims for width in widths]
+    parts = [len(widths) for widths in slice_dims]
+    return list(_segment_sums(list(embeddings), list(splits), None, None, flat, parts, op))
+
+
+def _reduced(mode: str, rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
+    checks.check_segments(f"segment_{mode}", rows_ND, offsets_B1)
+    return segment_reduce(rows_ND, offsets_B1, None, None, mode)  # type: ignore[no-any-return]
+
+
+def _reduced_by(
+    op: str,
+    mode: str,
+    indices_M1: Tensor,
+    values_MD: Tensor,
+    length: checks.Length,
+    indices_sorted: bool,
+) -> Tensor:
+    index_M = checks.check_grouped(op, indices_M1, values_MD)
+    found = _grouped(index_M, checks.length_of(op, length), indices_sorted, op)
+    return segment_reduce(values_MD, *found, index_M, mode)  # type: ignore[no-any-return]
+
+
+def _grouped(
+    index_M: Tensor, length: int, indices_sorted: bool, op: str
+) -> tuple[Tensor, Tensor | None]:
+    """Offsets of an index, and the order of its rows; none where they are said to be sorted."""
+    offsets_B1, order_M = _group_index(index_M, length, indices_sorted, op)
+    return offsets_B1, None if indices_sorted else order_M
+
+
+def _check_alike(op: str, values: Sequence[Tensor]) -> None:
+    checks.check_same_dtype(op, "tables", values)
+    if len({rows_ND.device for rows_ND in values}) > 1:
+        one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
+
+
+def _core_group(
+    index_M: Tensor, length: int, indices_sorted: bool, op: str
+) -> tuple[Tensor, Tensor]:
+    index_M, offsets_B1 = index_M.contiguous(), fresh(length + 1, dtype=torch.int64)
+    order_M = fresh(0 if indices_sorted else index_M.shape[0], dtype=torch.int64)
+    bad = core.group_index(
+        address(index_M),
+        address(offsets_B1),
+        0 if indices_sorted else address(order_M),
+        index_M.shape[0],
+        length,
+        torch.get_num_threads(),
+    )
+    if bad >= 0:
+        raise checks.bad_segment_index(op, index_M, length, bad)
+    return offsets_B1, order_M
+
+
+def _reference_group(
+    index_M: Tensor, length: int, indices_sorted: bool, op: str
+) -> tuple[Tensor, Tensor]:
+    sorted_M, order_M = torch.sort(index_M, stable=True)
+    return reference.segment_offsets(sorted_M, length), order_M[: 0 if indices_sorted else None]
+
+
+def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Tensor]:
+    return [
+        _core_group(index_M, length, True, checks.table_of(op, k, indices))[0]
+        for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True))
+    ]
+
+
+def _check_sorted(indices: list[Tensor], lengths: list[int], op: str) -> None:
+    for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True)):
+        name = checks.table_of(op, k, indices)
+        checks.read_index(name, index_M, length, indices_sorted=True)
+
+
+# The order of a sorted index on the CPU begins with -1 and is not read.
+_group_index = operator(
+    "group_index(Tensor index_M, SymInt length, bool indices_sorted, str op) -> (Tensor, Tensor)",
+    reference=_reference_group,
+    core=_core_group,
+    triton="segments:group_index",
+    fake=lambda index, length, in_order, op: (
+        index.new_empty(length + 1),
+        index.new_empty(0 if in_order else index.shape[0]),
+    ),
+    check=lambda index, length, in_order, op: checks.read_index(op, index, length, in_order),
+)
+
+_sorted_offsets = operator(
+    "sorted_offsets(Tensor[] indices, SymInt[] lengths, str op) -> Tensor[]",
+    from_host=True,
+    reference=lambda indices, lengths, op: [
+        reference.segment_offsets(index, length)
+        for index, length in zip(indices, lengths, strict=True)
+    ],
+    core=_core_offsets,
+    triton="segments:sorted_offsets",
+    fake=lambda indices, lengths, op: [
+        index.new_empty(length + 1) for index, length in zip(indices, lengths, strict=True)
+    ],
+    check=_check_sorted,
+)
+
+
+def _run_core(
+    op: str,
+    mode: str,
+    values: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    pooled: Sequence[Tensor],
+    parts: Sequence[int],
+    *,
+    back: bool = False,
+    order: Tensor | None = None,
+    index: Tensor | None = None,
+    inputs: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> None:
+    """Reduce values to what is pooled; or, going back, spread that to the values."""
+    cuts = [offsets_B1.contiguous() for offsets_B1 in offsets]
+    kept = [part if part is None else widened(part) for part in (order, index, inputs, norms)]
+    table, bad = core.segments(
+        back,
+        MODES.index(mode),
+        values[0].dtype == torch.float64,
+        torch.get_num_threads(),
+        [address(rows_ND) for rows_ND in values],
+        [address(offsets_B1) for offsets_B1 in cuts],
+        [offsets_B1.shape[0] - 1 for offsets_B1 in cuts],
+        [rows_ND.shape[0] for rows_ND in values],
+        [address(part) for part in pooled],
+        [part.shape[1] for part in pooled],
+        parts,
+        *(0 if part is None else address(part) for part in kept),
+    )
+    if bad >= 0 and index is not None:
+        raise checks.bad_segment_index(op, index, cuts[0].shape[0] - 1, bad)
+    if bad >= 0:
+        name = checks.table_of(op, table, values)
+        raise checks.bad_offset(name, cuts[table], values[table].shape[0], bad)
+
+
+def _core_reduce(
+    values_ND: Tensor,
+    offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    mode: str,
+) -> Tensor:
+    rows_ND = widened(values_ND)
+    out_BD = fresh(offsets_B1.shape[0] - 1, rows_ND.shape[1], dtype=rows_ND.dtype)
+    _run_core(f"segment_{mode}", mode, [rows_ND], [offsets_B1], [out_BD], [1], order=order_N)
+    return out_BD.to(values_ND.dtype)
+
+
+def _core_spread(
+    grads_BD: Tensor,
+    offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    values_ND: Tensor | None,
+    pooled_BD: Tensor | None,
+    mode: str,
+    rows: int,
+) -> Tensor:
+    wide_BD = widened(grads_BD)
+    out_ND = fresh(rows, wide_BD.shape[1], dtype=wide_BD.dtype)
+    _run_core(
+        f"segment_{mode}",
+        mode,
+        [out_ND],
+        [offsets_B1],
+        [wide_BD],
+        [1],
+        back=True,
+        order=order_N,
+        index=index_N,
+        inputs=values_ND,
+        norms=pooled_BD,
+    )
+    return out_ND.to(grads_BD.dtype)
+
+
+def _reference_reduce(
+    values_ND: Tensor,
+    offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    mode: str,
+) -> Tensor:
+    if index_N is None:
+        index_N = reference.row_ids(offsets_B1, values_ND.shape[0])
+    return reference.grouped(values_ND, index_N, offsets_B1.diff(), mode)
+
+
+def _reference_spread(
+    grads_BD: Tensor,
+    offsets_B1: Tensor,
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    values_ND: Tensor | None,
+    pooled_BD: Tensor | None,
+    mode: str,
+    rows: int,
+) -> Tensor:
+    if index_N is None:
+        index_N = reference.row_ids(offsets_B1, rows)
+    if values_ND is not None and pooled_BD is not None:
+        return values_ND * _share_of(grads_BD, pooled_BD)[index_N]
+    over_B1 = reference.divisors(offsets_B1.diff(), mode).to(grads_BD.dtype).unsqueeze(1)
+    return (grads_BD / over_B1)[index_N]
+
+
+def _share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
     """g/y of an L2 norm y, and 0 where y is 0."""
     return (grads_BD / pooled_BD).masked_fill(pooled_BD == 0, 0)
 
 
-def _core_reduce(values_ND: Tensor, offsets_B1: Tensor, mode: str) -> Tensor:
-    op, rows_ND, offsets_B1 = f"segment_{mode}", widened(values_ND), offsets_B1.contiguous()
-    (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
-    out_BD = fresh(segments, dim, dtype=rows_ND.dtype)
-    bad = _core.segment_reduce(
-        address(rows_ND),
-        address(offsets_B1),
-        address(out_BD),
-        segments,
-        rows,
-        dim,
-        MODES.index(mode),
-        is_double(op, rows_ND.dtype),
-        torch.get_num_threads(),
-    )
-    if bad >= 0:
-        raise checks.bad_offset(op, offsets_B1, rows, bad)
-    return out_BD.to(values_ND.dtype)
-
-
-def _core_reduce_backward(
-    grads_BD: Tensor,
-    offsets_B1: Tensor,
-    values_ND: Tensor | None,
-    pooled_BD: Tensor | None,
-    mode: str,
-    rows: int,
-) -> Tensor:
-    op, wide_BD, offsets_B1 = f"segment_{mode}", widened(grads_BD), offsets_B1.contiguous()
-    inputs, pooled = kept_alive(values_ND), kept_alive(pooled_BD)
-    segments, dim = wide_BD.shape
-    out_ND = fresh(rows, dim, dtype=wide_BD.dtype)
-    bad = _core.segment_reduce_backward(
-        address(wide_BD),
-        address(offsets_B1),
-        address(inputs),
-        address(pooled),
-        address(out_ND),
-        segments,
-        rows,
-        dim,
-        MODES.index(mode),
-        is_double(op, wide_BD.dtype),
-        torch.get_num_threads(),
-    )
-    if bad >= 0:
-        raise checks.bad_offset(op, offsets_B1, rows, bad)
-    return out_ND.to(grads_BD.dtype)
-
-
-def _reference_reduce(values_ND: Tensor, offsets_B1: Tensor, mode: str) -> Tensor:
-    ids_N = reference.row_ids(offsets_B1, values_ND.shape[0])
-    return reference.grouped(values_ND, ids_N, offsets_B1.diff(), mode)
-
-
-def _reference_reduce_backward(
-    grads_BD: Tensor,
-    offsets_B1: Tensor,
-    values_ND: Tensor | None,
-    pooled_BD: Tensor | None,
-    mode: str,
-    rows: int,
-) -> Tensor:
-    ids_N = reference.row_ids(offsets_B1, rows)
-    if values_ND is not None and pooled_BD is not None:
-        return values_ND * share_of(grads_BD, pooled_BD)[ids_N]
-    over_B1 = reference.divisors(offsets_B1.diff(), mode).to(grads_BD.dtype).unsqueeze(1)
-    return (grads_BD / over_B1)[ids_N]
-
-
 def _setup_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values_ND, offsets_B1, ctx.mode = inputs
+    values_ND, *segments, ctx.mode = inputs
     ctx.rows = values_ND.shape[0]
-    ctx.save_for_backward(offsets_B1, *((values_ND, output) if ctx.mode == "l2" else ()))
+    kept = (values_ND, output) if ctx.mode == "l2" else (None, None)
+    ctx.save_for_backward(*segments, *kept)
 
 
 def _reduce_gradient(ctx: Any, grads_BD: Tensor) -> tuple[Any, ...]:
-    offsets_B1, *kept = ctx.saved_tensors
-    values_ND, pooled_BD = kept or (None, None)
-    grads_ND = segment_reduce_backward(
-        grads_BD, offsets_B1, values_ND, pooled_BD, ctx.mode, ctx.rows
-    )
-    return grads_ND, None, None
+    return segment_spread(grads_BD, *ctx.saved_tensors, ctx.mode, ctx.rows), *(None,) * 4
 
 
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads_BD, offsets_B1, values_ND, pooled_BD, ctx.mode, ctx.rows = inputs
-    kept = () if values_ND is None else (grads_BD, values_ND, pooled_BD)
-    ctx.save_for_backward(offsets_B1, *kept)
+def _setup_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grads_BD, *tensors, ctx.mode, ctx.rows = inputs
+    ctx.save_for_backward(None if tensors[-1] is None else grads_BD, *tensors)
 
 
-def _second_gradient(ctx: Any, grads_ND: Tensor) -> tuple[Any, ...]:
-    offsets_B1, *kept = ctx.saved_tensors
-    if not kept:
-        return segment_reduce(grads_ND, offsets_B1, ctx.mode), *(None,) * 5
-    grads_BD, values_ND, pooled_BD = kept
-    once_BD = share_of(torch.ones_like(pooled_BD), pooled_BD)
-    sums_BD = segment_reduce(grads_ND * values_ND, offsets_B1, "sum")
+def _spread_gradient(ctx: Any, grads_ND: Tensor) -> tuple[Any, ...]:
+    grads_BD, *segments, values_ND, pooled_BD = ctx.saved_tensors
+    if grads_BD is None:
+        return segment_reduce(grads_ND, *segments, ctx.mode), *(None,) * 7
+    once_BD = _share_of(torch.ones_like(pooled_BD), pooled_BD)
+    sums_BD = segment_reduce(grads_ND * values_ND, *segments, "sum")
     share_BD = grads_BD * once_BD
-    shares_ND = segment_reduce_backward(share_BD, offsets_B1, None, None, "sum", ctx.rows)
-    return (
-        sums_BD * once_BD,
-        None,
-        grads_ND * shares_ND,
-        -sums_BD * share_BD * once_BD,
-        None,
-        None,
-    )
+    shares_ND = segment_spread(share_BD, *segments, None, None, "sum", ctx.rows)
+    by_pooled_BD = -sums_BD * share_BD * once_BD
+    return sums_BD * once_BD, None, None, None, grads_ND * shares_ND, by_pooled_BD, None, None
+
+
+def _check_reduce(
+    values_ND: Tensor, offsets_B1: Tensor, order: Tensor | None, index: Tensor | None, mode: str
+) -> None:
+    if index is None:
+        checks.read_offsets(f"segment_{mode}", offsets_B1, values_ND.shape[0])
 
 
 segment_reduce = operator(
-    "segment_reduce(Tensor values_ND, Tensor offsets_B1, str mode) -> Tensor",
+    "segment_reduce(Tensor values_ND, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
+    "str mode) -> Tensor",
     reference=_reference_reduce,
     core=_core_reduce,
     triton="segments:reduce",
-    fake=lambda values, offsets, mode: values.new_empty(offsets.shape[0] - 1, values.shape[1]),
-    check=lambda values, offsets, mode: checks.read_offsets(
-        f"segment_{mode}", offsets, values.shape[0]
-    ),
+    fake=lambda values, offsets, *_: values.new_empty(offsets.shape[0] - 1, values.shape[1]),
+    check=_check_reduce,
     backward=_reduce_gradient,
     setup=_setup_reduce,
 )
 
-segment_reduce_backward = operator(
-    "segment_reduce_backward(Tensor grads_BD, Tensor offsets_B1, Tensor? values_ND, "
-    "Tensor? pooled_BD, str mode, SymInt rows) -> Tensor",
-    reference=_reference_reduce_backward,
-    core=_core_reduce_backward,
-    triton="segments:reduce_backward",
-    fake=lambda grads, offsets, values, pooled, mode, rows: grads.new_empty(rows, grads.shape[1]),
-    backward=_second_gradient,
-    setup=_setup_backward,
+segment_spread = operator(
+    "segment_spread(Tensor grads_BD, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
+    "Tensor? values_ND, Tensor? pooled_BD, str mode, SymInt rows) -> Tensor",
+    reference=_reference_spread,
+    core=_core_spread,
+    triton="segments:spread",
+    fake=lambda grads, *rest: grads.new_empty(rest[-1], grads.shape[1]),
+    backward=_spread_gradient,
+    setup=_setup_spread,
 )
 
 
-def _core_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
-    rows_ND, offsets_B1 = rows_ND.contiguous(), offsets_B1.contiguous()
-    (rows, dim), segments = rows_ND.shape, offsets_B1.shape[0] - 1
-    out_BLD = fresh(segments, length, dim, dtype=rows_ND.dtype)
-    _run_first_n(rows_ND, offsets_B1, out_BLD, rows, length, False)
-    return out_BLD
+def _core_sums(
+    values: list[Tensor],
+    offsets: list[Tensor],
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    widths: list[int],
+    parts: list[int],
+    op: str,
+) -> list[Tensor]:
+    rows = [widened(rows_ND) for rows_ND in values]
+    outs = [
+        fresh(offsets[k].shape[0] - 1, width, dtype=rows[0].dtype)
+        for k, width in zip(_owners(parts), widths, strict=True)
+    ]
+    _run_core(op, "sum", rows, offsets, outs, parts, order=order_N)
+    return [out.to(values[0].dtype) for out in outs]
 
 
-def _core_first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
-    grads_BLD, offsets_B1 = grads_BLD.contiguous(), offsets_B1.contiguous()
-    out_ND = fresh(rows, grads_BLD.shape[2], dtype=grads_BLD.dtype)
-    _run_first_n(grads_BLD, offsets_B1, out_ND, rows, grads_BLD.shape[1], True)
-    return out_ND
+def _core_sums_backward(
+    grads: list[Tensor], offsets: list[Tensor], rows: list[int], parts: list[int], op: str
+) -> list[Tensor]:
+    wide = [widened(part) for part in grads]
+    outs = [
+        fresh(count, dim, dtype=wide[0].dtype)
+        for count, dim in zip(rows, _dims(grads, parts), strict=True)
+    ]
+    _run_core(op, "sum", outs, offsets, wide, parts, back=True)
+    return [out.to(grads[0].dtype) for out in outs]
 
 
-def _run_first_n(
-    source: Tensor, offsets_B1: Tensor, out: Tensor, rows: int, length: int, back: bool
+def _owners(parts: Sequence[int]) -> list[int]:
+    """The table of each part."""
+    return [k for k, count in enumerate(parts) for _ in range(count)]
+
+
+def _dims(parted: Sequence[Tensor], parts: Sequence[int]) -> list[int]:
+    """Width of each table."""
+    dims = [0] * len(parts)
+    for k, part in zip(_owners(parts), parted, strict=True):
+        dims[k] += part.shape[1]
+    return dims
+
+
+def _reference_sums(
+    values: list[Tensor],
+    offsets: list[Tensor],
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    widths: list[int],
+    parts: list[int],
+    op: str,
+) -> list[Tensor]:
+    outs, rest = [], list(widths)
+    for rows_ND, offsets_B1, count in zip(values, offsets, parts, strict=True):
+        sums_BD = _reference_reduce(rows_ND, offsets_B1, order_N, index_N, "sum")
+        outs += [part_BD.clone() for part_BD in torch.split(sums_BD, rest[:count], dim=1)]
+        rest = rest[count:]
+    return outs
+
+
+def _reference_sums_backward(
+    grads: list[Tensor], offsets: list[Tensor], rows: list[int], parts: list[int], op: str
+) -> list[Tensor]:
+    outs, rest = [], list(grads)
+    for offsets_B1, count, number in zip(offsets, rows, parts, strict=True):
+        outs.append(torch.cat(rest[:number], dim=1)[reference.row_ids(offsets_B1, count)])
+        rest = rest[number:]
+    return outs
+
+
+def _check_sums(
+    values: list[Tensor],
+    offsets: list[Tensor],
+    order_N: Tensor | None,
+    index_N: Tensor | None,
+    *rest: Any,
 ) -> None:
-    bad = _core.segment_first_n(
+    if index_N is not None:
+        return
+    for k, (rows_ND, offsets_B1) in enumerate(zip(values, offsets, strict=True)):
+        checks.read_offsets(checks.table_of(rest[-1], k, values), offsets_B1, rows_ND.shape[0])
+
+
+def _setup_sums(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    values, offsets, order_N, index_N, _widths, ctx.parts, ctx.op = inputs
+    ctx.rows = [rows_ND.shape[0] for rows_ND in values]
+    ctx.save_for_backward(order_N, index_N, *offsets)
+
+
+def _sums_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    order_N, index_N, *offsets = ctx.saved_tensors
+    if index_N is None:
+        values = _segment_sums_backward(list(grads), offsets, ctx.rows, ctx.parts, ctx.op)
+    else:
+        joined_BD = torch.cat(list(grads), dim=1)
+        segments = (offsets[0], order_N, index_N, None, None)
+        values = [segment_spread(joined_BD, *segments, "sum", ctx.rows[0])]
+    return values, [None] * len(offsets), *(None,) * 5
+
+
+def _setup_sums_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grads, offsets, _rows, ctx.parts, ctx.op = inputs
+    ctx.widths = [part.shape[1] for part in grads]
+    ctx.save_for_backward(*offsets)
+
+
+def _sums_second_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    offsets = list(ctx.saved_tensors)
+    sums = _segment_sums(list(grads), offsets, None, None, ctx.widths, ctx.parts, ctx.op)
+    return sums, [None] * len(offsets), None, None, None
+
+
+_segment_sums = operator(
+    "segment_sums(Tensor[] values, Tensor[] offsets, Tensor? order_N, Tensor? index_N, "
+    "SymInt[] widths, int[] parts, str op) -> Tensor[]",
+    from_host=True,
+    reference=_reference_sums,
+    core=_core_sums,
+    triton="segments:sums",
+    fake=lambda values, offsets, order, index, widths, parts, op: [
+        values[k].new_empty(offsets[k].shape[0] - 1, width)
+        for k, width in zip(_owners(parts), widths, strict=True)
+    ],
+    check=_check_sums,
+    backward=_sums_gradient,
+    setup=_setup_sums,
+)
+
+_segment_sums_backward = operator(
+    "segment_sums_backward(Tensor[] grads, Tensor[] offsets, SymInt[] rows, int[] parts, "
+    "str op) -> Tensor[]",
+    from_host=True,
+    reference=_reference_sums_backward,
+    core=_core_sums_backward,
+    triton="segments:sums_backward",
+    fake=lambda grads, offsets, rows, parts, op: [
+        grads[0].new_empty(count, dim) for count, dim in zip(rows, _dims(grads, parts), strict=True)
+    ],
+    backward=_sums_second_gradient,
+    setup=_setup_sums_backward,
+)
+
+
+def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments = offsets_B1.shape[0] - 1
+    out = fresh(*_first_n_shape(source, segments, length, rows, back), dtype=source.dtype)
+    bad = (core.return_first_n if back else core.take_first_n)(
         address(source),
         address(offsets_B1),
         address(out),
-        offsets_B1.shape[0] - 1,
+        segments,
         rows,
         length,
         out.shape[-1] * out.element_size(),
-        back,
         torch.get_num_threads(),
     )
     if bad >= 0:
         raise checks.bad_offset("segment_first_n", offsets_B1, rows, bad)
+    return out
 
 
-def _reference_first_n_backward(grads_BLD: Tensor, offsets_B1: Tensor, rows: int) -> Tensor:
+def _first_n_shape(
+    source: Tensor, segments: int, length: int, rows: int, back: bool
+) -> tuple[int, ...]:
+    return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
+
+
+def _reference_first_n(
+    source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool
+) -> Tensor:
+    if not back:
+        return reference.segment_first_n(source, offsets_B1, length)
     ids_N = reference.row_ids(offsets_B1, rows)
     steps_N = torch.arange(rows, device=ids_N.device) - offsets_B1[ids_N]
-    kept_N = steps_N < grads_BLD.shape[1]
-    grads_ND = grads_BLD[ids_N, steps_N.where(kept_N, 0)]
-    return grads_ND.masked_fill(~kept_N.unsqueeze(1), 0)
+    kept_N = steps_N < length
+    return source[ids_N, steps_N.where(kept_N, 0)].masked_fill(~kept_N.unsqueeze(1), 0)
 
 
 def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows_ND, offsets_B1, _length = inputs
-    ctx.rows = rows_ND.shape[0]
+    _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
     ctx.save_for_backward(offsets_B1)
 
 
-def _setup_first_n_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads_BLD, offsets_B1, _rows = inputs
-    ctx.length = grads_BLD.shape[1]
-    ctx.save_for_backward(offsets_B1)
+def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
+    turned = _first_n(grads, *ctx.saved_tensors, ctx.length, ctx.rows, not ctx.back)
+    return turned, None, None, None, None
 
 
-def _first_n_gradient(ctx: Any, grads_BLD: Tensor) -> tuple[Any, ...]:
-    return _first_n_backward(grads_BLD, ctx.saved_tensors[0], ctx.rows), None, None
-
-
-def _first_n_second_gradient(ctx: Any, grads_ND: Tensor) -> tuple[Any, ...]:
-    return _first_n(grads_ND, ctx.saved_tensors[0], ctx.length), None, None
-
-
+# From rows [N, D] to [B, length, D] and back: each is the other's gradient.
 _first_n = operator(
-    "segment_first_n(Tensor rows_ND, Tensor offsets_B1, SymInt length) -> Tensor",
-    reference=reference.segment_first_n,
+    "segment_first_n(Tensor source, Tensor offsets_B1, SymInt length, SymInt rows, bool back) "
+    "-> Tensor",
+    reference=_reference_first_n,
     core=_core_first_n,
     triton="segments:first_n",
-    fake=lambda rows, offsets, length: rows.new_empty(offsets.shape[0] - 1, length, rows.shape[1]),
-    check=lambda rows, offsets, length: checks.read_offsets(
-        "segment_first_n", offsets, rows.shape[0]
+    fake=lambda source, offsets, *how: source.new_empty(
+        _first_n_shape(source, offsets.shape[0] - 1, *how)
+    ),
+    check=lambda source, offsets, length, rows, back: checks.read_offsets(
+        "segment_first_n", offsets, rows
     ),
     backward=_first_n_gradient,
     setup=_setup_first_n,
 )
 
-_first_n_backward = operator(
-    "segment_first_n_backward(Tensor grads_BLD, Tensor offsets_B1, SymInt rows) -> Tensor",
-    reference=_reference_first_n_backward,
-    core=_core_first_n_backward,
-    triton="segments:first_n_backward",
-    fake=lambda grads, offsets, rows: grads.new_empty(rows, grads.shape[2]),
-    backward=_first_n_second_gradient,
-    setup=_setup_first_n_backward,
-)
 
-
-def _core_row_ids(offsets_B1: Tensor, rows: int) -> Tensor:
-    offsets_B1 = offsets_B1.contiguous()
-    ids_N = fresh(max(rows, 0), dtype=torch.int64)
-    bad = _core.segment_row_ids(
-        address(offsets_B1),
-        address(ids_N),
-        offsets_B1.shape[0] - 1,
-        rows,
-        torch.get_num_threads(),
-    )
+def _core_row_ids(offsets_B1: Tensor, rows: int, op: str) -> Tensor:
+    offsets_B1, ids_N = offsets_B1.contiguous(), fresh(max(rows, 0), dtype=torch.int64)
+    segments, threads = offsets_B1.shape[0] - 1, torch.get_num_threads()
+    bad = core.row_ids(address(offsets_B1), address(ids_N), segments, rows, threads)
     if bad >= 0:
-        raise checks.bad_offset("row_ids", offsets_B1, rows, bad)
+        raise checks.bad_offset(op, offsets_B1, rows, bad)
     return ids_N
 
 
-_row_ids = operator(
-    "row_ids(Tensor offsets_B1, SymInt rows) -> Tensor",
-    reference=reference.row_ids,
+all_row_ids = operator(
+    "row_ids(Tensor offsets_B1, SymInt rows, str op) -> Tensor",
+    reference=lambda offsets, rows, op: reference.row_ids(offsets, rows),
     core=_core_row_ids,
-    triton="segments:row_ids",
-    fake=lambda offsets, rows: offsets.new_empty(rows),
-    check=lambda offsets, rows: checks.read_offsets("row_ids", offsets, rows),
+    triton="ids:value_rowids",
+    fake=lambda offsets, rows, op: offsets.new_empty(rows),
+    check=lambda offsets, rows, op: checks.read_offsets(op, offsets, rows),
 )

@@ -13,7 +13,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, unknown_name
 from shoal.ops.checks import read_offsets
@@ -233,16 +232,16 @@ def sharding_sparse_fids(
     sizes_TP = torch.empty(2, len(tables), ps_num, dtype=torch.int64, device="cpu")
     ids_N, splits_F1 = batch.values_N.contiguous(), batch.key_splits.contiguous()
     rows_N, buffer_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
-    common = (
+    split = core.FidSplit(
         *(address(ids_N), address(splits_F1), ids_N.shape[0], features, ps_num),
         rule == "floormod",
         [address(part) for part in (*facts_2F, *found_FP, *sizes_TP)],
         len(tables),
     )
     addresses, threads = (address(rows_N), address(buffer_N)), torch.get_num_threads()
-    _core.count_fids(*common, unique, *addresses, threads)
+    split.count(unique, *addresses, threads)
     fid_list = torch.empty(int(sizes_TP[0].sum()), dtype=torch.int64, device="cpu")
-    _core.fill_fids(*common, *addresses, address(fid_list), threads)
+    split.fill(*addresses, address(fid_list), threads)
     index = LayoutIndex(rows_N, buffer_N, batch.offsets_FB1, cells, (batch.batch_size,))
     fid_sizes_TP, emb_sizes_TP = sizes_TP
     return ShardedFids(

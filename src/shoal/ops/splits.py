@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal import _core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
-from shoal.ops import reference
 from shoal.ops.checks import check_ids, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.ids import value_rowids
-from shoal.ops.reference import Partition, RaggedPartition, RaggedSplit
+from shoal.ops.ids import GOOD, value_rowids
+from shoal.ops.reference import ids as reference
 from shoal.ragged import Ragged
 
-_GOOD = -1  # what the core returns when it found nothing wrong
 _MOST_SHARDS = (1 << 31) - 1
 _SHARDS = "partition: shards_N"
+
+
+class Partition(NamedTuple):
+    """Positions grouped by shard.
+
+    order_N int64 [N]: the positions of shard 0 in input order, then those of shard 1, and so on;
+    sizes_W int64 [W], positions of each shard.
+    """
+
+    order_N: Tensor
+    sizes_W: Tensor
+
+
+class RaggedPartition(NamedTuple):
+    """A ragged's values grouped by shard.
+
+    values_N, positions_N int64 [N]: the values of shard 0 in input order, then those of shard 1,
+    and so on, and where each stood in the input. sizes_W int64 [W]: values of each shard.
+    offsets_WB1 int64 [W, B+1]: of each shard's values alone, by input row.
+    """
+
+    values_N: Tensor
+    positions_N: Tensor
+    sizes_W: Tensor
+    offsets_WB1: Tensor
+
+
+class RaggedSplit(NamedTuple):
+    """A ragged cut by shard.
+
+    values: W ragged, each with the batch size of the input. positions: W ragged of the same
+    offsets; where each value stood among the input's values.
+    """
+
+    values: list[Ragged]
+    positions: list[Ragged]
 
 
 def partition(shards_N: Tensor, num_shards: int) -> Partition:
@@ -48,7 +81,7 @@ def permute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
         InputError: on two devices; an order out of range (see `set_bounds_checks`).
     """
     _check_order("permute_rows", rows_N, order_N)
-    return _permute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+    return _move_rows(rows_N, order_N, True)  # type: ignore[no-any-return]
 
 
 def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
@@ -58,7 +91,7 @@ def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
     that it leaves out are undefined.
     """
     _check_order("unpermute_rows", rows_N, order_N)
-    return _unpermute_rows(rows_N, order_N)  # type: ignore[no-any-return]
+    return _move_rows(rows_N, order_N, False)  # type: ignore[no-any-return]
 
 
 def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> list[Tensor]:
@@ -78,7 +111,7 @@ def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> li
     check_shards("split_by_indices", "indices_N", indices_N, num_splits)
     check_lengths("split_by_indices", "indices_N", indices_N, "tensor_N", tensor_N)
     order_N, sizes_W = _partition(indices_N, num_splits, "split_by_indices: indices_N")
-    return list(torch.split(_permute_rows(tensor_N, order_N), sizes_W.tolist()))
+    return list(torch.split(_move_rows(tensor_N, order_N, True), sizes_W.tolist()))
 
 
 def ragged_partition(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedPartition:
@@ -133,7 +166,7 @@ def _ragged_partition(
     lengths_WB.index_add_(0, indices_N.long() * batch + rows_N, torch.ones_like(rows_N))
     lengths_WB = lengths_WB.view(num_splits, batch)
     offsets_WB1 = torch.nn.functional.pad(lengths_WB.cumsum(1), (1, 0))
-    return RaggedPartition(_permute_rows(ragged.values, order_N), order_N, sizes_W, offsets_WB1)
+    return RaggedPartition(_move_rows(ragged.values, order_N, True), order_N, sizes_W, offsets_WB1)
 
 
 def check_num(op: str, name: str, num: int) -> None:
@@ -184,68 +217,48 @@ def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
 
 
 def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
-    shards_N = shards_N.contiguous()
-    order_N = fresh(shards_N.numel(), dtype=torch.int64)
-    sizes_W = fresh(num, dtype=torch.int64)
-    bad = _core.partition(
-        address(shards_N),
-        shards_N.dtype == torch.int64,
-        shards_N.numel(),
-        num,
-        address(order_N),
-        address(sizes_W),
-        torch.get_num_threads(),
-    )
-    if bad != _GOOD:
+    shards_N, n = shards_N.contiguous(), shards_N.numel()
+    order_N, sizes_W = fresh(n, dtype=torch.int64), fresh(num, dtype=torch.int64)
+    run = core.partition_i64 if shards_N.dtype == torch.int64 else core.partition_i32
+    threads = torch.get_num_threads()
+    bad = run(address(shards_N), n, num, address(order_N), address(sizes_W), threads)
+    if bad != GOOD:
         raise shard_error(what, shards_N, num, bad)
     return order_N, sizes_W
 
 
-def _core_moved(rows_N: Tensor, order_N: Tensor, *, take: bool) -> Tensor:
-    rows_N, order_N = rows_N.contiguous(), order_N.contiguous()
+def _core_moved(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
+    rows_N, order_N, n = rows_N.contiguous(), order_N.contiguous(), order_N.numel()
     out_N = fresh(*rows_N.shape, dtype=rows_N.dtype)
     if out_N.numel() == 0:
         return out_N
-    n = order_N.numel()
-    bad = _core.move_rows(
-        take,
-        address(rows_N),
-        address(order_N),
-        n,
-        rows_N.numel() // n * rows_N.element_size(),
-        address(out_N),
-        torch.get_num_threads(),
-    )
-    if bad != _GOOD:
-        raise _order_error("permute_rows" if take else "unpermute_rows", order_N, bad)
+    row_bytes, threads = rows_N.numel() // n * rows_N.element_size(), torch.get_num_threads()
+    run = core.take_rows if take else core.put_rows
+    bad = run(address(rows_N), address(order_N), n, row_bytes, address(out_N), threads)
+    if bad != GOOD:
+        raise _order_error(order_N, take, bad)
     return out_N
 
 
-def _order_error(op: str, order_N: Tensor, at: int) -> InputError:
+def _order_error(order_N: Tensor, take: bool, at: int) -> InputError:
     allowed = f"0..{order_N.numel() - 1}, each once"
+    op = "permute_rows" if take else "unpermute_rows"
     return value_error(op, f"order_N[{at}]", order_N[at].item(), allowed)
 
 
-def _check_order_values(op: str, order_N: Tensor) -> None:
+def _check_order_values(rows_N: Tensor, order_N: Tensor, take: bool) -> None:
     places = ((order_N < 0) | (order_N >= order_N.numel())).nonzero()
     if places.numel():
-        raise _order_error(op, order_N, int(places[0]))
+        raise _order_error(order_N, take, int(places[0]))
 
 
-def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _setup_moved(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    _, order_N, ctx.take = inputs
+    ctx.save_for_backward(order_N)
 
 
-def _permute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-    return unpermute_rows(grad_N, *ctx.saved_tensors), None
-
-
-def _unpermute_rows_backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-    return permute_rows(grad_N, *ctx.saved_tensors), None
-
-
-def _fake_moved(rows_N: Tensor, order_N: Tensor) -> Tensor:
-    return torch.empty_like(rows_N, memory_format=torch.contiguous_format)
+def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
+    return _move_rows(grads_N, *ctx.saved_tensors, not ctx.take), None, None
 
 
 _partition = operator(
@@ -260,24 +273,16 @@ _partition = operator(
     check=lambda shards_N, num, what=_SHARDS: raise_bad_shards(what, shards_N, num),
 )
 
-_permute_rows = operator(
-    "permute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
-    reference=reference.permute_rows,
-    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=True),
-    triton="ids:permute_rows",
-    fake=_fake_moved,
-    check=lambda rows_N, order_N: _check_order_values("permute_rows", order_N),
-    backward=_permute_rows_backward,
-    setup=_keep_order,
-)
-
-_unpermute_rows = operator(
-    "unpermute_rows(Tensor rows_N, Tensor order_N) -> Tensor",
-    reference=reference.unpermute_rows,
-    core=lambda rows_N, order_N: _core_moved(rows_N, order_N, take=False),
-    triton="ids:unpermute_rows",
-    fake=_fake_moved,
-    check=lambda rows_N, order_N: _check_order_values("unpermute_rows", order_N),
-    backward=_unpermute_rows_backward,
-    setup=_keep_order,
+# Rows by their order, or back to where they were: each is the other's gradient.
+_move_rows = operator(
+    "move_rows(Tensor rows_N, Tensor order_N, bool take) -> Tensor",
+    reference=lambda rows_N, order_N, take: (
+        reference.permute_rows if take else reference.unpermute_rows
+    )(rows_N, order_N),
+    core=_core_moved,
+    triton="ids:move_rows",
+    fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),
+    check=_check_order_values,
+    backward=_moved_gradient,
+    setup=_setup_moved,
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shoal.ops as ops
-from shoal.ops import reference
 from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
+from support import ops_reference as reference
 from support.backends import BACKENDS
 from support.ids import EXTREMES, all_equal, int64, moved
 

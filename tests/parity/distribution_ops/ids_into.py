@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shoal import ops
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops import reference
 from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import Ragged
+from support import ops_reference as reference
 from support.backends import BACKENDS
 from support.ids import all_equal, int64, moved
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import ops
 from shoal.ids import to_signed
-from shoal.ops import reference
+from support import ops_reference as reference
 from support.backends import BACKENDS, COMPILED, Implementation
 from support.ids import all_equal
 

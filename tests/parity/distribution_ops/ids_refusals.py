@@ -50,37 +50,37 @@ BAD_VALUES = [
     pytest.param(
         lambda: ops.fused_value_rowids(Ragged(IDS, int64(0, 2, 1, 3))),
         ShapeError,
-        r"offsets_B1\[2\]: got 1.*2",
+        "offset 2: got 1; allowed: 2",
         id="falling-offsets",
     ),
     pytest.param(
         lambda: ops.fused_value_rowids(Ragged(IDS, int64(-1, 3))),
         ShapeError,
-        r"offsets_B1\[0\]: got -1",
+        "first offset: got -1",
         id="negative-offsets",
     ),
     pytest.param(
         lambda: ops.fused_value_rowids(Ragged(IDS, int64(0, 2))),
         ShapeError,
-        "got 2.*3, the number",
+        "got 3; allowed: 2, the last offset",
         id="short-offsets",
     ),
     pytest.param(
         lambda: ops.fused_reorder_by_indices(Ragged(IDS, int64(0, 4)), 2),
         ShapeError,
-        "got 4",
+        "got 3; allowed: 4, the last offset",
         id="long-offsets",
     ),
     pytest.param(
         lambda: ops.ragged_split_by_indices(int64(0, 0, 0), Ragged(IDS, int64(0, 2, 1, 3)), 1),
         ShapeError,
-        "offsets_B1",
+        "offset 2: got 1",
         id="ragged-offsets",
     ),
     pytest.param(
         lambda: ops.unique_key_with_value_and_offset(Ragged(IDS, int64(1, 3)), [1]),
         ShapeError,
-        "offsets_B1",
+        "first offset: got 1",
         id="key-offsets",
     ),
     pytest.param(

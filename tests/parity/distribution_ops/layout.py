@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shoal.ops import (
     fused_embedding_to_layout,
-    reference,
     sharding_sparse_fids,
 )
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 from support.layout_case import Case, as_batch, assert_layouts, make_case, make_grad_case
 from support.layout_two import on

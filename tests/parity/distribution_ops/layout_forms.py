@@ -12,8 +12,8 @@ from shoal.ops import (
     OutConfig,
     SliceConfig,
     fused_embedding_to_layout,
-    reference,
 )
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 from support.layout_case import assert_layouts, make_case, make_configs
 from support.layout_two import TWO, on, two_index, two_rows

@@ -11,9 +11,9 @@ from shoal.ops import (
     MonolithOffsets,
     fused_embedding_to_layout,
     fused_embedding_to_layout_grad,
-    reference,
 )
 from shoal.ragged import KeyedRagged
+from support import ops_reference as reference
 from support.backends import COMPILED, Implementation
 from support.layout_case import as_batch, make_case
 from support.layout_two import BATCH, TWO, on, two_index, two_rows

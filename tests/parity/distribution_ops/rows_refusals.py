@@ -66,7 +66,7 @@ BAD_METADATA: list[Any] = [
     ("grad-shape", lambda: ops.scatter_rows(torch.ones(2, 3), INPUT, 4),
      ShapeError, r"scatter_rows: grads: got \(2, 3\)"),
     ("grad-dtype", lambda: ops.scatter_rows(torch.ones(3, 3).long(), INPUT, 4),
-     DTypeError, r"floating"),
+     DTypeError, r"scatter_rows: dtype of grads"),
     ("two-devices", lambda: ops.gather_rows(ROWS.to("meta"), INPUT), InputError, r"on meta"),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.ops import reference
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 from support.segments import (
     LENGTHS,

@@ -22,53 +22,49 @@ def rows(count: int = 7, dim: int = 3, *, grad: bool = True) -> Tensor:
 
 
 SHOAL = torch.ops.shoal
+BY_OFFSETS = (OFFSETS, None, None)
+GROUPED = SHOAL.group_index(INDEX, 4, False, "op")
+BY_INDEX = (*GROUPED, INDEX)
+SORTED = INDEX.sort().values
+BY_SORTED = (SHOAL.group_index(SORTED, 4, True, "op")[0], None, SORTED)
 OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     **{
-        f"segment_reduce-{mode}": (SHOAL.segment_reduce, (rows(), OFFSETS, mode))
+        f"segment_reduce-{name}-{mode}": (SHOAL.segment_reduce, (rows(), *segments, mode))
+        for name, segments in [("offsets", BY_OFFSETS), ("index", BY_INDEX)]
         for mode in ("sum", "mean", "sqrtn", "l2")
     },
-    "segment_reduce_backward": (
-        SHOAL.segment_reduce_backward,
-        (rows(4), OFFSETS, None, None, "mean", 7),
-    ),
-    "segment_reduce_backward-l2": (
-        SHOAL.segment_reduce_backward,
-        (rows(4), OFFSETS, rows(), rows(4), "l2", 7),
-    ),
-    "segment_first_n": (SHOAL.segment_first_n, (rows(), OFFSETS, 2)),
-    "segment_first_n_backward": (
-        SHOAL.segment_first_n_backward,
-        (rows(8).detach().view(4, 2, 3).requires_grad_(), OFFSETS, 7),
-    ),
-    "row_ids": (SHOAL.row_ids, (OFFSETS, 7)),
-    "segment_offsets": (SHOAL.segment_offsets, ([INDEX.sort().values], [4], "op")),
     **{
-        f"index_reduce-{mode}": (SHOAL.index_reduce, (rows(), INDEX, 4, mode, False))
-        for mode in ("sum", "mean", "sqrtn", "l2")
+        f"segment_spread-{name}": (
+            SHOAL.segment_spread,
+            (rows(4), *segments, None, None, "mean", 7),
+        )
+        for name, segments in [("offsets", BY_OFFSETS), ("index", BY_INDEX), ("sorted", BY_SORTED)]
     },
-    "index_reduce_backward": (
-        SHOAL.index_reduce_backward,
-        (rows(4), INDEX, None, None, "sqrtn", False),
+    **{
+        f"segment_spread-{name}-l2": (
+            SHOAL.segment_spread,
+            (rows(4), *segments, rows(), rows(4), "l2", 7),
+        )
+        for name, segments in [("offsets", BY_OFFSETS), ("index", BY_INDEX)]
+    },
+    "segment_first_n": (SHOAL.segment_first_n, (rows(), OFFSETS, 2, 7, False)),
+    "segment_first_n-back": (
+        SHOAL.segment_first_n,
+        (rows(8).detach().view(4, 2, 3).requires_grad_(), OFFSETS, 2, 7, True),
     ),
-    "index_reduce_backward-sorted": (
-        SHOAL.index_reduce_backward,
-        (rows(4), INDEX.sort().values, None, None, "mean", True),
+    "row_ids": (SHOAL.row_ids, (OFFSETS, 7, "op")),
+    "group_index": (SHOAL.group_index, (SORTED, 4, True, "op")),
+    "sorted_offsets": (SHOAL.sorted_offsets, ([SORTED], [4], "op")),
+    "segment_sums": (
+        SHOAL.segment_sums,
+        ([rows(), rows(7, 2)], [OFFSETS, OFFSETS], None, None, [1, 2, 2], [2, 1], "op"),
     ),
-    "index_reduce_backward-l2": (
-        SHOAL.index_reduce_backward,
-        (rows(4), INDEX, rows(), rows(4), "l2", False),
+    "segment_sums-index": (
+        SHOAL.segment_sums,
+        ([rows()], [GROUPED[0]], GROUPED[1], INDEX, [1, 2], [2], "op"),
     ),
-    "index_sum_split": (SHOAL.index_sum_split, (rows(), INDEX, 4, [1, 2], False)),
-    "index_sum_split_backward": (
-        SHOAL.index_sum_split_backward,
-        ([rows(4, 1), rows(4, 2)], INDEX),
-    ),
-    "fused_segment_sum": (
-        SHOAL.fused_segment_sum,
-        ([rows(), rows(7, 2)], [OFFSETS, OFFSETS], [1, 2, 2], [2, 1], "op"),
-    ),
-    "fused_segment_sum_backward": (
-        SHOAL.fused_segment_sum_backward,
+    "segment_sums_backward": (
+        SHOAL.segment_sums_backward,
         ([rows(4, 1), rows(4, 2), rows(4, 2)], [OFFSETS, OFFSETS], [7, 7], [2, 1], "op"),
     ),
 }

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.ops import reference
 from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
+from support import ops_reference as reference
 from support.backends import BACKENDS
 
 FAST = [backend for backend in BACKENDS if backend.id != "reference"]

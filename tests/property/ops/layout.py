@@ -17,10 +17,10 @@ from shoal.ops import (
     OutConfig,
     SliceConfig,
     fused_embedding_to_layout,
-    reference,
     sharding_sparse_fids,
 )
 from shoal.ragged import KeyedRagged
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 
 WIDTHS = {"s": 5, "t": 9}

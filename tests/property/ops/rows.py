@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.ops import reference
 from shoal.ragged import Ragged
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 
 FAST = BACKENDS[1:]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.ops import reference
+from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation
 
 on_fast = pytest.mark.parametrize("impl", BACKENDS[1:])

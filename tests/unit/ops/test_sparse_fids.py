@@ -12,10 +12,10 @@ from shoal.ops import (
     FeatureConfigs,
     OutConfig,
     SliceConfig,
-    reference,
     sharding_sparse_fids,
 )
 from shoal.ragged import KeyedRagged
+from support import ops_reference as reference
 from support.layout_case import make_case
 
 CONFIGS = FeatureConfigs(

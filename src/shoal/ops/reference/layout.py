@@ -1,7 +1,6 @@
 """The layout in plain torch: what every other implementation is measured against.
 
-`layout_forward` and `layout_backward` take the arguments of the operators of the same name;
-`fused_embedding_to_layout` and its gradient are the public functions on top of them.
+`layout_forward` and `layout_backward` take the arguments of the operators of the same name.
 """
 
 from __future__ import annotations
@@ -14,43 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal.lookup import LayoutCall
-from shoal.ops.checks import check_layout
-from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
-from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
-from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reference.rows import row_ids, segment_first_n, segment_mean, segment_sum
+from shoal.ops.reference.rows import row_ids, segment_first_n, segment_pooled
 
 _MEAN, _FIRSTN = 1, 3
 # A mean as shards take it, and rows that go to the output one by one.
 _SHARES, _BY_ROW = 2, 8
-
-
-def fused_embedding_to_layout(
-    embeddings_list: Sequence[Tensor],
-    offsets: LayoutIndex | MonolithOffsets,
-    feature_cfgs: FeatureConfigs,
-) -> list[Tensor]:
-    """`shoal.ops.fused_embedding_to_layout` in plain torch."""
-    arguments = forward_arguments(embeddings_list, offsets, feature_cfgs)
-    check_layout(*arguments)
-    return layout_forward(*arguments)
-
-
-def fused_embedding_to_layout_grad(
-    layout_tensors_grad: Sequence[Tensor | None],
-    embeddings_list: Sequence[Tensor],
-    offsets: LayoutIndex | MonolithOffsets,
-    feature_cfgs: FeatureConfigs,
-    *,
-    layout_tensors_grad_scale: float | Tensor | None = None,
-) -> list[Tensor]:
-    """`shoal.ops.fused_embedding_to_layout_grad` in plain torch."""
-    arguments = gradient_arguments(
-        layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
-    )
-    grads, scale, sizes, *rest = arguments
-    check_layout(sizes, *rest)
-    return reshaped(layout_backward(grads, scale, sizes, *rest), embeddings_list)
 
 
 class _Feature(NamedTuple):
@@ -120,8 +87,8 @@ def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
         return segment_first_n(rows, feature.splits, feature.length)
     if feature.pooling % _BY_ROW == _SHARES:
         rows = rows * (1 / feature.splits.diff().to(rows.dtype))[row_ids(feature.splits), None]
-    pool = segment_mean if feature.pooling == _MEAN else segment_sum
-    return pool(rows, feature.splits).unsqueeze(1)
+    mode = "mean" if feature.pooling == _MEAN else "sum"
+    return segment_pooled(rows, feature.splits, mode).unsqueeze(1)
 
 
 def layout_backward(
