@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, clean_errors, console, option, say
+from shoal.cli.shell import Debug, clean_errors, console, option
 
 bench = typer.Typer(
     name="bench",
@@ -96,7 +96,7 @@ def comm(
             benchmarks.bps_comm_benchmark(
                 settings,
                 mesh=started,
-                tell=lambda line: say(out, line),
+                tell=lambda line: out.print(line, markup=False, highlight=False, soft_wrap=True),
             )
         finally:
             launch.shutdown()

@@ -25,7 +25,7 @@ from shoal.checkpoint.row_files import read_ids
 from shoal.checkpoint.row_layout import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
-from shoal.cli.shell import Debug, argument, clean_errors, console, option, say
+from shoal.cli.shell import Debug, clean_errors, console
 from shoal.errors import unknown_name
 from shoal.table.values import RowChunk
 
@@ -106,12 +106,52 @@ def _of_run(folder: Storage) -> Iterator[tuple[int, Place]]:
 _DISTINCT = 1 << 20
 
 
-def figures_of(chunks: Iterable[RowChunk]) -> tuple[int, dict[str, Any]]:
-    """Number of rows that come in chunks, and their figures; no more than one chunk is kept.
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Euclidean norms of the finite rows; `nonfinite` rows have NaN or infinity."""
 
-    Ages are seconds before `newest_s`, the latest time that a row was seen. Norms are Euclidean, of
-    rows without NaN or infinity. None without rows; norms of state without state.
+    mean: float
+    largest: float
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """Of one table. Ages are seconds before `newest_s`, the latest time that a row was seen.
+
+    Ages and counts are (least, median, most); None without rows, norms of state without state.
     """
+
+    rows: int
+    newest_s: int | None
+    ages_s: tuple[int, int, int] | None
+    counts: tuple[int, int, int] | None
+    weights: Norms | None
+    state: Norms | None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+
+        def norms(of: Norms | None) -> dict[str, Any] | None:
+            parts = (
+                {"mean": of.mean, "max": of.largest, "nonfinite_rows": of.nonfinite} if of else {}
+            )
+            return parts or None
+
+        def spread(of: tuple[int, int, int] | None) -> dict[str, int] | None:
+            return dict(zip(("min", "median", "max"), of, strict=True)) if of else None
+
+        return {
+            "newest_s": self.newest_s,
+            "ages_s": spread(self.ages_s),
+            "counts": spread(self.counts),
+            "weight_norms": norms(self.weights),
+            "state_norms": norms(self.state),
+        }
+
+
+def figures_of(chunks: Iterable[RowChunk]) -> RowFigures:
+    """Figures of rows that come in chunks; no more than one is kept."""
     seen, counts, weights, state = Spread(), Spread(), _NormSums(), _NormSums()
     rows = 0
     for chunk in chunks:
@@ -120,22 +160,18 @@ def figures_of(chunks: Iterable[RowChunk]) -> tuple[int, dict[str, Any]]:
         counts.add(chunk.counts)
         weights.add(chunk.weights)
         state.add(chunk.state)
+    if not rows:
+        return RowFigures(0, None, None, None, None, None)
     newest = seen.largest
-    return rows, {
-        "newest_s": newest if rows else None,
-        "ages_s": {
-            "min": 0,
-            "median": newest - seen.median(upper=True),
-            "max": newest - seen.least,
-        }
-        if rows
-        else None,
-        "counts": {"min": counts.least, "median": counts.median(), "max": counts.largest}
-        if rows
-        else None,
-        "weight_norms": weights.norms(),
-        "state_norms": state.norms(),
-    }
+    oldest_first = (newest - seen.largest, newest - seen.median(upper=True), newest - seen.least)
+    return RowFigures(
+        rows=rows,
+        newest_s=newest,
+        ages_s=oldest_first,
+        counts=(counts.least, counts.median(), counts.largest),
+        weights=weights.norms(),
+        state=state.norms(),
+    )
 
 
 @dataclass(slots=True)
@@ -204,11 +240,10 @@ class _NormSums:
         self.total += float(finite.sum())
         self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
 
-    def norms(self) -> dict[str, float] | None:
+    def norms(self) -> Norms | None:
         if not self.wide:
             return None
-        mean = self.total / max(1, self.rows)
-        return {"mean": mean, "max": self.largest, "nonfinite_rows": self.nonfinite}
+        return Norms(self.total / max(1, self.rows), self.largest, self.nonfinite)
 
 
 _KINDS: tuple[tuple[FileKind, str], ...] = (
@@ -231,10 +266,10 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
     found = gather(find(path), tables)
     if as_json:
         text = json.dumps(found, indent=2, allow_nan=False)
-        say(out, text)
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
         return
     for name, value in _head(found):
-        say(out, f"{name:<12}{value}")
+        out.print(f"{name:<12}{value}", markup=False, highlight=False, soft_wrap=True)
     if found["tables"]:
         _print_tables(found["tables"], out)
     if found["modules"]:
@@ -264,7 +299,7 @@ def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
             for link in chain
         ],
         "tables": [
-            _table(place, chain, index, *figures_of(rows.chunks(index)))
+            _table(place, chain, index, figures_of(rows.chunks(index)))
             for index in chosen(manifest.tables, names)
         ],
         "modules": _dense(place, manifest),
@@ -273,24 +308,24 @@ def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _table(
-    place: Place, chain: Sequence[Manifest], index: int, rows: int, figures: dict[str, Any]
+    place: Place, chain: Sequence[Manifest], index: int, figures: RowFigures
 ) -> dict[str, Any]:
     saved = chain[-1].tables[index]
     layout = RowLayout.of(saved)
     return {
         "table": saved.key,
-        "rows": rows,
+        "rows": figures.rows,
         "dim": saved.dim,
         "dtype": saved.dtype,
         "state_width": saved.state_width,
         "segments": [asdict(segment) for segment in saved.segments],
-        "bytes": rows * layout.row_bytes,
+        "bytes": figures.rows * layout.row_bytes,
         "row_bytes": layout.row_bytes,
         "rows_in_delta": saved.rows if chain[-1].kind == "delta" else None,
         "deleted_in_delta": saved.deleted if chain[-1].kind == "delta" else None,
         "admission": saved.admission,
         "sights": _sights(place, chain[-1], saved.key) if saved.admission == "exact" else None,
-        **figures,
+        **figures.plain(),
     }
 
 
@@ -387,13 +422,13 @@ def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
         if one["admission"]:
             counted = "" if one["sights"] is None else f", {one['sights']:,} ids without a row"
             line = f"admission of {one['table']}: {one['admission']}{counted}"
-            say(out, line)
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
         if one["rows_in_delta"] is not None:
             line = (
                 f"{one['table']} in the delta alone: {one['rows_in_delta']:,} rows, "
                 f"{one['deleted_in_delta']:,} deletions"
             )
-            say(out, line)
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _modules(modules: Sequence[dict[str, Any]]) -> Table:
@@ -450,13 +485,20 @@ _EXIT_DIFFERENT = 1
 
 Checkpoint = Annotated[
     str,
-    argument(
-        "CKPT", "Folder or URL of a checkpoint, of a store of them, or of a run: then its newest."
+    typer.Argument(
+        metavar="CKPT",
+        help="Folder or URL of a checkpoint, of a store of them, or of a run: then its newest.",
+        show_default=False,
     ),
 ]
 Tables = Annotated[
     list[str] | None,
-    option("NAME", "This table only, as collection/table or table; may be repeated.", "--table"),
+    typer.Option(
+        "--table",
+        metavar="NAME",
+        help="This table only, as collection/table or table; may be repeated.",
+        show_default=False,
+    ),
 ]
 
 
@@ -514,8 +556,12 @@ def verify(
 
 @ckpt.command(name="diff", no_args_is_help=True)
 def diff(
-    left: Annotated[str, argument("A", "Folder or URL, as of inspect.")],
-    right: Annotated[str, argument("B", "Folder or URL, as of inspect.")],
+    left: Annotated[
+        str, typer.Argument(metavar="A", help="Folder or URL, as of inspect.", show_default=False)
+    ],
+    right: Annotated[
+        str, typer.Argument(metavar="B", help="Folder or URL, as of inspect.", show_default=False)
+    ],
     tables: Tables = None,
     debug: Debug = False,
 ) -> None:
@@ -556,7 +602,10 @@ def compact(path: Checkpoint, debug: Debug = False) -> None:
 @ckpt.command(name="export", no_args_is_help=True)
 def export(
     path: Checkpoint,
-    out: Annotated[Path, option("DIR", "New or empty folder.", "--out")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", help="New or empty folder.", show_default=False),
+    ],
     form: Annotated[str, typer.Option("--format", metavar="NAME", help="parquet.")] = "parquet",
     tables: Tables = None,
     weights_only: Annotated[
@@ -585,8 +634,15 @@ def export(
 
 @ckpt.command(name="import", no_args_is_help=True)
 def import_(
-    source: Annotated[Path, argument("SRC", "File or folder to read.")],
-    out: Annotated[str, option("DIR", "New or empty folder, or URL.", "--out")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="File or folder to read.", show_default=False)
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", metavar="DIR", help="New or empty folder, or URL.", show_default=False
+        ),
+    ],
     form: Annotated[
         str,
         typer.Option(
@@ -598,53 +654,81 @@ def import_(
     ] = "parquet",
     tables: Annotated[
         list[str] | None,
-        option(
-            "NAME",
-            "Table to make; may be repeated. All that the source names if left out.",
+        typer.Option(
             "--table",
+            metavar="NAME",
+            help="Table to make; may be repeated. All that the source names if left out.",
+            show_default=False,
         ),
     ] = None,
     collection: Annotated[
         str | None,
-        option(
-            "NAME",
-            "Collection of the tables; if left out what the source says, the model's kind "
+        typer.Option(
+            metavar="NAME",
+            help="Collection of the tables; if left out what the source says, the model's kind "
             "with --config, or embeddings.",
+            show_default=False,
         ),
     ] = None,
     config: Annotated[
-        str | None, option("FILE", "Config of a run: segments, optimizers and dtype of its tables.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Config of a run: segments, optimizers and dtype of its tables.",
+            show_default=False,
+        ),
     ] = None,
     optimizer: Annotated[
         str | None,
-        option(
-            "RULE",
-            "In place of a config: rule whose initial state rows get, adagrad or "
+        typer.Option(
+            metavar="RULE",
+            help="In place of a config: rule whose initial state rows get, adagrad or "
             "'{kind: adagrad, initial_accumulator: 0.1}'.",
+            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        option(
-            "NAME", "With --optimizer: float32, float16, bfloat16 or float64; float32 if left out."
+        typer.Option(
+            metavar="NAME",
+            help="With --optimizer: float32, float16, bfloat16 or float64; float32 if left out.",
+            show_default=False,
         ),
     ] = None,
     key: Annotated[
         list[str] | None,
-        option("KEY", "embedding: key of the weights in the state dict, one for each --table."),
+        typer.Option(
+            metavar="KEY",
+            help="embedding: key of the weights in the state dict, one for each --table.",
+            show_default=False,
+        ),
     ] = None,
-    id_column: Annotated[str | None, option("NAME", "parquet: column of ids.")] = None,
-    vector_column: Annotated[str | None, option("NAME", "parquet: column of vectors.")] = None,
+    id_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="parquet: column of ids.", show_default=False),
+    ] = None,
+    vector_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="parquet: column of vectors.", show_default=False),
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out state that the source has.")
     ] = False,
     seed: Annotated[
         int | None,
-        option("N", "Of initial values of rows to come; the config's, or 0, if left out."),
+        typer.Option(
+            metavar="N",
+            help="Of initial values of rows to come; the config's, or 0, if left out.",
+            show_default=False,
+        ),
     ] = None,
     last_seen_s: Annotated[
         int | None,
-        option("S", "Unix time at which rows count as seen that do not say it; now if left out."),
+        typer.Option(
+            metavar="S",
+            help="Unix time at which rows count as seen that do not say it; now if left out.",
+            show_default=False,
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -16,7 +16,6 @@ from shoal.checkpoint.tools import compact as compact_chain
 from shoal.checkpoint.tools import diff as compare
 from shoal.checkpoint.tools import verify as look
 from shoal.cli.ckpt import Place, chosen, describe_bytes, find, plain_table
-from shoal.cli.shell import say
 
 _DENSE = 20  # parameters to print at most
 
@@ -33,21 +32,24 @@ def diff(left: str, right: str, tables: Sequence[str], *, out: Console) -> bool:
     rows = _rows(a, b, manifests, tables)
     dense = [] if tables else list(_dense(a, b, manifests))
 
+    def say(line: str) -> None:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
     for letter, place, manifest in zip("AB", (a, b), manifests, strict=True):
-        say(out, f"{letter}: {place.url}, step {manifest.step:,}")
+        say(f"{letter}: {place.url}, step {manifest.step:,}")
     for letter, keys in (("A", rows.only_a), ("B", rows.only_b)):
         for key in keys:
-            say(out, f"table {key}: only in {letter}")
+            say(f"table {key}: only in {letter}")
     for key in rows.reshaped:
-        say(out, f"table {key}: of other columns or types in B, rows not compared")
+        say(f"table {key}: of other columns or types in B, rows not compared")
     if rows.tables:
         _print_rows(rows, out)
     for line in dense[:_DENSE]:
-        say(out, line)
+        say(line)
     if len(dense) > _DENSE:
-        say(out, f"{len(dense) - _DENSE:,} more dense parameters differ")
+        say(f"{len(dense) - _DENSE:,} more dense parameters differ")
     same = rows.same and not dense
-    say(out, "the same" if same else "different")
+    say("the same" if same else "different")
     return same
 
 
@@ -120,17 +122,20 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
     """
     report = look(find(path).url, chain=chain)
 
-    say(out, f"checkpoint: {report.url}")
+    def say(line: str) -> None:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"checkpoint: {report.url}")
     for name in report.checkpoints:
-        say(out, f"looked at: {name}")
+        say(f"looked at: {name}")
     for problem in report.problems:
-        say(out, f"wrong: {problem.checkpoint}/{problem.file}: {problem.why}")
+        say(f"wrong: {problem.checkpoint}/{problem.file}: {problem.why}")
     for name in report.unlisted[:_UNLISTED]:
-        say(out, f"no part of it: {name}")
+        say(f"no part of it: {name}")
     if len(report.unlisted) > _UNLISTED:
-        say(out, f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
+        say(f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
     counted = f"{report.files:,} files, {describe_bytes(report.bytes)}, {report.rows:,} rows"
-    say(out, f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}")
+    say(f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}")
     return report.ok
 
 
@@ -151,4 +156,4 @@ def compact(path: str, *, out: Console) -> None:
         f"full: {new.url}, {describe_bytes(after)}",
     )
     for line in lines:
-        say(out, line)
+        out.print(line, markup=False, highlight=False, soft_wrap=True)

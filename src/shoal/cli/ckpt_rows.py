@@ -30,7 +30,6 @@ from shoal.checkpoint.formats import (
 )
 from shoal.checkpoint.manifest import SavedTable
 from shoal.cli.ckpt import chosen, find
-from shoal.cli.shell import say
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
 from shoal.config.tree import OPTIMIZERS, build
@@ -89,8 +88,8 @@ def import_rows(request: Request, *, tell: Console) -> None:
     )
     for table in manifest.tables:
         line = f"table {table.key}: {table.rows:,} rows of {table.dim} columns, {table.dtype}"
-        say(tell, line)
-    say(tell, f"checkpoint: {where}")
+        tell.print(line, markup=False, highlight=False, soft_wrap=True)
+    tell.print(f"checkpoint: {where}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
@@ -298,7 +297,7 @@ def export(
                 weights_only=weights_only,
             )
             line = f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}"
-            say(tell, line)
+            tell.print(line, markup=False, highlight=False, soft_wrap=True)
         os.replace(partial, out)
     except OSError as error:
         raise _unwritable(out, error) from error

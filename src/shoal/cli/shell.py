@@ -46,11 +46,6 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def say(out: Console, line: str) -> None:
-    """Print a line as it is: no markup, no colours, no line breaks."""
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 class _GivesWay:
     """A stream whose reader may leave, or whose disk may be full: what is left is dropped."""
 
