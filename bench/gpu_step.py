@@ -26,7 +26,7 @@ from shoal.kernels import step_tiles
 from shoal.kernels.gradients import Runs, Sources, per_position, runs_of, sources_of
 from shoal.kernels.step import apply
 from shoal.kernels.step_sums import add_pieces
-from shoal.kernels.step_tiles import Stamp
+from shoal.kernels.step_tiles import FormCall, Stamp
 from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,
@@ -220,7 +220,7 @@ class Contender:
             "sort": lambda i: torch.sort(self.handles[i], stable=True),
             "runs, sort included": lambda i: runs_of(self.handles[i]),
             "addresses": self.source,
-            "pieces": lambda i: add_pieces(0, form, self.runs[i], self.sources[i], None),
+            "pieces": lambda i: add_pieces(FormCall(0, form, self.runs[i], self.sources[i])),
             "step, pieces included": lambda i: self.step(self.runs[i], self.sources[i]),
             "apply (addresses, pieces, step)": lambda i: self.step(self.runs[i], self.source(i)),
             "all": self.whole,

@@ -48,12 +48,14 @@ from shoal.kernels.tables import (
     row_address,
     table_word,
 )
-from shoal.rules.compressors import FixedR8, OneBit
 from shoal.rules.initializers import _quantiles
 
 SEGMENT_WORDS = 12
-COLUMN, STOP, LAW, FIRST, SECOND, RETRIEVER, UNIT = range(7)
-STEP_SIZE, INIT_SCALE, MAX_SCALE, AMPLITUDE = range(7, 11)
+# Its columns, its law and the law's numbers, its retriever; then that one's parameters in the
+# declared order.
+_COLUMN, _STOP, _LAW, _FIRST, _SECOND, _RETRIEVER = (tl.constexpr(word) for word in range(6))
+_STEP_SIZE, _INIT_SCALE, _MAX_SCALE, _AMPLITUDE = (tl.constexpr(word) for word in range(6, 10))
+_R = tl.constexpr(6)
 
 LAWS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
 RETRIEVERS = {"float32": 0, "float16": 0, "fixed_r8": 1, "one_bit": 2}
@@ -62,17 +64,6 @@ QUANTILES = 4096
 _FLOAT32 = tl.constexpr(STORED_FLOAT32)
 _FLOAT64 = tl.constexpr(STORED_FLOAT64)
 _WORDS = tl.constexpr(SEGMENT_WORDS)
-_COLUMN = tl.constexpr(COLUMN)
-_STOP = tl.constexpr(STOP)
-_LAW = tl.constexpr(LAW)
-_FIRST = tl.constexpr(FIRST)
-_SECOND = tl.constexpr(SECOND)
-_RETRIEVER = tl.constexpr(RETRIEVER)
-_UNIT = tl.constexpr(UNIT)
-_STEP_SIZE = tl.constexpr(STEP_SIZE)
-_INIT_SCALE = tl.constexpr(INIT_SCALE)
-_MAX_SCALE = tl.constexpr(MAX_SCALE)
-_AMPLITUDE = tl.constexpr(AMPLITUDE)
 _QUANTILES = tl.constexpr(QUANTILES)
 _CONSTANT = tl.constexpr(LAWS["constant"])
 _UNIFORM = tl.constexpr(LAWS["uniform"])
@@ -150,20 +141,10 @@ def _line(segment: SegmentForm) -> list[int]:
     first, second = map(_float32, (*segment.initializer.param_values(), 0.0)[:2])
     if segment.initializer.law == "uniform":
         second = _float32(second - first)
-    line = [0] * SEGMENT_WORDS
-    line[COLUMN], line[STOP] = segment.column, segment.column + segment.dim
-    line[LAW] = LAWS[segment.initializer.law]
-    line[FIRST], line[SECOND] = _bits32(first), _bits32(second)
-    compressor = segment.compressor
-    line[RETRIEVER] = RETRIEVERS[compressor.kind]
-    if isinstance(compressor, FixedR8):
-        line[UNIT] = _bits64(compressor.r / 128)
-    if isinstance(compressor, OneBit):
-        line[STEP_SIZE] = compressor.step_size
-        line[INIT_SCALE] = _bits64(compressor.init_scale)
-        line[MAX_SCALE] = _bits64(compressor.max_scale)
-        line[AMPLITUDE] = _bits64(compressor.amplitude)
-    return line
+    line = [segment.column, segment.column + segment.dim]
+    line += [LAWS[segment.initializer.law], _bits32(first), _bits32(second)]
+    line += [RETRIEVERS[segment.compressor.kind], *map(_bits64, segment.compressor.param_values())]
+    return line + [0] * (SEGMENT_WORDS - len(line))
 
 
 def _float32(value: float) -> float:
@@ -269,7 +250,7 @@ def _fixed_r8(value_RC, unit):  # type: ignore[no-untyped-def]
 @triton.jit
 def one_bit_scale(line, step):  # type: ignore[no-untyped-def]
     """float64: steepness of a OneBit segment's tanh at a global step."""
-    held = step - step % tl.load(line + _STEP_SIZE)
+    held = step - step % _real64(line + _STEP_SIZE).to(tl.int64)
     scale = _real64(line + _INIT_SCALE) * tl.sqrt(1.0 + 0.005 * held.to(tl.float64))
     return tl.minimum(scale, _real64(line + _MAX_SCALE))
 
@@ -282,7 +263,7 @@ def retrieved(value_RC, column_C, segments_ptr, segments, step):  # type: ignore
         here = (column_C >= tl.load(line + _COLUMN)) & (column_C < tl.load(line + _STOP))
         kind = tl.load(line + _RETRIEVER)
         if kind == _FIXED:
-            read = _fixed_r8(value_RC, _real64(line + _UNIT))
+            read = _fixed_r8(value_RC, _real64(line + _R) / 128.0)
             value_RC = tl.where(here[None, :], read, value_RC)
         elif kind == _ONE_BIT:
             scale = one_bit_scale(line, step).to(value_RC.dtype)

@@ -23,6 +23,7 @@ from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_sums import add_pieces, compose
 from shoal.kernels.step_tiles import (
+    FormCall,
     Stamp,
     accepted,
     count_nonfinite,
@@ -161,71 +162,55 @@ def apply(
         payload_H: int32 by handle, a row's handle in a cache, or -1 where it has none.
     """
     counts = None if counts_N is None else counts_N[runs.order_N]
-    present = [number for number, room in enumerate(runs.rooms) if room]
+    calls = [
+        FormCall(number, forms[number], runs, sources, counts)
+        for number, room in enumerate(runs.rooms)
+        if room
+    ]
     # What needs memory comes first, so that a lack of it finds no form stepped.
     pieces = {
-        number: add_pieces(number, forms[number], runs, sources, counts)
-        for number in present
-        if step_form(forms[number]).fused is not None
+        call.number: add_pieces(call) for call in calls if step_form(call.form).fused is not None
     }
-    for number in present:
-        form = forms[number]
-        if number not in pieces:
-            compose(layout, number, form, runs, sources, rates_KR, stamp, counts, seen, payload_H)
-    for number, sums in pieces.items():
-        _apply_fused(
-            layout, number, forms[number], runs, sources, rates_KR, stamp, counts, sums, payload_H
-        )
+    for call in calls:
+        if call.number not in pieces:
+            compose(layout, call, rates_KR, stamp, seen, payload_H)
+    for call in calls:
+        if call.number in pieces:
+            _apply_fused(layout, call, rates_KR, stamp, pieces[call.number], payload_H)
 
 
 def _apply_fused(
     layout: ShardLayout,
-    number: int,
-    form: RowForm,
-    runs: Runs,
-    sources: Sources,
+    call: FormCall,
     rates_KR: Tensor,
     stamp: Stamp,
-    counts_N: Tensor | None,
     pieces: tuple[Tensor, Tensor],
     payload_H: Tensor | None,
 ) -> None:
-    plan, (partials, tallies) = step_form(form), pieces
+    plan, chunks_WC = step_form(call.form), layout.chunks_WC
     constants: Any = plan.fused
-    tiles = blocks_of(runs.rooms[number], constants["ROWS"])
-    unused = sources.addresses_N
     launch(
         _step,
-        (programs_of(tiles, unused.device),),
+        (programs_of(blocks_of(call.room, constants["ROWS"]), call.device),),
         layout.tables_KT,
         layout.counters_KC,
-        layout.chunks_WC,
-        layout.chunks_WC.shape[1],
-        runs.runs_WN,
-        runs.runs_WN.shape[1],
-        runs.cursors_FW,
-        number,
-        runs.first_run(number),
-        runs.last_run(number),
-        runs.first_piece(number),
-        unused,
-        unused if sources.factors_N is None else sources.factors_N,
-        unused if counts_N is None else counts_N,
-        partials,
-        tallies,
+        chunks_WC,
+        chunks_WC.shape[1],
+        *call.run_words(),
+        call.runs.first_piece(call.number),
+        *call.gradients(),
+        *pieces,
         rates_KR,
         rates_KR.shape[1],
-        unused if payload_H is None else payload_H,
+        rates_KR if payload_H is None else payload_H,
         stamp.epoch,
         stamp.event_time_s,
         stamp.global_step,
         stamp.domain,
-        PITCH_BYTES=plan.pitch * plan.form.real.itemsize,
-        ALIGN=sources.alignments[number],
+        PITCH_BYTES=plan.pitch * call.form.real.itemsize,
         LARGEST=plan.largest,
         CLIP=stamp.clip,
-        FACTORS=sources.factors_N is not None,
-        COUNTED=counts_N is not None,
         CACHED=payload_H is not None,
+        **call.constants(),
         **constants,
     )

@@ -14,6 +14,7 @@ from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.rounding import storage_of
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_tiles import (
+    FormCall,
     Stamp,
     accepted,
     columns_of_tile,
@@ -76,22 +77,17 @@ def _add_pieces(  # type: ignore[no-untyped-def]
             tl.store(tallies_ptr + slot, tl.sum(tally, axis=0))
 
 
-def add_pieces(
-    number: int, form: RowForm, runs: Runs, sources: Sources, counts_N: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sums of the pieces of a form's runs, [P, pitch], and what they stand for, int64 [P].
-
-    counts_N: int32 [N] in the order of the runs, or None.
-    """
+def add_pieces(call: FormCall) -> tuple[Tensor, Tensor]:
+    """Sums of the pieces of a form's runs, [P, pitch], and what they stand for, int64 [P]."""
+    form, runs, number = call.form, call.runs, call.number
     plan, real = step_form(form), form.real
-    room = piece_room(runs.rooms[number])
-    device = runs.order_N.device
+    room, device = piece_room(call.room), call.device
     partials = torch.empty(room, plan.pitch, dtype=real, device=device)
-    tallies = torch.empty(room if counts_N is not None else 0, dtype=torch.int64, device=device)
+    counted = room if call.counts_N is not None else 0
+    tallies = torch.empty(counted, dtype=torch.int64, device=device)
     if room == 0:
         return partials, tallies
     columns = columns_of_tile(form.dim)
-    unused = sources.addresses_N
     launch(
         _add_pieces,
         (programs_of(room, device), blocks_of(form.dim, columns)),
@@ -100,19 +96,15 @@ def add_pieces(
         runs.cursors_FW,
         number,
         runs.first_piece(number),
-        sources.addresses_N,
-        unused if sources.factors_N is None else sources.factors_N,
-        unused if counts_N is None else counts_N,
+        *call.gradients(),
         partials,
         tallies,
         DIM=form.dim,
         PITCH=plan.pitch,
-        ALIGN=sources.alignments[number],
         REAL=plan.real,
-        FACTORS=sources.factors_N is not None,
-        COUNTED=counts_N is not None,
         ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
         BLOCK_D=columns,
+        **call.constants(),
     )
     return partials, tallies
 
@@ -162,8 +154,8 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
     if most == 0 or rows == 0:
         return sums
     plan, tile = step_form(form), rows_of_tile(form.dim, form.real)
-    partials, _ = add_pieces(0, form, runs, sources, None)
-    unused: Any = sources.addresses_N
+    call = FormCall(0, form, runs, sources)
+    partials, _ = add_pieces(call)
     launch(
         _write_rows,
         (programs_of(blocks_of(min(most, rows), tile), device),),
@@ -172,8 +164,7 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
         runs.runs_WN.shape[1],
         runs.cursors_FW,
         runs.last_run(0),
-        sources.addresses_N,
-        unused if sources.factors_N is None else sources.factors_N,
+        *call.gradients()[:2],
         partials,
         rows,
         DIM=form.dim,
@@ -381,7 +372,7 @@ _SLAB_BYTES = 1 << 28  # of their sums
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run"])  # type: ignore[untyped-decorator]
 def _mark_firsts(  # type: ignore[no-untyped-def]
-    runs_ptr, room, pieces_ptr, cursors_ptr, form, first_run, last_run, order_ptr, marks_ptr,
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, order_ptr, marks_ptr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """1 at the first position of each run."""
@@ -406,7 +397,7 @@ def _mark_firsts(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _write_sums(  # type: ignore[no-untyped-def]
     counters_ptr, chunks_ptr, columns,
-    runs_ptr, room, pieces_ptr, cursors_ptr, form, first_run, last_run, first_piece, begin, most,
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, first_piece, begin, most,
     order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
     sums_ptr, handles_ptr, places_ptr, ids_ptr, sights_ptr, tables_ptr, epoch, event_time_s,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
@@ -533,45 +524,39 @@ def sum_runs(
     Returns:
         U, an int32 scalar on the device.
     """
-    first, room = runs.first_run(number), runs.rooms[number]
-    size = _listed(runs, number)
-    if room == 0:
+    call = FormCall(
+        number, form, runs, sources, None if counts_N is None else counts_N[runs.order_N]
+    )
+    size = _listed(call)
+    if call.room == 0:
         return size
-    n, device = runs.order_N.numel(), runs.order_N.device
-    counts = None if counts_N is None else counts_N[runs.order_N]
-    marks_N = torch.zeros(n, dtype=torch.int32, device=device)
+    marks_N = torch.zeros(runs.order_N.numel(), dtype=torch.int32, device=call.device)
     block = 512
     launch(
-        _mark_firsts, (programs_of(blocks_of(room, block), device),),
-        runs.runs_WN, runs.runs_WN.shape[1], runs.pieces_WP, runs.cursors_FW, number, first,
-        runs.last_run(number), runs.order_N, marks_N, BLOCK=block,
+        _mark_firsts, (programs_of(blocks_of(call.room, block), call.device),),
+        *call.run_words(), runs.pieces_WP, runs.order_N, marks_N, BLOCK=block,
     )  # fmt: skip
     ranks_N = torch.cumsum(marks_N, 0, dtype=torch.int32)
-    partials = add_pieces(number, form, runs, sources, counts)
     outputs = (out_UD, None, None, ids_U, counts_U, tables_U)
-    _sum(layout, number, form, runs, sources, counts, partials, 0, room, outputs, ranks_N, None)
+    _sum(layout, call, add_pieces(call), 0, call.room, outputs, ranks_N, None)
     return size
 
 
 def compose(
     layout: ShardLayout,
-    number: int,
-    form: RowForm,
-    runs: Runs,
-    sources: Sources,
+    call: FormCall,
     rates_KR: Tensor,
     stamp: Stamp,
-    counts_N: Tensor | None,
     seen: Sources | None,
     payload_H: Tensor | None = None,
 ) -> None:
-    """`step.apply` of one form from materialised sums; counts_N in the order of the runs.
+    """`step.apply` of one form from materialised sums.
 
     Waits for the device where plain torch steps a segment.
     """
-    device, room = runs.order_N.device, runs.rooms[number]
+    form, device, room = call.form, call.device, call.room
     plan = step_form(form)
-    partials = add_pieces(number, form, runs, sources, counts_N)
+    partials = add_pieces(call)
     rows_each = max(min(_SLAB, _SLAB_BYTES // (plan.pitch * form.real.itemsize)), 1)
     for begin in range(0, room, rows_each):
         most = min(rows_each, room - begin)
@@ -579,58 +564,47 @@ def compose(
         handles = torch.empty(most, dtype=torch.int32, device=device)
         places = torch.empty(most, dtype=torch.int64, device=device)
         outputs = (sums, handles, places, None, None, None)
-        _sum(
-            layout, number, form, runs, sources, counts_N, partials, begin, most, outputs,
-            None, stamp,
-        )  # fmt: skip
+        _sum(layout, call, partials, begin, most, outputs, None, stamp)
         for segment, constants in zip(form.segments, plan.segments, strict=True):
             if constants is not None:
-                slab = (number, runs, begin, most)
                 _step_segment(
-                    layout, segment, constants, slab, handles, sums, rates_KR, stamp, payload_H
-                )
+                    layout, call, segment, constants, begin, handles, sums, rates_KR, stamp,
+                    payload_H,
+                )  # fmt: skip
                 continue
-            rows = min(max(int(_listed(runs, number)) - begin, 0), most)
+            rows = min(max(int(_listed(call)) - begin, 0), most)
             addresses = None if seen is None else seen.addresses_N[places[:rows]]
             step_in_torch(
-                layout,
-                form,
-                segment,
-                handles[:rows],
-                sums[:rows],
-                rates_KR,
-                stamp,
-                addresses,
+                layout, form, segment, handles[:rows], sums[:rows], rates_KR, stamp, addresses,
                 payload_H,
-            )
+            )  # fmt: skip
 
 
-def _listed(runs: Runs, number: int) -> Tensor:
-    return runs.cursors_FW[number, :2].sum() - runs.first_run(number)
+def _listed(call: FormCall) -> Tensor:
+    first = call.runs.first_run(call.number)
+    return call.runs.cursors_FW[call.number, :2].sum() - first
 
 
 def _step_segment(
     layout: ShardLayout,
+    call: FormCall,
     segment: SegmentForm,
     constants: dict[str, Any],
-    slab: tuple[int, Runs, int, int],
+    begin: int,
     handles_U: Tensor,
     sums_UD: Tensor,
     rates_KR: Tensor,
     stamp: Stamp,
     payload_H: Tensor | None,
 ) -> None:
-    number, runs, begin, most = slab
-    programs = programs_of(blocks_of(most, constants["ROWS"]), sums_UD.device)
+    most = handles_U.numel()
     launch(
         _step_sums,
-        (programs,),
+        (programs_of(blocks_of(most, constants["ROWS"]), call.device),),
         layout.tables_KT,
         layout.chunks_WC,
         layout.chunks_WC.shape[1],
-        runs.cursors_FW,
-        number,
-        runs.first_run(number),
+        *call.run_words()[2:5],
         begin,
         most,
         handles_U,
@@ -650,11 +624,7 @@ def _step_segment(
 
 def _sum(
     layout: ShardLayout,
-    number: int,
-    form: RowForm,
-    runs: Runs,
-    sources: Sources,
-    counts_N: Tensor | None,
+    call: FormCall,
     partials: tuple[Tensor, Tensor],
     begin: int,
     most: int,
@@ -663,30 +633,23 @@ def _sum(
     stamp: Stamp | None,
 ) -> None:
     """Launch `_write_sums`; outputs: sums, handles, places, ids, counts, tables."""
-    unused: Any = sources.addresses_N
+    form, runs, unused = call.form, call.runs, call.sources.addresses_N
     plan, rows = step_form(form), rows_of_tile(form.dim, form.real)
     sums, *others = (unused if output is None else output for output in outputs)
     launch(
         _write_sums,
-        (programs_of(blocks_of(most, rows), unused.device),),
+        (programs_of(blocks_of(most, rows), call.device),),
         layout.counters_KC,
         layout.chunks_WC,
         layout.chunks_WC.shape[1],
-        runs.runs_WN,
-        runs.runs_WN.shape[1],
+        *call.run_words(),
         runs.pieces_WP,
-        runs.cursors_FW,
-        number,
-        runs.first_run(number),
-        runs.last_run(number),
-        runs.first_piece(number),
+        runs.first_piece(call.number),
         begin,
         most,
         runs.order_N,
         unused if ranks_N is None else ranks_N,
-        sources.addresses_N,
-        unused if sources.factors_N is None else sources.factors_N,
-        unused if counts_N is None else counts_N,
+        *call.gradients(),
         *partials,
         sums,
         *others,
@@ -695,16 +658,14 @@ def _sum(
         DIM=form.dim,
         PITCH_BYTES=plan.pitch * form.real.itemsize,
         OUT_PITCH=sums.shape[1],
-        ALIGN=sources.alignments[number],
         REAL=plan.real,
         LARGEST=plan.largest,
         CLIP=-1.0 if stamp is None else stamp.clip,
-        FACTORS=sources.factors_N is not None,
-        COUNTED=counts_N is not None,
         RANKED=ranks_N is not None,
         SETTLE=stamp is not None,
         ROWS=rows,
         BLOCK_D=columns_of_tile(form.dim),
         # As the fused step sums: each operation by itself.
         enable_fp_fusion=False,
+        **call.constants(),
     )

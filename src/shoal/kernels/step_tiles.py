@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
-from shoal.kernels.gradients import run_columns
+from shoal.kernels.gradients import Runs, Sources, run_columns
 from shoal.kernels.launch import power_of_2
 from shoal.kernels.rounding import (
     STORED_BFLOAT16,
@@ -82,6 +83,53 @@ class Stamp:
     def domain(self) -> int:
         """The word that keys the step's rounding."""
         return rounding_domain(self.global_step)
+
+
+@dataclass(frozen=True, slots=True)
+class FormCall:
+    """A row form's share of a call: its runs, what they sum, and what launches read of both.
+
+    counts_N: int32 [N], occurrences of each position in the order of the runs; None means 1 each.
+    """
+
+    number: int
+    form: RowForm
+    runs: Runs
+    sources: Sources
+    counts_N: Tensor | None = None
+
+    @property
+    def room(self) -> int:
+        """Most runs that there can be."""
+        return self.runs.rooms[self.number]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.runs.order_N.device
+
+    def run_words(self) -> tuple[Tensor | int, ...]:
+        """Arguments for `run_words` and `runs_listed`: runs, room, cursors, form, first, last."""
+        runs, number = self.runs, self.number
+        ends = runs.first_run(number), runs.last_run(number)
+        return runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, *ends
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Addresses, factors and counts by place; what there is none of is never read."""
+        addresses, factors = self.sources.addresses_N, self.sources.factors_N
+        return (
+            addresses,
+            addresses if factors is None else factors,
+            addresses if self.counts_N is None else self.counts_N,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """What kernels know of `gradients` when they are compiled."""
+        return {
+            "ALIGN": self.sources.alignments[self.number],
+            "FACTORS": self.sources.factors_N is not None,
+            "COUNTED": self.counts_N is not None,
+        }
 
 
 @dataclass(frozen=True, slots=True)

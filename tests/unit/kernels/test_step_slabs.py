@@ -50,7 +50,7 @@ def test_sums_that_do_not_fit_are_taken_in_slabs(
     slabs: list[int] = []
 
     def sized(*arguments: Any) -> None:
-        slabs.append(arguments[7])
+        slabs.append(arguments[3])
         inner(*arguments)
 
     inner = step_sums._sum
