@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import (

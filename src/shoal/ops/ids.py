@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops.checks import check_ids, check_outs, shape_error

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.kernels.launch import sent
 from shoal.ops.checks import check_ids, check_outs, read_offsets, shape_error, value_error

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.ops.checks import (
     bad_row_index,

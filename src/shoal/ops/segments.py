@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks

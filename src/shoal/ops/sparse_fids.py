@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, unknown_name
 from shoal.ops.checks import read_offsets

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import check_ids, shape_error, value_error
