@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def moved(batch: Any, device: torch.device, *, wait: bool = False) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """The batch in page-locked memory, from which a copy to a GPU does not block the host.
+    """The batch in pinned memory, from which a copy to a GPU does not block the host.
 
     What is on a device already stays as it is.
     """
@@ -192,12 +193,13 @@ class Loader:
     ) -> None:
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Reading] = queue.SimpleQueue()
-        self._reader = _Reader(source, device, weigh, held_for)
+        stopped = threading.Event()
         # The thread holds no reference to this object, so that dropping it ends the thread.
-        self._close = weakref.finalize(self, self._reader.stop, self._asked)
+        self._close = weakref.finalize(self, _stop, stopped, self._asked)
         self.thread = threading.Thread(
-            target=self._reader.run,
-            args=(self._asked, self._answers),
+            target=_read_ahead,
+            args=(partial(_read, source, device, weigh, held_for), device),
+            kwargs={"asked": self._asked, "answers": self._answers, "stopped": stopped},
             name="shoal-loader",
             daemon=True,
         )
@@ -211,76 +213,63 @@ class Loader:
         """The next answer, in the order asked; waits for it."""
         return self._answers.get()
 
-    def ready(self) -> bool:
-        """Whether `take` would not wait."""
-        return not self._answers.empty()
-
     def close(self) -> None:
         """End the thread, after the batch it is reading; a second call does nothing."""
         self._close()
 
 
-class _Reader:
-    def __init__(
-        self,
-        source: Iterator[Any],
-        device: torch.device,
-        weigh: Callable[[Any], float],
-        held_for: tuple[torch.cuda.Stream, ...],
-    ) -> None:
-        self._source = source
-        self._device = device
-        self._weigh = weigh
-        self._held_for = held_for
-        self._ended = False
-        self._stopped = False
+def _stop(stopped: threading.Event, asked: queue.SimpleQueue[int | None]) -> None:
+    """Leave what else was asked for in the source, and end the thread."""
+    stopped.set()
+    asked.put(None)
 
-    def stop(self, asked: queue.SimpleQueue[int | None]) -> None:
-        """Leave what else was asked for in the source, and end `run`."""
-        self._stopped = True
-        asked.put(None)
 
-    def run(
-        self, asked: queue.SimpleQueue[int | None], answers: queue.SimpleQueue[Reading]
-    ) -> None:
-        stream = None
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        while (index := asked.get()) is not None and not self._stopped:
-            answers.put(self._read(index, stream))
+def _read_ahead(
+    read: Callable[[torch.cuda.Stream | None, int], Reading],
+    device: torch.device,
+    *,
+    asked: queue.SimpleQueue[int | None],
+    answers: queue.SimpleQueue[Reading],
+    stopped: threading.Event,
+) -> None:
+    stream = None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ended = False
+    while (index := asked.get()) is not None and not stopped.is_set():
+        reading = Reading(index, False) if ended else read(stream, index)
+        ended = not reading.found
+        answers.put(reading)
+        del reading  # or its batch would live until the next one
 
-    def _read(self, index: int, stream: torch.cuda.Stream | None) -> Reading:
-        if self._ended:
-            return Reading(index, False)
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            self._ended = True
-            return Reading(index, False)
-        except BaseException as error:  # noqa: BLE001 - raised where the batch is needed
-            return self._failed(index, error)
-        try:
-            return self._sent(index, batch, stream)
-        except StopIteration as error:  # not the end of the data
-            failure = RuntimeError(f"StopIteration while batch {index} was weighed or moved")
-            failure.__cause__ = error
-            return self._failed(index, failure)
-        except BaseException as error:  # noqa: BLE001 - as above
-            return self._failed(index, error)
 
-    def _failed(self, index: int, error: BaseException) -> Reading:
-        self._ended = True
+def _read(
+    source: Iterator[Any],
+    device: torch.device,
+    weigh: Callable[[Any], float],
+    held_for: tuple[torch.cuda.Stream, ...],
+    stream: torch.cuda.Stream | None,
+    index: int,
+) -> Reading:
+    try:
+        batch = next(source)
+    except StopIteration:
+        return Reading(index, False)
+    except BaseException as error:  # noqa: BLE001 - raised where the batch is needed
         return Reading(index, False, error=error)
-
-    def _sent(self, index: int, batch: Any, stream: torch.cuda.Stream | None) -> Reading:
-        weight = self._weigh(batch)
+    try:
+        weight = weigh(batch)
         if stream is None:
-            return Reading(index, True, moved(batch, self._device), weight)
+            return Reading(index, True, moved(batch, device), weight)
         with torch.cuda.stream(stream):
-            sent = moved(pinned(batch), self._device)
-            for reader in self._held_for:
+            sent = moved(pinned(batch), device)
+            for reader in held_for:
                 hold_for(sent, reader)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return Reading(index, True, sent, weight, sent=event)
+        return Reading(index, True, sent, weight, sent=stream.record_event())
+    except StopIteration as error:  # not the end of the data
+        failure = RuntimeError(f"StopIteration while batch {index} was weighed or moved")
+        failure.__cause__ = error
+        return Reading(index, False, error=failure)
+    except BaseException as error:  # noqa: BLE001 - as above
+        return Reading(index, False, error=error)

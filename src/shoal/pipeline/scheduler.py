@@ -27,13 +27,16 @@ Verb = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a pipeline may do at the same time.
+    """What a pipeline may do at the same time, and when its run ends and evicts.
 
     Args:
         staleness: updates a fetched row may lack; 0 trains exactly as without a pipeline.
         accumulation: batches of one optimizer step.
         depth: most batches in flight, from load to backward; None takes what all stages need to
             overlap. 1 (without accumulation) is no pipeline.
+        stop_at_first: the data ends when any rank's does; else when all ranks' do.
+        drain: batches before the end are trained.
+        evict_every_s: event time between evictions; None: never.
 
     Raises:
         ConfigError: out of range.
@@ -42,6 +45,9 @@ class Settings:
     staleness: int = 0
     accumulation: int = 1
     depth: int | None = None
+    stop_at_first: bool = False
+    drain: bool = True
+    evict_every_s: int | None = None
 
     def __post_init__(self) -> None:
         _whole("staleness", self.staleness, 0)

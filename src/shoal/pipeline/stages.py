@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
-from shoal.pipeline.batches import detached, event_time_of, ids_of
+from shoal.pipeline.batches import detached, event_time_of, ids_of, weight_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
 
@@ -31,66 +31,20 @@ class Step(NamedTuple):
     predictions: Any
 
 
-class Stages(Protocol):
-    """What an executor calls, in the scheduler's order, all from one thread."""
-
-    def begin(self, batch: Any) -> None:
-        """Dedup and partition ids; send them on their way."""
-        ...
-
-    def probe(self, batch: Any) -> None:
-        """Owners find or insert the ids that arrive."""
-        ...
-
-    def fetch(self, batch: Any) -> None:
-        """Begin reading rows and sending them back."""
-        ...
-
-    def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
-        """Run the model.
-
-        last: the batch ends its window.
-        idle: it stands for none; running statistics stay as they are.
-        """
-        ...
-
-    def backward(self, share: float, *, last: bool) -> None:
-        """Send back the gradients of the last forward's losses, times `share`."""
-        ...
-
-    def apply(self) -> None:
-        """One optimizer step over what backward recorded."""
-        ...
-
-    def evict(self, now_s: int) -> None:
-        """Drop rows expired at this event time."""
-        ...
-
-    def drop(self) -> None:
-        """Forget all batches that have begun and will not be trained; their tickets end."""
-        ...
-
-    def incoming(self, batch: Any) -> tuple[int, ...]:
-        """Ids of the batch that look up each limited table."""
-        ...
-
-    def room(self) -> tuple[int, ...]:
-        """Rows each limited table may still take on this rank; the same tables on all ranks."""
-        ...
-
-
-class TrainingStages:
-    """Stages over a model's embedding collections.
+class Stages:
+    """What an executor calls, in the scheduler's order, all from one thread.
 
     Args:
         model: called with the batch; holds the collections, which see the very `KeyedRagged` that
             `ids_of` gives.
-        optimizer: steps dense and sparse parameters; see `shoal.optim.JointOptimizer`.
+        optimizer: steps dense and sparse parameters; see `shoal.optim.JointOptimizer`. None: the
+            model predicts; nothing runs ahead of forward, which inserts nothing.
         loss_of: losses from (what the model gave, batch); None: the model gives (losses,
             predictions, ...). A loss is a mean over the batch; several by name add up.
         scaler: of the losses, under mixed precision.
         ids_of: what the collections read of a batch, by the collection's name in the model, or
             one for all.
+        weight_of: what a batch's mean loss weighs.
         event_time_of: a batch's event time, whole seconds.
         step: does the optimizer's step instead, clipping for example; zeroes gradients too.
     """
@@ -98,11 +52,12 @@ class TrainingStages:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         loss_of: Callable[[Any, Any], Losses] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         ids_of: Callable[[Any], KeyedRagged | Mapping[str, KeyedRagged]] = ids_of,
+        weight_of: Callable[[Any], float] = weight_of,
         event_time_of: Callable[[Any], int] = event_time_of,
         step: Callable[[], None] | None = None,
     ) -> None:
@@ -111,34 +66,47 @@ class TrainingStages:
         self._loss_of = loss_of
         self._scaler = scaler
         self._ids_of = ids_of
-        self._event_time_of = event_time_of
+        self.weight_of = weight_of
+        self.event_time_of = event_time_of
         self._step = self._plain_step if step is None else step
         self._collections = {
             # As in the model itself, however it is wrapped.
             name.removeprefix("module."): part
             for name, part in model.named_modules()
-            if isinstance(part, EmbeddingCollection)
+            if isinstance(part, EmbeddingCollection) and optimizer is not None
         }
         self._total: Tensor | None = None
 
     def begin(self, batch: Any) -> None:
-        event_time_s = self._event_time_of(batch)
+        """Dedup and partition ids; send them on their way."""
+        event_time_s = self.event_time_of(batch)
         for collection, ids in self._lookups(batch):
             collection.begin(ids, event_time_s=event_time_s)
 
     def probe(self, batch: Any) -> None:
+        """Owners find or insert the ids that arrive."""
         for collection, ids in self._lookups(batch):
             collection.probe(ids)
 
     def fetch(self, batch: Any) -> None:
+        """Begin reading rows and sending them back."""
         for collection, ids in self._lookups(batch):
             collection.fetch(ids)
 
     def drop(self) -> None:
+        """Forget all batches that have begun and will not be trained; their tickets end."""
         for collection in self._collections.values():
             collection.drop_begun()
 
     def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
+        """Run the model.
+
+        last: the batch ends its window.
+        idle: it stands for none; running statistics stay as they are.
+        """
+        if self._optimizer is None:
+            with torch.inference_mode():
+                return Step(None, self.model(batch))
         with self._reducing(last), resting(self.model) if idle else nullcontext():
             given = self.model(batch)
         if self._loss_of is not None:
@@ -157,7 +125,10 @@ class TrainingStages:
         return Step(detached(losses), detached(predictions))
 
     def backward(self, share: float, *, last: bool) -> None:
+        """Send back the gradients of the last forward's losses, times `share`."""
         total, self._total = self._total, None
+        if self._optimizer is None:
+            return
         assert total is not None, "forward comes first"
         loss = total * share
         with self._reducing(last):
@@ -166,13 +137,16 @@ class TrainingStages:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def apply(self) -> None:
+        """One optimizer step over what backward recorded."""
         self._step()
 
     def evict(self, now_s: int) -> None:
+        """Drop rows expired at this event time."""
         for shard in {id(part.shard): part.shard for part in self._collections.values()}.values():
             shard.evict(now_s)
 
     def incoming(self, batch: Any) -> tuple[int, ...]:
+        """Ids of the batch that look up each limited table."""
         counts = dict.fromkeys(self._limited(), 0)
         for collection, ids in self._lookups(batch) if counts else ():
             for feature in collection.features:
@@ -184,6 +158,7 @@ class TrainingStages:
         return tuple(counts.values())
 
     def room(self) -> tuple[int, ...]:
+        """Rows each limited table may still take on this rank; the same tables on all ranks."""
         limited = self._limited().items()
         return tuple(_room(collection.shard, table) for (_, table), collection in limited)
 
@@ -209,46 +184,14 @@ class TrainingStages:
         return nullcontext() if pause is None else pause()
 
     def _plain_step(self) -> None:
+        if self._optimizer is None:
+            return
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         self._optimizer.zero_grad()
-
-
-class InferenceStages:
-    """Stages of a model in evaluation: forward alone, which inserts nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def begin(self, batch: Any) -> None:
-        """Nothing runs ahead."""
-
-    probe = fetch = begin
-
-    def drop(self) -> None:
-        """Nothing has begun."""
-
-    def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
-        with torch.inference_mode():
-            return Step(None, self.model(batch))
-
-    def backward(self, share: float, *, last: bool) -> None:
-        """Nothing is learned."""
-
-    def apply(self) -> None:
-        """Nothing is learned."""
-
-    def evict(self, now_s: int) -> None:
-        """Nothing is evicted."""
-
-    def incoming(self, batch: Any) -> tuple[int, ...]:
-        return ()
-
-    def room(self) -> tuple[int, ...]:
-        return ()
 
 
 def _room(shard: Shard, table: str) -> int:

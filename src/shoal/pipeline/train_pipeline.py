@@ -17,7 +17,7 @@ over all ranks, so that uneven batches give the gradient of the whole window's m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError, InputError
 from shoal.pipeline import batches
-from shoal.pipeline.executor import Asking, Executor, Lanes, Round
+from shoal.pipeline.executor import Executor, Round
 from shoal.pipeline.scheduler import Settings
-from shoal.pipeline.stages import InferenceStages, Losses, Stages, Step, TrainingStages
-from shoal.pipeline.voting import Ballots, Rules
+from shoal.pipeline.stages import Losses, Stages, Step
+from shoal.pipeline.voting import require_same_settings
 from shoal.ragged import KeyedRagged
 
 
@@ -43,12 +43,26 @@ class TrainPipeline:
             far. No ticket is open then and every trained window is applied: the time to save.
     """
 
+    _what = "train"
+
     def __init__(
-        self, model: nn.Module, make: Callable[[Iterator[Any]], Executor], what: str
+        self,
+        model: nn.Module,
+        stages: Stages,
+        settings: Settings,
+        *,
+        device: torch.device | str | None,
+        votes: Collectives | None,
+        cut_before: Callable[[int], bool] | None = None,
+        evict_due_s: int | None = None,
     ) -> None:
         self._model = model
-        self._make = make
-        self._what = what
+        self._stages = stages
+        self._settings = settings
+        self._device = device
+        self._votes = votes
+        self._cut_before = cut_before
+        self._first_due_s = evict_due_s
         self._source: Iterator[Any] | None = None
         self._executor: Executor | None = None
         self._attached = True
@@ -172,7 +186,7 @@ class TrainPipeline:
 
     def _executor_for(self, iterator: Iterator[Any]) -> Executor:
         if self._executor is None:
-            self._executor, self._source = self._make(iter(iterator)), iterator
+            self._executor, self._source = self._executor_over(iter(iterator)), iterator
             self._executor.on_cut = self._on_cut
             if self._cut_asked:
                 self._executor.ask_cut()
@@ -186,9 +200,25 @@ class TrainPipeline:
             )
         return self._executor
 
+    def _executor_over(self, source: Iterator[Any]) -> Executor:
+        votes = _votes_of(self._model) if self._votes is None else self._votes
+        require_same_settings(votes, self._settings)
+        device = self._device
+        return Executor(
+            self._settings,
+            self._stages,
+            votes,
+            _device_of(self._model) if device is None else torch.device(device),
+            source,
+            cut_before=self._cut_before,
+            evict_due_s=self._first_due_s,
+        )
+
 
 class PredictPipeline(TrainPipeline):
     """Predicts one batch a call while the next ones load; see `create_predict_pipeline`."""
+
+    _what = "predict"
 
     def progress(self, iterator: Iterator[Any]) -> Any:
         """What the model gives for the next batch; nothing is inserted or changed.
@@ -243,7 +273,7 @@ def create_train_pipeline(
         model: in train(); called with a batch, on `device`.
         optimizer: dense and sparse; see `shoal.optim.JointOptimizer`.
         check_all_workers_data_status: all ranks stop as soon as one is out of data; what others
-            have loaded is dropped, and counted in a log line. False: all go on until every rank
+            have loaded is dropped, and counted in a log line. False: all continue until every rank
             is out; ranks without data run empty batches of weight 0, so nothing hangs.
         staleness: updates a row may lack.
         accumulation: batches of one optimizer step, a window; the last one may be short.
@@ -268,26 +298,33 @@ def create_train_pipeline(
     Raises:
         ConfigError: a setting out of range, or several ranks without votes.
     """
-    settings = Settings(staleness=staleness, accumulation=accumulation, depth=depth)
-    rules = Rules(
+    settings = Settings(
+        staleness=staleness,
+        accumulation=accumulation,
+        depth=depth,
         stop_at_first=check_all_workers_data_status or not execute_all_batches,
         drain=execute_all_batches,
-        accumulation=accumulation,
         evict_every_s=evict_every_s,
     )
-    stages = TrainingStages(
+    stages = Stages(
         model,
         optimizer,
         loss_of=loss_of,
         scaler=scaler,
         ids_of=ids_of,
+        weight_of=weight_of,
         event_time_of=event_time_of,
         step=step,
     )
-    asking = Asking(weight=weight_of, event_time_s=event_time_of)
-    cuts = _Cuts(cut_before, evict_due_s)
-    make = _maker(model, settings, rules, stages, asking, device, votes, cuts)
-    return TrainPipeline(model, make, "train")
+    return TrainPipeline(
+        model,
+        stages,
+        settings,
+        device=device,
+        votes=votes,
+        cut_before=cut_before,
+        evict_due_s=evict_due_s,
+    )
 
 
 def create_predict_pipeline(
@@ -305,50 +342,7 @@ def create_predict_pipeline(
         device, votes: as for `create_train_pipeline`.
     """
     settings = Settings(depth=depth)
-    stages = InferenceStages(model)
-    make = _maker(model, settings, Rules(), stages, Asking(), device, votes)
-    return PredictPipeline(model, make, "predict")
-
-
-class _Cuts(NamedTuple):
-    """Where cuts are wanted, and what an earlier run knew at its last one."""
-
-    before: Callable[[int], bool] | None = None
-    evict_due_s: int | None = None
-
-
-_NO_CUTS = _Cuts()
-
-
-def _maker(
-    model: nn.Module,
-    settings: Settings,
-    rules: Rules,
-    stages: Stages,
-    asking: Asking,
-    device: torch.device | str | None,
-    votes: Collectives | None,
-    cuts: _Cuts = _NO_CUTS,
-) -> Callable[[Iterator[Any]], Executor]:
-    def make(source: Iterator[Any]) -> Executor:
-        ballots = Ballots(_votes_of(model) if votes is None else votes)
-        ballots.agree(settings, rules)
-        place = _device_of(model) if device is None else torch.device(device)
-        # One rank's lookup has no exchange to hide, and its shard is busy in forward.
-        lanes = Lanes(place, beside=ballots.world_size > 1)
-        return Executor(
-            settings,
-            rules,
-            stages,
-            ballots,
-            lanes,
-            source,
-            asking=asking,
-            cut_before=cuts.before,
-            evict_due_s=cuts.evict_due_s,
-        )
-
-    return make
+    return PredictPipeline(model, Stages(model), settings, device=device, votes=votes)
 
 
 def _collections(model: nn.Module) -> list[EmbeddingCollection]:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about each batch, and what follows: `Facts`, alike on all.
+"""What the ranks report about each batch, and what follows: `Facts`, alike on all.
 
 A vote is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
 """
@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from shoal.comm.collectives import Collectives, Pending
 from shoal.errors import ConfigError, DataError
-from shoal.pipeline.scheduler import Facts
+from shoal.pipeline.scheduler import Facts, Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank says about one batch.
+    """What one rank reports about one batch.
 
     Args:
         found: it has the batch.
@@ -59,90 +58,50 @@ class Ballot:
         )
 
 
-class Ballots:
-    """Gathers the ballots of all ranks.
+def require_same_settings(votes: Collectives, settings: Settings) -> None:
+    """Refuse ranks whose pipelines differ, which would wait for each other in vain.
 
-    votes: collectives between the hosts of all ranks.
+    Raises:
+        ConfigError: another rank has other settings.
     """
-
-    def __init__(self, votes: Collectives) -> None:
-        self._votes = votes
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._votes.rank
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self._votes.world_size
-
-    def agree(self, *settings: Any) -> None:
-        """Refuse ranks whose pipelines differ, which would wait for each other in vain.
-
-        Raises:
-            ConfigError: another rank has other settings.
-        """
-        said = self._votes.gather_objects(repr(settings), what="settings of a pipeline")
-        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
-        if other is not None:
-            raise ConfigError(
-                "settings of a pipeline",
-                got=f"{said[other]} on rank {other}, {said[0]} on rank 0",
-                allowed="the same on every rank",
-                remedy="Make the pipeline from the same configuration on each rank.",
-            )
-
-    def begin(self, ballot: Ballot, index: int, step: int) -> Pending:
-        """Send a ballot; `read` the result. step: windows applied, which errors name."""
-        self._votes.step = step
-        numbers = ballot.numbers()
-        every_WX = torch.zeros(self.world_size, len(numbers), dtype=torch.float64, device="cpu")
-        every_WX[self.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        return self._votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
-
-    def read(self, pending: Pending) -> tuple[Ballot, ...]:
-        """The ballots, by rank; waits for them."""
-        (every_WX,) = pending.wait()
-        return tuple(Ballot.of(row) for row in every_WX.tolist())
-
-    def first_of(self, value: Any, *, what: str) -> Any:
-        """The value of the lowest rank that has one that is not None."""
-        given = self._votes.gather_objects(value, what=what)
-        return next((one for one in given if one is not None), None)
+    every = votes.gather_objects(repr(settings), what="settings of a pipeline")
+    other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
+    if other is not None:
+        raise ConfigError(
+            "settings of a pipeline",
+            got=f"{every[other]} on rank {other}, {every[0]} on rank 0",
+            allowed="the same on every rank",
+            remedy="Make the pipeline from the same configuration on each rank.",
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """When a run ends and evicts.
+def vote(votes: Collectives, ballot: Ballot, index: int) -> Pending:
+    """Send a ballot; `ballots_of` the result."""
+    numbers = ballot.numbers()
+    every_WX = torch.zeros(votes.world_size, len(numbers), dtype=torch.float64, device="cpu")
+    every_WX[votes.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return votes.all_reduce(every_WX, "sum", what=f"vote on batch {index}")
 
-    Args:
-        stop_at_first: the data ends when any rank's does; else when all ranks' do.
-        drain: batches before the end are trained.
-        accumulation: batches of one optimizer step.
-        evict_every_s: event time between evictions; None: never.
-    """
 
-    stop_at_first: bool = False
-    drain: bool = True
-    accumulation: int = 1
-    evict_every_s: int | None = None
+def ballots_of(pending: Pending) -> tuple[Ballot, ...]:
+    """The ballots, by rank; waits for them."""
+    (every_WX,) = pending.wait()
+    return tuple(Ballot.of(row) for row in every_WX.tolist())
 
 
 class Tally:
     """Turns ballots, in the order of their batches, into facts.
 
     Args:
-        rules: of the run.
+        settings: of the run.
         due_s: event time of its first eviction, where an earlier run has settled it.
 
     Attributes:
         ended: the round that does not take place is settled.
     """
 
-    def __init__(self, rules: Rules, due_s: int | None = None) -> None:
-        self._rules = rules
+    def __init__(self, settings: Settings, due_s: int | None = None) -> None:
+        self._settings = settings
         self._settled = 0
         self._incoming: dict[int, tuple[int, ...]] = {}
         self._latest_s: int | None = None
@@ -171,11 +130,11 @@ class Tally:
         self._settled += 1
         self._weights[index] = sum(ballot.weight for ballot in ballots)
         self._incoming[index] = tuple(map(sum, zip(*(b.incoming for b in ballots), strict=True)))
-        train = (all if self._rules.stop_at_first else any)(ballot.found for ballot in ballots)
+        train = (all if self._settings.stop_at_first else any)(ballot.found for ballot in ballots)
         times = [ballot.event_time_s for ballot in ballots if ballot.found] if train else []
         facts = Facts(
             train=train,
-            drain=self._rules.drain,
+            drain=self._settings.drain,
             defer_inserts=train and self._tight(ballots, probed, index),
             cut=any(ballot.cut for ballot in ballots),
             evict_s=None if self.ended else self._evict_s(index, train, times),
@@ -203,13 +162,13 @@ class Tally:
 
     def _evict_s(self, index: int, train: bool, times: Sequence[int]) -> int | None:
         """The time to evict at once this batch's window, which it closes, is applied."""
-        every_s = self._rules.evict_every_s
+        every_s = self._settings.evict_every_s
         if every_s is None:
             return None
         if times:
             self._latest_s = max(times if self._latest_s is None else [self._latest_s, *times])
         now_s = self._latest_s
-        closes = not train or (index + 1) % self._rules.accumulation == 0
+        closes = not train or (index + 1) % self._settings.accumulation == 0
         if not closes or now_s is None:
             return None
         self._latest_s = None

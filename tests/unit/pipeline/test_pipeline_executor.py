@@ -17,8 +17,8 @@ from shoal.data.batch import Batch
 from shoal.errors import ConfigError, InputError
 from shoal.optim import clip_grad_norm_
 from shoal.pipeline import Settings, Step, create_predict_pipeline, create_train_pipeline
-from shoal.pipeline.executor import Executor, Lanes
-from shoal.pipeline.voting import Ballots, Rules
+from shoal.pipeline.batches import event_time_of, weight_of
+from shoal.pipeline.executor import Executor
 from shoal.rules.adam import Adam
 from shoal.rules.admission import Admission
 from shoal.rules.gradient_descent import SGD
@@ -314,6 +314,8 @@ class TestRuns:
 class Recorder:
     """Writes down what is called."""
 
+    weight_of, event_time_of = staticmethod(weight_of), staticmethod(event_time_of)
+
     def __init__(self, room: int = 1 << 30) -> None:
         self.calls: list[str] = []
         self.left = room
@@ -334,14 +336,7 @@ class Recorder:
 
 def recorded(room: int) -> list[str]:
     stages = Recorder(room)
-    executor = Executor(
-        Settings(),
-        Rules(),
-        stages,
-        Ballots(LocalCollectives()),
-        Lanes(torch.device("cpu"), beside=True),
-        iter([1, 2]),
-    )
+    executor = Executor(Settings(), stages, LocalCollectives(), torch.device("cpu"), iter([1, 2]))
     while executor.round() is not None:
         pass
     return [call for call in stages.calls if call != "drop"]
