@@ -1,7 +1,7 @@
-"""What a run tells about itself: counters, timers, scalar sinks and the progress line.
+"""What a run reports about itself: scalar sinks and the progress line.
 
-Counting costs an integer addition; everything that reads, formats or writes happens when
-`Progress.due` says so, at most twice a second.
+Everything that reads, formats or writes happens when `Progress.due` is true, at most twice a
+second.
 """
 
 from __future__ import annotations
@@ -29,68 +29,6 @@ _log = logging.getLogger("shoal.telemetry")
 Clock = Callable[[], float]
 
 
-class Counter:
-    """A number that only grows. Increments from several threads may interleave, not tear."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, amount: int = 1) -> None:
-        """Add `amount` (>= 0)."""
-        self.value += amount
-
-
-class Timer:
-    """Seconds spent inside `with timer:` blocks, and how many there were."""
-
-    __slots__ = ("_clock", "_started", "calls", "total_s")
-
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self._started = 0.0
-        self.total_s = 0.0
-        self.calls = 0
-
-    def __enter__(self) -> Timer:
-        self._started = self._clock()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.total_s += self._clock() - self._started
-        self.calls += 1
-
-
-class Telemetry:
-    """Named counters and timers of one run, made on first use."""
-
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self._counters: dict[str, Counter] = {}
-        self._timers: dict[str, Timer] = {}
-
-    def counter(self, name: str) -> Counter:
-        """The counter of that name."""
-        return self._counters.setdefault(name, Counter())
-
-    def timer(self, name: str) -> Timer:
-        """The timer of that name."""
-        if name not in self._timers:
-            self._timers[name] = Timer(self._clock)
-        return self._timers[name]
-
-    def snapshot(self) -> dict[str, float]:
-        """Counters by name, and timers as `<name>_s`."""
-        counters = {name: float(counter.value) for name, counter in self._counters.items()}
-        return counters | {f"{name}_s": timer.total_s for name, timer in self._timers.items()}
-
-
 class ScalarSink(Protocol):
     """Where scalars go."""
 
@@ -110,7 +48,7 @@ class JsonLines:
 
     Args:
         path: the file; what it holds is replaced.
-        go_on_after: keep its lines up to this step, and let the time go on from the last of them.
+        go_on_after: keep its lines up to this step, and let time continue from their last.
     """
 
     def __init__(
@@ -151,7 +89,7 @@ def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:
         try:
             row = json.loads(line)
             at, time_s = int(row["step"]), float(row["time_s"])
-        except (ValueError, TypeError, KeyError):  # damaged: the log goes on after it
+        except (ValueError, TypeError, KeyError):  # damaged: the log continues after it
             continue
         if at <= step:
             kept.append((time_s, line))
@@ -265,10 +203,10 @@ class ProgressState:
         examples: examples done.
         ids: feature ids looked up so far.
         loss: mean loss since the last state.
-        auc: AUC so far, each batch judged before it was trained on.
+        auc: AUC so far, each batch evaluated before it was trained on.
         rows: rows in all tables.
         row_bytes: bytes the tables hold, all included.
-        beside: what else goes on, in a few words.
+        saving: how far a save under way is, in a few words.
     """
 
     examples: int
@@ -277,14 +215,14 @@ class ProgressState:
     auc: float | None = None
     rows: int | None = None
     row_bytes: int | None = None
-    beside: str | None = None
+    saving: str | None = None
 
 
 class Progress:
     """A live bar on a terminal; elsewhere a plain line every `plain_interval_s`.
 
-    Use it as a context manager; ask `due()` each step and `show` a state when it says so.
-    `total` is the number of examples expected, None when the source cannot tell.
+    Use it as a context manager; ask `due()` each step and `show` a state when it is.
+    `total` is the number of examples expected, None when the source does not know.
     """
 
     def __init__(
@@ -382,8 +320,8 @@ def _figures(state: ProgressState, before: ProgressState, elapsed_s: float) -> s
         parts.append(f"{human_count(state.rows)} rows")
     if state.rows and state.row_bytes is not None:
         parts.append(f"{state.row_bytes / state.rows:.0f} B/row")
-    if state.beside:
-        parts.append(state.beside)
+    if state.saving:
+        parts.append(state.saving)
     return ", ".join(parts)
 
 

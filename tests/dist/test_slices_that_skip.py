@@ -62,13 +62,13 @@ def skip_on_one(root: str) -> str:
         name="main", nan_policy="skip", tables=SimpleNamespace(hosted=job.tables),
         module=job.net, optimizer=job.optimizer,
     )  # fmt: skip
-    course: Any = SimpleNamespace(steps=0, position=0, state=lambda: ({}, {}))
+    course: Any = SimpleNamespace(learners=(learner,), steps=0, position=0, state=lambda: ({}, {}))
     settings = CheckpointSettings(every_steps=1, background=False)
-    with Saver(f"{root}/run", settings, (learner,), course, job={}, ranks=ranks) as saver:
+    with Saver(f"{root}/run", settings, course, job={}, ranks=ranks) as saver:
         for skips in (False, False, mesh.rank == 1, False):
             step(job, rows, skips=skips)
             course.steps += 1
-            saver.at_rest()
+            saver.on_pause()
     return str(caught.value)
 
 

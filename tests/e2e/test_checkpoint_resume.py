@@ -403,14 +403,14 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
 def test_a_run_goes_on_after_its_chain_lost_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = Saver.at_rest
+    plain = Saver.on_pause
 
-    def at_rest(self: Saver) -> None:
+    def on_pause(self: Saver) -> None:
         if self._course.steps == 3:
             shutil.rmtree(next(tmp_path.glob("*/checkpoints/step-000000000001-full")))
         plain(self)
 
-    monkeypatch.setattr(Saver, "at_rest", at_rest)
+    monkeypatch.setattr(Saver, "on_pause", on_pause)
     (folder,) = run_all([(tmp_path, {"checkpoint": {"full_every": 99}}, None)])
     assert "a full save in place of a delta" in caplog.text
     kinds = {entry.step: entry.kind for entry in CheckpointStore(folder / "checkpoints").list()}

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal import telemetry
-from shoal.telemetry import FanOut, JsonLines, Progress, ProgressState, Telemetry, TensorBoard
+from shoal.telemetry import FanOut, JsonLines, Progress, ProgressState, TensorBoard
 
 
 class FakeClock:
@@ -18,27 +18,6 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_counters_and_timers_appear_in_the_snapshot():
-    clock = FakeClock()
-    run = Telemetry(clock)
-    run.counter("examples").add(512)
-    run.counter("examples").add(488)
-    for seconds in (1.5, 0.25):
-        with run.timer("forward"):
-            clock.now += seconds
-    assert run.snapshot() == {"examples": 1000.0, "forward_s": 1.75}
-    assert run.timer("forward").calls == 2
-
-
-def test_timer_counts_a_block_that_raises():
-    clock = FakeClock()
-    timer = telemetry.Timer(clock)
-    with pytest.raises(ZeroDivisionError), timer:
-        clock.now += 2
-        _ = 1 / 0
-    assert (timer.total_s, timer.calls) == (2, 1)
 
 
 def test_json_lines_are_strict_json_with_step_and_time(tmp_path: Path):

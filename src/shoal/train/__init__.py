@@ -1,4 +1,4 @@
-"""Training a model, judging it, and using it afterwards."""
+"""Training a model, evaluating it, and using it afterwards."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def hold(folder: RunFolder, held: ExitStack) -> None:
     ours = claim(Storage(folder.logs))
     if ours is None:
         raise CheckpointError(
-            "run to go on with",
+            "run to continue",
             got=f"{folder.path}, which another process is training",
             allowed="one that ended or was interrupted",
             remedy="Wait for it, or name another run.",
@@ -207,7 +207,7 @@ def existing(path: str) -> RunFolder:
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
         raise CheckpointError(
-            "run to go on with",
+            "run to continue",
             got=f"{path} without config.yaml",
             allowed="the folder of a run, or latest",
             remedy="See which folders output.dir has.",

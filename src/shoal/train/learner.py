@@ -71,6 +71,7 @@ class Learner:
 
     Attributes:
         model: Batch -> logits; a `DistributedModelParallel` over several ranks.
+        optimizer: of the dense module.
         joint: steps rows and dense weights.
         nan_policy: of the run.
     """
@@ -90,12 +91,12 @@ class Learner:
         self._dense_settings = config.dense_optimizer
         self._moments: Collectives | None = None
         self.model: nn.Module = self._spread(config, ranks)
-        self._dense = _dense_optimizer(self.module, config.dense_optimizer)
+        self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(
             self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
         )
         # Sparse first: it refuses a bad gradient before anything has changed.
-        self.joint = JointOptimizer([self._sparse, self._dense])
+        self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
 
     def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
@@ -172,13 +173,8 @@ class Learner:
             logits_B: Tensor = self.model(self._moved(batch))
             return logits_B.sigmoid()
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The one of the dense module."""
-        return self._dense
-
     def state(self) -> dict[str, Any]:
-        """What training goes on from, beside rows, dense weights and the dense optimizer."""
+        """What training continues from, next to rows, dense weights and the dense optimizer."""
         return {
             "steps": self.steps,
             "sparse": self._sparse.state_dict(),
@@ -186,7 +182,7 @@ class Learner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         self.steps = state["steps"]
         self._sparse.load_state_dict(state["sparse"])
         if state["scaler"] and self._scaler.is_enabled():
@@ -209,7 +205,7 @@ class Learner:
 
     def apply(self) -> None:
         """One optimizer step over the gradients that backward left."""
-        for group in self._dense.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = as_rate(self._dense_settings.lr, self.steps)
         if self._clip_norm is not None:
             self._scaler.unscale_(self.joint)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -16,12 +15,14 @@ from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
-from shoal.telemetry import Progress, ProgressState, ScalarSink, Telemetry
+from shoal.telemetry import Progress, ProgressState, ScalarSink
 from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
-from shoal.train.observing import Observer, Unobserved
-from shoal.train.ranks import ALONE, Ranks
-from shoal.train.summary import Recorder
+from shoal.train.observing import RunObserver
+from shoal.train.ranks import Ranks
+from shoal.train.saving import Saver
+
+CALIBRATION_BINS = 20
 
 
 def counted_rows(tables: HostedTables, rank: int) -> dict[str, int]:
@@ -48,77 +49,26 @@ class Trained:
 
     Args:
         logits: by model, of each batch, from before the step; detached, on the run's device.
-        at_rest: nothing of later batches has begun.
+        paused: nothing of later batches has begun.
         evict_due_s: then, the event time at which the next eviction is due; None: the first
             batches settle it.
     """
 
     window: Sequence[Batch]
     logits: Mapping[str, Sequence[Tensor]]
-    at_rest: bool = False
+    paused: bool = False
     evict_due_s: int | None = None
 
 
-class Rests(Protocol):
-    """After which steps training comes to rest. A step's number is how many are done."""
-
-    def due_after(self, step: int) -> bool:
-        """Whether it does after this one; the same on every rank. Asked some steps ahead."""
-        ...
-
-    def asked(self) -> bool:
-        """Whether this rank wants it to soon; one that does is enough."""
-        ...
-
-
-class NeverRests:
-    """On and on."""
-
-    def due_after(self, step: int) -> bool:
-        """See `Rests`."""
-        return False
-
-    def asked(self) -> bool:
-        """See `Rests`."""
-        return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """When things beside steps happen.
-
-    Args:
-        rests: where training comes to rest.
-        evict_every_s: event time between evictions; None: never.
-        evict_due_s: event time of the first; None: `evict_every_s` after the first batches.
-    """
-
-    rests: Rests
-    evict_every_s: int | None = None
-    evict_due_s: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """What a pipeline may do ahead.
-
-    Args:
-        ranks: who trains together.
-        staleness: updates that a looked-up row may lack.
-    """
-
-    ranks: Ranks
-    staleness: int = 0
-
-
-def plainly(
-    learners: Sequence[Learner],
+def _plain(
+    course: Course,
     batches: Iterable[Batch],
     accumulation: int,
-    clock: Clock,
+    saver: Saver,
+    evict_every_s: int | None,
 ) -> Iterator[Trained]:
     """Train window by window; for one rank."""
-    evict_every_s, due_s = clock.evict_every_s, clock.evict_due_s
+    learners, due_s = course.learners, course.evict_due_s
     source = iter(batches)
     while window := list(islice(source, accumulation)):
         logits = {one.name: one.train_step(window) for one in learners}
@@ -129,35 +79,36 @@ def plainly(
                     one.tables.shard.evict(now_s)
             if due_s is None or now_s >= due_s:
                 due_s = now_s + evict_every_s
-        rests = clock.rests.due_after(learners[0].steps) or clock.rests.asked()
+        pauses = saver.due_after(course.steps) or saver.wants_pause()
         # Rows are counted after an eviction, as a pipeline has it.
-        yield Trained(window, logits, rests, due_s if rests else None)
+        yield Trained(window, logits, pauses, due_s if pauses else None)
 
 
-def overlapping(
-    learners: Sequence[Learner],
+def _overlapping(
+    course: Course,
     batches: Iterable[Batch],
     accumulation: int,
-    clock: Clock,
-    overlap: Overlap,
+    saver: Saver,
+    evict_every_s: int | None,
+    staleness: int,
 ) -> Iterator[Trained]:
-    """Train while the next batches load and their ids travel; the same windows as `plainly`."""
+    """Train while the next batches load and their ids travel; the same windows as `_plain`."""
+    learners, votes, first = course.learners, course.ranks.votes, course.steps
     every = _Every(learners).train()
-    first, rests = learners[0].steps, clock.rests
     pipeline = create_train_pipeline(
         every,
         learners[0].joint,
-        staleness=overlap.staleness,
+        staleness=staleness,
         accumulation=accumulation,
-        evict_every_s=clock.evict_every_s,
-        evict_due_s=clock.evict_due_s,
+        evict_every_s=evict_every_s,
+        evict_due_s=course.evict_due_s,
         weight_of=window_weight,
         step=every.step,
         device=learners[0].tables.shard.device,
-        votes=overlap.ranks.votes,
+        votes=votes,
         # Where windows end and the next begin; not before the first one.
         cut_before=lambda i: (
-            i > 0 and i % accumulation == 0 and rests.due_after(first + i // accumulation)
+            i > 0 and i % accumulation == 0 and saver.due_after(first + i // accumulation)
         ),
     )
     cuts: list[int] = []
@@ -167,8 +118,8 @@ def overlapping(
     logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
     try:
         while True:
-            overlap.ranks.votes.step = learners[0].steps
-            if rests.asked():
+            votes.step = course.steps
+            if saver.wants_pause():
                 pipeline.request_cut()
             try:
                 given = pipeline.progress(source)
@@ -182,8 +133,8 @@ def overlapping(
                 logits[name].append(logits_B)
             if done.applied:
                 # After a cut, stages of later batches wait for the next call.
-                at_rest = cuts[-1:] == [done.index + 1]
-                yield Trained(window, logits, at_rest, pipeline.evict_due_s if at_rest else None)
+                paused = cuts[-1:] == [done.index + 1]
+                yield Trained(window, logits, paused, pipeline.evict_due_s if paused else None)
                 window, logits = [], {one.name: [] for one in learners}
         if window:
             yield Trained(window, logits)
@@ -219,139 +170,90 @@ class _Every(nn.Module):
             one.apply()
 
 
-CALIBRATION_BINS = 20
-
-
-class Saves(Rests, Protocol):
-    """What saves while a loop goes on."""
-
-    def at_rest(self) -> None:
-        """Training is at rest: all ranks are, after the same step."""
-        ...
-
-    def look(self) -> None:
-        """After each step: raise what went wrong beside."""
-        ...
-
-    def beside(self) -> str | None:
-        """What goes on beside, for the progress line."""
-        ...
-
-
-class NeverSaves(NeverRests):
-    """Saves nothing."""
-
-    def at_rest(self) -> None:
-        """See `Saves`."""
-
-    def look(self) -> None:
-        """See `Saves`."""
-
-    def beside(self) -> str | None:
-        """See `Saves`."""
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """How a loop is watched.
-
-    Args:
-        progress: the bar; telemetry: counters of examples, ids and steps of this rank.
-        sink: where points of the curves go.
-        stride: examples, over all ranks, between two points.
-        evict_every_s: event seconds between two evictions of expired rows; None evicts never.
-        saves: when training rests, and what is done then.
-        observer: sees every step, and has scalars of its own for each point.
-    """
-
-    progress: Progress
-    telemetry: Telemetry
-    sink: ScalarSink
-    stride: int
-    evict_every_s: int | None = None
-    observer: Observer = field(default_factory=Unobserved)
-    saves: Saves = field(default_factory=NeverSaves)
-
-
 def train(
-    learners: Sequence[Learner],
+    course: Course,
     batches: Iterable[Batch],
     accumulation: int,
-    watch: Watch,
-    overlap: Overlap | None = None,
-    course: Course | None = None,
-) -> Recorder:
+    saver: Saver,
+    observer: RunObserver,
+    progress: Progress,
+    sink: ScalarSink,
+    *,
+    staleness: int | None = None,
+    evict_every_s: int | None = None,
+) -> None:
     """Train all learners on the same batches, one pass.
 
     The first learner is the one that progress and table growth are about. Over several ranks
     points of the curves are collective calls; where they are depends on examples alone.
 
     Args:
-        learners: one or more.
+        course: what to continue from, and to keep current; `batches` begin at its position.
         batches: in the order to train on; over several ranks this rank's shares of them, which
             know their position.
         accumulation: batches per optimizer step.
-        watch: what happens beside.
-        overlap: go through a pipeline; None: window by window, on one rank.
-        course: what to go on from, and to keep current; `batches` begin at its position.
+        saver: when training pauses, and what is done then.
+        observer: sees every step, and has scalars of its own for each point.
+        progress: the bar.
+        sink: where points of the curves go.
+        staleness: go through a pipeline, where looked-up rows may lack so many updates; None:
+            window by window, on one rank.
+        evict_every_s: event seconds between two evictions of expired rows; None evicts never.
 
     Raises:
         CheckpointError: a save failed.
         DataError: no batches.
         InputError: a model diverged.
-        NonFiniteGradient: under nan_policy "raise"; tables on a GPU tell at the next point of
+        NonFiniteGradient: under nan_policy "raise"; tables on a GPU report it at the next point of
             the curves, or when training ends.
     """
-    main, ranks = learners[0], ALONE if overlap is None else overlap.ranks
-    if course is None:
-        course = Course(learners, watch.telemetry, stride=watch.stride, ranks=ranks)
-    recorder, saves = course.recorder, watch.saves
-    steps, examples, ids = (watch.telemetry.counter(n) for n in ("steps", "examples", "ids"))
+    recorder, ranks = course.recorder, course.ranks
     done = course.position if ranks.many else recorder.examples
-    clock = Clock(rests=saves, evict_every_s=watch.evict_every_s, evict_due_s=course.evict_due_s)
-    if overlap is None:
-        windows = plainly(learners, batches, accumulation, clock)
+    if staleness is None:
+        windows = _plain(course, batches, accumulation, saver, evict_every_s)
     else:
-        windows = overlapping(learners, batches, accumulation, clock, overlap)
+        windows = _overlapping(course, batches, accumulation, saver, evict_every_s, staleness)
+
+    def point() -> None:
+        main = course.learners[0]
+        rows = counted_rows(main.tables.hosted, ranks.rank)
+        scalars = recorder.point(rows, main.row_bytes, observer.scalars())
+        sink.write(course.steps, observer.completed(scalars))
+
     course.started()
-    with watch.progress as progress, watch.observer:
+    with progress, observer:
         for trained in windows:
             recorder.add(trained.window, trained.logits)
-            steps.add()
-            examples.add(sum(batch.labels.numel() for batch in trained.window))
-            ids.add(sum(batch.ids.values_N.numel() for batch in trained.window))
-            watch.observer.stepped()
+            observer.stepped()
             course.position = trained.window[-1].position
             done = course.position if ranks.many else recorder.examples
             if done >= course.next_point:
-                _check(learners)
-                _point(recorder, main, watch, ranks)
-                course.next_point = done + watch.stride
-            if trained.at_rest:
-                _check(learners)
+                course.check()
+                point()
+                course.next_point = done + course.stride
+            if trained.paused:
+                course.check()
                 course.evict_due_s = trained.evict_due_s
-                saves.at_rest()
-            saves.look()
+                saver.on_pause()
+            saver.check()
             if ranks.leads and progress.due():
-                progress.show(_state(recorder, main, ids.value, done, ranks, saves.beside()))
+                progress.show(_progress_state(course, done, saver.status()))
         if not done:
             raise _no_examples("training")
-        _check(learners)
+        course.check()
         course.ended()
         if not recorder.curves.examples or recorder.curves.examples[-1] < done:
-            _point(recorder, main, watch, ranks)
+            point()
         if ranks.leads:
-            progress.show(_state(recorder, main, ids.value, done, ranks), final=True)
-    return recorder
+            progress.show(_progress_state(course, done), final=True)
 
 
-def judge(
-    learners: Sequence[Learner], batches: Iterable[Batch], progress: Progress, ranks: Ranks = ALONE
+def evaluate_all(
+    learners: Sequence[Learner], batches: Iterable[Batch], progress: Progress, ranks: Ranks
 ) -> dict[str, BinaryResult]:
     """Evaluate all learners on the same batches, by name; nothing is inserted or changed.
 
-    Over several ranks each judges its shares; the figures are those of all examples, exactly.
+    Over several ranks each evaluates its shares; the figures are those of all examples, exactly.
 
     Raises:
         DataError: no batches.
@@ -371,44 +273,21 @@ def judge(
         if ranks.leads:
             progress.show(ProgressState(examples=done), final=True)
     if ranks.many:
-        metrics = _merged(ranks.gathered(metrics, what="metrics of an evaluation"))
+        metrics, *others = ranks.gathered(metrics, what="metrics of an evaluation")
+        for other in others:
+            for name, sheet in metrics.items():
+                sheet.merge(other[name])
     return {name: sheet.compute() for name, sheet in metrics.items()}
 
 
-def _merged(every: Sequence[dict[str, BinaryMetrics]]) -> dict[str, BinaryMetrics]:
-    first, *others = every
-    for other in others:
-        for name, sheet in first.items():
-            sheet.merge(other[name])
-    return first
-
-
-def _check(learners: Sequence[Learner]) -> None:
-    for one in learners:
-        one.check()
-
-
-def _point(recorder: Recorder, main: Learner, watch: Watch, ranks: Ranks) -> None:
-    rows = counted_rows(main.tables.hosted, ranks.rank)
-    scalars = recorder.point(rows, main.row_bytes, watch.observer.scalars())
-    watch.sink.write(watch.telemetry.counter("steps").value, watch.observer.completed(scalars))
-
-
-def _state(
-    recorder: Recorder,
-    main: Learner,
-    ids: int,
-    examples: int,
-    ranks: Ranks,
-    beside: str | None = None,
-) -> ProgressState:
+def _progress_state(course: Course, examples: int, saving: str | None = None) -> ProgressState:
+    recorder, main = course.recorder, course.learners[0]
     loss, auc = recorder.figures()
-    rows, row_bytes = main.rows, 0
-    if ranks.many:  # those of the last point: asking the others takes all of them
+    if course.ranks.many:  # those of the last point: asking the others takes all of them
         ids, row_bytes = recorder.total_ids, recorder.row_bytes
         rows = sum(counts[-1] for counts in recorder.curves.rows.values() if counts)
     else:
-        row_bytes = main.row_bytes
+        ids, rows, row_bytes = recorder.ids, main.rows, main.row_bytes
     return ProgressState(
         examples=examples,
         ids=ids,
@@ -416,7 +295,7 @@ def _state(
         auc=auc[main.name],
         rows=rows,
         row_bytes=row_bytes,
-        beside=beside,
+        saving=saving,
     )
 
 

@@ -1,4 +1,4 @@
-"""What is watched beside the metrics of a model: waiting, devices, exchanges, a profile."""
+"""What is watched next to the metrics of a model: waiting, devices, exchanges, a profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -22,55 +21,6 @@ _log = logging.getLogger("shoal.train")
 
 _HOT_IDS = 3
 _WAIT_STEPS, _WARMUP_STEPS, _PROFILED_STEPS = 2, 2, 6
-
-
-class Observer(Protocol):
-    """Sees a training loop from beside."""
-
-    def __enter__(self) -> Observer: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-    def stepped(self) -> None:
-        """A step is done."""
-        ...
-
-    def scalars(self) -> dict[str, float]:
-        """This rank's scalars since the last call; the same names on every rank."""
-        ...
-
-    def completed(self, scalars: dict[str, float]) -> dict[str, float]:
-        """The scalars of a point, means over ranks, with those that follow from them."""
-        ...
-
-
-class Unobserved:
-    """Sees nothing."""
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Nothing to end."""
-
-    def stepped(self) -> None:
-        """See `Observer`."""
-
-    def scalars(self) -> dict[str, float]:
-        """See `Observer`."""
-        return {}
-
-    def completed(self, scalars: dict[str, float]) -> dict[str, float]:
-        """See `Observer`."""
-        return scalars
 
 
 class RunObserver:
@@ -103,7 +53,7 @@ class RunObserver:
         self._trip: Trip | None = None
         self._profile = _profiler(config.profile, ranks.rank) if config.profile else None
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> RunObserver:
         self._since_s = self._clock()
         if self._ranks.waiting is not None:
             self._waited_s = self._ranks.waiting.total_s
@@ -126,12 +76,12 @@ class RunObserver:
             self._profile.stop()
 
     def stepped(self) -> None:
-        """See `Observer`."""
+        """A step is done."""
         if self._profile is not None:
             self._profile.step()
 
     def scalars(self) -> dict[str, float]:
-        """See `Observer`."""
+        """This rank's scalars since the last call; the same names on every rank."""
         now_s, found = self._clock(), {}
         if self._ranks.waiting is not None:
             waited_s = self._ranks.waiting.total_s
@@ -147,7 +97,7 @@ class RunObserver:
         return found
 
     def completed(self, scalars: dict[str, float]) -> dict[str, float]:
-        """See `Observer`."""
+        """The scalars of a point, means over ranks, with those that follow from them."""
         to = [v for name, v in scalars.items() if name.startswith("alltoall/ids_to_rank/")]
         if to and sum(to):
             scalars = scalars | {"alltoall/imbalance": max(to) * len(to) / sum(to)}
@@ -207,7 +157,7 @@ def _device_use(device: torch.device) -> dict[str, float]:
     found = {"device/memory_bytes": float(torch.cuda.memory_allocated(device))}
     try:
         found["device/utilisation"] = torch.cuda.utilization(device) / 100
-    except (ModuleNotFoundError, RuntimeError):  # no NVML here, or one that will not tell
+    except (ModuleNotFoundError, RuntimeError):  # no NVML here, or one that does not answer
         found["device/utilisation"] = float("nan")
     return found
 

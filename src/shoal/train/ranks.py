@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,64 +24,10 @@ from shoal.distributed.model import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.table.factory import resolve_device
 
+_PATIENCE_S = 3.0
 _POLL_S = 0.05
 _LAST_READERS_S = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a rank ended.
-
-    Args:
-        text: its error.
-        cause: it is the rank's own error, no other rank's absence.
-    """
-
-    text: str
-    cause: bool
-
-
-class Alarm:
-    """One run's place for last words.
-
-    Args:
-        mesh: the ranks.
-        name: of the run among those of a process; alike on all ranks.
-    """
-
-    def __init__(self, mesh: Mesh, name: str) -> None:
-        self._rank, self._world_size = mesh.rank, mesh.world_size
-        # A store of its own connection: another call that waits does not keep this one waiting.
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._name = name
-
-    def ring(self, ending: Ending) -> None:
-        """Write down why this rank ends. A store that is gone with its rank is no further error."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key(self._rank), json.dumps([ending.text, ending.cause]))
-
-    def listen(self, patience_s: float) -> Mapping[int, Ending]:
-        """Endings by rank, once all ranks have written theirs or `patience_s` have passed."""
-        until = time.monotonic() + patience_s
-        found: dict[int, Ending] = {}
-        # The store may be gone with the rank that kept it.
-        with contextlib.suppress(RuntimeError, ValueError):
-            while len(found) < self._world_size and time.monotonic() < until:
-                for rank in range(self._world_size):
-                    if rank not in found and self._store.check([self._key(rank)]):
-                        text, cause = json.loads(self._store.get(self._key(rank)))
-                        found[rank] = Ending(text, cause)
-                time.sleep(_POLL_S)
-        if self._rank == 0:
-            time.sleep(_LAST_READERS_S)  # this rank may be the one that keeps the store
-        return found
-
-    def _key(self, rank: int) -> str:
-        return f"shoal/{self._name}/ending/{rank}"
-
-
-_PATIENCE_S = 3.0
+_ENDING = "shoal/run/ending/{}"
 
 
 class Ranks:
@@ -102,7 +47,10 @@ class Ranks:
         self.votes: Collectives = LocalCollectives() if mesh is None else mesh.votes
         self.waiting: Waiting | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
-        self._alarm = None if mesh is None else Alarm(mesh, "run")
+        if mesh is not None:
+            # A store of its own connection: another call that waits does not keep this one waiting.
+            store = dist.distributed_c10d._get_default_store()
+            self._store: Any = store.clone() if hasattr(store, "clone") else store
 
     @property
     def many(self) -> bool:
@@ -120,7 +68,7 @@ class Ranks:
         return RankShare(self.rank, self.world_size)
 
     def background(self, name: str) -> Collectives | None:
-        """Collectives between hosts for work beside training; None for one rank."""
+        """Collectives between hosts for work during training; None for one rank."""
         if self.mesh is None:
             return None
         # Gloo: waiting for the others takes no core from those that train.
@@ -149,36 +97,52 @@ class Ranks:
 
         Raises:
             ShoalError: this rank's own error, with rank and step in front.
-            CollectiveFailed: this rank waited for one that stopped; it tells why that one did.
+            CollectiveFailed: this rank waited for one that stopped; it reports why that one did.
         """
         try:
             yield
         except ShoalError as error:
-            if self._alarm is None:
+            if self.mesh is None:
                 raise
             # Errors with further `args` keep their kind, not their parts: the text has them.
-            raise type(error)(self._ended(error, self._alarm)) from error
+            raise type(error)(self._ended(error, self.mesh)) from error
         except Exception as error:
-            if self._alarm is None:
+            if self.mesh is None:
                 raise
             lost = lost_in_backward(error)
-            ended = self._ended(error if lost is None else lost, self._alarm)
+            ended = self._ended(error if lost is None else lost, self.mesh)
             if lost is None:
                 raise
             raise CollectiveFailed(ended) from error
 
-    def _ended(self, error: Exception, alarm: Alarm) -> str:
-        """Tell the others, hear them, and say it all."""
-        assert self.mesh is not None
+    def _ended(self, error: Exception, mesh: Mesh) -> str:
+        """Report to the others why this rank ends, and return that with their causes."""
         kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
         own = f"rank {self.rank} of {self.world_size}, step {self.step()}: {kind}{error}"
-        alarm.ring(Ending(own, cause=not isinstance(error, CollectiveFailed)))
-        self.mesh.abandon()
-        heard = alarm.listen(_PATIENCE_S)
-        causes = [
-            ending.text for rank, ending in heard.items() if ending.cause and rank != self.rank
-        ]
-        return "\n".join([own, *causes])
+        # A store that is gone with the rank that kept it is no further error.
+        with contextlib.suppress(RuntimeError):
+            # Absence of other ranks is no cause of its own.
+            ending = [own, not isinstance(error, CollectiveFailed)]
+            self._store.set(_ENDING.format(self.rank), json.dumps(ending))
+        mesh.abandon()
+        every = self._endings()
+        return "\n".join(
+            [own, *(text for rank, (text, cause) in every.items() if cause and rank != self.rank)]
+        )
+
+    def _endings(self) -> dict[int, tuple[str, bool]]:
+        """(error, whether it is a cause) by rank, once all ranks have written theirs or soon."""
+        until = time.monotonic() + _PATIENCE_S
+        found: dict[int, tuple[str, bool]] = {}
+        with contextlib.suppress(RuntimeError, ValueError):
+            while len(found) < self.world_size and time.monotonic() < until:
+                for rank in range(self.world_size):
+                    if rank not in found and self._store.check([_ENDING.format(rank)]):
+                        found[rank] = json.loads(self._store.get(_ENDING.format(rank)))
+                time.sleep(_POLL_S)
+        if self.leads:
+            time.sleep(_LAST_READERS_S)  # this rank may be the one that keeps the store
+        return found
 
 
 ALONE = Ranks(None)
@@ -192,21 +156,17 @@ def gather_ranks(config: RunConfig) -> tuple[Ranks, RunConfig]:
         DeviceUnavailable: no such device here.
         CollectiveFailed: the other ranks did not come in time.
     """
-    if current() is None and detect().world_size == 1:
-        device = resolve_device(config.device)
-        return ALONE, config.model_copy(update={"device": device})
     launch = detect()
+    if current() is None and launch.world_size == 1:
+        return ALONE, _on(config, resolve_device(config.device))
     on_cpu = pick_device(config.device, launch.local_rank).type == "cpu"
     if on_cpu and config.distributed.pin_cores:
         pin_cores(launch.local_rank, launch.local_world_size)
     mesh = init(device=config.device, timeout_s=config.distributed.timeout_s)
     if mesh.world_size == 1:
-        device = resolve_device(config.device)
-        return ALONE, config.model_copy(update={"device": device})
-    return Ranks(mesh), config.model_copy(update={"device": str(mesh.device)})
+        return ALONE, _on(config, resolve_device(config.device))
+    return Ranks(mesh), _on(config, str(mesh.device))
 
 
-def seed_rank(config: RunConfig, ranks: Ranks) -> None:
-    """After the models are built alike, let ranks draw different numbers, for dropout say."""
-    if ranks.many:
-        torch.manual_seed(config.seed + ranks.rank)
+def _on(config: RunConfig, device: str) -> RunConfig:
+    return config.model_copy(update={"device": device})

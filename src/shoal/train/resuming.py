@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.train import folder as folders
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, contents_of
-from shoal.train.ranks import Ranks
+from shoal.train.learner import contents_of
 from shoal.train.saving import Chain
 
 _log = logging.getLogger("shoal.train")
@@ -33,30 +32,7 @@ LOGISTIC = "logistic"
 """Name of the baseline that learns."""
 
 
-def find_warm(settings: WarmStartSettings) -> str:
-    """The checkpoint to start from: its folder or URL.
-
-    Raises:
-        CheckpointError: there is none at the path.
-    """
-    path = settings.path
-    if "://" not in path and RunFolder(Path(path)).config.is_file():
-        newest = folders.checkpoint_of(RunFolder(Path(path)))
-        if newest is None:
-            raise CheckpointError(
-                "checkpoint.warm_start",
-                got=f"{path}, a run without checkpoints",
-                allowed="a run that saved one, the folder of checkpoints, or one of those",
-                remedy="Train it with output.save_model=true, or name another.",
-            )
-        return newest
-    store, name = locate(Storage(path).url)
-    return store.folder(name).url
-
-
-def fill(
-    url: str, settings: WarmStartSettings, learners: Sequence[Learner], ranks: Ranks
-) -> Manifest:
+def _fill(url: str, settings: WarmStartSettings, course: Course) -> None:
     """Fill the run's model, and its baselines as far as they were saved, from a checkpoint.
 
     Steps, position, random numbers and metrics start from zero, optimizers keep the settings of
@@ -68,31 +44,30 @@ def fill(
     store, name = locate(url)
     manifest = store.manifest(name)
     saved = {table.collection for table in manifest.tables} | set(manifest.modules)
-    model, *baselines = learners
+    model, *baselines = course.learners
     filled = [model, *(one for one in baselines if one.name in saved)]
     contents = contents_of(filled)
     with _own_settings(contents.optimizers):
         loaded = load(
             url,
             contents,
-            options=_options(settings, manifest, {one.name for one in learners}),
-            collectives=ranks.votes if ranks.many else None,
+            options=_options(settings, manifest, {one.name for one in course.learners}),
+            collectives=course.ranks.votes if course.ranks.many else None,
         )
     for hosting in contents.tables.values():
         hosting.shard.last_step = 0
         if hosting.resume is not None:
             hosting.resume(0)
-    if ranks.leads:
+    if course.ranks.leads:
         rows = ", ".join(f"{key}: {count}" for key, count in loaded.rows.items())
         _log.info("starting warm from %s, step %d; rows of %s", url, manifest.step, rows)
         for one in baselines:
             if one not in filled:
-                _log.info("%s has no model %r: that starts anew", url, one.name)
-    return manifest
+                _log.info("%s has no model %r: that starts from scratch", url, one.name)
 
 
 def _options(settings: WarmStartSettings, manifest: Manifest, models: set[str]) -> LoadOptions:
-    others = {LOGISTIC} - models  # a baseline that was trained beside the model is no part of it
+    others = {LOGISTIC} - models  # a baseline that was trained next to the model is no part of it
     unknown = {
         *(table.key for table in manifest.tables if table.collection in others),
         *(f"module:{name}" for name in manifest.modules if name in others),
@@ -123,7 +98,7 @@ def _own_settings(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
 
 LATEST = "latest"
 
-# What may differ between a run and its resumption: who does the work, how fast, what is told.
+# What may differ between a run and its resumption: who does the work, how fast, what is reported.
 _FREE = (
     "name",
     "device",
@@ -152,7 +127,7 @@ class Beginning:
     Args:
         folder: of the run; made, or found.
         url: folder of its checkpoints.
-        checkpoint: name of the one to go on from; None: the run starts anew.
+        checkpoint: name of the one to continue from; None: the run starts from scratch.
         warm: folder of the checkpoint that a new run's models are filled from.
     """
 
@@ -175,14 +150,14 @@ def find_beginning(
         examples: to train on in one pass; None: not known.
 
     Raises:
-        CheckpointError: nothing to go on from where there must be, or checkpoints of another run
+        CheckpointError: nothing to continue from where there must be, or checkpoints of another run
             where this one would put its own.
-        ConfigError: settings that the run to go on with had otherwise, or that contradict; or
+        ConfigError: settings that the run to continue had otherwise, or that contradict; or
             other data.
     """
     settings = config.checkpoint
     if resume is not None and settings.resume == "never":
-        allowed = "checkpoint.resume=auto or must beside --resume"
+        allowed = "checkpoint.resume=auto or must next to --resume"
         raise _refused("checkpoint.resume", "never", allowed, "Leave one of them out.")
     mine = None
     if resume is not None:
@@ -204,9 +179,9 @@ def find_beginning(
     if newest is None and mine is not None and settings.dir is None:
         _log.warning("no checkpoint of %s: it starts over", mine.path)
     elif newest is None and resume is None and settings.resume != "never" and _again(attempt):
-        _tell_lost(config, attempt, url)
+        _warn_lost(config, attempt, url)
     if url is None or newest is None:
-        return _anew(config, mine, attempt, url)
+        return _from_scratch(config, mine, attempt, url)
     job = _job_in(url, newest)
     _check_same(config, job, f"{url}/{newest}")
     _check_data(config, job, f"{url}/{newest}", examples)
@@ -218,50 +193,39 @@ def find_beginning(
 
 
 def job_of(config: RunConfig, folder: RunFolder, examples: int | None = None) -> dict[str, Any]:
-    """What checkpoints say of the run that they belong to; `examples` as for `find_beginning`."""
+    """What checkpoints hold of the run that they belong to; `examples` as for `find_beginning`."""
     where = str(folder.path.absolute())
     return {"config": to_yaml(config), "folder": where, "examples": examples}
 
 
-def go_on(
-    config: RunConfig,
-    beginning: Beginning,
-    learners: Sequence[Learner],
-    course: Course,
-    ranks: Ranks,
-) -> Chain | None:
-    """Fill models and course from the checkpoint to go on from, or models by a warm start.
+def restore(config: RunConfig, beginning: Beginning, course: Course) -> Chain:
+    """Fill models and course from the checkpoint to continue from, or models by a warm start.
 
     Returns:
-        what deltas build on; None where the run starts anew.
+        what deltas build on; an empty one where the run starts from scratch.
 
     Raises:
         CheckpointError: it is damaged, or of another model; nothing is half-loaded.
     """
-    name, settings = beginning.checkpoint, config.checkpoint.warm_start
+    name, settings, ranks = beginning.checkpoint, config.checkpoint.warm_start, course.ranks
     if name is None:
         if beginning.warm is not None and settings is not None:
-            fill(beginning.warm, settings, learners, ranks)
-        return None
+            _fill(beginning.warm, settings, course)
+        return Chain()
     store = CheckpointStore(beginning.url)
     loaded = load(
         store.folder(name).url,
-        contents_of(learners),
+        contents_of(course.learners),
         collectives=ranks.votes if ranks.many else None,
     )
     state, own = loaded.state["course"], loaded.rank_state or None
     course.load_state(state, own)
     if ranks.leads:
-        _log.info(
-            "going on from %s/%s: step %d, %d samples",
-            beginning.url,
-            name,
-            course.steps,
-            course.position,
-        )
+        at = f"step {course.steps}, {course.position} samples"
+        _log.info("going on from %s/%s: %s", beginning.url, name, at)
         if own is None:
             _log.warning(
-                "%s was saved by %d ranks, these are %d: their random numbers begin anew",
+                "%s was saved by %d ranks, these are %d: their random numbers begin from scratch",
                 name,
                 state["world_size"],
                 ranks.world_size,
@@ -274,8 +238,8 @@ def _again(attempt: Attempt | None) -> TypeGuard[Attempt]:
     return attempt is not None and attempt.restarts > 0
 
 
-def _tell_lost(config: RunConfig, attempt: Attempt, url: str | None) -> None:
-    """Say that a launcher's job starts over though it ran before, and what may be the cause."""
+def _warn_lost(config: RunConfig, attempt: Attempt, url: str | None) -> None:
+    """Warn that a launcher's job starts over though it ran before, and what may be the cause."""
     key, found = "checkpoint.dir", f"no checkpoint in {url}"
     if url is None:
         key, found = "output.dir", f"no run folder of an earlier one in {config.output.dir}"
@@ -288,21 +252,42 @@ def _tell_lost(config: RunConfig, attempt: Attempt, url: str | None) -> None:
     )
 
 
-def _anew(
+def _from_scratch(
     config: RunConfig, mine: RunFolder | None, attempt: Attempt | None, url: str | None
 ) -> Beginning:
     if config.checkpoint.resume == "must":
         got = f"none in {url}" if url else "no checkpoint.dir, and no --resume"
         raise _refused(
-            "checkpoint to go on from (checkpoint.resume=must)",
+            "checkpoint to continue from (checkpoint.resume=must)",
             got,
             "a committed one",
             "Set checkpoint.resume=auto to start a new run.",
         )
     settings = config.checkpoint.warm_start
-    warm = None if settings is None else find_warm(settings)
+    warm = None if settings is None else _find_warm(settings)
     folder = folders.create(config, attempt) if mine is None else mine
     return Beginning(folder, url or str(folder.checkpoints), warm=warm)
+
+
+def _find_warm(settings: WarmStartSettings) -> str:
+    """The checkpoint to start from: its folder or URL.
+
+    Raises:
+        CheckpointError: there is none at the path.
+    """
+    path = settings.path
+    if "://" not in path and RunFolder(Path(path)).config.is_file():
+        newest = folders.checkpoint_of(RunFolder(Path(path)))
+        if newest is None:
+            raise CheckpointError(
+                "checkpoint.warm_start",
+                got=f"{path}, a run without checkpoints",
+                allowed="a run that saved one, the folder of checkpoints, or one of those",
+                remedy="Train it with output.save_model=true, or name another.",
+            )
+        return newest
+    store, name = locate(Storage(path).url)
+    return store.folder(name).url
 
 
 def _job_in(url: str, name: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,7 @@ from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, RunData, build_parts, open_data
 from shoal.config.tree import LogisticSettings
-from shoal.data import Batch, Loader
+from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
 from shoal.table.spec import MAX_THREADS
@@ -30,7 +31,6 @@ from shoal.telemetry import (
     Progress,
     ProgressState,
     ScalarSink,
-    Telemetry,
     TensorBoard,
     has_tensorboard,
 )
@@ -39,10 +39,10 @@ from shoal.train import summary
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
-from shoal.train.loop import Overlap, Watch, judge, train
+from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
-from shoal.train.ranks import ALONE, Ranks, gather_ranks, seed_rank
-from shoal.train.resuming import LOGISTIC, find_beginning, go_on, job_of
+from shoal.train.ranks import ALONE, Ranks, gather_ranks
+from shoal.train.resuming import LOGISTIC, find_beginning, job_of, restore
 from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
 
@@ -133,138 +133,37 @@ def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
 Metrics = Mapping[str, Mapping[str, float]]
 
 
-def run(config: RunConfig, *, console: Console, resume: str | None = None) -> RunResult:
-    """Train a model and its baselines, judge them, and write the run folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A run's data and models on this rank: the run's own, then the baseline that learns.
 
-    Under a launcher of several ranks (torchrun, mpirun, srun) all of them train one model. Rank 0
-    prints and writes; every rank gets the result.
-
-    Args:
-        config: the settings; the same on every rank.
-        console: where progress, the table of metrics and the report's path are printed.
-        resume: the folder of a run to go on with, or "latest"; None: `config.checkpoint` says.
-
-    Raises:
-        ShoalError: wrong settings or data, a model that diverged, a table that is full, a save
-            that failed; over several ranks on all of them, with the rank and the step where it
-            happened.
+    config: with the device settled.
+    console: where the leading rank prints; a silent one elsewhere.
     """
-    ranks, placed = gather_ranks(config)
-    with ranks.together():
-        require_same(ranks.votes, config)
-        return _run(config, placed, ranks, ranks.console(console), resume)
+
+    config: RunConfig
+    ranks: Ranks
+    console: Console
+    data: RunData
+    learners: list[Learner]
+
+    @property
+    def stride(self) -> int:
+        """Examples between two points of the curves."""
+        return max(1, self.data.train.examples // self.config.logging.points)
+
+    def progress(self, title: str, examples: int) -> Progress:
+        """A progress line for so many examples."""
+        interval_s = self.config.logging.plain_interval_s
+        return Progress(self.console, title, examples, plain_interval_s=interval_s)
+
+    def print(self, line: str) -> None:
+        """Print one line as it is."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _run(
-    config: RunConfig, placed: RunConfig, ranks: Ranks, console: Console, resume: str | None
-) -> RunResult:
-    data, learners = _open(placed, ranks)
-    _tell_short(data.train, console)
-    events = ranks.leads and _writes_events(config, console)
-    examples = len(data.train.source)
-    beginning = as_first_rank(
-        ranks.votes,
-        lambda: find_beginning(config, resume, attempt(), examples),
-        what="beginning of the run",
-    )
-    course = Course(
-        learners, Telemetry(), stride=_stride(config, data), ranks=ranks, seed=config.seed
-    )
-    chain = go_on(config, beginning, learners, course, ranks)
-    if chain is not None:
-        where = f"{beginning.folder.path}, step {course.steps}"
-        console.print(f"going on with {where}", markup=False, highlight=False, soft_wrap=True)
-    elif beginning.warm is not None:
-        said = f"starting warm from {beginning.warm}"
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-    saver = Saver(
-        beginning.url,
-        config.checkpoint,
-        tuple(learners),
-        course,
-        job=job_of(config, beginning.folder, examples),
-        ranks=ranks,
-        chain=chain,
-    )
-    folder, after = beginning.folder, None if chain is None else course.steps
-    with ExitStack() as held:
-        as_first_rank(ranks.votes, lambda: folders.hold(folder, held), what="hold of a run folder")
-        sink = held.enter_context(
-            closing(_sinks(config, folder, ranks, events=events, go_on_after=after))
-        )
-        _train(placed, data, learners, course, saver, (sink, console), ranks)
-        result = _judged_run(placed, folder, data, learners, course, (sink, console), ranks)
-    if folder.report.is_file():
-        _print_path(console, "report", folder.report)
-    return result
-
-
-def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Metrics:
-    """Judge the models of a trained run again and print the table of metrics.
-
-    The run may have been trained by another number of ranks.
-
-    Args:
-        run: a run folder, or a config file: then its latest run.
-        overrides: changes to the run's settings, say to judge on other data.
-        console: where the table is printed.
-
-    Raises:
-        ShoalError: no trained run there, or wrong settings or data.
-    """
-    folder, settings = _found(run, overrides)
-    ranks, config = gather_ranks(settings)
-    with ranks.together():
-        require_same(ranks.votes, settings)
-        figures = folder.read_metrics()["models"]
-        base_rate = figures.get(BASE_RATE, {}).get("mean_prediction", 0.0)
-        data, learners = _open(config, ranks)
-        _load(folder, learners, ranks)
-        console = ranks.console(console)
-        judged = _judge(config, console, data, learners, ranks)
-        metrics = _metrics(config, judged, base_rate)
-        console.print(summary.metric_table(metrics, summary.table_title(judged)))
-        return metrics
-
-
-def predict(
-    run: str, overrides: Sequence[str] = (), *, out: Path | None = None, console: Console
-) -> Path:
-    """Write the predictions of a trained run's model for its evaluation examples as Parquet.
-
-    Args:
-        run: a run folder, or a config file: then its latest run.
-        overrides: changes to the run's settings, say to predict other data.
-        out: the file to write; None puts it into the run folder. Rank 0 writes it.
-        console: where progress and the path are printed.
-
-    Returns:
-        the file's path.
-
-    Raises:
-        ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
-    """
-    folder, settings = _found(run, overrides)
-    ranks, config = gather_ranks(settings)
-    with ranks.together():
-        require_same(ranks.votes, settings)
-        data, learners = _open(config, ranks)
-        _load(folder, learners, ranks)
-        console = ranks.console(console)
-        file = folder.predictions if out is None else out
-        progress = _progress(config, console, "predict", data.evaluation.examples)
-        write_predictions(file, learners[0], data.evaluation, progress, ranks)
-        _print_path(console, "predictions", file)
-        return file
-
-
-def _found(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
-    """A trained run and its settings, as rank 0 finds them: the latest may change meanwhile."""
-    return as_first_rank(early_votes(), lambda: folders.find(run, overrides), what="trained run")
-
-
-def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
-    """The data, and the run's model with the baseline that learns, if it is asked for."""
+def _open(config: RunConfig, ranks: Ranks, console: Console) -> _Opened:
+    """Open the data and build the models."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -291,125 +190,200 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[RunData, list[Learner]]:
     }
     learners = [Learner(name, parts, config, ranks) for name, parts in every.items()]
     ranks.step = lambda: learners[0].steps
-    seed_rank(config, ranks)
-    return data, learners
-
-
-def _train(
-    config: RunConfig,
-    data: RunData,
-    learners: Sequence[Learner],
-    course: Course,
-    saver: Saver,
-    output: tuple[ScalarSink, Console],
-    ranks: Ranks,
-) -> None:
-    """Train from where the course is to the end, and save."""
-    sink, console = output
-    watch = Watch(
-        progress=_progress(config, console, "train", data.train.examples),
-        telemetry=course.telemetry,
-        sink=sink,
-        stride=_stride(config, data),
-        evict_every_s=config.evict_every_s if learners[0].expires else None,
-        observer=RunObserver(config, ranks, learners[0]),
-        saves=saver,
+    if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
+        torch.manual_seed(config.seed + ranks.rank)
+    return _Opened(
+        config=config, ranks=ranks, console=ranks.console(console), data=data, learners=learners
     )
-    staleness = config.distributed.staleness
-    overlap = Overlap(ranks=ranks, staleness=staleness) if ranks.many or staleness else None
-    batches = data.train.batches(course.position)
-    with old_objects_set_aside(), saver:
-        train(learners, batches, config.accumulation, watch, overlap, course)
-        saver.finish(model=config.output.save_model)
 
 
-def _judged_run(
-    config: RunConfig,
-    folder: RunFolder,
-    data: RunData,
-    learners: Sequence[Learner],
-    course: Course,
-    output: tuple[FanOut, Console],
-    ranks: Ranks,
-) -> RunResult:
-    """Judge the trained models, and write and print what the run amounts to."""
-    sink, console = output
-    recorder = course.recorder
-    judged = _judge(config, console, data, learners, ranks)
-    metrics = _metrics(config, judged, recorder.base_rate)
-    sink.write(learners[0].steps, _eval_scalars(metrics))
-    result = _result(folder, metrics, course)
-    if ranks.leads:
-        page = report.render(summary.build_report(config, result, recorder.curves, judged))
-        with sink.giving_way("report.html"):
-            folder.write_report(page)
-        with sink.giving_way("metrics.json"):
-            folder.write_metrics({"name": config.name, **result.as_json()})
-    console.print(summary.metric_table(metrics, summary.table_title(judged)))
-    console.print(summary.closing_line(result), highlight=False)
+def run(config: RunConfig, *, console: Console, resume: str | None = None) -> RunResult:
+    """Train a model and its baselines, evaluate them, and write the run folder.
+
+    Under a launcher of several ranks (torchrun, mpirun, srun) all of them train one model. Rank 0
+    prints and writes; every rank gets the result.
+
+    Args:
+        config: the settings; the same on every rank.
+        console: where progress, the table of metrics and the report's path are printed.
+        resume: the folder of a run to continue, or "latest"; None: `config.checkpoint` decides.
+
+    Raises:
+        ShoalError: wrong settings or data, a model that diverged, a table that is full, a save
+            that failed; over several ranks on all of them, with the rank and the step where it
+            happened.
+    """
+    ranks, placed = gather_ranks(config)
+    with ranks.together():
+        require_same(ranks.votes, config)
+        return _run(config, _open(placed, ranks, console), resume)
+
+
+def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
+    """config: as it was given, which the run folder keeps."""
+    data, ranks = opened.data, opened.ranks
+    _report_short(opened)
+    has_events = _has_events(opened)
+    examples = len(data.train.source)
+    beginning = as_first_rank(
+        ranks.votes,
+        lambda: find_beginning(config, resume, attempt(), examples),
+        what="beginning of the run",
+    )
+    folder = beginning.folder
+    course = Course(opened.learners, stride=opened.stride, ranks=ranks, seed=config.seed)
+    chain = restore(config, beginning, course)
+    after = None
+    if beginning.checkpoint is not None:
+        after = course.steps
+        opened.print(f"going on with {folder.path}, step {after}")
+    elif beginning.warm is not None:
+        opened.print(f"starting warm from {beginning.warm}")
+    saver = Saver(
+        beginning.url,
+        config.checkpoint,
+        course,
+        job=job_of(config, folder, examples),
+        ranks=ranks,
+        chain=chain,
+    )
+    with ExitStack() as held:
+        as_first_rank(ranks.votes, lambda: folders.hold(folder, held), what="hold of a run folder")
+        sinks = FanOut()
+        if ranks.leads and has_events:
+            sinks.open(lambda: TensorBoard(folder.logs, go_on_after=after), "TensorBoard logs")
+        if ranks.leads and config.logging.jsonl:
+            path = folder.logs / "log.jsonl"
+            sinks.open(lambda: JsonLines(path, go_on_after=after), "log.jsonl")
+        held.enter_context(closing(sinks))
+        _train(opened, course, saver, sinks)
+        result = _evaluate_run(opened, folder, course, sinks)
+    if folder.report.is_file():
+        opened.print(f"report: {folder.report}")
     return result
 
 
-def _tell_short(train: Loader, console: Console) -> None:
-    """Say what becomes of a last batch that is too short for the model."""
-    if not train.short_examples:
-        return
-    each = f"the last {train.short_examples} of {len(train.source):,} examples of an epoch"
-    becomes = "joins the batch before"
-    if train.short == "drop":
-        becomes = f"is left out, {train.dropped:,} in all epochs"
-    said = f"{each} {becomes}: batch normalisation takes no batch of one (data.last_batch)"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Metrics:
+    """Evaluate the models of a trained run again and print the table of metrics.
+
+    The run may have been trained by another number of ranks.
+
+    Args:
+        run: a run folder, or a config file: then its latest run.
+        overrides: changes to the run's settings, say to evaluate on other data.
+        console: where the table is printed.
+
+    Raises:
+        ShoalError: no trained run there, or wrong settings or data.
+    """
+    with _trained(run, overrides, console) as (folder, opened):
+        figures = folder.read_metrics()["models"]
+        base_rate = figures.get(BASE_RATE, {}).get("mean_prediction", 0.0)
+        _, metrics = _evaluate(opened, base_rate)
+        return metrics
 
 
-def _judge(
-    config: RunConfig, console: Console, data: RunData, learners: Sequence[Learner], ranks: Ranks
-) -> Mapping[str, BinaryResult]:
-    progress = _progress(config, console, "judge", data.evaluation.examples)
-    return judge(learners, data.evaluation, progress, ranks)
+def predict(
+    run: str, overrides: Sequence[str] = (), *, out: Path | None = None, console: Console
+) -> Path:
+    """Write the predictions of a trained run's model for its evaluation examples as Parquet.
+
+    Args:
+        run: a run folder, or a config file: then its latest run.
+        overrides: changes to the run's settings, say to predict other data.
+        out: the file to write; None puts it into the run folder. Rank 0 writes it.
+        console: where progress and the path are printed.
+
+    Returns:
+        the file's path.
+
+    Raises:
+        ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
+    """
+    with _trained(run, overrides, console) as (folder, opened):
+        file = folder.predictions if out is None else out
+        batches = opened.data.evaluation
+        progress = opened.progress("predict", batches.examples)
+        write_predictions(file, opened.learners[0], batches, progress, opened.ranks)
+        opened.print(f"predictions: {file}")
+        return file
 
 
-def _progress(config: RunConfig, console: Console, title: str, total: int | None) -> Progress:
-    return Progress(console, title, total, plain_interval_s=config.logging.plain_interval_s)
+@contextmanager
+def _trained(
+    run: str, overrides: Sequence[str], console: Console
+) -> Iterator[tuple[RunFolder, _Opened]]:
+    """A trained run with its models as the newest checkpoint has them."""
+    # As rank 0 finds it: the latest may change meanwhile.
+    folder, settings = as_first_rank(
+        early_votes(), lambda: folders.find(run, overrides), what="trained run"
+    )
+    ranks, config = gather_ranks(settings)
+    with ranks.together():
+        require_same(ranks.votes, settings)
+        opened = _open(config, ranks, console)
+        where = as_first_rank(
+            ranks.votes, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
+        )
+        assert where is not None, "found before"
+        # What trained the models stays there.
+        optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
+        load(
+            where,
+            contents_of(opened.learners, trains=False),
+            options=LoadOptions(allow_unknown=optimizers),
+            collectives=ranks.votes,
+        )
+        yield folder, opened
 
 
-def _stride(config: RunConfig, data: RunData) -> int:
-    return max(1, data.train.examples // config.logging.points)
+def _train(opened: _Opened, course: Course, saver: Saver, sink: ScalarSink) -> None:
+    """Train from where the course is to the end, and save."""
+    config, data, ranks = opened.config, opened.data, opened.ranks
+    staleness = config.distributed.staleness
+    observer = RunObserver(config, ranks, opened.learners[0])
+    with old_objects_set_aside(), saver:
+        train(
+            course,
+            data.train.batches(course.position),
+            config.accumulation,
+            saver,
+            observer,
+            opened.progress("train", data.train.examples),
+            sink,
+            staleness=staleness if ranks.many or staleness else None,
+            evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
+        )
+        saver.finish(model=config.output.save_model)
 
 
-def _writes_events(config: RunConfig, console: Console) -> bool:
-    wanted = config.logging.tensorboard
-    if wanted == "auto" and not has_tensorboard():
-        console.print("no TensorBoard logs: pip install 'shoal\\[tensorboard]' to get them")
-        return False
-    return bool(wanted)
+def _evaluate(
+    opened: _Opened, base_rate: float
+) -> tuple[Mapping[str, BinaryResult], dict[str, dict[str, float]]]:
+    """Evaluate the models and print the table of metrics; (results, figures) by model."""
+    batches = opened.data.evaluation
+    progress = opened.progress("judge", batches.examples)
+    results = evaluate_all(opened.learners, batches, progress, opened.ranks)
+    metrics = {name: summary.figures(result) for name, result in results.items()}
+    first = next(iter(results.values()))
+    if BASE_RATE in opened.config.baselines:
+        metrics[BASE_RATE] = summary.base_rate_figures(base_rate, first)
+    title = f"on {first.examples:,} evaluation examples"
+    opened.console.print(summary.metric_table(metrics, title))
+    return results, metrics
 
 
-def _sinks(
-    config: RunConfig, folder: RunFolder, ranks: Ranks, *, events: bool, go_on_after: int | None
-) -> FanOut:
-    sinks = FanOut()
-    if ranks.leads and events:
-        sinks.open(lambda: TensorBoard(folder.logs, go_on_after=go_on_after), "TensorBoard logs")
-    if ranks.leads and config.logging.jsonl:
-        path = folder.logs / "log.jsonl"
-        sinks.open(lambda: JsonLines(path, go_on_after=go_on_after), "log.jsonl")
-    return sinks
-
-
-def _metrics(
-    config: RunConfig, judged: Mapping[str, BinaryResult], base_rate: float
-) -> dict[str, dict[str, float]]:
-    metrics = {name: summary.figures(result) for name, result in judged.items()}
-    if BASE_RATE in config.baselines:
-        any_result = next(iter(judged.values()))
-        metrics[BASE_RATE] = summary.base_rate_figures(base_rate, any_result)
-    return metrics
-
-
-def _result(folder: RunFolder, metrics: Metrics, course: Course) -> RunResult:
-    recorder = course.recorder
-    return RunResult(
+def _evaluate_run(opened: _Opened, folder: RunFolder, course: Course, sinks: FanOut) -> RunResult:
+    """Evaluate the trained models, and write and print what the run amounts to."""
+    config, recorder = opened.config, course.recorder
+    results, metrics = _evaluate(opened, recorder.base_rate)
+    scalars = {
+        f"eval/{figure}/{name}": sheet[figure]
+        for name, sheet in metrics.items()
+        for figure in ("auc", "log_loss", "ne", "calibration")
+    }
+    sinks.write(course.steps, scalars)
+    result = RunResult(
         folder=folder.path,
         report=folder.report,
         metrics=metrics,
@@ -420,26 +394,33 @@ def _result(folder: RunFolder, metrics: Metrics, course: Course) -> RunResult:
         steps=course.steps,
         train_s=course.trained_s,
     )
+    if opened.ranks.leads:
+        page = report.render(summary.build_report(config, result, recorder.curves, results))
+        with sinks.giving_way("report.html"):
+            folder.write_report(page)
+        with sinks.giving_way("metrics.json"):
+            folder.write_metrics({"name": config.name, **result.as_json()})
+    opened.console.print(summary.closing_line(result), highlight=False)
+    return result
 
 
-def _eval_scalars(metrics: Metrics) -> dict[str, float]:
-    return {
-        f"eval/{figure}/{name}": sheet[figure]
-        for name, sheet in metrics.items()
-        for figure in ("auc", "log_loss", "ne", "calibration")
-    }
+def _report_short(opened: _Opened) -> None:
+    """Print what becomes of a last batch that is too short for the model."""
+    train = opened.data.train
+    if not train.short_examples:
+        return
+    each = f"the last {train.short_examples} of {len(train.source):,} examples of an epoch"
+    becomes = "joins the batch before"
+    if train.short == "drop":
+        becomes = f"is left out, {train.dropped:,} in all epochs"
+    why = "batch normalisation takes no batch of one (data.last_batch)"
+    opened.print(f"{each} {becomes}: {why}")
 
 
-def _load(folder: RunFolder, learners: Sequence[Learner], ranks: Ranks) -> None:
-    """The models as the newest checkpoint has them; what trained them stays there."""
-    options = LoadOptions(allow_unknown=frozenset(f"optimizer:{one.name}" for one in learners))
-    where = as_first_rank(
-        ranks.votes, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
-    )
-    assert where is not None, "found before"
-    contents = contents_of(learners, trains=False)
-    load(where, contents, options=options, collectives=ranks.votes)
-
-
-def _print_path(console: Console, what: str, path: Path) -> None:
-    console.print(f"{what}: {path}", markup=False, highlight=False, soft_wrap=True)
+def _has_events(opened: _Opened) -> bool:
+    wanted = opened.config.logging.tensorboard
+    if wanted == "auto" and not has_tensorboard():
+        hint = "no TensorBoard logs: pip install 'shoal\\[tensorboard]' to get them"
+        opened.console.print(hint)
+        return False
+    return bool(wanted)

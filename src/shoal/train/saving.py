@@ -1,10 +1,11 @@
-"""Saves a run while it goes on: when, what kind, and what happens if a save is late or fails."""
+"""Saves a run while it trains: when, what kind, and what happens if a save is late or fails."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,12 +21,13 @@ from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
 from shoal.table.values import Cursor
 from shoal.train.course import Course
-from shoal.train.learner import Learner, contents_of, skipped_in_slices
+from shoal.train.learner import contents_of, skipped_in_slices
 from shoal.train.ranks import Ranks
 
 _log = logging.getLogger("shoal.train")
 
 
+@dataclass(frozen=True, slots=True)
 class Chain:
     """The newest checkpoint of a run, on which a delta may go.
 
@@ -35,22 +37,9 @@ class Chain:
         deltas: since the full one that it builds on.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest | None = None,
-        cursors: Mapping[str, Cursor] | None = None,
-        deltas: int = 0,
-    ) -> None:
-        self.manifest, self.cursors, self.deltas = manifest, cursors, deltas
-
-    def following(self, full_every: int) -> Kind:
-        """The kind of the next one."""
-        fresh = self.manifest is None or self.cursors is None
-        return "full" if fresh or self.deltas + 1 >= full_every else "delta"
-
-    def grew(self, manifest: Manifest, cursors: Mapping[str, Cursor]) -> Chain:
-        """With a newer one."""
-        return Chain(manifest, cursors, self.deltas + 1 if manifest.kind == "delta" else 0)
+    manifest: Manifest | None = None
+    cursors: Mapping[str, Cursor] | None = None
+    deltas: int = 0
 
 
 class Saver:
@@ -59,17 +48,17 @@ class Saver:
     All ranks save after the same steps: counts of steps are alike everywhere, and for seconds rank
     0's clock decides, which the others learn from the pipeline's votes. A save that is due while
     the one before is still being written is left out, and counted in a log line; unless saves are
-    not to go on in the background. One that fails is logged and counted, and the next delta holds
+    not written in the background. One that fails is logged and counted, and the next delta holds
     what it would have; the run ends after more failures in a row than are allowed, when the last
     save fails, or when ranks no longer agree on how one ended.
 
     Args:
         url: folder of all checkpoints of the run.
         settings: when, and what kind.
-        learners, course: what is saved.
+        course: what is saved.
         job: what else a later process has to know of this run; the same on every rank.
         ranks: who trains together; a collective call over more than one.
-        chain: what the run goes on from.
+        chain: what the run continues from.
         clock: seconds.
     """
 
@@ -77,20 +66,19 @@ class Saver:
         self,
         url: str | Storage,
         settings: CheckpointSettings,
-        learners: tuple[Learner, ...],
         course: Course,
         *,
         job: Mapping[str, Any],
         ranks: Ranks,
-        chain: Chain | None = None,
+        chain: Chain = Chain(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = CheckpointStore(url, settings.keep_full)
         self._settings = settings
-        self._learners, self._course, self._job = learners, course, dict(job)
+        self._course, self._job = course, dict(job)
         self._ranks = ranks
         self._collectives: Collectives | None = ranks.background("checkpoints")
-        self._chain = chain or Chain()
+        self._chain = chain
         self._clock = clock
         self._began_s = clock()
         self._saving: Saving | None = None
@@ -113,21 +101,21 @@ class Saver:
             self._saving.abort()
 
     def due_after(self, step: int) -> bool:
-        """See `shoal.train.loop.Rests`."""
+        """Whether training pauses after so many steps; the same on every rank, asked ahead."""
         every = self._settings.every_steps
         return every is not None and step % every == 0
 
-    def asked(self) -> bool:
-        """See `shoal.train.loop.Rests`."""
+    def wants_pause(self) -> bool:
+        """Whether this rank wants training to pause soon; one that does is enough."""
         every_s = self._settings.every_s
         if every_s is None or not self._ranks.leads or self._clock() - self._began_s < every_s:
             return False
         self._began_s = self._clock()  # asked once; the next one is due so much later
         return True
 
-    def at_rest(self) -> None:
+    def on_pause(self) -> None:
         """Begin to save what is due: all ranks are here, after the same step."""
-        self.look()
+        self.check()
         if self._is_busy():
             if self._settings.background:
                 self._skipped += 1
@@ -143,17 +131,7 @@ class Saver:
                     self._saving.hurry()
                 return
             self._end()
-        kind = self._chain.following(self._settings.full_every)
-        if kind == "delta" and self._is_broken():
-            kind = "full"
-        if kind == "delta" and self._slices_differ():
-            kind = "full"
-            if self._ranks.leads:
-                _log.info(
-                    "a full checkpoint after step %d: column slices skipped gradients of other "
-                    "rows than their neighbours did, so that no delta can join them",
-                    self._course.steps,
-                )
+        kind: Kind = "delta" if self._can_be_delta() else "full"
         try:
             self._begin(kind)
         except CollectiveFailed:
@@ -163,7 +141,7 @@ class Saver:
         if not self._settings.background:
             self._end()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Take note of a save that is committed, or failed.
 
         Raises:
@@ -179,7 +157,7 @@ class Saver:
             self._count(error)
 
     def _count(self, error: ShoalError | MemoryError) -> None:
-        """Go on without a save that failed on every rank alike, if so many may."""
+        """Continue without a save that failed on every rank alike, if so many may."""
         self._failures += 1
         allowed = self._settings.failures_allowed
         if self._failures > allowed or isinstance(error.__cause__, CollectiveFailed):
@@ -193,7 +171,7 @@ class Saver:
                 error,
             )
 
-    def beside(self) -> str | None:
+    def status(self) -> str | None:
         """How much of the save under way this rank has written; None: there is none."""
         if self._saving is None:
             return None
@@ -222,22 +200,33 @@ class Saver:
         newest = self._chain.manifest
         return newest is not None and (newest.step, newest.kind) == (self._course.steps, "full")
 
+    def _can_be_delta(self) -> bool:
+        """Whether the next save may hold changes only; a collective call, if it may be one."""
+        chain = self._chain
+        if chain.manifest is None or chain.cursors is None:
+            return False
+        if chain.deltas + 1 >= self._settings.full_every:
+            return False
+        return not self._is_broken() and not self._slices_differ()
+
+    def _total(self, count: float, *, what: str) -> float:
+        numbers = torch.tensor([float(count)], dtype=torch.float64, device="cpu")
+        return float(self._ranks.total(numbers, what=what))
+
     def _is_busy(self) -> bool:
         """Whether a save is under way on any rank; a collective call over several."""
-        busy = torch.tensor([float(self._saving is not None)], dtype=torch.float64, device="cpu")
-        return bool(self._ranks.total(busy, what="vote on a save under way"))
+        return self._total(self._saving is not None, what="vote on a save under way") > 0
 
     def _is_broken(self) -> bool:
-        """Whether the chain lost a link, so that no delta can go on top; a collective call."""
-        broken, newest = 0.0, self._chain.manifest
+        """Whether the chain lost a link, so that no delta can build on it; a collective call."""
+        broken, newest = False, self._chain.manifest
         if self._ranks.leads and newest is not None:
             try:
                 self._store.chain(folder_name(newest.step, newest.kind))
             except CheckpointError as error:
                 _log.warning("a full save in place of a delta: %s", error)
-                broken = 1.0
-        vote = torch.tensor([broken], dtype=torch.float64, device="cpu")
-        return bool(self._ranks.total(vote, what="vote on a chain of checkpoints"))
+                broken = True
+        return self._total(broken, what="vote on a chain of checkpoints") > 0
 
     def _slices_differ(self) -> bool:
         """Whether column slices of any rank skipped rows since the newest checkpoint; a collective
@@ -245,14 +234,22 @@ class Saver:
         now = self._slice_skips()
         if now is None:
             return False
-        values = torch.tensor([float(now - self._skips)], dtype=torch.float64, device="cpu")
-        return bool(self._ranks.total(values, what="vote on rows that column slices skipped"))
+        skipped = now - self._skips
+        if not self._total(skipped, what="vote on rows that column slices skipped"):
+            return False
+        if self._ranks.leads:
+            _log.info(
+                "a full checkpoint after step %d: column slices skipped gradients of other "
+                "rows than their neighbours did, so that no delta can join them",
+                self._course.steps,
+            )
+        return True
 
     def _slice_skips(self) -> int | None:
         """Rows that column slices skipped so far; None: none can."""
         counts = [
             skipped_in_slices(one.tables.hosted)
-            for one in self._learners
+            for one in self._course.learners
             if one.nan_policy == "skip"
         ]
         known = [count for count in counts if count is not None]
@@ -260,7 +257,7 @@ class Saver:
 
     def _begin(self, kind: Kind) -> None:
         state, own = self._course.state()
-        contents = contents_of(self._learners, {**self._job, "course": state}, own)
+        contents = contents_of(self._course.learners, {**self._job, "course": state}, own)
         delta = kind == "delta"
         self._skips_begun = self._slice_skips() or 0
         self._began_s = self._clock()
@@ -281,7 +278,8 @@ class Saver:
         if saving is None:
             return
         manifest = saving.wait()
-        self._chain = self._chain.grew(manifest, saving.cursors)
+        deltas = self._chain.deltas + 1 if manifest.kind == "delta" else 0
+        self._chain = Chain(manifest, saving.cursors, deltas)
         saving.release()
         self._failures, self._skips = 0, self._skips_begun
         if self._ranks.leads:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Recorder:
         self.total_examples = self.total_ids = self.row_bytes = 0
 
     def add(self, window: Sequence[Batch], logits: Mapping[str, Sequence[Tensor]]) -> None:
-        """Remember the batches of a step and what each model said of them.
+        """Remember the batches of a step and what each model predicted.
 
         Raises:
             InputError: a prediction is not a number: the model has diverged.
@@ -107,7 +108,12 @@ class Recorder:
             if not probabilities_B.numel():  # this rank's shares were empty
                 continue
             if not bool(probabilities_B.isfinite().all()):
-                raise _diverged(name, self.examples)
+                raise InputError(
+                    f"predictions of {name!r} after {self.examples} examples",
+                    got="NaN or infinity",
+                    allowed="finite numbers",
+                    remedy="Lower the learning rates, or set clip_norm.",
+                )
             self._metrics[name].update(probabilities_B, labels_B, weights_B)
             if weight:
                 self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
@@ -117,18 +123,18 @@ class Recorder:
         self._waiting = 0
 
     def point(
-        self, rows: Mapping[str, int], row_bytes: int, beside: Mapping[str, float] | None = None
+        self, rows: Mapping[str, int], row_bytes: int, more: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Add a point to the curves; returns it as scalars for the logs.
 
         Args:
             rows: of this rank that count, by table.
             row_bytes: of all tables of this rank.
-            beside: further scalars of this rank; over several ranks their means are logged.
+            more: further scalars of this rank; over several ranks their means are logged.
         """
         if self._labels:
             self._drain()
-        rows, beside = self._meet(dict(rows), row_bytes, dict(beside or {}))
+        rows, more = self._over_ranks(dict(rows), row_bytes, dict(more or {}))
         loss, auc = self.figures()
         self._loss_sum = dict.fromkeys(self._loss_sum, 0.0)
         self._weight_sum = 0.0
@@ -141,17 +147,17 @@ class Recorder:
         scalars = {"examples": float(self.total_examples)}
         for name in self._pending:
             scalars |= {f"loss/{name}": loss[name], f"auc/{name}": auc[name]}
-        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()} | beside
+        return scalars | {f"rows/{table}": float(count) for table, count in rows.items()} | more
 
-    def _meet(
-        self, rows: dict[str, int], row_bytes: int, beside: dict[str, float]
+    def _over_ranks(
+        self, rows: dict[str, int], row_bytes: int, more: dict[str, float]
     ) -> tuple[dict[str, int], dict[str, float]]:
         """Make totals and shown figures those of all ranks; rows and further scalars, too."""
         if not self._ranks.many:
             self.total_examples, self.total_ids, self.row_bytes = self.examples, self.ids, row_bytes
-            return rows, beside
+            return rows, more
         own = [self.examples, self.ids, row_bytes, self._weight_sum]
-        numbers = [*own, *self._loss_sum.values(), *rows.values(), *beside.values()]
+        numbers = [*own, *self._loss_sum.values(), *rows.values(), *more.values()]
         every = [metrics.totals() for metrics in self._metrics.values()]
         head = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         summed = self._ranks.total(torch.cat([head, *every]), what="metrics of a point")
@@ -166,7 +172,7 @@ class Recorder:
         self._shown = {
             name: BinaryMetrics.of_totals(part) for name, part in zip(names, parts, strict=True)
         }
-        return dict(zip(rows, counts, strict=True)), dict(zip(beside, means, strict=True))
+        return dict(zip(rows, counts, strict=True)), dict(zip(more, means, strict=True))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What it has gathered, as (that of all ranks, this rank's own part).
@@ -185,15 +191,11 @@ class Recorder:
             "sums": self._sums(),
         }
         sums = self._ranks.total(self._settled()._sums(), what="metrics to save")
-        curves: dict[str, Any] = {"examples": list(self.curves.examples)}
-        for field_name in ("loss", "auc", "rows"):
-            lines: dict[str, list[Any]] = getattr(self.curves, field_name)
-            curves[field_name] = {name: list(line) for name, line in lines.items()}
         shown = {name: metrics.totals() for name, metrics in self._shown.items()}
         totals = (self.total_examples, self.total_ids, self.row_bytes)
         whole = {
             "sums": sums,
-            "curves": curves,
+            "curves": asdict(self.curves),
             "shown": shown,
             "loss": dict(self._loss),
             "totals": totals,
@@ -201,17 +203,13 @@ class Recorder:
         return whole, own
 
     def load_state(self, whole: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Go on from what `state` returned.
+        """Continue from what `state` returned.
 
         Args:
             whole: that of all ranks.
             own: this rank's part; None where there were other ranks: then rank 0 takes it all.
         """
-        curves = whole["curves"]
-        self.curves = Curves(
-            list(curves["examples"]),
-            *({k: list(v) for k, v in curves[name].items()} for name in ("loss", "auc", "rows")),
-        )
+        self.curves = Curves(**deepcopy(whole["curves"]))
         self.total_examples, self.total_ids, self.row_bytes = whole["totals"]
         self._loss = dict(whole["loss"])
         mine = whole if own is None else own
@@ -269,15 +267,6 @@ def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tenso
         return None
     pairs = zip(labels, weights, strict=True)
     return _together([torch.ones_like(y) if w is None else w for y, w in pairs])
-
-
-def _diverged(name: str, examples: int) -> InputError:
-    return InputError(
-        f"predictions of {name!r} after {examples} examples",
-        got="NaN or infinity",
-        allowed="finite numbers",
-        remedy="Lower the learning rates, or set clip_norm.",
-    )
 
 
 BASE_RATE = "base_rate"
@@ -375,11 +364,6 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]], title: str) -> Tabl
     return table
 
 
-def table_title(judged: Mapping[str, BinaryResult]) -> str:
-    """How many examples the table is about."""
-    return f"on {next(iter(judged.values())).examples:,} evaluation examples"
-
-
 def closing_line(result: RunResult) -> str:
     """Table growth and speed of a run in one line."""
     rows = result.total_rows
@@ -392,11 +376,11 @@ def closing_line(result: RunResult) -> str:
 
 
 def build_report(
-    config: RunConfig, result: RunResult, curves: Curves, judged: Mapping[str, BinaryResult]
+    config: RunConfig, result: RunResult, curves: Curves, results: Mapping[str, BinaryResult]
 ) -> RunReport:
     """The report of a run."""
     main = next(iter(result.metrics))
-    examples = next(iter(judged.values())).examples
+    examples = next(iter(results.values())).examples
     source = config.data.source.kind
     facts = {
         "training examples": human_count(result.examples),
@@ -411,26 +395,23 @@ def build_report(
         subtitle=f"{main} on {source}, judged on {examples:,} evaluation examples",
         metrics=result.metrics,
         facts=facts,
-        charts=(_loss(curves), _auc(curves), _growth(curves), _calibration(judged)),
+        charts=(
+            Chart(
+                title="Loss of each batch before training on it",
+                x_label="examples",
+                y_label="log loss",
+                series=_by_model(curves, curves.loss),
+            ),
+            Chart(
+                title="AUC so far, each batch judged before training on it",
+                x_label="examples",
+                y_label="AUC",
+                series=_by_model(curves, curves.auc),
+            ),
+            _growth(curves),
+            _calibration(results),
+        ),
         config=to_yaml(config),
-    )
-
-
-def _loss(curves: Curves) -> Chart:
-    return Chart(
-        title="Loss of each batch before training on it",
-        x_label="examples",
-        y_label="log loss",
-        series=_by_model(curves, curves.loss),
-    )
-
-
-def _auc(curves: Curves) -> Chart:
-    return Chart(
-        title="AUC so far, each batch judged before training on it",
-        x_label="examples",
-        y_label="AUC",
-        series=_by_model(curves, curves.auc),
     )
 
 
@@ -457,10 +438,10 @@ def _growth(curves: Curves) -> Chart:
     )
 
 
-def _calibration(judged: Mapping[str, BinaryResult]) -> Chart:
+def _calibration(results: Mapping[str, BinaryResult]) -> Chart:
     lines: list[Series] = []
     reach = 0.0
-    for name, result in judged.items():
+    for name, result in results.items():
         full = [part for part in result.bins if part.weight > 0]
         heaviest = max(part.weight for part in full)
         reach = max(reach, *(part.mean_prediction for part in full))

@@ -332,7 +332,7 @@ class TelemetryReport:
     """Logs what the run tells about itself every `interval` steps, on rank 0.
 
     Args:
-        read: figures by name, say `Telemetry.snapshot`; None reports the pace only.
+        read: figures by name; None reports the pace only.
         interval: steps between two reports.
         rank: of this process.
         clock: seconds.
@@ -386,7 +386,7 @@ def get_sync_run_hooks(
         is_full_sync: dense and sparse are both synchronous.
         flags, environ: the process's when left out.
         collectives: of the broadcast; see `BroadcastInitialState`.
-        telemetry: figures to report, say `Telemetry.snapshot`.
+        telemetry: gives the figures to report, by name.
 
     Raises:
         ConfigError: a backend flag with a value that it cannot have.
