@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timezone
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -205,7 +204,8 @@ def _check_memory(
     Raises:
         ConfigError: more than the machine has; names the largest part.
     """
-    weights = _dense_weights(model, inputs)
+    with torch.device("meta"):
+        weights = sum(one.numel() for one in _module(model, inputs).parameters())
     num_dense, features, dim = inputs
     widths = num_dense + features * dim + sum(getattr(model, "hidden", ()))
     order = config.data.shuffle_window or examples if config.data.shuffle != "never" else 0
@@ -231,20 +231,6 @@ def _check_memory(
             allowed=f"{here:,} bytes, as this machine has",
             remedy=f"Lower {name}.",
         )
-
-
-def _dense_weights(model: AnyModel, inputs: tuple[int, int, int]) -> int:
-    """Dense weights of a model, biases left out, without making it."""
-    num_dense, features, dim = inputs
-    flat, hidden = num_dense + features * dim, getattr(model, "hidden", ())
-    chains: list[tuple[int, ...]] = [(flat, *hidden, 1)]
-    if isinstance(model, DlrmSettings):
-        pairs = features * (features + 1) // 2
-        chains = [(num_dense, *model.bottom, dim), (dim + pairs, *hidden, 1)]
-    elif isinstance(model, DcnSettings):
-        middle = () if model.low_rank is None else (model.low_rank[0] * model.low_rank[1],)
-        chains += [(flat, *middle, flat)] * model.cross_layers
-    return sum(a * b for chain in chains for a, b in pairwise(chain))
 
 
 def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:

@@ -6,8 +6,7 @@ A small text can stand for a huge tree: by aliases, and by interpolations that l
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ _OVERRIDE = 8192  # characters
 _TEXT = 4096  # characters of one value or key
 _INTS = 1 << 63
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:]+)\}")
-# What one may lead to cannot be told of a key that is computed, nor of what a resolver selects.
+# What it leads to is not known of a key that is computed, nor of what a resolver selects.
 _OTHERS = re.compile(r"(?<!\\)\$\{(?!\.*[^${}:]+\}|(oc\.env|oc\.decode|now|hydra):)")
 
 
@@ -101,39 +100,48 @@ def check_growth(tree: Any) -> None:
     Raises:
         ConfigError: they do, or one leads back to itself.
     """
-    texts: dict[tuple[str, ...], str] = {}
-    plain: Counter[tuple[str, ...]] = Counter()  # values below a path
-    below: dict[tuple[str, ...], list[tuple[str, ...]]] = {}  # texts with interpolations
-    for path, value in _leaves(tree):
-        prefixes = [path[:k] for k in range(len(path) + 1)]
-        plain.update(prefixes)
-        if isinstance(value, str) and "${" in value:
-            texts[path] = value
-            for prefix in prefixes:
-                below.setdefault(prefix, []).append(path)
-    costs: dict[tuple[str, ...], int] = {}
+    visited = 0
 
-    def cost(path: tuple[str, ...], seen: tuple[tuple[str, ...], ...]) -> int:
+    def visit(node: Any, path: tuple[str, ...], chain: int) -> None:
+        """Go through a part of the tree, and through all that its interpolations stand for."""
+        nonlocal visited
+        visited += chain > 0
+        if visited > _NODES:
+            raise _refused("config", "interpolations of too many values", f"{_NODES} in all")
+        for key, item in _items(node):
+            visit(item, (*path, str(key)), chain)
+        if not isinstance(node, str) or "${" not in node:
+            return
         where = f"config key {'.'.join(path)[:200]}"
-        if path in seen or len(seen) > _DEPTH:
+        if chain == _DEPTH:
             got = "interpolations in a circle or a long chain"
             raise _refused(where, got, f"chains of {_DEPTH}")
-        if _OTHERS.search(texts[path]):
-            raise _refused(where, texts[path][:200], "${key}, ${.key} or ${oc.env:NAME}")
-        if path not in costs:
-            total = 1
-            for dots, key in _REFERENCE.findall(texts[path]):
-                base = path[: len(path) - len(dots)] if dots else ()
-                target = base + tuple(re.split(r"[.\[\]]+", key.strip().rstrip("]")))
-                through = [one for k in range(len(target)) for one in [target[:k]] if one in texts]
-                total += plain[target] + sum(
-                    cost(one, (*seen, path)) for one in (*below.get(target, ()), *through)
-                )
-            costs[path] = min(total, _NODES + 1)
-        return costs[path]
+        if _OTHERS.search(node):
+            raise _refused(where, node[:200], "${key}, ${.key} or ${oc.env:NAME}")
+        for dots, key in _REFERENCE.findall(node):
+            target = path[: len(path) - len(dots)] if dots else ()
+            target += tuple(re.split(r"[.\[\]]+", key.strip().rstrip("]")))
+            at, there = _follow(tree, target)
+            visit(there, at, chain + 1)
 
-    if sum(cost(path, ()) for path in texts) > _NODES:
-        raise _refused("config", "interpolations of too many values", f"{_NODES} in all")
+    visit(tree, (), 0)
+
+
+def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, list) else ()
+
+
+def _follow(tree: Any, path: tuple[str, ...]) -> tuple[tuple[str, ...], Any]:
+    """What is at a path, or at the part of it that exists: an interpolation may stand there."""
+    for depth, part in enumerate(path):
+        below = {str(key): item for key, item in _items(tree)}
+        if part not in below:
+            # Nothing, or an interpolation of what the rest of the path is in.
+            return path[:depth], tree if isinstance(tree, str) else None
+        tree = below[part]
+    return path, tree
 
 
 def check_values(value: Any, path: str = "config", depth: int = 0) -> None:
@@ -162,16 +170,6 @@ def check_values(value: Any, path: str = "config", depth: int = 0) -> None:
 
 def _is_text(value: str) -> bool:
     return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, value) of all that is neither a mapping nor a list."""
-    if isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _leaves(item, (*path, str(key)))
-    else:
-        yield path, value
 
 
 def _refused(what: str, got: str, allowed: str) -> ConfigError:
