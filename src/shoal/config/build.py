@@ -236,19 +236,10 @@ def _check_memory(
 def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:
     if isinstance(model, LogisticSettings):
         return LogisticRegression(inputs)
-    hidden, dropout, norm = model.hidden, model.dropout, model.batch_norm
-    if isinstance(model, DeepFMSettings):
-        return DeepFM(inputs, hidden=hidden, dropout=dropout, batch_norm=norm)
+    settings = model.model_dump(exclude={"kind"})
     if isinstance(model, DlrmSettings):
-        return DLRM(inputs, bottom=model.bottom, top=hidden, dropout=dropout, batch_norm=norm)
-    return DCN(
-        inputs,
-        cross_layers=model.cross_layers,
-        low_rank=model.low_rank,
-        hidden=hidden,
-        dropout=dropout,
-        batch_norm=norm,
-    )
+        return DLRM(inputs, top=settings.pop("hidden"), **settings)
+    return (DeepFM if isinstance(model, DeepFMSettings) else DCN)(inputs, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,18 +339,10 @@ def _split_s(config: RunConfig) -> int | None:
 
 
 def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+    shared = {"label", "dense", "dense_fill", "time", "weight"}
     recipe = Recipe(
-        ids=tuple(
-            IdFeature(
-                name=name, columns=own.columns, is_list=own.is_list, max_length=own.max_length
-            )
-            for name, own in settings.ids.items()
-        ),
-        label=settings.label,
-        dense=settings.dense,
-        dense_fill=settings.dense_fill,
-        time=settings.time,
-        weight=settings.weight,
+        ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
+        **settings.model_dump(include=shared),
     )
     if isinstance(settings, tree.CsvSource):
         return CsvSource(paths, recipe)

@@ -41,6 +41,8 @@ class TrainPipeline:
             is applied; None before the first.
         on_cut: called on every rank at a cut with the number of batches of this run trained so
             far. No ticket is open then and every trained window is applied: the time to save.
+        evict_due_s: when the next eviction is due, as of the last cut; None: the first batches
+            settle it.
     """
 
     _what = "train"
@@ -67,8 +69,8 @@ class TrainPipeline:
         self._executor: Executor | None = None
         self._attached = True
         self._cut_asked = False
-        self._on_cut: Callable[[int], None] | None = None
-        self._evict_due_s: int | None = None
+        self.on_cut: Callable[[int], None] | None = None
+        self.evict_due_s: int | None = None
         self.last: Round | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -98,6 +100,7 @@ class TrainPipeline:
             self.attach()
         self._check_mode()
         executor = self._executor_for(iterator)
+        executor.on_cut = self.on_cut
         try:
             done = executor.round()
         except StopIteration as error:  # the end of the data is None
@@ -106,7 +109,7 @@ class TrainPipeline:
         except BaseException:
             self.close()
             raise
-        self._evict_due_s = executor.evict_due_s
+        self.evict_due_s = executor.evict_due_s
         if done is None:
             self._executor = self._source = None
             raise StopIteration
@@ -124,21 +127,6 @@ class TrainPipeline:
             self._cut_asked = True
         else:
             self._executor.ask_cut()
-
-    @property
-    def on_cut(self) -> Callable[[int], None] | None:
-        return self._on_cut
-
-    @on_cut.setter
-    def on_cut(self, act: Callable[[int], None] | None) -> None:
-        self._on_cut = act
-        if self._executor is not None:
-            self._executor.on_cut = act
-
-    @property
-    def evict_due_s(self) -> int | None:
-        """When the next eviction is due, as of the last cut; None: the first batches settle it."""
-        return self._evict_due_s
 
     @property
     def tickets(self) -> int:
@@ -187,7 +175,6 @@ class TrainPipeline:
     def _executor_for(self, iterator: Iterator[Any]) -> Executor:
         if self._executor is None:
             self._executor, self._source = self._executor_over(iter(iterator)), iterator
-            self._executor.on_cut = self._on_cut
             if self._cut_asked:
                 self._executor.ask_cut()
             self._cut_asked = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,59 +22,35 @@ from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RunFolder:
-    """Paths of a run."""
+    """Paths of a run.
+
+    Attributes:
+        config: the resolved config.
+        metrics: figures of all models, as JSON.
+        report: the HTML report.
+        logs: log.jsonl and TensorBoard event files.
+        checkpoints: those of the run, unless its settings name another folder.
+        launch: which launcher's job made the folder.
+        predictions: where predictions go unless another path is named.
+    """
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Figures of all models, as JSON."""
-        return self.path / "metrics.json"
-
-    @property
-    def report(self) -> Path:
-        """The HTML report."""
-        return self.path / "report.html"
-
-    @property
-    def logs(self) -> Path:
-        """log.jsonl and TensorBoard event files."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints of the run, unless its settings name another place."""
-        return self.path / "checkpoints"
-
-    @property
-    def launch(self) -> Path:
-        """Which launcher's job made the folder."""
-        return self.logs / "launch.json"
-
-    @property
-    def predictions(self) -> Path:
-        """Where predictions go unless another place is named."""
-        return self.path / "predictions.parquet"
+    def __post_init__(self) -> None:
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.json"
+        self.report = self.path / "report.html"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.launch = self.logs / "launch.json"
+        self.predictions = self.path / "predictions.parquet"
 
     def write_metrics(self, figures: Mapping[str, Any]) -> None:
         """Write metrics.json; numbers that are not finite become null."""
         text = json.dumps(_strict(figures), indent=2, allow_nan=False)
-        _replace(self.metrics, text + "\n")
-
-    def write_report(self, page: str) -> None:
-        """Write report.html."""
-        _replace(self.report, page)
-
-    def write_config(self, config: RunConfig) -> None:
-        """Write config.yaml."""
-        _replace(self.config, settings.to_yaml(config))
+        replace_text(self.metrics, text + "\n")
 
     def read_metrics(self) -> dict[str, Any]:
         """Read metrics.json.
@@ -130,12 +107,11 @@ def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:
     base = Path(config.output.dir)
     try:
         base.mkdir(parents=True, exist_ok=True)
-        path = next(path for path in _candidates(base, stem) if _made(path))
-        folder = RunFolder(path)
+        folder = RunFolder(_make_new(base, stem))
         folder.logs.mkdir()
         if attempt is not None:
             folder.launch.write_text(json.dumps({"job": attempt.job}) + "\n", encoding="utf-8")
-        folder.write_config(config)
+        replace_text(folder.config, settings.to_yaml(config))
     except OSError as error:
         raise ConfigError(
             "output.dir",
@@ -237,16 +213,14 @@ def _job_of(folder: RunFolder) -> str | None:
     return job
 
 
-def _candidates(base: Path, stem: str) -> Sequence[Path]:
-    return [base / stem, *(base / f"{stem}-{number}" for number in range(2, 100))]
-
-
-def _made(path: Path) -> bool:
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
+def _make_new(base: Path, stem: str) -> Path:
+    """Make the first folder of a stem that does not exist: stem, stem-2, stem-3."""
+    for number in itertools.count(1):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
 
 
 def _untrained(got: str) -> CheckpointError:
@@ -258,7 +232,7 @@ def _untrained(got: str) -> CheckpointError:
     )
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a file that is whole, or as it was, if the process dies meanwhile."""
     new = path.with_name(f"{path.name}.new")
     try:

@@ -188,7 +188,7 @@ def find_beginning(
     if mine is None:
         there = Path(job["folder"])
         mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
-    mine.write_config(config)
+    folders.replace_text(mine.config, to_yaml(config))
     return Beginning(mine, url, newest)
 
 

@@ -397,7 +397,7 @@ def _evaluate_run(opened: _Opened, folder: RunFolder, course: Course, sinks: Fan
     if opened.ranks.leads:
         page = report.render(summary.build_report(config, result, recorder.curves, results))
         with sinks.giving_way("report.html"):
-            folder.write_report(page)
+            folders.replace_text(folder.report, page)
         with sinks.giving_way("metrics.json"):
             folder.write_metrics({"name": config.name, **result.as_json()})
     opened.console.print(summary.closing_line(result), highlight=False)

@@ -156,22 +156,18 @@ class Recorder:
         if not self._ranks.many:
             self.total_examples, self.total_ids, self.row_bytes = self.examples, self.ids, row_bytes
             return rows, more
-        own = [self.examples, self.ids, row_bytes, self._weight_sum]
-        numbers = [*own, *self._loss_sum.values(), *rows.values(), *more.values()]
-        every = [metrics.totals() for metrics in self._metrics.values()]
-        head = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        summed = self._ranks.total(torch.cat([head, *every]), what="metrics of a point")
-        found = summed[: len(numbers)].tolist()
-        self.total_examples, self.total_ids, self.row_bytes = (int(n) for n in found[:3])
-        names, at = list(self._metrics), len(own)
-        self._set_loss(dict(zip(names, found[at : at + len(names)], strict=True)), found[3])
-        at += len(names)
-        counts = [int(n) for n in found[at : at + len(rows)]]
-        means = [n / self._ranks.world_size for n in found[at + len(rows) :]]
-        parts = summed[len(numbers) :].chunk(len(names))
-        self._shown = {
-            name: BinaryMetrics.of_totals(part) for name, part in zip(names, parts, strict=True)
-        }
+        numbers = torch.tensor(
+            [row_bytes, *rows.values(), *more.values()], dtype=torch.float64, device="cpu"
+        )
+        summed = self._ranks.total(torch.cat([numbers, self._sums()]), what="metrics of a point")
+        (all_bytes, *found), sums = summed[: len(numbers)].tolist(), summed[len(numbers) :]
+        every = Recorder(list(self._metrics))
+        every._set_sums(sums)
+        self.total_examples, self.total_ids = every.examples, every.ids
+        self.row_bytes, self._shown = int(all_bytes), every._metrics
+        self._set_loss(every._loss_sum, every._weight_sum)
+        counts = [int(n) for n in found[: len(rows)]]
+        means = [n / self._ranks.world_size for n in found[len(rows) :]]
         return dict(zip(rows, counts, strict=True)), dict(zip(more, means, strict=True))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
