@@ -1,4 +1,4 @@
-"""Batches of a source: order, passes, ranks, read-ahead, and where to go on after a stop."""
+"""Batches of a source: order, passes, ranks, read-ahead, and where to continue after a stop."""
 
 from __future__ import annotations
 
