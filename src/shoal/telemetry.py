@@ -79,7 +79,7 @@ class JsonLines:
 
 
 def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:
-    """(time_s, line) of the lines up to a step; a last line that was cut short is left out."""
+    """(time_s, line) of the lines up to a step; an incomplete last line is left out."""
     if not path.is_file():
         return []
     kept: list[tuple[float, str]] = []

@@ -74,7 +74,7 @@ def evaluate(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a trained model on its evaluation examples again.
+    """Evaluate a trained model on its evaluation examples again.
 
     Prints the same table as training did; with overrides, the model is evaluated on other data.
 

@@ -30,7 +30,8 @@ class Settings:
     """What a pipeline may do at the same time, and when its run ends and evicts.
 
     Args:
-        staleness: updates by which a fetched row may be stale; 0 trains exactly as without a pipeline.
+        staleness: updates by which a fetched row may be stale; 0 trains exactly as without a
+            pipeline.
         accumulation: batches of one optimizer step.
         depth: most batches in flight, from load to backward; None takes what all stages need to
             overlap. 1 (without accumulation) is no pipeline.

@@ -40,7 +40,8 @@ class TrainPipeline:
         last: the batch that the last `progress` trained, with its weight and whether its window
             is applied; None before the first.
         on_snapshot: called on every rank at a snapshot point with the number of batches of this
-            run trained so far. No ticket is open then and every trained window is applied: the time to save.
+            run trained so far. No ticket is open then and every trained window is applied: the time
+            to save.
         evict_due_s: when the next eviction is due, as of the last snapshot point; None: the first
             batches settle it.
     """
@@ -86,7 +87,7 @@ class TrainPipeline:
 
         Returns:
             (losses, predictions) of the batch, without a graph. On a rank whose data has ended
-            while others go on: zeros, and None for predictions, so that all ranks come back
+            while others continue: zeros, and None for predictions, so that all ranks come back
             equally often.
 
         Raises:
@@ -119,9 +120,9 @@ class TrainPipeline:
     def request_snapshot(self) -> None:
         """Ask all ranks for a snapshot point before the next window that has not begun.
 
-        One rank's asking is enough. Batches under way are trained first; then `on_snapshot` is called
-        on every rank. A request in a run's last batches may come too late: nothing is under way
-        once `progress` has raised StopIteration.
+        One rank's asking is enough. Batches under way are trained first; then `on_snapshot` is
+        called on every rank. A request in a run's last batches may come too late: nothing is under
+        way once `progress` has raised StopIteration.
         """
         if self._executor is None:
             self._snapshot_asked = True
@@ -278,7 +279,7 @@ def create_train_pipeline(
         device: where batches go; None: where the tables or parameters are.
         control: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
         snapshot_before: whether a snapshot point comes before the batch of that number in its run,
-            from 0; asked once of each, a few batches ahead. Unlike `request_snapshot` it says exactly where.
+            from 0; asked once of each, a few batches ahead. Unlike `request_snapshot` it is exact.
         evict_due_s: event time of the first eviction, to continue where another pipeline was;
             see `TrainPipeline.evict_due_s`.
 

@@ -1,6 +1,6 @@
 """What the ranks report about each batch, and what follows: `Facts`, alike on all.
 
-A vote is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
+It is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
 """
 
 from __future__ import annotations
