@@ -163,7 +163,7 @@ class BinaryMetrics:
     def running_auc(self) -> float:
         """AUC of the examples so far from a histogram of 4096 buckets: cheap enough for each step.
 
-        Buckets are equally wide in the logit, so rare events are told apart as well as common
+        Buckets are equally wide in the logit, so rare events are separated as well as common
         ones; scores of one bucket count as ties.
         """
         below_K = self._histogram.cumsum(1) - self._histogram

@@ -48,14 +48,14 @@ class JsonLines:
 
     Args:
         path: the file; what it holds is replaced.
-        go_on_after: keep its lines up to this step, and let time continue from their last.
+        continue_after: keep its lines up to this step, and let time continue from their last.
     """
 
     def __init__(
-        self, path: Path, clock: Clock = time.perf_counter, *, go_on_after: int | None = None
+        self, path: Path, clock: Clock = time.perf_counter, *, continue_after: int | None = None
     ) -> None:
         self._clock = clock
-        kept = [] if go_on_after is None else _rows_until(path, go_on_after)
+        kept = [] if continue_after is None else _rows_until(path, continue_after)
         self._opened = clock() - (kept[-1][0] if kept else 0.0)
         if kept:  # the old lines are there until the new file is whole
             new = path.with_name(f"{path.name}.new")
@@ -79,7 +79,7 @@ class JsonLines:
 
 
 def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:
-    """(time_s, line) of the lines up to a step; a last line that was cut short is left out."""
+    """(time_s, line) of the lines up to a step; an incomplete last line is left out."""
     if not path.is_file():
         return []
     kept: list[tuple[float, str]] = []
@@ -106,13 +106,13 @@ class TensorBoard:
 
     Args:
         folder: theirs.
-        go_on_after: what the folder's events say of later steps is out of date.
+        continue_after: what the folder's events say of later steps is out of date.
 
     Raises:
         ConfigError: the tensorboard package is not installed.
     """
 
-    def __init__(self, folder: Path, *, go_on_after: int | None = None) -> None:
+    def __init__(self, folder: Path, *, continue_after: int | None = None) -> None:
         if not has_tensorboard():
             raise ConfigError(
                 "TensorBoard logs",
@@ -122,7 +122,7 @@ class TensorBoard:
             )
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if go_on_after is None else go_on_after + 1
+        purge = None if continue_after is None else continue_after + 1
         self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=purge)
         # What its thread fails with is raised by the next write; the thread need not print it.
         with suppress(AttributeError):  # another version keeps its thread elsewhere
@@ -188,8 +188,8 @@ class FanOut:
                         f"{what} of the run",
                         got=" ".join(str(error).split()),
                         allowed="a folder that can be written",
-                        remedy="The run goes on, and so do its checkpoints; its logs, metrics.json "
-                        "and report.html will lack what cannot be written.",
+                        remedy="The run continues, and so do its checkpoints; its logs, "
+                        "metrics.json and report.html will lack what cannot be written.",
                     ),
                 )
             self._warned = True

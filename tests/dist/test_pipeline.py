@@ -211,7 +211,7 @@ def stop_early(mesh: Any, counts: Sequence[int]) -> tuple[int, list[str]]:
 
 
 def stop_early_and_cut(mesh: Any) -> list[Any]:
-    return [stop_early(mesh, (5, 3)), stop_early(mesh, (2, 0)), cut(mesh)]
+    return [stop_early(mesh, (5, 3)), stop_early(mesh, (2, 0)), snapshot(mesh)]
 
 
 def test_all_stop_or_cut_when_one_does() -> None:
@@ -221,27 +221,27 @@ def test_all_stop_or_cut_when_one_does() -> None:
         assert first == second == counts[1]
         assert len(told) == 1 and f"{counts[0] - counts[1]} batches dropped" in told[0]
         assert silent == []
-    (cuts, left), (theirs, _) = (outcomes[2] for outcomes in ranks)
-    assert cuts == theirs and len(cuts) == 1
+    (snapshots, left), (theirs, _) = (outcomes[2] for outcomes in ranks)
+    assert snapshots == theirs and len(snapshots) == 1
     assert left == 6
 
 
-def cut(mesh: Any) -> tuple[list[int], int]:
+def snapshot(mesh: Any) -> tuple[list[int], int]:
     made = wrapped(mesh, TABLES["plain"])
     pipeline = create_train_pipeline(made.wrapped, made.optimizer, loss_of=loss_of)
-    cuts: list[int] = []
+    snapshots: list[int] = []
 
-    def on_cut(trained: int) -> None:
+    def on_snapshot(trained: int) -> None:
         assert pipeline.tickets == 0
-        mesh.control.barrier(what="cut")
-        cuts.append(trained)
+        mesh.control.barrier(what="snapshot")
+        snapshots.append(trained)
 
-    pipeline.on_cut = on_cut
+    pipeline.on_snapshot = on_snapshot
     source = iter(share_of(mesh.rank, 7))
     pipeline.progress(source)
     if mesh.rank == 1:
-        pipeline.request_cut()
-    return cuts, len(run(pipeline, source))
+        pipeline.request_snapshot()
+    return snapshots, len(run(pipeline, source))
 
 
 def fails(mesh: Any) -> str:

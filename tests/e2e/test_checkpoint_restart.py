@@ -132,7 +132,7 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path, device: str) -> None:
     found = []
     for side, out, steps in zip(("first", "second"), outs, ("4", "2|4"), strict=True):
         (folder,) = (tmp_path / side / "runs").iterdir()
-        assert re.search(rf"going on with {re.escape(str(folder))}, step ({steps})\b", out)
+        assert re.search(rf"continuing {re.escape(str(folder))}, step ({steps})\b", out)
         assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
         lines = (folder / "logs" / "log.jsonl").read_text().splitlines()
         logged = [row["step"] for row in map(json.loads, lines) if "examples" in row]

@@ -83,7 +83,7 @@ def test_a_run_outlives_its_logs(
     assert result.steps == 4 and 0 <= result.metrics["deepfm"]["auc"] <= 1
     assert verify(tmp_path / "saved").ok
     (warning,) = [record for record in caplog.records if record.name == "shoal.telemetry"]
-    assert "The run goes on" in warning.getMessage()
+    assert "The run continues" in warning.getMessage()
     assert "Traceback" not in capfd.readouterr().err
     assert not list(disk.at.rglob("*.new"))
 
@@ -122,7 +122,7 @@ def test_a_damaged_log_is_left_out_on_resume(tmp_path: Path, damage: str) -> Non
     path = tmp_path / "log.jsonl"
     good = json.dumps({"step": 1, "time_s": 0.5, "loss": 1.0}) + "\n"
     path.write_text(good + damage)
-    sink = JsonLines(path, go_on_after=5)
+    sink = JsonLines(path, continue_after=5)
     sink.write(2, {"loss": 0.5})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]

@@ -119,11 +119,11 @@ def test_a_run_goes_on_from_its_own_checkpoints(
     saves = {"dir": str(tmp_path / "own"), "every_steps": 2, "background": False}
     with caplog.at_level(logging.INFO, "shoal.train"):
         run(tmp_path, str(first), checkpoint=saves)
-        assert "starting warm from" in caplog.text and "going on" not in caplog.text
+        assert "starting warm from" in caplog.text and "continuing" not in caplog.text
         caplog.clear()
         data = {**BASE["data"], "epochs": 2}
         after = run(tmp_path, str(first), checkpoint=saves, data=data)
-    assert "going on from" in caplog.text and "warm" not in caplog.text
+    assert "continuing from" in caplog.text and "warm" not in caplog.text
     assert figures(after)["steps"] == 2 * STEPS
 
 

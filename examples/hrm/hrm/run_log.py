@@ -102,9 +102,9 @@ class RunLog:
         sinks: list[ScalarSink] = []
         if leads and folder is not None:
             _make(folder)
-            sinks.append(JsonLines(folder / "log.jsonl", go_on_after=resumed_step))
+            sinks.append(JsonLines(folder / "log.jsonl", continue_after=resumed_step))
             if has_tensorboard() if config.tensorboard is None else config.tensorboard:
-                sinks.append(TensorBoard(folder / "tensorboard", go_on_after=resumed_step))
+                sinks.append(TensorBoard(folder / "tensorboard", continue_after=resumed_step))
         if leads and config.wandb:
             sinks.append(_WeightsAndBiases(config, folder, goes_on=resumed_step is not None))
         self._sink = FanOut(*sinks)

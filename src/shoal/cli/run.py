@@ -22,7 +22,7 @@ def train(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model, judge it against its baselines, and write a run folder.
+    """Train a model, evaluate it against its baselines, and write a run folder.
 
     The folder runs/<name>-<time>/ gets the resolved config, metrics.json, report.html, logs and
     checkpoints, the last of which is the trained model. Settings come from the YAML file, then
@@ -38,7 +38,7 @@ def train(
 
       shoal train examples/flights.yaml '~features.history' data.max_examples=20000
 
-    With a checkpoint every 1,000 steps, and going on from the last one of an interrupted run:
+    With a checkpoint every 1,000 steps, and continuing from the last one of an interrupted run:
 
       shoal train examples/flights.yaml checkpoint.every_steps=1000
 
@@ -64,9 +64,9 @@ def evaluate(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a trained model on its evaluation examples again.
+    """Evaluate a trained model on its evaluation examples again.
 
-    Prints the same table as training did; with overrides, the model is judged on other data.
+    Prints the same table as training did; with overrides, the model is evaluated on other data.
 
     Examples:
 

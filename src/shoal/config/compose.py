@@ -180,7 +180,7 @@ def _replaces(override: Override) -> bool:
 
 
 def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> list[str]:
-    """Let overrides name keys that the file leaves to their defaults; the tree judges them.
+    """Let overrides name keys that the file leaves to their defaults; the tree checks them.
 
     `key={kind: ..., ...}` replaces what the file says under the key, as another kind has other
     settings; other mappings are merged, as Hydra does. Names of config groups stay Hydra's.

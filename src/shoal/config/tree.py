@@ -388,7 +388,7 @@ class DlrmSettings(DeepSettings):
 
 
 class DcnSettings(DeepSettings):
-    """Cross network (DCN-v2) beside a deep part; `low_rank` is (rank, experts) of a mixture."""
+    """Cross network (DCN-v2) next to a deep part; `low_rank` is (rank, experts) of a mixture."""
 
     kind: Literal["dcn"] = "dcn"
     cross_layers: Annotated[int, Field(gt=0, le=64)] = 3
@@ -416,7 +416,7 @@ class EvalSettings(Section):
 
 
 class LoggingSettings(Section):
-    """What a run writes while it goes on. `points` is about how many points curves get."""
+    """What a run writes while it trains. `points` is about how many points curves get."""
 
     points: Count = 200
     plain_interval_s: Seconds = 5.0
@@ -445,11 +445,11 @@ def _by_path(value: Any) -> Any:
 
 
 class CheckpointSettings(Section):
-    """When a run saves what it needs to go on, where, and whether it goes on from there.
+    """When a run saves what it needs to resume, where, and whether it resumes from there.
 
     `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
     hold what changed since. `keep_full` full ones stay, with what builds on them. `warm_start`
-    counts only where there is nothing to go on from. More than `failures_allowed` saves in a row
+    counts only where there is nothing to resume. More than `failures_allowed` saves in a row
     that fail, and the last one of a run, end it.
     """
 

@@ -26,7 +26,7 @@ class Batch:
         weights: float32 [B], or None: every example weighs 1.
         times_B: int64 [B], event time of each example in seconds; None: all at `event_time_s`.
         position: examples of the run consumed once this batch is, over all ranks; where a loader
-            goes on after it.
+            continues after it.
     """
 
     ids: KeyedRagged
@@ -50,7 +50,7 @@ class Batch:
         return self._with(ids, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps.
+        """Copy to pinned memory, so that a non-blocking `to("cuda")` overlaps.
 
         What is there, or on a device, is not copied, nor anything where there is no CUDA.
         """

@@ -71,7 +71,7 @@ class Recipe:
 
     Args:
         ids: the id features, in batch order; at least one.
-        label: a column of 0..1 or booleans; it is nothing else besides.
+        label: a column of 0..1 or booleans; it is nothing else.
         dense: columns of finite numbers, in batch order.
         dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.

@@ -221,7 +221,7 @@ def _read(path: str | Path | None) -> pa.Table:
     try:
         table = pq.read_table(str(file))
     except (OSError, pa.ArrowException) as error:
-        remedy = "Install the package again; scripts/build_flights.py makes the file anew."
+        remedy = "Install the package again; scripts/build_flights.py makes the file again."
         raise DataError(
             "file of flights", got=error, allowed="a whole Parquet file", remedy=remedy
         ) from error

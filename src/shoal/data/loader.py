@@ -1,4 +1,4 @@
-"""Batches of a source: order, passes, ranks, read-ahead, and where to go on after a stop."""
+"""Batches of a source: order, passes, ranks, read-ahead, and where to continue after a stop."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RankShare:
         _require("rank", self.rank, 0 <= self.rank < self.world_size, allowed)
 
     def of(self, start: int, stop: int) -> tuple[int, int]:
-        """This rank's places of the batch start..stop-1: an even, contiguous cut, maybe empty."""
+        """This rank's part of the batch start..stop-1: even, contiguous, maybe empty."""
         size = stop - start
         cut = start + size * self.rank // self.world_size
         return cut, start + size * (self.rank + 1) // self.world_size
@@ -104,7 +104,7 @@ class Loader:
         order: passes and shuffling.
         share: this rank's part.
         prefetch: batches prepared ahead by a thread; 0 prepares each when it is asked for.
-        pin_memory: give batches in page-locked memory, from which a GPU takes them without the
+        pin_memory: give batches in pinned memory, from which a GPU takes them without the
             host waiting.
         least: examples that every batch has, over all ranks; batch normalisation takes 2.
         short: what becomes of a last batch with less.

@@ -53,7 +53,7 @@ class SyntheticClicks:
         signal, bias: of the log odds.
         seed: of everything.
         start_s: event time of the first example; examples_per_s: how many share a second.
-        first: number of the first example; with another `first`, a source goes on where one ends.
+        first: number of the first example; with another `first`, a source continues where one ends.
 
     Raises:
         ConfigError: a number out of its range.

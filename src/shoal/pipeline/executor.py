@@ -54,35 +54,36 @@ class Executor:
     Args:
         settings: what may overlap; when the run ends and evicts.
         stages: what each command does.
-        votes: collectives between the hosts of all ranks.
+        control: collectives between the hosts of all ranks.
         device: where batches go.
         source: this rank's batches.
-        cut_before: whether a cut is to come before the batch of a number (before the next window,
-            if it is in the midst of one); one rank's wish is enough.
+        snapshot_before: whether a snapshot point is to come before the batch of a number (before
+            the next window, if it is in the midst of one); one rank's wish is enough.
         evict_due_s: event time of the first eviction, where an earlier run has settled it.
 
     Attributes:
-        on_cut: called at every cut with the number of batches trained; no ticket is open then.
+        on_snapshot: called at every snapshot point with the number of batches trained; no ticket
+            is open then.
     """
 
     def __init__(
         self,
         settings: Settings,
         stages: Stages,
-        votes: Collectives,
+        control: Collectives,
         device: torch.device,
         source: Iterator[Any],
         *,
-        cut_before: Callable[[int], bool] | None = None,
+        snapshot_before: Callable[[int], bool] | None = None,
         evict_due_s: int | None = None,
     ) -> None:
         self._settings = settings
         self._stages = stages
-        self._votes = votes
+        self._control = control
         self._device = device
-        self._cut_before = cut_before
+        self._snapshot_before = snapshot_before
         self._tally = Tally(settings, evict_due_s)
-        self.on_cut: Callable[[int], None] | None = None
+        self.on_snapshot: Callable[[int], None] | None = None
         self.evict_due_s = evict_due_s
         # Early stages have a stream of their own; but one rank's lookup has no exchange to hide,
         # and its shard is busy in forward.
@@ -90,7 +91,7 @@ class Executor:
         streams: tuple[torch.cuda.Stream, ...] = ()
         if device.type == "cuda":
             streams = (torch.cuda.current_stream(device),)
-            if votes.world_size > 1:
+            if control.world_size > 1:
                 self._early = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 streams = (*streams, self._early)
         self._loader = Loader(source, device, stages.weight_of, streams)
@@ -98,7 +99,7 @@ class Executor:
         self._cast: dict[int, tuple[Pending, int]] = {}
         # What a rank without data trains on: its first batch, or another rank's, without ids.
         self._empty: Any = None
-        self._cut_asked = False
+        self._snapshot_asked = False
         self._dropped = 0
         self._forwarded: Round | None = None
         self._round: Round | None = None
@@ -110,9 +111,9 @@ class Executor:
         """Batches whose rows are held."""
         return self._state.tickets
 
-    def ask_cut(self) -> None:
-        """Ask for a cut as soon as may be; one rank's asking is enough."""
-        self._cut_asked = True
+    def ask_snapshot(self) -> None:
+        """Ask for a snapshot point as soon as may be; one rank's asking is enough."""
+        self._snapshot_asked = True
 
     def close(self) -> None:
         """End the loading thread; batches in flight are forgotten, their tickets end."""
@@ -142,7 +143,7 @@ class Executor:
         """Whether a batch is trained and its window is done with."""
         if self._round is None:
             return False
-        return following is None or following.verb not in ("apply", "evict", "cut")
+        return following is None or following.verb not in ("apply", "evict", "snapshot")
 
     def _sorted(self, commands: tuple[Command, ...]) -> Command | None:
         """Hand loads to their thread; at most one other command is out."""
@@ -185,20 +186,20 @@ class Executor:
     def _vote(self, command: Command) -> None:
         slot = self._slots.get(command.index)
         reading = Reading(command.index, False) if slot is None else slot.reading
-        wants_cut = self._cut_before is not None and self._cut_before(command.index)
+        wants_snapshot = self._snapshot_before is not None and self._snapshot_before(command.index)
         room = self._stages.room()
         ballot = Ballot(
             found=reading.found,
             failed=reading.error is not None,
             weight=reading.weight,
             event_time_s=self._stages.event_time_of(reading.batch) if reading.found else 0,
-            cut=self._cut_asked or wants_cut,
+            snapshot=self._snapshot_asked or wants_snapshot,
             incoming=self._stages.incoming(reading.batch) if reading.found else (0,) * len(room),
             room=room,
         )
-        self._cut_asked = False
-        self._votes.step = self._state.applied
-        pending = vote(self._votes, ballot, command.index)
+        self._snapshot_asked = False
+        self._control.step = self._state.applied
+        pending = vote(self._control, ballot, command.index)
         self._cast[command.index] = (pending, self._state.probed)
 
     def _settle(self, index: int) -> Settled:
@@ -218,9 +219,9 @@ class Executor:
         if not any(found) or all(found):
             return
         given = None
-        if self._votes.rank == found.index(True):
+        if self._control.rank == found.index(True):
             given = batches.moved(self._empty, torch.device("cpu"), wait=True)
-        every = self._votes.gather_objects(given, what="empty batch for ranks without data")
+        every = self._control.gather_objects(given, what="empty batch for ranks without data")
         if self._empty is None:
             given = next(one for one in every if one is not None)
             self._empty = batches.emptied(batches.moved(given, self._device))
@@ -277,7 +278,7 @@ class Executor:
         total = self._tally.weight(first, stop)
         own = self._slots[command.index].reading.weight
         # Gradients are averaged over ranks.
-        share = own / total * self._votes.world_size if total else 0.0
+        share = own / total * self._control.world_size if total else 0.0
         self._stages.backward(share, last=self._ends_window(command.index))
         del self._slots[command.index]
         self._round, self._forwarded = self._forwarded, None
@@ -296,11 +297,11 @@ class Executor:
         if command.evict_s is not None:
             self._stages.evict(command.evict_s)
 
-    def _cut(self, command: Command) -> None:
+    def _snapshot(self, command: Command) -> None:
         self._join_early_stream()
         self.evict_due_s = self._tally.due_s(command.index)
-        if self.on_cut is not None:
-            self.on_cut(command.index)
+        if self.on_snapshot is not None:
+            self.on_snapshot(command.index)
 
     def _drop(self, command: Command) -> None:
         slot = self._slots.pop(command.index)
@@ -312,7 +313,7 @@ class Executor:
         if self._dropped:
             _log.warning(
                 "rank %d: %d batches dropped, since the data of some rank ended after %d",
-                self._votes.rank,
+                self._control.rank,
                 self._dropped,
                 command.index,
             )

@@ -19,7 +19,7 @@ Verb = Literal[
     "backward",
     "apply",
     "evict",
-    "cut",
+    "snapshot",
     "drop",
     "stop",
 ]
@@ -30,7 +30,8 @@ class Settings:
     """What a pipeline may do at the same time, and when its run ends and evicts.
 
     Args:
-        staleness: updates a fetched row may lack; 0 trains exactly as without a pipeline.
+        staleness: updates by which a fetched row may be stale; 0 trains exactly as without a
+            pipeline.
         accumulation: batches of one optimizer step.
         depth: most batches in flight, from load to backward; None takes what all stages need to
             overlap. 1 (without accumulation) is no pipeline.
@@ -75,15 +76,16 @@ class Facts:
     Args:
         train: the round takes place; False at the end of the data.
         drain: at the end, batches before it are trained; False drops them.
-        defer_inserts: its new ids may not fit beside those of batches under way.
-        cut: a cut is wanted before it (before the next window, if it is in the midst of one).
+        defer_inserts: its new ids may not fit next to those of batches under way.
+        snapshot: a snapshot point is wanted before it (before the next window, if it is in the
+            midst of one).
         evict_s: event time to evict at, once its window is applied; None: not due.
     """
 
     train: bool = True
     drain: bool = True
     defer_inserts: bool = False
-    cut: bool = False
+    snapshot: bool = False
     evict_s: int | None = None
 
 
@@ -142,7 +144,7 @@ class State:
     evicted: int = 0
     facts: tuple[Facts, ...] = ()
     facts_from: int = 0
-    cuts: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
     end: int | None = None
     running: Command | None = None
     stopped: bool = False
@@ -231,11 +233,11 @@ def _settled(state: State, event: Settled) -> State:
         return state
     facts = event.facts
     state = replace(state, facts=(*state.facts, facts))
-    if facts.cut:
+    if facts.snapshot:
         size = state.settings.accumulation
-        cut_at = -(-event.index // size) * size
-        if cut_at not in state.cuts:
-            state = replace(state, cuts=(*state.cuts, cut_at))
+        snapshot_at = -(-event.index // size) * size
+        if snapshot_at not in state.snapshots:
+            state = replace(state, snapshots=(*state.snapshots, snapshot_at))
     if not facts.train:
         state = replace(state, end=event.index if facts.drain else state.trained)
     return state
@@ -259,9 +261,9 @@ def _done(state: State, command: Command) -> State:
         state = replace(state, **{counter: getattr(state, counter) + 1})
     if command.verb in ("backward", "drop"):
         state = replace(state, held=state.held - {command.index})
-    elif command.verb == "cut":
-        # The cut at the end is the last one, whatever was asked for after it.
-        state = replace(state, cuts=() if state.trained == state.end else state.cuts[1:])
+    elif command.verb == "snapshot":
+        # The snapshot point at the end is the last one, whatever was asked for after it.
+        state = replace(state, snapshots=() if state.trained == state.end else state.snapshots[1:])
     elif command.verb == "stop":
         state = replace(state, stopped=True)
     # Windows after which nothing is due are passed over.
@@ -300,8 +302,8 @@ def _between_windows(state: State) -> Command | None:
         return Command("apply", state.applied)
     if state.evicted < state.applied:
         return Command("evict", state.evicted, _evict_s(state, state.evicted))
-    if state.cuts and state.trained == _barrier(state) != state.end:
-        return Command("cut", state.trained)
+    if state.snapshots and state.trained == _barrier(state) != state.end:
+        return Command("snapshot", state.trained)
     return None
 
 
@@ -329,8 +331,8 @@ def _ending(state: State) -> Command | None:
         return None
     if state.held:
         return Command("drop", min(state.held))
-    if state.cuts:
-        return Command("cut", state.trained)
+    if state.snapshots:
+        return Command("snapshot", state.trained)
     return Command("stop", state.trained)
 
 
@@ -340,8 +342,8 @@ def _bound(state: State, stage: Literal["probe", "begin", "vote"]) -> int:
 
 
 def _barrier(state: State) -> int:
-    """The first batch that may not begin yet: what a cut or the end holds back."""
-    edges = [*state.cuts[:1], *([] if state.end is None else [state.end])]
+    """The first batch that may not begin yet: what a snapshot point or the end holds back."""
+    edges = [*state.snapshots[:1], *([] if state.end is None else [state.end])]
     return min(edges, default=state.trained + state.settings.in_flight)
 
 

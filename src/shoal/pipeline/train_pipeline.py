@@ -4,11 +4,11 @@ Staleness 0 trains exactly as a plain loop does (forward, backward, step, batch 
 overlaps what does not depend on the previous update: loading, dedup, the exchange of ids and
 the owners' probe (Monolith's `enable_pipelined_fwda2a`), and gradients on their way while the
 dense part steps (`enable_pipelined_bwda2a`). Staleness k also fetches the rows of the next k
-windows before the update of the present one: rows lack exactly k updates (Monolith's
+windows before the update of the present one: rows are stale by exactly k updates (Monolith's
 `embedding_prefetch_capacity` = k; `enable_async_optimize` and AsyncPushHook, which push one
-step late and drain at the end, are k = 1). An eviction waits for its window, and a cut for
-everything under way, at every staleness. In one process there is no exchange to hide: rows are
-read in forward, and lack nothing.
+step late and drain at the end, are k = 1). An eviction waits for its window, and a snapshot point
+for everything under way, at every staleness. In one process there is no exchange to hide: rows
+are read in forward, and are never stale.
 
 Losses are means over the rank's batch. Each is weighed by what the batch weighs in its window
 over all ranks, so that uneven batches give the gradient of the whole window's mean.
@@ -39,10 +39,11 @@ class TrainPipeline:
     Attributes:
         last: the batch that the last `progress` trained, with its weight and whether its window
             is applied; None before the first.
-        on_cut: called on every rank at a cut with the number of batches of this run trained so
-            far. No ticket is open then and every trained window is applied: the time to save.
-        evict_due_s: when the next eviction is due, as of the last cut; None: the first batches
-            settle it.
+        on_snapshot: called on every rank at a snapshot point with the number of batches of this
+            run trained so far. No ticket is open then and every trained window is applied: the time
+            to save.
+        evict_due_s: when the next eviction is due, as of the last snapshot point; None: the first
+            batches settle it.
     """
 
     _what = "train"
@@ -54,22 +55,22 @@ class TrainPipeline:
         settings: Settings,
         *,
         device: torch.device | str | None,
-        votes: Collectives | None,
-        cut_before: Callable[[int], bool] | None = None,
+        control: Collectives | None,
+        snapshot_before: Callable[[int], bool] | None = None,
         evict_due_s: int | None = None,
     ) -> None:
         self._model = model
         self._stages = stages
         self._settings = settings
         self._device = device
-        self._votes = votes
-        self._cut_before = cut_before
+        self._control = control
+        self._snapshot_before = snapshot_before
         self._first_due_s = evict_due_s
         self._source: Iterator[Any] | None = None
         self._executor: Executor | None = None
         self._attached = True
-        self._cut_asked = False
-        self.on_cut: Callable[[int], None] | None = None
+        self._snapshot_asked = False
+        self.on_snapshot: Callable[[int], None] | None = None
         self.evict_due_s: int | None = None
         self.last: Round | None = None
 
@@ -86,7 +87,7 @@ class TrainPipeline:
 
         Returns:
             (losses, predictions) of the batch, without a graph. On a rank whose data has ended
-            while others go on: zeros, and None for predictions, so that all ranks come back
+            while others continue: zeros, and None for predictions, so that all ranks come back
             equally often.
 
         Raises:
@@ -100,7 +101,7 @@ class TrainPipeline:
             self.attach()
         self._check_mode()
         executor = self._executor_for(iterator)
-        executor.on_cut = self.on_cut
+        executor.on_snapshot = self.on_snapshot
         try:
             done = executor.round()
         except StopIteration as error:  # the end of the data is None
@@ -116,17 +117,17 @@ class TrainPipeline:
         self.last = done
         return done.step
 
-    def request_cut(self) -> None:
-        """Ask all ranks for a cut before the next window that has not begun.
+    def request_snapshot(self) -> None:
+        """Ask all ranks for a snapshot point before the next window that has not begun.
 
-        One rank's asking is enough. Batches under way are trained first; then `on_cut` is called
-        on every rank. A request in a run's last batches may come too late: nothing is under way
-        once `progress` has raised StopIteration.
+        One rank's asking is enough. Batches under way are trained first; then `on_snapshot` is
+        called on every rank. A request in a run's last batches may come too late: nothing is under
+        way once `progress` has raised StopIteration.
         """
         if self._executor is None:
-            self._cut_asked = True
+            self._snapshot_asked = True
         else:
-            self._executor.ask_cut()
+            self._executor.ask_snapshot()
 
     @property
     def tickets(self) -> int:
@@ -175,9 +176,9 @@ class TrainPipeline:
     def _executor_for(self, iterator: Iterator[Any]) -> Executor:
         if self._executor is None:
             self._executor, self._source = self._executor_over(iter(iterator)), iterator
-            if self._cut_asked:
-                self._executor.ask_cut()
-            self._cut_asked = False
+            if self._snapshot_asked:
+                self._executor.ask_snapshot()
+            self._snapshot_asked = False
         elif iterator is not self._source:
             raise InputError(
                 f"iterator of a {self._what} pipeline",
@@ -188,16 +189,16 @@ class TrainPipeline:
         return self._executor
 
     def _executor_over(self, source: Iterator[Any]) -> Executor:
-        votes = _votes_of(self._model) if self._votes is None else self._votes
-        require_same_settings(votes, self._settings)
+        control = _control_of(self._model) if self._control is None else self._control
+        require_same_settings(control, self._settings)
         device = self._device
         return Executor(
             self._settings,
             self._stages,
-            votes,
+            control,
             _device_of(self._model) if device is None else torch.device(device),
             source,
-            cut_before=self._cut_before,
+            snapshot_before=self._snapshot_before,
             evict_due_s=self._first_due_s,
         )
 
@@ -248,8 +249,8 @@ def create_train_pipeline(
     event_time_of: Callable[[Any], int] = batches.event_time_of,
     step: Callable[[], None] | None = None,
     device: torch.device | str | None = None,
-    votes: Collectives | None = None,
-    cut_before: Callable[[int], bool] | None = None,
+    control: Collectives | None = None,
+    snapshot_before: Callable[[int], bool] | None = None,
     evict_due_s: int | None = None,
 ) -> TrainPipeline:
     """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
@@ -262,7 +263,7 @@ def create_train_pipeline(
         check_all_workers_data_status: all ranks stop as soon as one is out of data; what others
             have loaded is dropped, and counted in a log line. False: all continue until every rank
             is out; ranks without data run empty batches of weight 0, so nothing hangs.
-        staleness: updates a row may lack.
+        staleness: updates by which a row may be stale.
         accumulation: batches of one optimizer step, a window; the last one may be short.
         execute_all_batches: at the end, batches under way are trained; False drops them, and then
             the end is when any rank's data ends.
@@ -270,20 +271,20 @@ def create_train_pipeline(
             (losses, predictions).
         scaler: of losses under mixed precision.
         depth: most batches in flight; None takes what all stages need.
-        evict_every_s: evict expired rows once event time has gone on this far; None: never.
+        evict_every_s: evict expired rows once event time has advanced this far; None: never.
         ids_of: what collections read of a batch; by their name in the model, or one for all.
         weight_of: what a batch's mean loss weighs: the sum of its `weights`, or its examples.
         event_time_of: a batch's event time in whole seconds: its `event_time_s`.
         step: one optimizer step, clipping for example, and zero_grad; None: the plain one.
         device: where batches go; None: where the tables or parameters are.
-        votes: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
-        cut_before: whether a cut comes before the batch of that number in its run, from 0; asked
-            once of each, a few batches ahead. Unlike `request_cut` it says exactly where.
-        evict_due_s: event time of the first eviction, to go on where another pipeline was;
+        control: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
+        snapshot_before: whether a snapshot point comes before the batch of that number in its run,
+            from 0; asked once of each, a few batches ahead. Unlike `request_snapshot` it is exact.
+        evict_due_s: event time of the first eviction, to continue where another pipeline was;
             see `TrainPipeline.evict_due_s`.
 
     Raises:
-        ConfigError: a setting out of range, or several ranks without votes.
+        ConfigError: a setting out of range, or several ranks without a control group.
     """
     settings = Settings(
         staleness=staleness,
@@ -308,8 +309,8 @@ def create_train_pipeline(
         stages,
         settings,
         device=device,
-        votes=votes,
-        cut_before=cut_before,
+        control=control,
+        snapshot_before=snapshot_before,
         evict_due_s=evict_due_s,
     )
 
@@ -319,17 +320,17 @@ def create_predict_pipeline(
     *,
     depth: int = 2,
     device: torch.device | str | None = None,
-    votes: Collectives | None = None,
+    control: Collectives | None = None,
 ) -> PredictPipeline:
     """A pipeline that predicts: batches load ahead, and uneven ranks never hang.
 
     Args:
         model: in eval(); called with a batch. What it gives is what `progress` returns.
         depth: most batches in flight.
-        device, votes: as for `create_train_pipeline`.
+        device, control: as for `create_train_pipeline`.
     """
     settings = Settings(depth=depth)
-    return PredictPipeline(model, Stages(model), settings, device=device, votes=votes)
+    return PredictPipeline(model, Stages(model), settings, device=device, control=control)
 
 
 def _collections(model: nn.Module) -> list[EmbeddingCollection]:
@@ -342,16 +343,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _votes_of(model: nn.Module) -> Collectives:
+def _control_of(model: nn.Module) -> Collectives:
     mesh = getattr(model, "mesh", None)
     if mesh is not None:
-        votes: Collectives = mesh.control
-        return votes
+        control: Collectives = mesh.control
+        return control
     if any(collection.distributed for collection in _collections(model)):
         raise ConfigError(
-            "votes of a pipeline",
+            "control group of a pipeline",
             got="none, for tables that are spread over ranks",
             allowed="collectives between the hosts",
-            remedy="Pass votes=shoal.comm.init().control.",
+            remedy="Pass control=shoal.comm.init().control.",
         )
     return LocalCollectives()

@@ -1,6 +1,6 @@
 """What the ranks report about each batch, and what follows: `Facts`, alike on all.
 
-A vote is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
+It is one small all-reduce on the host, begun a batch ahead and waited for when it is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ballot:
         failed: its source raised instead.
         weight: what the batch weighs in a loss; 0 without one.
         event_time_s: when it happened.
-        cut: a cut is asked for.
+        snapshot: a snapshot point is asked for.
         incoming: ids that look up each limited table.
         room: rows that each limited table may still take on this rank.
     """
@@ -32,14 +32,14 @@ class Ballot:
     failed: bool = False
     weight: float = 0.0
     event_time_s: int = 0
-    cut: bool = False
+    snapshot: bool = False
     incoming: tuple[int, ...] = ()
     room: tuple[int, ...] = ()
 
     def numbers(self) -> list[float]:
         """As float64 numbers, exact below 2^53."""
         flags = [float(self.found), float(self.failed), self.weight]
-        return [*flags, float(self.event_time_s), float(self.cut), *self.incoming, *self.room]
+        return [*flags, float(self.event_time_s), float(self.snapshot), *self.incoming, *self.room]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Ballot:
@@ -51,25 +51,25 @@ class Ballot:
             failed=bool(numbers[1]),
             weight=numbers[2],
             event_time_s=int(numbers[3]),
-            cut=bool(numbers[4]),
+            snapshot=bool(numbers[4]),
             incoming=tuple(rest[:half]),
             room=tuple(rest[half:]),
         )
 
 
-def require_same_settings(votes: Collectives, settings: Settings) -> None:
+def require_same_settings(control: Collectives, settings: Settings) -> None:
     """Refuse ranks whose pipelines differ, which would wait for each other in vain.
 
     Raises:
         ConfigError: another rank has other settings.
     """
     remedy = "Make the pipeline from the same configuration on each rank."
-    require_same(votes, "settings of a pipeline", repr(settings), remedy=remedy)
+    require_same(control, "settings of a pipeline", repr(settings), remedy=remedy)
 
 
-def vote(votes: Collectives, ballot: Ballot, index: int) -> Pending:
+def vote(control: Collectives, ballot: Ballot, index: int) -> Pending:
     """Send a ballot; `ballots_of` the result."""
-    return rank_rows(votes, ballot.numbers(), what=f"vote on batch {index}")
+    return rank_rows(control, ballot.numbers(), what=f"vote on batch {index}")
 
 
 def ballots_of(pending: Pending) -> tuple[Ballot, ...]:
@@ -125,7 +125,7 @@ class Tally:
             train=train,
             drain=self._settings.drain,
             defer_inserts=train and self._tight(ballots, probed, index),
-            cut=any(ballot.cut for ballot in ballots),
+            snapshot=any(ballot.snapshot for ballot in ballots),
             evict_s=None if self.ended else self._evict_s(index, train, times),
         )
         self._dues[index + 1] = self._due_s

@@ -93,7 +93,7 @@ def _overlapping(
     staleness: int,
 ) -> Iterator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `_plain`."""
-    learners, votes, first = course.learners, course.ranks.votes, course.steps
+    learners, control, first = course.learners, course.ranks.control, course.steps
     every = _Every(learners).train()
     pipeline = create_train_pipeline(
         every,
@@ -105,22 +105,22 @@ def _overlapping(
         weight_of=window_weight,
         step=every.step,
         device=learners[0].tables.shard.device,
-        votes=votes,
+        control=control,
         # Where windows end and the next begin; not before the first one.
-        cut_before=lambda i: (
+        snapshot_before=lambda i: (
             i > 0 and i % accumulation == 0 and saver.due_after(first + i // accumulation)
         ),
     )
-    cuts: list[int] = []
-    pipeline.on_cut = cuts.append
+    snapshots: list[int] = []
+    pipeline.on_snapshot = snapshots.append
     source = iter(batches)
     window: list[Batch] = []
     logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
     try:
         while True:
-            votes.step = course.steps
+            control.step = course.steps
             if saver.wants_pause():
-                pipeline.request_cut()
+                pipeline.request_snapshot()
             try:
                 given = pipeline.progress(source)
             except StopIteration:
@@ -132,8 +132,8 @@ def _overlapping(
             for name, logits_B in given.predictions.items():
                 logits[name].append(logits_B)
             if done.applied:
-                # After a cut, stages of later batches wait for the next call.
-                paused = cuts[-1:] == [done.index + 1]
+                # After a snapshot point, stages of later batches wait for the next call.
+                paused = snapshots[-1:] == [done.index + 1]
                 yield Trained(window, logits, paused, pipeline.evict_due_s if paused else None)
                 window, logits = [], {one.name: [] for one in learners}
         if window:
@@ -196,8 +196,8 @@ def train(
         observer: sees every step, and has scalars of its own for each point.
         progress: the bar.
         sink: where points of the curves go.
-        staleness: go through a pipeline, where looked-up rows may lack so many updates; None:
-            window by window, on one rank.
+        staleness: go through a pipeline, where looked-up rows may be stale by so many updates;
+            None: window by window, on one rank.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
 
     Raises:

@@ -44,7 +44,7 @@ class Ranks:
         self.mesh = mesh
         self.rank = 0 if mesh is None else mesh.rank
         self.world_size = 1 if mesh is None else mesh.world_size
-        self.votes: Collectives = LocalCollectives() if mesh is None else mesh.control
+        self.control: Collectives = LocalCollectives() if mesh is None else mesh.control
         self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
         if mesh is not None:
@@ -82,14 +82,14 @@ class Ranks:
         """Numbers, float64 on the CPU, added up over ranks; a collective call."""
         if not self.many:
             return values
-        self.votes.step = self.step()
-        (summed,) = self.votes.all_reduce(values, "sum", what=what).wait()
+        self.control.step = self.step()
+        (summed,) = self.control.all_reduce(values, "sum", what=what).wait()
         return summed
 
     def gathered(self, value: Any, *, what: str) -> list[Any]:
         """Every rank's value, by rank; a collective call."""
-        self.votes.step = self.step()
-        return self.votes.gather_objects(value, what=what)
+        self.control.step = self.step()
+        return self.control.gather_objects(value, what=what)
 
     @contextmanager
     def together(self) -> Iterator[None]:

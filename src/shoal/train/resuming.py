@@ -52,7 +52,7 @@ def _fill(url: str, settings: WarmStartSettings, course: Course) -> None:
             url,
             contents,
             options=_options(settings, manifest, {one.name for one in course.learners}),
-            collectives=course.ranks.votes if course.ranks.many else None,
+            collectives=course.ranks.control if course.ranks.many else None,
         )
     for hosting in contents.tables.values():
         hosting.shard.last_step = 0
@@ -217,13 +217,13 @@ def restore(config: RunConfig, beginning: Beginning, course: Course) -> Chain:
     loaded = load(
         store.folder(name).url,
         contents_of(course.learners),
-        collectives=ranks.votes if ranks.many else None,
+        collectives=ranks.control if ranks.many else None,
     )
     state, own = loaded.state["course"], loaded.rank_state or None
     course.load_state(state, own)
     if ranks.leads:
         at = f"step {course.steps}, {course.position} samples"
-        _log.info("going on from %s/%s: %s", beginning.url, name, at)
+        _log.info("continuing from %s/%s: %s", beginning.url, name, at)
         if own is None:
             _log.warning(
                 "%s was saved by %d ranks, these are %d: their random numbers begin from scratch",

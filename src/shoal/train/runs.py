@@ -215,7 +215,7 @@ def run(config: RunConfig, *, console: Console, resume: str | None = None) -> Ru
     """
     ranks, placed = gather_ranks(config)
     with ranks.together():
-        require_same(ranks.votes, config)
+        require_same(ranks.control, config)
         return _run(config, _open(placed, ranks, console), resume)
 
 
@@ -226,7 +226,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     has_events = _has_events(opened)
     examples = len(data.train.source)
     beginning = as_first_rank(
-        ranks.votes,
+        ranks.control,
         lambda: find_beginning(config, resume, attempt(), examples),
         what="beginning of the run",
     )
@@ -236,7 +236,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     after = None
     if beginning.checkpoint is not None:
         after = course.steps
-        opened.print(f"going on with {folder.path}, step {after}")
+        opened.print(f"continuing {folder.path}, step {after}")
     elif beginning.warm is not None:
         opened.print(f"starting warm from {beginning.warm}")
     saver = Saver(
@@ -248,13 +248,15 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         chain=chain,
     )
     with ExitStack() as held:
-        as_first_rank(ranks.votes, lambda: folders.hold(folder, held), what="hold of a run folder")
+        as_first_rank(
+            ranks.control, lambda: folders.hold(folder, held), what="hold of a run folder"
+        )
         sinks = FanOut()
         if ranks.leads and has_events:
-            sinks.open(lambda: TensorBoard(folder.logs, go_on_after=after), "TensorBoard logs")
+            sinks.open(lambda: TensorBoard(folder.logs, continue_after=after), "TensorBoard logs")
         if ranks.leads and config.logging.jsonl:
             path = folder.logs / "log.jsonl"
-            sinks.open(lambda: JsonLines(path, go_on_after=after), "log.jsonl")
+            sinks.open(lambda: JsonLines(path, continue_after=after), "log.jsonl")
         held.enter_context(closing(sinks))
         _train(opened, course, saver, sinks)
         result = _evaluate_run(opened, folder, course, sinks)
@@ -320,10 +322,10 @@ def _trained(
     )
     ranks, config = gather_ranks(settings)
     with ranks.together():
-        require_same(ranks.votes, settings)
+        require_same(ranks.control, settings)
         opened = _open(config, ranks, console)
         where = as_first_rank(
-            ranks.votes, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
+            ranks.control, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
         )
         assert where is not None, "found before"
         # What trained the models stays there.
@@ -332,7 +334,7 @@ def _trained(
             where,
             contents_of(opened.learners, trains=False),
             options=LoadOptions(allow_unknown=optimizers),
-            collectives=ranks.votes,
+            collectives=ranks.control,
         )
         yield folder, opened
 
@@ -362,7 +364,7 @@ def _evaluate(
 ) -> tuple[Mapping[str, BinaryResult], dict[str, dict[str, float]]]:
     """Evaluate the models and print the table of metrics; (results, figures) by model."""
     batches = opened.data.evaluation
-    progress = opened.progress("judge", batches.examples)
+    progress = opened.progress("evaluate", batches.examples)
     results = evaluate_all(opened.learners, batches, progress, opened.ranks)
     metrics = {name: summary.figures(result) for name, result in results.items()}
     first = next(iter(results.values()))

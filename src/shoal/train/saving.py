@@ -46,7 +46,7 @@ class Saver:
     """The saves of a run. Use it as a context manager around training; then `finish`.
 
     All ranks save after the same steps: counts of steps are alike everywhere, and for seconds rank
-    0's clock decides, which the others learn from the pipeline's votes. A save that is due while
+    0's clock decides, which the others learn from the pipeline. A save that is due while
     the one before is still being written is left out, and counted in a log line; unless saves are
     not written in the background. One that fails is logged and counted, and the next delta holds
     what it would have; the run ends after more failures in a row than are allowed, when the last

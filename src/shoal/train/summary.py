@@ -388,7 +388,7 @@ def build_report(
     }
     return RunReport(
         title=config.name,
-        subtitle=f"{main} on {source}, judged on {examples:,} evaluation examples",
+        subtitle=f"{main} on {source}, evaluated on {examples:,} evaluation examples",
         metrics=result.metrics,
         facts=facts,
         charts=(
@@ -399,7 +399,7 @@ def build_report(
                 series=_by_model(curves, curves.loss),
             ),
             Chart(
-                title="AUC so far, each batch judged before training on it",
+                title="AUC so far, each batch evaluated before training on it",
                 x_label="examples",
                 y_label="AUC",
                 series=_by_model(curves, curves.auc),

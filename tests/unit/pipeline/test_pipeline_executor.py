@@ -172,7 +172,7 @@ class TestStalenessK:
             staleness=staleness,
             accumulation=accumulation,
             evict_every_s=20,
-            votes=LocalCollectives(),
+            control=LocalCollectives(),
         )
         assert torch.equal(torch.stack(run(pipeline, batches)), torch.stack(expected))
         assert_same_rows(piped.model, plain.model)
@@ -183,7 +183,7 @@ class TestStalenessK:
         expected = plain_losses(plain, batches)
         piped.model.tables.distribute(Snapshots(piped.model.tables.exchange))
         pipeline = create_train_pipeline(
-            piped.model, piped.optimizer, loss_of=loss_of, votes=LocalCollectives()
+            piped.model, piped.optimizer, loss_of=loss_of, control=LocalCollectives()
         )
         assert torch.equal(torch.stack(run(pipeline, batches)), torch.stack(expected))
 
@@ -223,23 +223,23 @@ class TestRuns:
         batches = batches_of(8)
         made, plain = toy([spec()]), toy([spec()])
         pipeline = create_train_pipeline(made.model, made.optimizer, loss_of=loss_of)
-        cuts: list[int] = []
+        snapshots: list[int] = []
 
-        def on_cut(trained: int) -> None:
+        def on_snapshot(trained: int) -> None:
             assert pipeline.tickets == 0
             made.model.tables.shard.clear(0)  # refused while a ticket is live
-            cuts.append(trained)
+            snapshots.append(trained)
 
-        pipeline.on_cut = on_cut
+        pipeline.on_snapshot = on_snapshot
         source = iter(batches)
         pipeline.progress(source)
-        pipeline.request_cut()
+        pipeline.request_snapshot()
         assert pipeline.tickets == 1
         run(pipeline, source)  # type: ignore[arg-type]
-        assert len(cuts) == 1 and 1 < cuts[0] < 8
-        plain_losses(plain, batches[: cuts[0]])
+        assert len(snapshots) == 1 and 1 < snapshots[0] < 8
+        plain_losses(plain, batches[: snapshots[0]])
         plain.model.tables.shard.clear(0)
-        plain_losses(plain, batches[cuts[0] :])
+        plain_losses(plain, batches[snapshots[0] :])
         assert_same_rows(made.model, plain.model)
 
     def test_without_execute_all_batches_what_is_under_way_is_dropped(

@@ -42,7 +42,7 @@ class World:
     done: dict[str, list[int]] = field(default_factory=dict)
     ended: int | None = None
     dry: bool = False
-    cuts: list[int] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
 
     def run(self) -> State:
         state, commands = start(self.settings)
@@ -65,13 +65,13 @@ class World:
         assert command is not None
         if command.verb != "evict":
             assert command.index == len(self.done.get(command.verb, ())) or command.verb in (
-                "cut",
+                "snapshot",
                 "drop",
                 "stop",
             )
         self.done.setdefault(command.verb, []).append(command.index)
-        if command.verb == "cut":
-            self.cuts.append(command.index)
+        if command.verb == "snapshot":
+            self.snapshots.append(command.index)
         if command.verb == "settle":
             facts = self.facts[min(command.index, len(self.facts) - 1)]
             if self.ended is None and not facts.train:
@@ -119,15 +119,15 @@ class World:
         if command.verb == "evict":
             assert self.count("apply") == i + 1
             assert command.evict_s == self.evict_s(i)
-        if command.verb == "cut":
+        if command.verb == "snapshot":
             assert i in (self.count("probe"), self.ended)
             assert self.count("begin") == i or not self.facts[-1].drain
             assert self.count("backward") == i
             assert self.count("apply") == -(-i // size)
 
     def after_cut(self, window: int) -> bool:
-        """Rows of the windows after a cut are fetched with all updates before it."""
-        first = max((cut for cut in self.cuts), default=None)
+        """Rows of the windows after a snapshot point are fetched with all updates before it."""
+        first = max((snapshot for snapshot in self.snapshots), default=None)
         size = self.settings.accumulation
         return first is not None and window - self.settings.staleness < first // size
 
@@ -155,10 +155,10 @@ def settings_of(draw: st.DrawFn) -> Settings:
 ROUND = st.builds(
     Facts,
     defer_inserts=st.booleans(),
-    cut=st.sampled_from([False, False, False, True]),
+    snapshot=st.sampled_from([False, False, False, True]),
     evict_s=st.sampled_from([None, None, 5, 9]),
 )
-END = st.builds(Facts, train=st.just(False), drain=st.booleans(), cut=st.booleans())
+END = st.builds(Facts, train=st.just(False), drain=st.booleans(), snapshot=st.booleans())
 
 
 @given(
@@ -181,11 +181,11 @@ def test_any_order_keeps_the_rules(
     assert len(trained) == world.ended
     if end.drain:
         assert len(trained) == len(rounds)
-        # No wish for a cut is lost, also while another one is to come.
+        # No wish for a snapshot point is lost, also while another one is to come.
         size = settings.accumulation
-        wanted = {-(-i // size) * size for i, facts in enumerate([*rounds, end]) if facts.cut}
-        inside = {cut for cut in wanted if cut < len(rounds)}
-        assert world.cuts == sorted(inside) + [len(rounds)] * (inside != wanted)
+        wanted = {-(-i // size) * size for i, facts in enumerate([*rounds, end]) if facts.snapshot}
+        inside = {snapshot for snapshot in wanted if snapshot < len(rounds)}
+        assert world.snapshots == sorted(inside) + [len(rounds)] * (inside != wanted)
     assert state.tickets == 0
     assert not state.held
     assert world.count("settle") == world.count("vote")
@@ -264,9 +264,9 @@ def test_staleness_k_fetches_k_windows_ahead() -> None:
 
 
 def test_a_cut_drains_first() -> None:
-    facts = [Facts(), Facts(), Facts(cut=True), Facts(), Facts(train=False)]
+    facts = [Facts(), Facts(), Facts(snapshot=True), Facts(), Facts(train=False)]
     listed = verbs(Settings(staleness=1), facts)
-    at = listed.index("cut 2")
+    at = listed.index("snapshot 2")
     assert "apply 1" in listed[:at] and "begin 2" in listed[at:]
 
 
@@ -281,9 +281,9 @@ def test_depth_1_is_a_plain_loop() -> None:
 
 
 def test_a_cut_in_a_window_waits_for_its_end() -> None:
-    facts = [Facts(), Facts(cut=True), Facts(), Facts(train=False)]
+    facts = [Facts(), Facts(snapshot=True), Facts(), Facts(train=False)]
     listed = verbs(Settings(accumulation=2), facts)
-    assert listed.index("apply 0") < listed.index("cut 2") < listed.index("begin 2")
+    assert listed.index("apply 0") < listed.index("snapshot 2") < listed.index("begin 2")
 
 
 def test_no_data_ends_at_once() -> None:

@@ -100,7 +100,7 @@ def test_a_log_goes_on_where_it_was_at_a_step(tmp_path: Path) -> None:
     with file.open("a") as text:
         text.write('{"step": 4, "ti')
     now[0] = 500.0
-    log = JsonLines(file, lambda: now[0], go_on_after=2)
+    log = JsonLines(file, lambda: now[0], continue_after=2)
     now[0] += 1
     log.write(3, {"loss": 7})
     log.close()
@@ -127,7 +127,7 @@ def test_a_log_that_cannot_be_rewritten_stays(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="no space"):
-        JsonLines(file, go_on_after=1)
+        JsonLines(file, continue_after=1)
     assert file.read_text() == before
 
 
