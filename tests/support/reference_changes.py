@@ -1,4 +1,4 @@
-"""What changed in the reference shard, and its rows at a cut: one dictionary and one list."""
+"""Changes of the reference shard, and its rows at a snapshot point: a dictionary and a list."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_EPOCH = (1 << 32) - 2
 
 
 class ChangeVerbs:
-    """A page's position names what is left of its scan: entries of `_scans`, kept for ever."""
+    """A page's position names the rest of its scan: entries of `_scans`, kept forever."""
 
     specs: tuple[TableSpec, ...]
     _rows: list[dict[int, Row]]
@@ -141,7 +141,7 @@ class ChangeVerbs:
         return Cursor(self._incarnation, epoch, epoch)
 
     def _check_still(self) -> None:
-        """Before a verb that changes rows."""
+        """Before a method that changes rows."""
         if self._snapshot is not None and self._snapshot() is not None:
             raise refused("verb that changes rows", "an open snapshot")
 
@@ -150,7 +150,7 @@ class ChangeVerbs:
         self._deleted, self._floor = [], floor
 
     def _renew(self) -> None:
-        """Rows came in whose versions no cursor of before covers."""
+        """Rows were loaded whose versions no earlier cursor covers."""
         if self._deleted is not None:
             self._keep(self._epoch - 1)
         else:
@@ -182,7 +182,7 @@ class ChangeVerbs:
 
 
 class ReferenceSnapshot:
-    """Not concurrent: rows stay as they are until it is closed."""
+    """Not concurrent: rows must not change until it is closed."""
 
     concurrent = False
 
