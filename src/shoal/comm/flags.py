@@ -34,10 +34,10 @@ class Flag:
     here: str
 
 
-_WAY = "accepted; tensors travel between the devices where they are, whatever it says"
+_WAY = "accepted and ignored: tensors travel directly between their devices"
 
 FLAGS: Mapping[str, Flag] = {
-    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports"),
+    "horovod": Flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod if it can be imported"),
     "optimized_horovod": Flag(
         "MONOLITH_WITH_OPTIMIZED_HOROVOD",
         0,
@@ -47,10 +47,12 @@ FLAGS: Mapping[str, Flag] = {
     "horovod_fid_g2g": Flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY),
     "horovod_fwd_g2g": Flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY),
     "horovod_bwd_g2g": Flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY),
-    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place"),
-    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids"),
-    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows"),
-    "byteps_bwd": Flag("MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"),
+    "byteps": Flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed instead of BytePS"),
+    "byteps_fid": Flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; ids have one transport"),
+    "byteps_fwd": Flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; rows have one transport"),
+    "byteps_bwd": Flag(
+        "MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; gradients have one transport"
+    ),
     "byteps_bwd_cast": Flag(
         "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
     ),
@@ -61,7 +63,7 @@ FLAGS: Mapping[str, Flag] = {
         "MONOLITH_WITH_BYTEPS_FWD_GDR",
         0,
         SWITCH,
-        "one card per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
+        "one GPU per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
     ),
     "byteps_fwd_gdr_g2g": Flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY),
     "byteps_bwd_gdr": Flag(
@@ -75,10 +77,13 @@ FLAGS: Mapping[str, Flag] = {
         "-1: no run hooks at all; 1: telemetry too when all is synchronous",
     ),
     "byteps_allreduce": Flag(
-        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, beside BytePS"
+        "MONOLITH_WITH_BYTEPS_ALLREDUCE",
+        1,
+        SWITCH,
+        "0: Horovod, if it can be imported, next to BytePS",
     ),
     "force_gpu_compatible": Flag(
-        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are page-locked"
+        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are pinned"
     ),
 }
 """Field of `BackendFlags` -> its variable."""
