@@ -5,8 +5,8 @@ python build_arc.py --output-dir data/arc-aug-1000 \\
     --train-tasks concept_challenges.json concept_solutions.json \\
     --test-tasks evaluation_challenges.json evaluation_solutions.json
 
-All pairs of the first kind are trained on. Of the second kind, what a task shows is trained on,
-what it asks is the test. Every task and every augmentation is a puzzle with an id of its own.
+All pairs of training tasks are training data. Of a test task, the shown pairs are training data
+and the asked pairs are the test. Every task and every augmentation is a puzzle with its own id.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(files) > 2:
             parser.error(f"one file of challenges and one of solutions each, got {files}")
     Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
-    # Beside the data: pages take gigabytes, and are moved from there.
+    # In the folder of the data: pages take gigabytes, and are moved from there.
     with (
         tempfile.TemporaryDirectory(prefix=".building-", dir=asked.output_dir) as spool,
         closing(_Builder(asked.seed, Path(spool))) as builder,
@@ -124,7 +124,7 @@ def _only_once(known: dict[str, str], name: str, path: str) -> None:
         raise DataError(
             f"task {name!r}",
             got=f"in {known[name]} and {path}",
-            allowed="a name of its own for each task",
+            allowed="a unique name for each task",
             remedy="Give each file once; a task may not be trained on and tested, too.",
         )
     known[name] = path

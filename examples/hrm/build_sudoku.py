@@ -1,9 +1,9 @@
 """Build Sudoku data: python build_sudoku.py --output-dir data/sudoku-1k-aug-1000 --num-aug 1000
 
-Puzzles are generated, each with one solution, or come from lists (--puzzles FILE). No puzzle of
-the test is one of training under any symmetry; by default not even their solutions are. Guesses
-of a plain solver are printed and written to statistics.json: generated puzzles are easy beside
-those that people collect.
+Puzzles are generated, each with one solution, or read from lists (--puzzles FILE). No test puzzle
+is a training puzzle under any symmetry; by default this holds for their solutions too. The guesses
+of a plain solver are printed and written to statistics.json: generated puzzles are easier than
+collected ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _split(
     found: Iterator[Rated | None], asked: argparse.Namespace, by: str
 ) -> tuple[dict[str, list[Rated]], dict[str, int]]:
-    """Fill training, then the test with other classes; count what was left out, and why."""
+    """Fill training, then the test with other classes; count rejected puzzles by reason."""
     wanted = {"train": asked.train, "test": asked.test}
     parts: dict[str, list[Rated]] = {"train": [], "test": []}
     left_out = {"not_unique": 0, "easy": 0, "same_class": 0}

@@ -2,7 +2,7 @@
 
 Every id has a hidden permutation of colours; its grids are coloured by it. A small HRM trains on
 eight grids of each id and is asked about two others, once with rows that learn and once with
-rows that stay zero. `make demo-hrm` runs it; see README.md beside this file.
+rows that stay zero. `make demo-hrm` runs it; see README.md in this folder.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def demonstrate(
 
 
 def _picture(learned: Course, frozen: Course, test: PuzzleData, task: RuleTask) -> str:
-    """Both courses; and held-out grids of four ids with what was asked and answered."""
+    """Both curves, and held-out grids of four ids with questions and answers."""
     lines = [
         Line("rows learn", learned.points, PALETTE[0]),
         Line("rows frozen", frozen.points, PALETTE[3]),
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/demo-hrm"))
     parser.add_argument("--ids", type=int, default=TASK.ids)
-    parser.add_argument("--epochs", type=int, default=120, help="visits to every id")
+    parser.add_argument("--epochs", type=int, default=120, help="passes over every id")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     task = RuleTask(ids=asked.ids, colours=TASK.colours, seed=asked.seed)

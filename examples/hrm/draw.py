@@ -30,10 +30,10 @@ _PER_LINE = 9
 
 @dataclass(frozen=True, eq=False)
 class Solving:
-    """What each ACT step said of one puzzle.
+    """The answers of each ACT step for one puzzle.
 
     Args:
-        number: of the example among those evaluated.
+        number: index of the example among the evaluated ones.
         asked_S, right_S: tokens.
         said_MS: tokens after each step.
         value_M: probability that the model gives its own answer of being right.

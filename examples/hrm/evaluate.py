@@ -1,6 +1,6 @@
-"""Judge a checkpoint of pretrain.py: python evaluate.py checkpoint=checkpoints/<project>/<run>
+"""Evaluate a checkpoint of pretrain.py: python evaluate.py checkpoint=checkpoints/<project>/<run>
 
-Data, model and batch size are those of the run unless a key says otherwise; all keys are in
+Data, model and batch size are those of the run unless a key overrides them; all keys are in
 config/cfg_evaluate.yaml. Works under torchrun, with any number of ranks.
 """
 

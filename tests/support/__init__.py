@@ -1,1 +1,1 @@
-"""What several tests share: stand-ins and oracles, no test cases."""
+"""Code that several tests share: fakes and oracles, no test cases."""

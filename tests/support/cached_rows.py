@@ -1,4 +1,4 @@
-"""Rows in host memory behind a cache, without a shard around them, and what they must hold."""
+"""Rows in host memory behind a cache, without a shard, and their expected values."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Homes:
         return handles
 
     def at_home(self, handle: int) -> Tensor:
-        """Weights and state as they lie in host memory, padding left out."""
+        """Weights and state in host memory, without padding."""
         weights, state = self.rows[handle >> CHUNK_BITS]
         form = self.forms[int(self.columns[CHUNK_TABLE, handle >> CHUNK_BITS])]
         place = handle & (CHUNK_ROWS - 1)
@@ -179,7 +179,7 @@ class Trace:
             assert torch.equal(seen, self.expected(mine, form))
 
     def step(self, handles: Sequence[int], add: int = 1) -> None:
-        """Every distinct row grows once, where the cache says that it is."""
+        """Add to every distinct row once, at the address that the cache reports."""
         payload_H = self.cache.written(self.runs(handles)[1])
         wanted = {h for h in handles if h >= 0}
         for table, form in enumerate(self.homes.forms):
@@ -230,7 +230,7 @@ class Trace:
         return set(held)
 
     def assert_home(self) -> None:
-        """All rows lie in host memory as a run without a cache leaves them, bit for bit."""
+        """Host memory equals that of a run without a cache, bit for bit."""
         self.cache.flush()
         if self.device.type == "cuda":
             torch.cuda.synchronize()

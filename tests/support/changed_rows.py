@@ -59,7 +59,7 @@ def exported(shard: Shard) -> list[RowChunk]:
 
 
 def reload(shard: Shard, ids: Sequence[int], version: int) -> None:
-    """Rows that come in whole, with a version of their own."""
+    """Load whole rows with their own version."""
     count = len(ids)
     shard.load(
         0,

@@ -43,7 +43,7 @@ def rows(source: int, target: int) -> int:
 def part_of(
     collectives: Collectives, dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0
 ) -> tuple[Part, torch.Tensor]:
-    """A part whose values tell their source, target and place, and what must arrive."""
+    """A part whose values encode source, target and position, and the part that must arrive."""
     ranks, me = range(collectives.world_size), collectives.rank
 
     def block(source: int, target: int) -> torch.Tensor:

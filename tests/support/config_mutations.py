@@ -63,7 +63,7 @@ RULES: tuple[Any, ...] = (
     *({"counter": "sketch", "sketch_width": 2**40}, {"counter": "sketch", "sketch_width": 3}),
     *({"per_slot": {1: 2}}, {"per_slot": {"a": "b"}}, {"per_slot": [[1, 2, 3]]}),
 )
-# Values that settings of these names may have: most of what is drawn besides is refused.
+# Plausible values of settings with these names; most other random values are refused.
 PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "kind": ("adam", "sgd", "adagrad", "ftrl", "uniform", "zeros", "dcn", "dlrm", "logistic"),
     "model": ("dcn", "dlrm", "logistic", {"kind": "dcn", "cross_layers": 1, "low_rank": [2, 2]}),
@@ -169,7 +169,7 @@ class Case:
 
 
 def case(seed: int, folder: str) -> Case:
-    """The case of a seed; the same for ever."""
+    """The case of a seed; always the same."""
     draw = random.Random(seed)
     settings: Any = tiny(folder)
     for key, value in ABSENT.items():

@@ -1,7 +1,7 @@
 """Trains and saves until it is killed: full checkpoints, deltas, compactions, retention.
 
 Run as a program it reads orders from its input, one JSON object a line, forks a child for each
-and prints the child's pid, then how the child ended. The child goes on from the newest checkpoint
+and prints the child's pid, then how the child ended. The child resumes from the newest checkpoint
 in the store and appends a line to the order's log whenever something is done. It takes a signal
 from outside at any moment, or kills itself at a point of a save that the order names.
 """
@@ -47,7 +47,7 @@ class Order:
         root: the store.
         log: file that it appends to.
         job: seed of the job; the same for all children of a store.
-        seed: of what it saves when.
+        seed: of the kinds and times of saves.
         point: one of POINTS at whose `nth` time it kills itself; "": it waits for a signal.
     """
 
@@ -89,7 +89,7 @@ def _child(order: Order) -> None:
         report("idle")
         while True:
             time.sleep(60)
-    except BaseException:  # noqa: BLE001 - whatever it is, the log says so
+    except BaseException:  # noqa: BLE001 - the log reports any error
         report("failed", traceback.format_exc().replace("\n", " | "))
     finally:
         os._exit(1)
@@ -126,7 +126,7 @@ def _train(order: Order, report: Callable[..., None]) -> None:
 
 
 def _compacted(store: CheckpointStore, name: str, job: CrashingJob) -> None:
-    """Compact a delta while training goes on."""
+    """Compact a delta during training."""
     failed: list[BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A job on the CPU whose state after n steps depends on n alone, whatever was saved meanwhile."""
+"""A job on the CPU whose state after n steps depends only on n, not on saves."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class CrashingJob:
         self.steps += 1
 
     def digest(self) -> dict[str, str]:
-        """Of all rows, sights, weights and optimizer states, by name; versions left out, which
-        tell of cuts and not of training."""
+        """Of all rows, admission counts, weights and optimizer states, by name; without versions,
+        which depend on snapshot points."""
         return {
             name: hashlib.sha256(
                 part.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -129,7 +129,7 @@ class Replay:
         self._found: dict[int, dict[str, str]] = {}
 
     def digest(self, step: int) -> dict[str, str]:
-        """After `step` steps; asked for in ascending order."""
+        """After `step` steps; call it with ascending steps."""
         if step not in self._found:
             assert step >= self._job.steps
             while self._job.steps < step:

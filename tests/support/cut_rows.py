@@ -1,4 +1,4 @@
-"""Rows of a shard at a cut, read back from a snapshot, and whether they are what they were."""
+"""Rows of a shard at a snapshot point, read back from a snapshot, and a check of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest of dense parts alone, made by hand."""
+"""A handwritten manifest that has only dense parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of device tables, written by hand: their ids and metadata."""
+"""Rows of device tables, written directly: their ids and metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Meta:
 
 
 def filled(tables: DeviceTables, table: int, rows: Sequence[Meta]) -> Tensor:
-    """Hand out rows in order and write what they hold; returns their handles, int32 [R]."""
+    """Allocate rows in order and write their content; returns their handles, int32 [R]."""
     fields = ([getattr(row, name) for row in rows] for name in ("id", "seen", "count", "version"))
     return fill(tables, table, *(torch.tensor(field, dtype=torch.int64) for field in fields))
 

@@ -33,7 +33,7 @@ DTYPES = {
 
 
 def form_of(spec: TableSpec) -> RowForm:
-    """What kernels are told of a table's rows."""
+    """The arguments of kernels for a table's rows."""
     segments, column, state_column = list[SegmentForm](), 0, 0
     for place, s in enumerate(spec.segments):
         segments.append(
@@ -119,7 +119,7 @@ class DeviceRows:
         return host
 
     def weights(self, handles_N: Tensor) -> Tensor:
-        """What is stored, [N, D]."""
+        """The stored values, [N, D]."""
         return torch.stack([self.tables.weights_of(h).cpu() for h in handles_N.tolist()])
 
     def state(self, handles_N: Tensor) -> Tensor:

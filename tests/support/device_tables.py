@@ -1,4 +1,4 @@
-"""A small shard in device memory, laid out by hand: what tests of kernels work on."""
+"""A small shard in device memory, built directly, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DEVICES = [
 
 @dataclass(frozen=True, kw_only=True)
 class TableSize:
-    """One table: room for rows, slots of its index, dim D, state width S, and what keys it."""
+    """One table: row capacity, index slots, dim D, state width S, and the key of its hashes."""
 
     rows: int = FIRST_ROWS
     slots: int = 2 * FIRST_ROWS

@@ -41,7 +41,7 @@ def same(got: np.ndarray, want: np.ndarray, tolerance: float, what: str) -> None
 
 
 def same_as_local(case: Case, outcomes: Sequence[Outcome], tolerance: float = 0.0) -> None:
-    """Outputs and rows of one process, bit for bit unless told otherwise."""
+    """Outputs and rows of one process, bit for bit without a tolerance."""
     on_device = tolerance
     # Rows with weights are rounded once more or less on their way.
     tolerance = max(tolerance, 1e-6) if case.weights else tolerance

@@ -83,7 +83,7 @@ def full_owner(timeout_s: float) -> tuple[str, str, float]:
 
 
 def full_everywhere() -> tuple[str, list[float]]:
-    """A replicated table that is too small: every rank says so, and all may go on."""
+    """A replicated table that is too small: every rank raises, and all can continue."""
     spec = TableSpec(name="t", segments=(Segment(dim=2),), capacity_rows=3)
     with joined(20.0) as collectives:
         placement = Placement(collectives.world_size, data_parallel("t", 2, collectives.world_size))
@@ -97,7 +97,7 @@ def full_everywhere() -> tuple[str, list[float]]:
 
 
 def went_on(exchange: AllToAllExchange, request: Request) -> str:
-    """What each verb says on a rank that has left a lookup."""
+    """The error of each method on a rank that has left a lookup."""
     ctx = StepContext(global_step=8)
     said = []
     for act in (
@@ -112,7 +112,7 @@ def went_on(exchange: AllToAllExchange, request: Request) -> str:
 
 
 def wrong_time() -> tuple[str, int]:
-    """A bad argument on every rank: raised before anything is sent, so all may go on."""
+    """A bad argument on every rank: raised before anything is sent, so all can continue."""
     spec = TableSpec(name="t", segments=(Segment(dim=2),))
     with joined(20.0) as collectives:
         placement = plan_placement([spec], collectives.world_size)

@@ -1,4 +1,4 @@
-"""Short trainings through an exchange, on one rank or several, and what they leave behind."""
+"""Short trainings through an exchange, on one rank or several, and their results."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _state_by_column(spec: TableSpec, state_RS: Tensor) -> Tensor:
 
 
 def _sights(shard: Shard, table: int) -> dict[int, int]:
-    """Sights of ids that have no row yet."""
+    """Admission counts of ids that have no row yet."""
     sights = shard.admission_state(table)
     return dict(zip(sights.ids.tolist(), sights.counts.tolist(), strict=True))
 
@@ -329,7 +329,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def whole_rows(outcomes: Sequence[Outcome], table: str) -> dict[int, tuple[Any, ...]]:
-    """Each id's (weights, state, last seen, count) of a table, and (sights,) of ids without a row:
+    """Each id's (weights, state, last seen, count) of a table, (occurrences,) of ids without row:
     columns and shares of all ranks joined.
     """
     slices: dict[int, dict[int, tuple[Any, ...]]] = {}

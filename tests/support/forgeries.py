@@ -13,7 +13,7 @@ from shoal.checkpoint.manifest import MANIFEST
 
 __all__ = ["forge"]
 
-# What may be written anew: never a path that a forged manifest names.
+# Files that may be rewritten: never a path that a forged manifest names.
 _OURS = (
     *("rows/00000.arrow", "rows/00001.arrow", "deleted/00000.arrow", "admission/00000.arrow"),
     *("admission/main.views.sketch", "dense/.metadata", "dense/__0_0.distcp", "state.pt"),
@@ -50,7 +50,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def forge(number: int, source: Path, target: Path) -> None:
-    """Copy a store of checkpoints to `target`, and change it as the case of that number says."""
+    """Copy a store of checkpoints to `target`, and change it by the case of that number."""
     draw = random.Random(number)
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)

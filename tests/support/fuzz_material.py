@@ -83,13 +83,13 @@ NARROW = Menu(
     True,
     dims=(2, 5),
     segments=(1, 2),
-    layouts=(4, 5),  # LAMB, 5 wide; Adam, 5 wide, beside SGD, 2 wide
+    layouts=(4, 5),  # LAMB, 5 wide; Adam, 5 wide, with SGD, 2 wide
 )
 
 
 @dataclass
 class Bags:
-    """Ids of some groups, each cut into the same number of bags."""
+    """Ids of some groups, each split into the same number of bags."""
 
     groups: IdGroups
     offsets_GB1: Tensor
@@ -152,7 +152,7 @@ class Material:
         return Bags(groups, offsets, weights, counts if with_counts else None, tables, sizes)
 
     def plan(self, tables: Sequence[int]) -> PoolPlan:
-        """Each group on outputs of its own, or added to an earlier one of the same shape."""
+        """Each group with its own outputs, or added to an earlier one of the same shape."""
         pools, outputs = [], list[tuple[int, str]]()
         for k in tables:
             dim = self.specs[k].dim

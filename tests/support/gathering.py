@@ -1,4 +1,4 @@
-"""One test file of the modules of a package, so that a family of tests has a file of its own."""
+"""One test file from the modules of a package, so that a family of tests has one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tables for checkpoints, and checks of what was loaded of them."""
+"""Small tables for checkpoints, and checks of loaded tables."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_state(found: RowChunk, state: dict[int, RowChunk]) -> None:
 
 
 class OneOf:
-    """One rank's view of a job whose other ranks say what it says."""
+    """One rank's view of a job whose other ranks send the same values."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

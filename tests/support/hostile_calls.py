@@ -3,7 +3,7 @@
     python -m support.hostile_calls KIND,...|all [PREFIX...]   # of a function's name
 
 Functions are found by introspection; an argument that may be a tensor gets a hostile one, the
-others something plain of their type. Every function has a process of its own, so that a crash is
+others a plain value of their type. Every function runs in its own process, so that a crash is
 reported by its name.
 """
 
@@ -82,7 +82,7 @@ def owners() -> dict[str, Any]:
 
 
 def targets() -> dict[str, Callable[..., Any]]:
-    """Every public function, method and class that may take a tensor, by a name of its own."""
+    """Every public function, method and class that may take a tensor, by a unique name."""
     found: dict[str, Callable[..., Any]] = {}
     public = (getattr(shoal, name) for name in shoal.__all__)
     rooms = [shoal, shoal.ops, *(made for made in public if isinstance(made, types.ModuleType))]
@@ -230,7 +230,7 @@ def failure(made: Callable[..., Any], kind: str, chosen: tuple[int, ...], pool: 
 
 
 def main(kinds: str, *wanted: str) -> None:
-    """Run the cases of every function in a process of its own; print what went wrong."""
+    """Run the cases of every function in its own process; print failures."""
     chosen = KINDS if kinds == "all" else tuple(kinds.split(","))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ def sparse_step(
     lr: float,
     weight_decay: float,
 ) -> Tensor:
-    """Gather ids and gradients of all ranks, sum per id, take the sign, decay what is touched."""
+    """Gather ids and gradients of all ranks, sum per id, take the sign, decay touched rows."""
     ids = torch.cat(list(ids_of_ranks))
     grads = torch.cat(list(grads_of_ranks))
     after = weights_ND.clone()

@@ -58,7 +58,7 @@ def trained(*overrides: str) -> tuple[int, bool, dict[str, float]]:
 
 
 def restored(*overrides: str) -> dict[str, Any]:
-    """All that a run would go on from, on one rank whatever saved it."""
+    """Everything that a run resumes from, on one rank for any number of saving ranks."""
     with joined("cpu", 1) as mesh:
         run = Run(read_pretrain([*TINY, *overrides, "resume=must"]), mesh)
         run.log.close()

@@ -33,5 +33,5 @@ def lists(ragged: Ragged) -> list[list[int]]:
 
 
 def all_equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    """Whether all are equal, wherever they lie."""
+    """Whether all are equal, on any device."""
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))

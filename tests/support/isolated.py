@@ -24,7 +24,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """TooLong where a block takes more of the processors' time, whatever else the machine does."""
+    """TooLong if a block takes more processor time; other load of the machine does not count."""
 
     def ring(*_: object) -> None:
         raise TooLong(f"more than {seconds} s")

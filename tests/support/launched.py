@@ -1,4 +1,4 @@
-"""What ranks of the launch tests do: join, exchange, and say who they are."""
+"""Programs of the ranks in launch tests: join, exchange, and report rank and size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal import comm
 
 
 def place(path: Any = "auto") -> dict[str, Any]:
-    """Join, take a sum over the ranks, and tell where this rank is."""
+    """Join, compute a sum over the ranks, and report this rank's position."""
     mesh = comm.init(device="cpu")
     collectives = mesh.collectives("sum", path=path)
     (total,) = collectives.all_reduce(torch.tensor([mesh.rank + 1.0]), "sum", what="sum").wait()

@@ -1,4 +1,4 @@
-"""Generated inputs of `fused_embedding_to_layout`, in every form it takes, with what is expected.
+"""Generated inputs of `fused_embedding_to_layout`, in every form, with expected results.
 
 The features, layouts and rows follow Monolith's own test: three groups of slots in two tables, one
 table with two row widths, rows whose float j is fid + j, every even slot shared.

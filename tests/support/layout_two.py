@@ -1,4 +1,4 @@
-"""A layout small enough to work out by hand: two tables, four features, every kind of output."""
+"""A layout small enough to verify on paper: two tables, four features, every kind of output."""
 
 from __future__ import annotations
 

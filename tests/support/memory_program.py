@@ -1,4 +1,4 @@
-"""Saves or loads a large table and prints how much memory it took beside the table, as JSON.
+"""Saves or loads a large table and prints the memory it took beyond the table, as JSON.
 
 Run as a program: `memory_program.py save|load FOLDER ROWS`.
 """

@@ -1,7 +1,7 @@
 """`MetaShard`: a shard on torch's meta device, which has shapes and no data.
 
-Whatever waits for a device fails there: reading a number of a meta tensor raises. So it stands in
-for a GPU where the question is what is sent where, and whether anybody waits.
+Code that waits for a device fails there: reading a number of a meta tensor raises. So tests use it
+instead of a GPU to check which data are sent where, and whether the host waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MetaTicket:
 
 
 class MetaShard:
-    """Checks where its input lies, and counts calls; float32 tables only."""
+    """Checks the device of its input, and counts calls; only float32 tables."""
 
     def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0, device: str = "meta") -> None:
         self.specs = tuple(specs)

@@ -15,8 +15,8 @@ __all__ = ["small_disk"]
 
 @contextmanager
 def small_disk(at: Path, size_bytes: int) -> Iterator[SmallDisk]:
-    """A file system of that size at a folder that is made; skips the test where none can be
-    mounted, and says why."""
+    """A file system of that size at a new folder; if it cannot be mounted, skips the test with
+    the reason."""
     at.mkdir()
     made = _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(at))
     if made is not None:
@@ -56,7 +56,7 @@ class SmallDisk:
 
 
 def _run(*command: str) -> str | None:
-    """None when it went well, else what it said."""
+    """None on success, else the output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except OSError as error:

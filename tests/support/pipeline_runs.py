@@ -1,4 +1,4 @@
-"""A small model, batches of it, and plain loops that say what a pipeline must come to."""
+"""A small model, its batches, and plain loops with the expected results of pipelines."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def late_losses(
     losses, due_s = [], None
 
     def read_window(w: int) -> None:
-        """Look the window up now; its forward sees the rows as they are now."""
+        """Look the window up now; its forward sees the current rows."""
         read[w] = []
         for batch in all_windows[w] if w < len(all_windows) else ():
             outputs = tables(batch.ids, event_time_s=batch.event_time_s)

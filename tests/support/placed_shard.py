@@ -37,7 +37,7 @@ class PlacedTicket:
 
 
 class PlacedShard:
-    """Carries ids, rows and gradients there and back; all other verbs go straight through."""
+    """Moves ids, rows and gradients to the device and back; forwards all other methods."""
 
     def __init__(self, inner: Shard) -> None:
         self.inner = inner
@@ -166,7 +166,7 @@ class PlacedCuda(PlacedShard):
 
 
 class PlacedTiered(PlacedShard):
-    """A GPU's shard whose rows are in host memory, behind a cache of a few rows."""
+    """A GPU shard with rows in host memory, behind a cache of a few rows."""
 
     def __init__(self, specs: Sequence[TableSpec], *, seed: int = 0) -> None:
         from shoal.table.cuda.shard import CudaShard

@@ -155,7 +155,7 @@ def _work(
     torch.set_num_threads(1)
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
-    except BaseException:  # noqa: BLE001 - told to the parent
+    except BaseException:  # noqa: BLE001 - sent to the parent
         outcome = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()

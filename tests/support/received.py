@@ -112,10 +112,10 @@ def make_received(
 ) -> Received:
     """Received rows of a batch.
 
-    cuts: of each table, the columns at which it is cut into hosted slices.
+    cuts: of each table, the columns at which it is split into hosted slices.
     banks: how many banks of each table's dtype its hosted slices take turns in.
     exact: rows whose sums need no rounding.
-    dense: nothing lies between rows.
+    dense: rows are contiguous.
     """
     specs = {spec.name: spec for spec in tables}
     plan = compile_layouts(specs, features, layouts).plan
@@ -175,8 +175,8 @@ def _flat(
     draw: torch.Generator,
     dense: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[dict[int, int], ...]]:
-    """Each bank's rows: of every hosted table the distinct ids, in no order, with spare floats but
-    where they are dense.
+    """Each bank's rows: of every hosted table the distinct ids, unordered, with spare floats unless
+    they are dense.
     """
     parts: list[list[Tensor]] = [[] for _ in reals]
     places: list[dict[int, int]] = []

@@ -1,4 +1,4 @@
-"""What changed in the reference shard, and its rows at a cut: one dictionary and one list."""
+"""Changes of the reference shard, and its rows at a snapshot point: a dictionary and a list."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ChangeVerbs:
         return Cursor(self._incarnation, epoch)
 
     def _check_still(self) -> None:
-        """Before a verb that changes rows."""
+        """Before a method that changes rows."""
         if self._snapshot is not None and self._snapshot() is not None:
             raise refused("verb that changes rows", "an open snapshot")
 
@@ -106,7 +106,7 @@ class ChangeVerbs:
         self._deleted, self._floor = [], floor
 
     def _renew(self) -> None:
-        """Rows came in whose versions no cursor of before covers."""
+        """Rows were loaded whose versions no earlier cursor covers."""
         if self._deleted is not None:
             self._keep(self._epoch - 1)
         else:
@@ -128,7 +128,7 @@ class ChangeVerbs:
 
 
 class ReferenceSnapshot:
-    """Not concurrent: rows stay as they are until it is closed."""
+    """Not concurrent: rows must not change until it is closed."""
 
     concurrent = False
 

@@ -1,4 +1,4 @@
-"""One row of the reference shard: what it holds, how it starts, how it steps."""
+"""One row of the reference shard: its content, initial values and steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`ReferenceShard`: the Shard protocol over one dictionary per table, one row at a time.
 
-The oracle of every faster shard, and its stand-in in tests. It computes in any float dtype,
-whatever the spec stores, so that whole runs can be compared without rounding.
+The oracle of every faster shard, and a replacement for it in tests. It computes in any float dtype,
+independent of the spec's, so that whole runs can be compared without rounding.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
             self._remove(table, id_)
 
     def check(self) -> None:
-        """What is wrong is raised by the call itself."""
+        """Errors are raised by the call itself."""
 
     def stats(self) -> tuple[TableStats, ...]:
         parts = zip(self.specs, self._rows, self._tallies, strict=True)
@@ -309,7 +309,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
         self._tallies[k]["inserted"] += old is None
 
     def _admit(self, keys: list[Key], counts: list[int], ctx: StepContext) -> None:
-        """One decision per id and call, then room for all admitted, then the inserts."""
+        """One decision per id and call, then free slots for all admitted ids, then the inserts."""
         sights: Counter[Key] = Counter()
         for key, count in zip(keys, counts, strict=True):
             if key[1] not in self._rows[key[0]]:

@@ -1,4 +1,4 @@
-"""All that a store of checkpoints goes through, wherever it lies."""
+"""The life of a store of checkpoints, on any file system."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def store_life(url: str) -> None:
 
 
 def training_life(url: str, folder: Path, *, epochs: int = 2) -> None:
-    """A run that saves there and ends; the same with more epochs, which goes on from there."""
+    """A run that saves there and ends; the same with more epochs, which resumes from there."""
     for epoch in range(epochs):
         code, out = shoal_run(
             "train", "examples/flights.yaml", "data.max_examples=400", "data.batch_size=100",
@@ -62,12 +62,12 @@ def training_life(url: str, folder: Path, *, epochs: int = 2) -> None:
         assert code == 0, out
         newest = CheckpointStore(url).latest()
         assert newest is not None and newest.step == 4 * (epoch + 1)
-    assert len(list(folder.iterdir())) == 1, "the second went on in the folder of the first"
+    assert len(list(folder.iterdir())) == 1, "the second resumed in the folder of the first"
     assert verify(url).ok
 
 
 def shoal_run(*arguments: str) -> tuple[int, str]:
-    """A command of `shoal`, in this process: exit code and what it printed."""
+    """A command of `shoal`, in this process: exit code and output."""
     result = CliRunner().invoke(app, list(arguments), prog_name="shoal", env={"TERM": "dumb"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -16,15 +16,15 @@ from pyarrow import fs as arrow_fs
 __all__ = ["REMOTE", "FakeArrow", "FakeObjects", "remote_url"]
 
 REMOTE = ("memory", "objects", "arrow")
-"""Kinds of stores that `remote_url` makes a place in."""
+"""Kinds of stores that `remote_url` supports."""
 
 
 class FakeObjects(AbstractFileSystem):
-    """Objects in buckets, as of S3: no folders, no rename, no append; what is written is there
-    when its last part has come. It shares fsspec's manners: `exists` hides what goes wrong.
+    """Objects in buckets, as in S3: no folders, no rename, no append; an object exists after its
+    last part is written. As in fsspec, `exists` hides errors.
 
     Attributes:
-        buckets: what each holds.
+        buckets: the content of each.
         log: "part" and "commit" of each file.
     """
 

@@ -113,7 +113,7 @@ def save_all(groups: Groups, cases: Mapping[int, Sequence[Part]]) -> None:
 
 
 def save_two(ranks: Collectives, part: Part) -> None:
-    """A full checkpoint while training goes on, then a delta."""
+    """A full checkpoint during training, then a delta."""
     root, job = part.root, part.job(ranks)
     for _ in range(STEPS):
         job.step()
@@ -162,7 +162,7 @@ def check_loaded(ranks: Collectives, url: str, part: Part, steps: int) -> None:
 
 
 def check_same_files(root: Path, first: Path, *, least: int = 9) -> None:
-    """Row files, deletions and sights, at `least` so many, are the same bytes in both stores."""
+    """Row files, deletions and admission counts, at `least` this many, have equal bytes in both."""
     for name in NAMES:
         want = row_bytes(first / name)
         assert len(want) >= least

@@ -28,7 +28,7 @@ HASHES = 1 << 64
 
 @dataclass(eq=False)
 class HandTable:
-    """A table to save: `cuts` are the hashes at which its rows are cut into files."""
+    """A table to save: `cuts` are the hashes at which its rows are split into files."""
 
     spec: TableSpec
     rows: RowChunk

@@ -114,14 +114,14 @@ def small_files() -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What a job's tables are: rows by table, exact sights as pairs."""
+    """The tables of a job: rows by table, exact admission counts as pairs."""
 
     rows: Mapping[str, RowChunk]
     sights: Mapping[str, Any]
 
 
 class Job:
-    """This rank's part of a job that trains alike whatever its placement."""
+    """This rank's part of a job whose training does not depend on its placement."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Job:
         )
 
     def step(self) -> None:
-        """One step of all tables, of the ids that the step's number says."""
+        """One step of all tables, with ids that depend on the step's number."""
         made = torch.Generator().manual_seed(self.steps)
         ctx = StepContext(global_step=self.steps, event_time_s=100 * self.steps)
         for spec, known, batch in zip(SPECS, *self.sizes, strict=True):
@@ -168,7 +168,7 @@ class Job:
         self.steps += 1
 
     def evict(self) -> None:
-        """Drop what is expired now."""
+        """Drop rows that are expired now."""
         self.shard.evict(100 * self.steps)
 
     def outcome(self) -> Outcome:
@@ -233,7 +233,7 @@ def group_of(table: int, ids_U: Tensor) -> IdGroups:
 
 
 def row_bytes(folder: Path) -> dict[str, bytes]:
-    """Of all row files, deletions and exact sights of a checkpoint, by path."""
+    """Of all row files, deletions and exact admission counts of a checkpoint, by path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for kind in ("rows", "deleted", "admission")

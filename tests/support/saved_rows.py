@@ -1,4 +1,4 @@
-"""Rows made by hand, and checkpoints of them."""
+"""Handwritten rows, and checkpoints of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random verbs on two shards: same answers, same errors, same rows."""
+"""Random calls on two shards: same answers, same errors, same rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class Lookup:
-    """One training lookup on both shards: tickets and what they gave."""
+    """One training lookup on both shards: tickets and results."""
 
     tickets: tuple[Ticket, Ticket]
     bags: Bags
@@ -43,11 +43,11 @@ class Lookup:
 
 
 class Fuzz(Material):
-    """Two shards, a source of random verbs, and the lookups that are still open.
+    """Two shards, a source of random calls, and the lookups that are still open.
 
     Args:
         make_ours, make_theirs: the shard under test and its oracle; both on the CPU, or placed.
-        late: ours tells of non-finite gradients in `check`, and steps the other rows.
+        late: ours reports non-finite gradients in `check`, and steps the other rows.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Fuzz(Material):
                 assert getattr(pair[0], name) == getattr(pair[1], name), f"{when}, {name}"
 
     def check_alarm(self, when: str) -> None:
-        """A shard that raises late tells of the rows that a step left alone, and of no others."""
+        """A shard that raises late reports exactly the rows that a step left unchanged."""
         bad = sum(stats.nonfinite_skipped for stats in self.theirs.stats())
         new, self.told = bad - self.told, bad
         if self.late and new and self.ctx.nan_policy == "raise":
@@ -160,7 +160,7 @@ class Fuzz(Material):
             for name in ("ids", "weights", "state", "last_seen_s", "counts"):
                 assert torch.equal(getattr(loaded, name), getattr(chunk, name)), name
 
-    # Verbs.
+    # Calls.
 
     def find(self) -> None:
         bags = self.bags()

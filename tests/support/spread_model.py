@@ -1,4 +1,4 @@
-"""A small model of two tables, its batches, and what is left of a run: losses, rows, parameters."""
+"""A small model of two tables, its batches, and the result of a run: losses, rows, parameters."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class StepWorld:
         row.weights, row.state = torch.cat(weights), torch.cat(states)
 
     def check(self, tolerance: float = 1e-6) -> None:
-        """Every row, touched or not, is what the reference says, metadata too."""
+        """Every row, touched or not, equals the reference, including metadata."""
         for handle, row in self.rows.items():
             chunk, place = self.memory.chunk_of(handle)
             for name, got, want, most in (

@@ -93,14 +93,14 @@ class TinyJob:
         return found
 
     def load(self, root: Path) -> Loaded:
-        """Fill it; it goes on from there."""
+        """Fill it; it continues from there."""
         loaded = load(root, self.contents())
         self.steps = loaded.state["steps"]
         self.parent, self.since = loaded.manifest, loaded.cursors
         return loaded
 
     def everything(self) -> dict[str, Any]:
-        """Rows, sights, weights and optimizer state, copied; versions left out."""
+        """Rows, admission counts, weights and optimizer state, copied; without versions."""
         found: dict[str, Any] = {"last step": self.shard.last_step}
         for table, spec in enumerate(self.specs):
             rows, sights = self.shard.export(table), self.shard.admission_state(table)

@@ -1,7 +1,7 @@
-"""`shoal`, but on its first start rank 1 says in a file who it is after some steps, and waits.
+"""`shoal`, but on its first start rank 1 writes its pid to a file after some steps, and waits.
 
-Before that all ranks wait for a checkpoint in the folder of the file's name, which a job that
-saves beside training may be late with.
+Before that all ranks wait for a checkpoint in the folder of the file's name, which a save during
+training may write late.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""HRM and TRM, small recurrent reasoning models, on Shoal's public face."""
+"""HRM and TRM, small recurrent reasoning models, on Shoal's public API."""

@@ -109,7 +109,7 @@ def read_tasks(challenges: str | Path, solutions: str | Path | None) -> list[Tas
     """Tasks in order of name, from ARC's JSON, which may be gzipped.
 
     Args:
-        solutions: answers of what is asked; None if the challenges hold them.
+        solutions: answers of the asked pairs; None if the challenges contain them.
 
     Raises:
         DataError: not such files, or answers are missing.
@@ -161,7 +161,7 @@ def _malformed(path: str, got: str) -> DataError:
 
 
 def task_digest(task: Task) -> bytes:
-    """Equal for tasks with the same pairs, in whatever order."""
+    """Equal for tasks with the same pairs, in any order."""
 
     def digest(pair: Pair) -> bytes:
         parts = [pair.question, pair.answer]
@@ -190,8 +190,8 @@ def to_pages(pair: Pair, place: Callable[[int], int] | None = None) -> tuple[Gri
     """Question and answer as tokens on 30 x 30 pages, [900] each, at the same place.
 
     Args:
-        place: of the room left in rows, then in columns, how much stays above, and to the left;
-            None puts them into the corner.
+        place: maps the free rows, then the free columns, to the offset from the top and from the
+            left; None puts the grids into the corner.
     """
     shapes = np.array([pair.question.shape, pair.answer.shape])
     room = SIDE - shapes.max(axis=0)
@@ -213,7 +213,7 @@ def _page(grid: Grid, top: int, left: int) -> Grid:
 def from_page(page: Grid) -> Grid:
     """The largest rectangle of colours in the page's corner, as a grid of colours.
 
-    Of pages in the corner, as tests are; what is written on a page comes back.
+    For pages in the corner, as in tests, this inverts `to_pages`.
     """
     cells = page.reshape(SIDE, SIDE)
     best, columns = (0, 0), SIDE

@@ -32,12 +32,12 @@ class _Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Batch(_Tensors):
-    """Examples: tokens in, tokens out, and whose puzzle they are.
+    """Examples: tokens in, tokens out, and their puzzles.
 
     Args:
         inputs_BS: int32 tokens.
-        labels_BS: int32 tokens, `IGNORE` where nothing is asked.
-        puzzle_ids_B: int64; 0 is nobody's where puzzles have rows of their own.
+        labels_BS: int32 tokens, `IGNORE` for positions without a question.
+        puzzle_ids_B: int64; 0 is no puzzle if puzzles have their own rows.
     """
 
     inputs_BS: Tensor
@@ -96,12 +96,12 @@ class Carry(_Tensors):
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What one step says of the examples at work.
+    """The outputs of one step for the current examples.
 
     Args:
         logits_BSV: of tokens, in the forward dtype.
-        q_halt_B, q_continue_B: float32 logits: that the answer is right, that going on helps.
-        target_continue_B: what `q_continue_B` should be, in [0, 1]; None without a bootstrap.
+        q_halt_B, q_continue_B: float32 logits: that the answer is right, that continuing helps.
+        target_continue_B: target of `q_continue_B`, in [0, 1]; None without a bootstrap.
     """
 
     logits_BSV: Tensor

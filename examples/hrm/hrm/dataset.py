@@ -108,10 +108,10 @@ class PuzzleSet:
 
 @dataclass(frozen=True, eq=False)
 class PuzzleData:
-    """A split: what `dataset.json` says, and its sets by name.
+    """A split: the content of `dataset.json`, and its sets by name.
 
     Args:
-        identifiers: digest of the names of puzzle ids; "" where they have no file.
+        identifiers: digest of the names of puzzle ids; "" if they have no file.
     """
 
     path: Path
@@ -136,7 +136,7 @@ def write_split(
     pad_id: int = 0,
     ignore_label_id: int | None = 0,
 ) -> Metadata:
-    """Write a split and the names of its ids; what is there is replaced.
+    """Write a split and the names of its ids; replaces existing files.
 
     Arrays that a `SetBuilder` spooled are moved there.
 
@@ -197,7 +197,7 @@ def _digest(path: Path) -> str:
 def require_alike(
     data: PuzzleData, other: PuzzleData, *, remedy: str = "Evaluate on data of the same build."
 ) -> None:
-    """Check that a model of one split can be judged on another.
+    """Check that a model of one split can be evaluated on another.
 
     Raises:
         DataError: another vocabulary, length or other ids.
@@ -211,12 +211,12 @@ def require_alike(
 
 
 def require_same(data: PuzzleData, other: PuzzleData) -> None:
-    """Check that a run on one split can go on with another.
+    """Check that a run on one split can resume on another.
 
     Raises:
-        DataError: other than what the run began with.
+        DataError: the data differ from those of the run.
     """
-    remedy = "Go on with the data that the run began with, or name another run."
+    remedy = "Resume with the data that the run started with, or name another run."
     require_alike(data, other, remedy=remedy)
     for field in dataclasses.fields(Metadata):
         _require_same(data, other, field.name, remedy)

@@ -15,7 +15,7 @@ _FONT = "font-family='system-ui, sans-serif'"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a grid: what is written in it, in which colour, on which."""
+    """A cell of a grid: its text, and the colours of text and background."""
 
     text: str = ""
     ink: str = INK

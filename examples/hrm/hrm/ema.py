@@ -16,8 +16,8 @@ __all__ = ["ParameterAverage"]
 class ParameterAverage:
     """average = decay * average + (1 - decay) * parameter, after each step.
 
-    The raw parameters go on training and are saved beside the average (TRM's files keep the
-    average only, from which nothing can resume).
+    Training continues with the raw parameters, which are saved with the average. (TRM's files keep
+    only the average, from which a run cannot resume.)
     """
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
@@ -27,7 +27,7 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters as they are now."""
+        """Add the current parameters to the average."""
         mean = list(self._mean.values())
         torch._foreach_lerp_(mean, [p.detach() for p in self._live.values()], 1 - self.decay)
 

@@ -1,4 +1,4 @@
-"""Judge a checkpoint of pretrain.py on test data, with the settings that it carries."""
+"""Evaluate a checkpoint of pretrain.py on test data, with the settings stored in it."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def evaluate(config: EvaluateConfig, *, mesh: comm.Mesh | None = None) -> Figure
 
 
 def make_places(config: EvaluateConfig) -> None:
-    """Make the folders that are written to in the end, before anything is judged.
+    """Create the output folders before the evaluation starts.
 
     Raises:
-        ConfigError: they cannot be made.
+        ConfigError: they cannot be created.
     """
     parts = [] if config.output is None else [Path(config.output).parent]
     parts += [Path(config.save_outputs_to)] if config.save_outputs else []
@@ -65,13 +65,13 @@ def make_places(config: EvaluateConfig) -> None:
         raise ConfigError(
             "folder to write to",
             got=str(error),
-            allowed="one that is there or can be made",
+            allowed="a folder that exists or can be created",
             remedy="Correct output or save_outputs_to.",
         ) from error
 
 
 def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatches]:
-    """The learner of a checkpoint, and what to judge it on.
+    """The learner of a checkpoint, and its test batches.
 
     Raises:
         CheckpointError, DataError: as `evaluate`.

@@ -1,4 +1,4 @@
-"""What a model said of test examples, kept for a closer look: HRM's `eval_save_outputs`."""
+"""A model's outputs for test examples, kept for inspection: HRM's `eval_save_outputs`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeptOutputs:
             parts.append(_SOURCES[name](window.batch, outputs)[:count].cpu())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What was kept by name, [examples of this rank, ...], in the order of evaluation."""
+        """Kept outputs by name, [examples of this rank, ...], in the order of evaluation."""
         return {name: torch.cat(parts) for name, parts in self._parts.items()}
 
     def write(self, folder: Path, step: int) -> Path:

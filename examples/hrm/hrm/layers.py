@@ -1,6 +1,6 @@
 """Blocks of the reasoning modules: post-norm, no biases, weights cast at use.
 
-Parameters are float32 masters; each is cast to the dtype of what it meets. Shapes: B examples,
+Parameters are float32 masters; each is cast to the dtype of its input. Shapes: B examples,
 S positions, D width, H heads, K width of a head.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
     "truncated_normal",
 ]
 
-# Of a standard normal cut at two deviations: the deviation that is left.
+# A standard normal truncated at two deviations has a smaller deviation, computed below.
 _CUT = 2.0
 
 
@@ -42,7 +42,7 @@ def _cut_deviation() -> float:
 def truncated_normal(
     shape: tuple[int, ...], std: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Normal values cut at two deviations, widened so that `std` is the deviation after the cut."""
+    """Normal values truncated at two deviations, scaled so that their deviation is `std`."""
     values = torch.empty(shape)
     if std == 0:
         return values.zero_()
@@ -195,7 +195,7 @@ class Block(nn.Module):
 
 
 class Reasoner(nn.Module):
-    """A recurrent module: adds what it is told to its state, then some blocks."""
+    """A recurrent module: adds its input to its state, then applies some blocks."""
 
     def __init__(
         self, config: ModelConfig, layers: int, generator: torch.Generator | None = None

@@ -74,10 +74,10 @@ class PuzzleModel(nn.Module):
         self.loss, self.frozen = loss, frozen
 
     def forward(self, carry: Carry, least_steps_B: Tensor | None = None) -> Step:
-        """One step: the loss summed over the batch, what goes on, sums of figures, and answers."""
+        """One step: the loss summed over the batch, the new carry, sums of figures, and answers."""
         rows_BR: Tensor | None = None
         if self.table is not None:
-            # Without gradients nothing is inserted: a frozen table stays as it is.
+            # Without gradients nothing is inserted: a frozen table does not change.
             with torch.no_grad() if self.frozen else contextlib.nullcontext():
                 rows_BR = self.table(carry.puzzle_ids_B)
         carry, outputs = self.model(carry, rows_BR, least_steps_B)
@@ -187,7 +187,7 @@ class Learner:
             yield
 
     def answers(self, batch: Batch) -> Iterator[tuple[Outputs, dict[str, Tensor]]]:
-        """What each of the M steps says of a batch, and sums of its figures; within `judging`."""
+        """Outputs of each of the M steps for a batch, and sums of figures; within `judging`."""
         batch = batch.to(self.mesh.device, non_blocking=True)
         carry = self.model.admit(Carry.empty(self.model.config, batch), batch)
         for _ in range(self.model.config.halt_max_steps):
@@ -200,7 +200,7 @@ class Learner:
         """Figures of each set after all steps, with averaged parameters if there are any.
 
         Args:
-            keep: is given each window with what the last step says of it.
+            keep: is called with each window and the outputs of the last step.
         """
         sums: dict[str, dict[str, Tensor]] = {}
         with self.judging():
@@ -254,7 +254,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another learner of the same configuration was; rows are loaded apart."""
+        """Continue from another learner of the same configuration; rows are loaded separately."""
         self.model.load_state_dict(state["model"])
         self.dense.load_state_dict(state["dense"])
         if self.sparse is not None:

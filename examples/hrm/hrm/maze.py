@@ -53,7 +53,7 @@ def make_maze(
     """A maze whose shortest path from start to goal is the only one so short.
 
     Args:
-        n: rows and columns, at least 3; floors lie on every second one and between.
+        n: rows and columns, at least 3; floors are on every second one and between.
         loops: walls taken out of the spanning tree, over its cells; 0 leaves a single way
             between any two floors.
         min_length: fewest steps of the path.

@@ -1,8 +1,8 @@
 """The reasoning model: two recurrent modules, and halting by learned values.
 
 A slot of the batch works on one example for several optimizer steps. `admit` gives halted slots
-their new examples; whoever trains then looks up the rows of the puzzles at work, and `forward`
-does one step. Puzzle rows come from outside, so the model knows nothing of tables.
+their new examples. The trainer then looks up the rows of the current puzzles, and `forward` does
+one step. Puzzle rows come from outside, so the model does not depend on tables.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ReasoningModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def admit(self, carry: Carry, batch: Batch) -> Carry:
-        """Halted slots start on the batch's examples; the others go on, and theirs are dropped."""
+        """Halted slots start the batch's examples; the others continue, and theirs are dropped."""
         halted = carry.halted_B
         row, cell = halted.view(-1, 1), halted.view(-1, 1, 1)
         return Carry(
@@ -131,7 +131,7 @@ class ReasoningModel(nn.Module):
         return q_halt_B > (q_continue_B if self.config.bootstrap else 0)
 
     def _target(self, z_H: Tensor, z_L: Tensor, told: Tensor, last_B: Tensor) -> Tensor:
-        """Value of going on: of halting one step later, or of going on from there if better."""
+        """Value of continuing: of halting one step later, or of continuing there if better."""
         next_H, _ = self._think(z_H, z_L, told)
         halt, go_on = self._values(next_H)
         return torch.sigmoid(torch.where(last_B, halt, torch.maximum(halt, go_on)))
@@ -141,7 +141,7 @@ class ReasoningModel(nn.Module):
         return q_B2[:, 0], q_B2[:, 1]
 
     def _told(self, inputs_BS: Tensor, rows_BR: Tensor | None) -> Tensor:
-        """What the fast module is told of the example: tokens, behind the puzzle's row."""
+        """Input of the fast module: the puzzle's row, then the tokens."""
         config = self.config
         x = self.embed_tokens(inputs_BS)
         if config.prefix:

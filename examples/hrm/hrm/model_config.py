@@ -48,8 +48,8 @@ class ModelConfig:
         mixer: how positions see each other; "mlp" mixes a fixed number of them (TRM).
         halt_max_steps: most steps of an example, M.
         halt_exploration_prob: how often an example must take a random number of steps.
-        bootstrap: learn the value of going on from a second forward of the next state (HRM). False
-            halts where q_halt is positive and drops that forward (TRM).
+        bootstrap: learn the value of continuing from a second forward of the next state (HRM).
+            False halts if q_halt is positive and omits that forward (TRM).
         shared_network: one module plays both roles, with `L_layers` blocks (TRM).
         gradient_span: what the gradient passes through: the last call of each module (HRM), or
             the whole last cycle (TRM).

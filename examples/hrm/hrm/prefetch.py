@@ -18,8 +18,8 @@ class Prefetched:
 
     Args:
         sampler: drawn from until its iteration ends.
-        depth: batches drawn ahead.
-        pin: put them into page-locked memory.
+        depth: number of batches drawn ahead.
+        pin: put them into pinned memory.
 
     Attributes:
         state: of the sampler as if nothing had been drawn ahead; what a checkpoint saves.

@@ -23,16 +23,16 @@ TABLE = "puzzle"
 
 
 class PuzzleTable(nn.Module):
-    """Rows of width R, zero at first; a step moves the rows that were looked up, and only those.
+    """Rows of width R, zero at first; a step changes only the rows that were looked up.
 
     w = w (1 - lr weight_decay) - lr sign(g), g the sum over all lookups of the id on all ranks.
-    Where rows lie is a placement's business: on every rank, or spread over them.
+    A placement decides where rows live: on every rank, or spread over ranks.
 
     Args:
         dim: width of a row, R.
         lr: rate of the rule, unless a `SparseOptimizer` binds another to `TABLE`.
-        weight_decay: of rows that a step touches.
-        expected_rows: rows to make room for at once.
+        weight_decay: of rows that a step changes.
+        expected_rows: rows to reserve memory for at the start.
         device: "cpu", "cuda" or "cuda:N".
     """
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @contextmanager
 def joined(device: str = "auto", threads: int | None = None) -> Iterator[comm.Mesh]:
-    """The mesh of this process: one that is there, or a new one that ends with the context."""
+    """The mesh of this process: the current one, or a new one that ends with the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     there = comm.current()
@@ -62,9 +62,9 @@ def _told(error: Exception | None) -> tuple[type[ShoalError], str] | None:
 
 
 def program(act: Callable[[], None]) -> int:
-    """The exit status of a program; what Shoal raises is one line.
+    """The exit status of a program; prints errors of Shoal in one line.
 
-    Settings, data and checkpoints are wrong on every rank alike: rank 0 says so for all.
+    Wrong settings, data and checkpoints fail on every rank: rank 0 reports them for all.
     """
     try:
         act()

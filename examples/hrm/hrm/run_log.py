@@ -1,4 +1,4 @@
-"""What a run says while it goes on: lines on the screen, JSONL, TensorBoard, Weights & Biases."""
+"""Reports of a run: lines on the screen, JSONL, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tally:
         torch._foreach_add_(list(self._sums.values()), [sums[name] for name in self._sums])
 
     def take(self) -> tuple[dict[str, Tensor], int]:
-        """The sums and the number of steps; begins anew."""
+        """Return the sums and the number of steps, and start from zero."""
         sums, steps = self._sums, self.steps
         self._sums, self.steps = {}, 0
         return sums, steps
@@ -56,7 +56,7 @@ class Pace:
         self._all_steps, self._all_s = 0, 0.0
 
     def resume(self) -> None:
-        """A stretch of training begins; what was before it does not count."""
+        """Start a timed interval of training; earlier time does not count."""
         self._began_s = time.perf_counter()
 
     def stretch(self, steps: int) -> float:
@@ -87,12 +87,12 @@ class RunLog:
 
     Args:
         config: of the run.
-        folder: of its files; None where nothing is written.
+        folder: of its files; None if nothing is written.
         leads: whether this is rank 0.
-        resumed_step: the step that the run goes on after; None for a new one.
+        resumed_step: the step after which the run resumes; None for a new one.
 
     Raises:
-        ConfigError: a log is asked for whose package is not installed.
+        ConfigError: the package of a requested log is not installed.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ def _make(folder: Path) -> None:
         raise ConfigError(
             f"folder of logs {folder}",
             got=str(error),
-            allowed="one that is there or can be made",
+            allowed="a folder that exists or can be created",
             remedy="Set checkpoint_path or log_path.",
         ) from error
 
 
 class _WeightsAndBiases:
-    """A run of wandb; a run that goes on goes on there, by the id beside its logs."""
+    """A run of wandb; a resumed run continues it, by the id stored with its logs."""
 
     def __init__(self, config: PretrainConfig, folder: Path | None, *, goes_on: bool) -> None:
         check_wandb()

@@ -39,13 +39,13 @@ class Result:
     """How a run ended.
 
     Args:
-        steps, total_steps: optimizer steps done, earlier processes' included, and of a whole run.
+        steps, total_steps: optimizer steps done, including earlier processes, and of a whole run.
         evaluations: step and figures of each evaluation of this process.
-        checkpoint_path: where its checkpoints are; None if none were to be saved.
+        checkpoint_path: folder of its checkpoints; None if it saved none.
         train_s: seconds of training in this process, evaluations and saves left out.
         steps_per_s, samples_per_s: rates after a warm-up; samples of all ranks.
-        finished: False where `max_steps` or `max_seconds` stopped it.
-        learner: as it is in the end.
+        finished: False if `max_steps` or `max_seconds` stopped it.
+        learner: its final state.
     """
 
     steps: int
@@ -65,11 +65,11 @@ class Result:
 
 
 def train(config: PretrainConfig, *, mesh: comm.Mesh | None = None) -> Result:
-    """Train as the settings say, on all ranks of the launcher; every rank calls it alike.
+    """Train by the settings, on all ranks of the launcher; every rank makes the same call.
 
     Args:
         config: the same on every rank.
-        mesh: the ranks; None meets those of the launcher, and parts again.
+        mesh: the ranks; None joins those of the launcher for this call.
 
     Raises:
         ConfigError, DataError, CheckpointError: before the first step, on every rank.
@@ -88,7 +88,7 @@ class Run:
         config, mesh: as of `train`.
 
     Attributes:
-        learner, sampler: what is trained, and where in the data it is.
+        learner, sampler: the trained state, and its position in the data.
     """
 
     def __init__(self, config: PretrainConfig, mesh: comm.Mesh) -> None:
@@ -158,7 +158,7 @@ class Run:
         if self.config.checkpoint_path is not None and self.checkpoints is not None:
             self.log.say(f"checkpoints: {self.config.checkpoint_path}")
         if resumed is not None:
-            self.log.say(f"goes on after step {resumed:,}")
+            self.log.say(f"resumes after step {resumed:,}")
 
     @property
     def steps_per_s(self) -> float:
@@ -238,7 +238,7 @@ class Run:
         return bool(any_late.item())
 
     def _tell(self) -> None:
-        """Say and log the figures since the last time."""
+        """Print and log the figures since the last call."""
         sums, steps = self._tally.take()
         if not steps:
             return
@@ -258,7 +258,7 @@ class Run:
         )
 
     def evaluate(self) -> Figures:
-        """Evaluate on all ranks, say and log the figures."""
+        """Evaluate on all ranks, print and log the figures."""
         began_s = time.perf_counter()
         kept = KeptOutputs(self.config.eval_save_outputs, self.share)
         found = self.learner.evaluate(self.windows, kept)
@@ -276,7 +276,7 @@ class Run:
         return found
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        """Begin to save; it goes on beside the next steps where tables allow."""
+        """Begin to save; it continues during the next steps if tables allow it."""
         if checkpoints.is_saved:
             return
         began_s = time.perf_counter()
@@ -302,7 +302,7 @@ class Run:
 
 
 def _named(config: PretrainConfig) -> PretrainConfig:
-    """With names and places for what is left open, as HRM does; on rank 0."""
+    """Fill in names and paths that are not set, as HRM does; on rank 0."""
     if config.wandb:
         check_wandb()
     data = Path(config.data_path).name

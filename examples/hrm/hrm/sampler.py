@@ -72,11 +72,11 @@ def gather(data: PuzzleData, found: PuzzleSet, examples: Index, ids: Index, size
 
 
 class TrainSampler:
-    """Endless training batches; an epoch visits every group once.
+    """Endless training batches; an epoch uses every group once.
 
-    An iteration is `epochs_per_iteration` shuffled orders of the groups behind each other. A
-    global batch takes the next group, one of its puzzles at random, and as many of its examples,
-    without repeats, as still fit; what does not fill a batch at the end of an iteration is left.
+    An iteration is `epochs_per_iteration` shuffled orders of the groups, one after another. A
+    global batch takes the next group, one of its puzzles at random, and as many of its examples
+    as still fit, without repeats. A partial batch at the end of an iteration is dropped.
 
     Args:
         data: one set only.
@@ -144,8 +144,8 @@ class TrainSampler:
     def _draw_some(self, room: int) -> tuple[Index, Index]:
         """Up to `room` examples of the next groups, and their ids; all groups in one go.
 
-        Ranks draw alike, so what is drawn grows with their number, and a thread shares the
-        interpreter with the step: no loop here but over puzzles of several examples.
+        All ranks draw the same examples, so the work grows with their number, and the thread
+        shares the interpreter with the step: loop only over puzzles of several examples.
         """
         found = self._set
         groups = self._order[self._next : self._next + room]
@@ -184,7 +184,7 @@ class TrainSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another sampler of the same data and settings was.
+        """Continue from the state of another sampler of the same data and settings.
 
         Raises:
             CheckpointError: it had other data or settings.
@@ -227,7 +227,7 @@ class TestWindow:
         count: examples of all ranks' parts that are not blanks.
     """
 
-    __test__ = False  # not a test case, whatever its name
+    __test__ = False  # not a test case, despite its name
 
     set_name: str
     batch: Batch
@@ -276,7 +276,7 @@ class TestBatches:
 
 
 def pinned(batch: Batch) -> Batch:
-    """The same in page-locked memory."""
+    """The same in pinned memory."""
     pages: dict[str, Tensor] = {
         field.name: getattr(batch, field.name).pin_memory() for field in dataclasses.fields(batch)
     }

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything that going on takes, on any number of ranks."""
+"""Checkpoints of a run: everything that a resume needs, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Checkpoints:
     """The checkpoints of one run; every rank calls alike.
 
     Args:
-        url: the folder that they lie in.
-        learner, sampler: what is saved; the sampler's data is what a later process has to have.
-        config: what else it has to know.
-        keep: newest ones that stay; None: all.
+        url: their folder.
+        learner, sampler: are saved; a later process must have the sampler's data.
+        config: the settings that it needs besides.
+        keep: number of newest ones to keep; None: all.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Checkpoints:
     def begin(self) -> Manifest | None:
         """Begin to save; between two steps, with nothing drawn ahead.
 
-        Training may go on at once: a thread writes what is now.
+        Training may continue at once: a thread writes the current state.
 
         Returns:
             the save before this one, now committed; None: there was none under way.
@@ -89,11 +89,11 @@ class Checkpoints:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a save of this step has begun, or the run goes on from one."""
+        """Whether a save of this step has begun, or the run resumed from one."""
         return self._saved_step == self._learner.step
 
     def settle(self) -> Manifest | None:
-        """Wait for the save under way, if any, and let go of those that are too many.
+        """Wait for the running save, if any, and remove old ones beyond `keep`.
 
         Raises:
             CheckpointError: it failed, on any rank; on every rank.
@@ -107,15 +107,15 @@ class Checkpoints:
         return manifest
 
     def abort(self) -> None:
-        """Let the save under way fail soon: training has."""
+        """Make the running save fail soon, because training has failed."""
         if self._saving is not None:
             self._saving.abort()
 
     def newest(self, resume: Resume) -> str | None:
-        """The checkpoint to go on from, if any; a collective call.
+        """The checkpoint to resume from, if any; a collective call.
 
         Raises:
-            CheckpointError: there is one and none may be, or the other way round.
+            CheckpointError: one exists but must not, or none exists but must.
         """
         name = as_first_rank(self._mesh.control, self._newest_name, what="newest checkpoint")
         if name and resume == "never":
@@ -123,7 +123,7 @@ class Checkpoints:
                 "resume",
                 got=f"never, where {self._store.url} holds {name}",
                 allowed="a folder without checkpoints",
-                remedy="Set another checkpoint_path, or resume=auto to go on from there.",
+                remedy="Set another checkpoint_path, or resume=auto to resume from there.",
             )
         if not name and resume == "must":
             raise CheckpointError(
@@ -135,7 +135,7 @@ class Checkpoints:
         return name or None
 
     def restore(self, name: str) -> None:
-        """Let learner and sampler go on where a checkpoint was.
+        """Restore learner and sampler from a checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or of another model, data or settings.
@@ -205,7 +205,7 @@ def _set_generators(states: Mapping[str, Tensor]) -> None:
 
 
 def _carry_of(loaded: Loaded, learner: Learner) -> Carry | None:
-    """This rank's slots, cut out of those of all ranks that saved, by their global places."""
+    """This rank's slots, taken from those of all saving ranks, by their global positions."""
     parts = [state["carry"] for state in loaded.rank_states]
     if any(part is None for part in parts):
         return None
@@ -250,7 +250,7 @@ def load_learner(
     if learner.sparse is not None and state["sparse"] is not None:
         learner.sparse.load_state_dict(state["sparse"])
     learner.step = state["step"]
-    # What the checkpoint says of these gives way to this run's settings; rates are set each step.
+    # This run's settings replace those of the checkpoint; rates are set each step.
     for group in learner.dense.param_groups:
         group.update(betas=learner.config.betas, weight_decay=learner.config.weight_decay)
     return loaded
@@ -269,7 +269,7 @@ def peek(url: str) -> tuple[dict[str, Any], PuzzleData]:
             f"checkpoint {url}",
             got="one of another program",
             allowed="one of pretrain.py",
-            remedy="Name the folder that pretrain.py said.",
+            remedy="Use the folder that pretrain.py printed.",
         )
     said = dict(state["data"])
     path, identifiers = Path(said.pop("path")), said.pop("identifiers")

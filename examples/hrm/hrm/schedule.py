@@ -18,8 +18,8 @@ class WarmupCosine(schedules.Schedule):
     Args:
         base: the rate after warm-up.
         warmup_steps: steps of the linear climb.
-        total_steps: where the cosine ends.
-        min_ratio: what is left of `base` there; 1 keeps it constant.
+        total_steps: step at which the cosine ends.
+        min_ratio: fraction of `base` at the end; 1 keeps it constant.
     """
 
     base: float
@@ -47,5 +47,5 @@ class WarmupCosine(schedules.Schedule):
 
 
 def total_steps(epochs: int, groups: int, mean_puzzle_examples: float, global_batch: int) -> int:
-    """Steps of a run: an epoch visits each group once, with one puzzle's examples."""
+    """Steps of a run: an epoch uses each group once, with one puzzle's examples."""
     return int(epochs * groups * mean_puzzle_examples / global_batch)

@@ -44,7 +44,7 @@ class _Rows:
         with self._file as file:
             file.seek(0)
             again = self._write_header(file)
-        assert again == self._first, "numpy's headers have room for any number of rows"
+        assert again == self._first, "numpy's headers have space for any number of rows"
         # An empty file cannot be mapped.
         found: Array = np.load(self._path, mmap_mode="r" if self._count else None)
         return found
@@ -54,7 +54,7 @@ class _Rows:
             self._file.close()
 
     def _write_header(self, file: BinaryIO) -> int:
-        """As `np.save` does; it leaves room for any number of rows."""
+        """As `np.save` does; the header has space for any number of rows."""
         shape = (self._count, self._seq_len)
         said = {"descr": "|u1", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, said)

@@ -40,7 +40,7 @@ CONFIG_FOLDER = Path(__file__).parents[1] / "config"
 
 Resume = Literal["auto", "never", "must"]
 
-# Where a run is, what it says, how far it goes at once and on what: not what it learns.
+# Settings of place, logs, stopping and device: they do not change what a run learns.
 _OF_NO_EFFECT = {
     *("project_name", "run_name", "checkpoint_path", "log_path"),
     *("resume", "save_checkpoints", "keep_checkpoints", "checkpoint_every_eval"),
@@ -116,7 +116,7 @@ class ArchConfig(Section):
 
 
 class PretrainConfig(Section):
-    """All keys of pretrain.py; `config/cfg_pretrain.yaml` says what they mean."""
+    """All keys of pretrain.py; `config/cfg_pretrain.yaml` explains them."""
 
     arch: ArchConfig = ArchConfig()
     data_path: str = "data/arc-aug-1000"
@@ -209,7 +209,7 @@ class PretrainConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """All keys of evaluate.py; `config/cfg_evaluate.yaml` says what they mean."""
+    """All keys of evaluate.py; `config/cfg_evaluate.yaml` explains them."""
 
     checkpoint: str
     data_path: str | None = None

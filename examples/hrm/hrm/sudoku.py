@@ -22,10 +22,10 @@ Boards = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        solutions: as many as were asked for, or all there are.
+        solutions: as many as requested, or all.
         guesses: values tried at cells that logic of single candidates left open. Of a search for
             two solutions it measures the puzzle: the whole tree was seen.
     """
@@ -65,7 +65,7 @@ def solve(
 
     Args:
         grid: n * n digits, 0 for blank.
-        rng: shuffles what is tried first; None tries small digits first.
+        rng: shuffles the order of attempts; None tries small digits first.
 
     Raises:
         DataError: not a grid of this box size.
@@ -102,7 +102,7 @@ class _Search:
         self.guesses = 0
 
     def run(self, boards: Boards, placed: int) -> None:
-        """Find what the boards allow; `placed` are cells whose peers know of them."""
+        """Search the boards; `placed` are cells whose constraints are already applied."""
         narrowed = self._narrow(boards, placed)
         if narrowed is None:
             return

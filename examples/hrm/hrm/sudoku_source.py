@@ -102,7 +102,7 @@ def _made(number: int, box: int, clues: int | None, seed: int) -> Rated | None:
 def _spread(
     items: Iterator[T], work: Callable[[T], Rated | None], workers: int
 ) -> Iterator[Rated | None]:
-    """`map`, in order, on several processes; never far ahead of what is taken."""
+    """`map`, in order, on several processes; stays close to the consumer."""
     if workers == 1:
         yield from map(work, items)
         return

@@ -1,10 +1,10 @@
 """Which Sudoku puzzles are the same puzzle: the symmetry group, and a canonical form.
 
 Digits may be renamed, the grid transposed, bands and stacks swapped, and rows and columns within
-them: 2 * 6^8 * 9! ways for 9 x 9. A filled grid's form is the least of all its images, row by row.
-Its first row is 1..n, whatever row and column order is chosen; so every row (or column,
-transposed) is tried as the first with every order of columns that keeps stacks, and of these only
-the ones whose second row is least are written out.
+them: 2 * 6^8 * 9! ways for 9 x 9. A filled grid's form is the smallest of all its images, row by
+row. Its first row is 1..n for any order of rows and columns. So every row (or column, transposed)
+is tried as the first, with every order of columns that keeps stacks. Only those with the smallest
+second row are written out.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Flag:
     here: str
 
 
-_WAY = "accepted; tensors travel between the devices where they are, whatever it says"
+_WAY = "accepted and ignored: tensors travel directly between their devices"
 
 
 def _flag(*flag: Any) -> Any:
@@ -45,7 +45,7 @@ def _flag(*flag: Any) -> Any:
 class BackendFlags:
     """Values of the variables, each with its default."""
 
-    horovod: int = _flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod where it imports")
+    horovod: int = _flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod if it can be imported")
     optimized_horovod: int = _flag(
         "MONOLITH_WITH_OPTIMIZED_HOROVOD",
         0,
@@ -55,11 +55,15 @@ class BackendFlags:
     horovod_fid_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY)
     horovod_fwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY)
     horovod_bwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY)
-    byteps: int = _flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed in BytePS's place")
-    byteps_fid: int = _flag("MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; one way for ids")
-    byteps_fwd: int = _flag("MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; one way for rows")
+    byteps: int = _flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed instead of BytePS")
+    byteps_fid: int = _flag(
+        "MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; ids have one transport"
+    )
+    byteps_fwd: int = _flag(
+        "MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; rows have one transport"
+    )
     byteps_bwd: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; one way for gradients"
+        "MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; gradients have one transport"
     )
     byteps_bwd_cast: int = _flag(
         "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
@@ -85,7 +89,10 @@ class BackendFlags:
         "-1: no run hooks at all; 1: telemetry too when all is synchronous",
     )
     byteps_allreduce: int = _flag(
-        "MONOLITH_WITH_BYTEPS_ALLREDUCE", 1, SWITCH, "0: Horovod, where it imports, next to BytePS"
+        "MONOLITH_WITH_BYTEPS_ALLREDUCE",
+        1,
+        SWITCH,
+        "0: Horovod, if it can be imported, next to BytePS",
     )
     force_gpu_compatible: int = _flag(
         "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are pinned"
