@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Collectives, Pending, ReduceOp
+from shoal.comm.collectives import Collectives, Pending, ReduceOp, Sizes
 from shoal.comm.watch import ALIKE
 from shoal.errors import CheckpointError, CollectiveFailed, ConfigError, InputError, ShoalError
 
@@ -158,19 +158,16 @@ _CALL, _TIME, _BAD, _SETS = range(4)
 _WORDS = 4
 
 
-class Agreed:
+class Agreed(NamedTuple):
     """What ranks sent each other before a call.
 
-    sizes: int64 [W, X] on the CPU, sent and received. time_s: latest of any rank. sets: sets of
-    values that ranks with ids send, -1 if no rank has any.
+    sizes: as exchanged. time_s: latest of any rank. sets: sets of values that ranks with ids send,
+    -1 if no rank has any.
     """
 
-    __slots__ = ("sets", "sizes", "time_s")
-
-    def __init__(self, sent_WX: Tensor, received_WX: Tensor) -> None:
-        self.sizes = sent_WX[:, _WORDS:], received_WX[:, _WORDS:]
-        self.time_s = int(received_WX[:, _TIME].max())
-        self.sets = int(received_WX[:, _SETS].max())
+    sizes: Sizes
+    time_s: int
+    sets: int
 
 
 def agree(
@@ -215,7 +212,8 @@ def agree(
     elif len(counts) > 1:
         got, allowed = "seen_weights on some ranks", "on all ranks or none"
     else:
-        return Agreed(found.sent_WX, heads_WX)
+        sizes = Sizes(found.sent_WX[:, _WORDS:], heads_WX[:, _WORDS:])
+        return Agreed(sizes, int(heads_WX[:, _TIME].max()), int(heads_WX[:, _SETS].max()))
     remedy = "Nothing was changed; see the other ranks' errors."
     raise InputError(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy)
 

@@ -242,7 +242,7 @@ def effective_settings(mesh: Mesh, environ: Mapping[str, str]) -> str:
     return ", ".join(said)
 
 
-class _Process:
+class _Current:
     """The mesh of this process, if one was started, and whether it will own torch's groups."""
 
     mesh: Mesh | None = None
@@ -258,14 +258,14 @@ def early_control() -> Collectives:
         LaunchError: launcher variables that contradict each other.
         CollectiveFailed: the other ranks did not come within the timeout.
     """
-    if _Process.mesh is not None:
-        return _Process.mesh.control
+    if _Current.mesh is not None:
+        return _Current.mesh.control
     launch = detect()
     if launch.world_size == 1:
         return LocalCollectives()
     fresh = not dist.is_initialized()
     control = start_world(launch, process_group_timeout_s())
-    _Process.owns_world = _Process.owns_world or fresh
+    _Current.owns_world = _Current.owns_world or fresh
     return control
 
 
@@ -293,29 +293,29 @@ def init(
         DeviceUnavailable: a device or backend that is not here.
         CollectiveFailed: the other ranks did not come within the timeout.
     """
-    if _Process.mesh is None:
+    if _Current.mesh is None:
         if timeout_s is None:
             timeout_s = process_group_timeout_s()
-        _Process.mesh = start(
+        _Current.mesh = start(
             detect(),
             device=device,
             backend=backend,
             seed=seed,
             timeout_s=timeout_s,
-            owns_world=_Process.owns_world,
+            owns_world=_Current.owns_world,
         )
-    return _Process.mesh
+    return _Current.mesh
 
 
 def current() -> Mesh | None:
     """The mesh that `init` started, None before that."""
-    return _Process.mesh
+    return _Current.mesh
 
 
 def shutdown() -> None:
     """Close the mesh and its groups, if there is one. A later `init` starts from scratch."""
-    mesh, _Process.mesh = _Process.mesh, None
-    owned, _Process.owns_world = _Process.owns_world, False
+    mesh, _Current.mesh = _Current.mesh, None
+    owned, _Current.owns_world = _Current.owns_world, False
     if mesh is not None:
         mesh.close()
     elif owned:

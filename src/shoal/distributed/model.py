@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.collectives import Collectives
+from shoal.comm.backends.torch import TorchCollectives
+from shoal.comm.collectives import Call, Collectives
 from shoal.comm.consensus import require_same
 from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
-from shoal.comm.watch import ALIKE, Calls
+from shoal.comm.watch import Calls
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import CollectiveFailed, ConfigError, collective_failed, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.request import Exchange
 from shoal.exchange.wire import Wire
@@ -152,69 +152,57 @@ _MARK = f"{CollectiveFailed.__name__}: "
 
 
 def name_failures(
-    wrapped: DistributedDataParallel,
-    group: dist.ProcessGroup,
-    mesh: Mesh,
-    step_of: Callable[[], int],
-    watched: Calls,
+    wrapped: DistributedDataParallel, dense: TorchCollectives, step_of: Callable[[], int]
 ) -> None:
     """Let backward say rank, step and collective where a rank is gone, on Gloo.
 
     What backward raises is a RuntimeError with the text of a `CollectiveFailed`: torch passes on
     the text of errors in callbacks, not their class; `lost_in_backward` gives it back. NCCL's own
     watchdog ends such a process.
+
+    dense: over the group of `wrapped`; its calls are those of backward.
     """
-
-    waiting: list[tuple[int, float, Any]] = []
-
-    def failed(began: float, reason: str, **remedy: str) -> CollectiveFailed:
-        return collective_failed(
-            _WHAT,
-            rank=mesh.rank,
-            world_size=mesh.world_size,
-            step=step_of(),
-            elapsed_s=time.monotonic() - began,
-            timeout_s=mesh.timeout_s,
-            reason=reason.strip().partition("\n")[0],
-            **remedy,
-        )
+    waiting: list[tuple[Call, Any]] = []
 
     def wait() -> None:
         """At the end of backward, where DDP would wait without a look at the other ranks."""
         begun, waiting[:] = list(waiting), []
-        for number, began, work in begun:
+        for call, work in begun:
             while not work.is_completed():
-                with contextlib.suppress(RuntimeError):  # too early, or DDP tells
+                with contextlib.suppress(RuntimeError):  # too early, or DDP raises
                     work.wait(datetime.timedelta(seconds=_LOOK_S))
                     continue
-                told = watched.look(number)
-                if told is not None:
-                    raise failed(began, told, remedy=ALIKE)
+                call.look()
 
     def average(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        began, number = time.monotonic(), watched.begin(_WHAT)
+        dense.step = step_of()
+        call = Call(dense, _WHAT)
 
         def arrived(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             try:
                 return reduced.value()[0]
             except RuntimeError as error:
-                raise failed(began, str(error)) from error
+                raise call.failed(_first_line(error)) from error
 
-        gradients = bucket.buffer().div_(mesh.world_size)
+        gradients = bucket.buffer().div_(dense.world_size)
         try:
-            work: Any = dist.all_reduce(gradients, group=group, async_op=True)
+            work: Any = dist.all_reduce(gradients, group=wrapped.process_group, async_op=True)
         except RuntimeError as error:
-            raise failed(began, str(error)) from error
+            raise call.failed(_first_line(error)) from error
         if bucket.index() == 0:  # the first of a backward, whatever became of the one before
             waiting.clear()
         if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(wait)
-        waiting.append((number, began, work))
+        waiting.append((call, work))
         found: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
         return found
 
     # It checks annotations, which are text here: a lambda has none.
     wrapped.register_comm_hook(None, lambda _, bucket: average(bucket))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def lost_in_backward(error: Exception) -> CollectiveFailed | None:
@@ -303,7 +291,8 @@ class DistributedModelParallel(nn.Module):
             per_sender_steps=per_sender_steps,
             wire=wire,
         )
-        self._waiting: list[_Waiting] = []
+        # Collections whose tables are placed and whose exchange has not been made.
+        self._waiting: list[tuple[str, EmbeddingCollection, Callable[..., Exchange]]] = []
         self._wrapped: DistributedDataParallel | None = None
         self._splits_dense = False
         self._dense = Calls()
@@ -438,7 +427,8 @@ class DistributedModelParallel(nn.Module):
         rank = self.mesh.rank
         part, specs = family.part_of(rank), family.shard.specs
         for name, collection in family.collections.items():
-            self._waiting.append(_Waiting(name, collection, part, family.placement, specs))
+            make = partial(self._exchange, part, family.placement, specs)
+            self._waiting.append((name, collection, make))
             later = LaterExchange(part, specs, partial(self._opened, collection))
             collection.distribute(
                 cast(Exchange, later), collectives=steps, silent=family.silent_on(rank)
@@ -464,7 +454,9 @@ class DistributedModelParallel(nn.Module):
             self._dense = self.mesh.watched("dense part")
             wrapped = DistributedDataParallel(self.module, process_group=group)
             if group is not None and self.mesh.backend == "gloo":
-                name_failures(wrapped, group, self.mesh, partial(self._step, steps), self._dense)
+                mesh = self.mesh
+                owner = TorchCollectives(group, mesh.device, mesh.timeout_s, watched=self._dense)
+                name_failures(wrapped, owner, partial(self._step, steps))
             object.__setattr__(self, "_wrapped", wrapped)
 
     def _step(self, steps: Collectives) -> int:
@@ -479,20 +471,6 @@ class DistributedModelParallel(nn.Module):
     def _open(self) -> None:
         """Make the exchanges, in the same order on every rank: the first batch is here."""
         while self._waiting:
-            one = self._waiting[0]
-            collectives = self.mesh.collectives(f"tables {one.name}", path=self._path)
-            one.collection.distribute(
-                self._exchange(one.part, one.placement, one.specs, collectives)
-            )
+            name, collection, make = self._waiting[0]
+            collection.distribute(make(self.mesh.collectives(f"tables {name}", path=self._path)))
             del self._waiting[0]  # one that could not be made is made by the next batch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """A collection whose tables are placed and whose exchange has not been made."""
-
-    name: str
-    collection: EmbeddingCollection
-    part: Shard
-    placement: Placement
-    specs: tuple[TableSpec, ...]

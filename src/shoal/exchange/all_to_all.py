@@ -72,6 +72,7 @@ class AllToAllExchange:
         wire: how rows and gradients travel; as they are, by default.
 
     Attributes:
+        shard, placement, specs, wire: as given.
         on_transfer: called with what crosses the wire for each training lookup; None: nobody asks.
 
     Raises:
@@ -92,35 +93,35 @@ class AllToAllExchange:
     ) -> None:
         if grad_reduce not in get_args(GradReduce):
             raise unknown_name("grad_reduce", grad_reduce, get_args(GradReduce))
-        self._shard = shard
-        self._placement = placement
-        self._specs = tuple(specs)
+        self.shard = shard
+        self.placement = placement
+        self.specs = tuple(specs)
         self._collectives = collectives
         self._check_fit()
         self._scale = 1.0 / collectives.world_size if grad_reduce == "mean" else 1.0
         self._per_sender = per_sender_steps
-        self._wire = Wire() if wire is None else wire
+        self.wire = Wire() if wire is None else wire
         self._plans: dict[tuple[int, ...], SendPlan] = {}
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
         self._backs = 0
-        self._names = ", ".join(spec.name for spec in self._specs)
+        self._names = ", ".join(spec.name for spec in self.specs)
         self.on_transfer: Callable[[Transfer], None] | None = None
         self._left: CollectiveFailed | None = None
 
     def _check_fit(self) -> None:
         ranks = self._collectives.world_size
-        if self._placement.world_size != ranks:
+        if self.placement.world_size != ranks:
             raise ConfigError(
                 "world_size of the placement",
-                got=self._placement.world_size,
+                got=self.placement.world_size,
                 allowed=f"the number of ranks, {ranks}",
                 remedy="Make the placement for this job.",
             )
-        wanted = hosted_specs(self._specs, self._placement, self._collectives.rank)
-        missing = [spec.name for spec in wanted if spec not in self._shard.specs]
+        wanted = hosted_specs(self.specs, self.placement, self._collectives.rank)
+        missing = [spec.name for spec in wanted if spec not in self.shard.specs]
         if missing:
             raise ConfigError(
                 f"tables of the shard of rank {self._collectives.rank}",
@@ -128,21 +129,6 @@ class AllToAllExchange:
                 allowed="the tables that hosted_specs gives for this rank",
                 remedy="Make the shard with hosted_specs(specs, placement, rank).",
             )
-
-    @property
-    def shard(self) -> Shard:
-        """The rows this rank holds."""
-        return self._shard
-
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The whole tables."""
-        return self._specs
-
-    @property
-    def placement(self) -> Placement:
-        """Where they are."""
-        return self._placement
 
     @property
     def collectives(self) -> Collectives:
@@ -156,11 +142,6 @@ class AllToAllExchange:
             raise self._left
         return self._collectives
 
-    @property
-    def wire(self) -> Wire:
-        """How rows and gradients travel."""
-        return self._wire
-
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
         """Group a request's distinct ids by owner and begin to exchange sizes.
 
@@ -173,9 +154,9 @@ class AllToAllExchange:
     def _send(self, request: Request, insert: bool, ctx: StepContext, *, kind: int) -> Sending:
         scalars.event_time(ctx.event_time_s)
         ids_N = request.ordered.values_N
-        if ids_N.device != self._shard.device:
+        if ids_N.device != self.shard.device:
             remedy = "Move the batch to the shard's device."
-            allowed = self._shard.device
+            allowed = self.shard.device
             raise DTypeError(
                 "device of a request", got=ids_N.device, allowed=allowed, remedy=remedy
             )
@@ -243,7 +224,7 @@ class AllToAllExchange:
         rows = []
         if transfer.plan.here_G.numel():
             ids = received_ids(transfer, found, counted=False)
-            rows = [self._shard.find(ids.groups).weights]
+            rows = [self.shard.find(ids.groups).weights]
         sent = self._send_rows(transfer, flat_rows(transfer, rows), ctx.global_step)
         return self._pool(request, sent)
 
@@ -266,7 +247,7 @@ class AllToAllExchange:
         ]
         # Kept here until it has arrived: nobody may wait for gradients that are dropped.
         pending = self._in_flight = send_rows(
-            self.collectives, buffers, self._wire.grads, what="exchange of gradients"
+            self.collectives, buffers, self.wire.grads, what="exchange of gradients"
         )
 
         def records() -> tuple[GradRecord, ...]:
@@ -298,7 +279,7 @@ class AllToAllExchange:
 
     def _inserted(self, transfer: Transfer, ids: ReceivedIds, ctx: StepContext) -> Ticket:
         try:
-            return self._shard.find_or_init(ids.groups, ids.counts_N, ctx=ctx)
+            return self.shard.find_or_init(ids.groups, ids.counts_N, ctx=ctx)
         except ShoalError as error:
             # If every rank holds all rows, all of them fail alike.
             alike = all(layout.replicated for layout in transfer.plan.buffers)
@@ -309,9 +290,9 @@ class AllToAllExchange:
     def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
         self.collectives.step = ctx.global_step
         rows = [
-            self._shard.find(ticket.groups).weights
+            self.shard.find(ticket.groups).weights
             if isinstance(ticket, ReadTicket)
-            else self._shard.gather(ticket, ctx=ctx)
+            else self.shard.gather(ticket, ctx=ctx)
             for ticket in route.tickets
         ]
         transfer = _transfer_of(route)
@@ -327,7 +308,7 @@ class AllToAllExchange:
     def _send_rows(self, transfer: Transfer, rows: Sequence[Tensor], step: int) -> _Fetched:
         """Begin to send each buffer's rows to who asked; rows of replicated tables stay."""
         away, home = reply_buffers(transfer, rows)
-        pending = send_rows(self._collectives, away, self._wire.rows, what="exchange of rows")
+        pending = send_rows(self._collectives, away, self.wire.rows, what="exchange of rows")
         return _Fetched(transfer, pending, home, step)
 
     def _pool(
@@ -344,7 +325,7 @@ class AllToAllExchange:
         """The buffers of calls whose groups are of these tables."""
         if tables_G not in self._plans:
             self._plans[tables_G] = compile_send_plan(
-                self._specs, self._placement, self._shard.specs, self._collectives.rank, tables_G
+                self.specs, self.placement, self.shard.specs, self._collectives.rank, tables_G
             )
         return self._plans[tables_G]
 

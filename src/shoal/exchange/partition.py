@@ -137,11 +137,6 @@ class SendPlan:
         """Hosted tables of all buffers, in order."""
         return tuple(table for layout in self.buffers for table in layout.tables)
 
-    @cached_property
-    def columns(self) -> int:
-        """Sizes that each rank sends each other."""
-        return len(self.tables)
-
     def ranges_on(self, layout: BufferLayout, device: torch.device) -> Tensor:
         """A buffer's `ranges`, on a device; sent there once."""
         key = layout.first_column, device

@@ -144,26 +144,12 @@ class Exchange(Protocol):
 class LocalExchange:
     """One process owns all rows: nothing is sent."""
 
-    __slots__ = ("_collectives", "_shard")
+    __slots__ = ("collectives", "shard", "specs")
 
     def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._collectives = LocalCollectives(shard.device)
-
-    @property
-    def shard(self) -> Shard:
-        """The owner of all rows."""
-        return self._shard
-
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The shard's tables."""
-        return self._shard.specs
-
-    @property
-    def collectives(self) -> Collectives:
-        """Those of a world of one."""
-        return self._collectives
+        self.shard = shard
+        self.specs = shard.specs
+        self.collectives: Collectives = LocalCollectives(shard.device)
 
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
         """Nothing is sent."""
@@ -176,7 +162,7 @@ class LocalExchange:
     def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
         """Find or insert the ids, or only remember them."""
         groups = request.groups()
-        ticket = self._shard.find_or_init(groups, ctx=ctx) if insert else ReadTicket(groups)
+        ticket = self.shard.find_or_init(groups, ctx=ctx) if insert else ReadTicket(groups)
         return Route(request, (ticket,), ctx.event_time_s)
 
     def fetch(self, route: Route, *, ctx: StepContext) -> None:
@@ -188,7 +174,7 @@ class LocalExchange:
         if isinstance(ticket, ReadTicket):
             return self._find(request, ticket.groups)
         ordered = request.ordered
-        return self._shard.gather_pooled(
+        return self.shard.gather_pooled(
             ticket, request.plan, ordered.offsets_FB1, ordered.weights_N, ctx=ctx
         )
 
@@ -206,4 +192,4 @@ class LocalExchange:
 
     def _find(self, request: Request, groups: IdGroups) -> tuple[Tensor, ...]:
         ordered = request.ordered
-        return self._shard.find_pooled(groups, request.plan, ordered.offsets_FB1, ordered.weights_N)
+        return self.shard.find_pooled(groups, request.plan, ordered.offsets_FB1, ordered.weights_N)

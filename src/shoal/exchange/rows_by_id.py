@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Sizes
 from shoal.comm.consensus import agree, reduced, together
 from shoal.errors import CollectiveFailed, DTypeError, ShoalError
 from shoal.exchange.all_to_all import AllToAllExchange
@@ -173,28 +172,17 @@ class RowsOverRanks:
         exchange: this rank's; its collectives carry the calls.
     """
 
-    __slots__ = ("_collectives", "_plan", "_shard", "_specs")
+    __slots__ = ("_collectives", "_plan", "_shard", "device", "specs")
+
+    collective = True
+    """Every method, `size` too, is a call that all ranks make together."""
 
     def __init__(self, exchange: AllToAllExchange) -> None:
         self._shard = exchange.shard
-        self._specs = exchange.specs
+        self.specs = exchange.specs
+        self.device = exchange.shard.device
         self._collectives = exchange.collectives
-        self._plan = exchange.send_plan(tuple(range(len(self._specs))))
-
-    @property
-    def collective(self) -> bool:
-        """Every method, `size` too, is a call that all ranks make together."""
-        return True
-
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The whole tables."""
-        return self._specs
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's ids are given and rows are returned."""
-        return self._shard.device
+        self._plan = exchange.send_plan(tuple(range(len(self.specs))))
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts. Rows of replicated tables are read at home."""
@@ -213,7 +201,7 @@ class RowsOverRanks:
         ):
             flats[layout.real][elements_E] = data
         there_N = self._by_position(call, replies[half:], 0)
-        return Found(tuple(packed.rows.split(flats, self._specs)), there_N != 0)
+        return Found(tuple(packed.rows.split(flats, self.specs)), there_N != 0)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins, of ranks the highest."""
@@ -293,7 +281,7 @@ class RowsOverRanks:
 
     def clear(self, table: int) -> None:
         """Drop all rows of a table, everywhere."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         local = [one.local for one in self._plan.tables if one.table == table and one.is_here]
 
         def work() -> None:
@@ -304,7 +292,7 @@ class RowsOverRanks:
 
     def size(self, table: int) -> int:
         """Rows of a table on all ranks; replicas once."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return self._combined("sum", sum(map(self._shard.size, self._counted(table))), "size")
 
     def stats(self) -> tuple[TableStats, ...]:
@@ -324,12 +312,12 @@ class RowsOverRanks:
                     if self._plan.tables[number].table == table
                 ],
             )
-            for table, spec in enumerate(self._specs)
+            for table, spec in enumerate(self.specs)
         )
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None; every rank may ask for another."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         asked = self._collectives.gather_objects((table, id), what="entry")
         answers = [self._slices_of(*question) for question in asked]
         everyone = self._collectives.gather_objects(answers, what="entry")
@@ -339,16 +327,16 @@ class RowsOverRanks:
             for number, entry in theirs[self._collectives.rank].items()
         }
         parts = [(self._plan.tables[number].hosted, entry) for number, entry in found.items()]
-        return joined_entry(self._specs[table], parts)
+        return joined_entry(self.specs[table], parts)
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table on every rank, ordered by hash: for small tables."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         mine = [(number, self._shard.export(one.local)) for number, one in self._speaks_for(table)]
         everyone = self._collectives.gather_objects(mine, what="export")
         hosted = [one.hosted for one in self._plan.tables]
         parts = [(hosted[k], chunk) for theirs in everyone for k, chunk in theirs]
-        return joined_chunk(self._specs[table], parts)
+        return joined_chunk(self.specs[table], parts)
 
     def check(self) -> None:
         """Raise what kernels of any rank found since the last call; waits for the device."""
@@ -380,7 +368,7 @@ class RowsOverRanks:
         """Rates of the shard's tables."""
         rates: dict[str, tuple[float, ...]] = {}
         for one in self._plan.tables:
-            spec = self._specs[one.table]
+            spec = self.specs[one.table]
             if one.is_here and spec.name in ctx.learning_rates:
                 name = self._shard.specs[one.local].name
                 rates[name] = slice_rates(spec, one.hosted, ctx.learning_rates[spec.name])
@@ -409,7 +397,7 @@ class RowsOverRanks:
                 torch.empty(0, dtype=torch.int64, device=self.device), _NONE, _NO_TABLES
             )
         counted_N = torch.zeros_like(here.ids_N) if counts_N is None or wrong else counts_N
-        packed = pack(plan, here, counted_N, self._specs, to_all=to_all)
+        packed = pack(plan, here, counted_N, self.specs, to_all=to_all)
         known = agree(
             collectives,
             _METHODS,
@@ -421,7 +409,7 @@ class RowsOverRanks:
         )
         if not here.ids_N.numel():
             ready = [()] * max(known.sets, min(len(values), 1))
-        transfer = Transfer(packed.outgoing, Sizes(*known.sizes), known.time_s)
+        transfer = Transfer(packed.outgoing, known.sizes, known.time_s)
         dtype = None if counts_N is None else torch.int64
         found = collectives.all_to_all(transfer.id_parts(dtype), what=method)
         rows = [
@@ -464,14 +452,14 @@ class RowsOverRanks:
             raise DTypeError("device of ids", got=got, allowed=allowed, remedy=remedy)
         if method != "reinitialize":
             for table in groups.tables_G.tolist():
-                checks.table_index(table, len(self._specs))
+                checks.table_index(table, len(self.specs))
         if counts_N is not None:
             checks.counts(groups, counts_N)
-        checks.rates(ctx, self._specs)
+        checks.rates(ctx, self.specs)
         if not values:
             return []
         sizes: list[int] = groups.splits_G1.diff().tolist()
-        specs = [self._specs[table] for table in groups.tables_G.tolist()]
+        specs = [self.specs[table] for table in groups.tables_G.tolist()]
         shapes = [((n, spec.dim), real_dtype(spec)) for n, spec in zip(sizes, specs, strict=True)]
         return [checks.grads(rows, shapes, self.device) for rows in values]
 
@@ -498,7 +486,7 @@ class RowsOverRanks:
         own = [
             part.reshape(-1)
             for part, table in zip(parts, tables, strict=bool(parts))
-            if real_dtype(self._specs[table]) is real
+            if real_dtype(self.specs[table]) is real
         ]
         return torch.cat([torch.empty(0, dtype=real, device=self.device), *own])
 

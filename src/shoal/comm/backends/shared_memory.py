@@ -43,28 +43,20 @@ _SLOTS = 4
 _MOST_S = 1e9  # of a timeout; the core counts nanoseconds in 64 bits
 
 
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """What ranks that can share memory and see each other's processes have in common."""
-
-    host: str
-    boot: str
-    processes: str
-
-    @classmethod
-    def here(cls) -> _Home:
-        return cls(
-            socket.gethostname(),
-            _text_of(Path("/proc/sys/kernel/random/boot_id")),
-            os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else "",
-        )
+def _home() -> tuple[str, str, str]:
+    """Host, boot and process namespace, which ranks have in common that can share memory and see
+    each other's processes.
+    """
+    own = Path("/proc/self/ns/pid")
+    boot = _text_of(Path("/proc/sys/kernel/random/boot_id"))
+    return socket.gethostname(), boot, os.readlink(own) if own.exists() else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
     """What each rank sends before the region is opened; only rank 0 has a name or an error."""
 
-    home: _Home
+    home: tuple[str, str, str]
     name: str = ""
     token: int = 0
     error: str = ""
@@ -78,7 +70,7 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
         CollectiveFailed: `bootstrap` failed.
     """
     what = "shared memory"
-    mine = _Offer(_Home.here())
+    mine = _Offer(_home())
     region: _core.SharedRegion | None = None
     if bootstrap.rank == 0:
         region, mine = _create(bootstrap.world_size, mine.home)
@@ -86,7 +78,7 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
         offers: list[_Offer] = bootstrap.gather_objects(mine, what=what)
         homes = {offer.home for offer in offers}
         if len(homes) > 1:
-            hosts = ", ".join(f"{offer.home.host}" for offer in offers)
+            hosts = ", ".join(offer.home[0] for offer in offers)
             raise refusal(
                 "hosts of the ranks", hosts, "one host, and one container, for all of them"
             )
@@ -112,7 +104,9 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
     return group
 
 
-def _create(world_size: int, home: _Home) -> tuple[_core.SharedRegion | None, _Offer]:
+def _create(
+    world_size: int, home: tuple[str, str, str]
+) -> tuple[_core.SharedRegion | None, _Offer]:
     name, token = f"/shoal-{secrets.token_hex(8)}", secrets.randbits(63)
     pairs = max(1, world_size * (world_size - 1))
     slot_bytes = _SLOT_BYTES

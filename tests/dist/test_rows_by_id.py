@@ -1,4 +1,4 @@
-"""Table verbs over two ranks, for every sharding type, against one table in one process."""
+"""Methods of a table over two ranks, for every sharding type, against one table in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def spec(**more: Any) -> TableSpec:
 OTHER = TableSpec(name="u", segments=(Segment(dim=3, optimizer=Adagrad(lr=1.0)),))
 
 
-def verbs(collectives: Collectives, kind: Any, one: TableSpec) -> RowsOverRanks:
+def over_ranks(collectives: Collectives, kind: Any, one: TableSpec) -> RowsOverRanks:
     ranks = collectives.world_size
     specs = (one, OTHER)
     placement = Placement(ranks, (*kind, *row_wise("u", 3, ranks)))
@@ -64,20 +64,20 @@ def table(kind: str, **more: Any) -> Table:
     assert dist.group.WORLD is not None
     collectives = TorchCollectives(dist.group.WORLD, torch.device("cpu"), 20.0)
     one = spec(**more)
-    return Table(one, shard=verbs(collectives, KINDS[kind], one))
+    return Table(one, shard=over_ranks(collectives, KINDS[kind], one))
 
 
 def rows(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64)[:, None] + torch.arange(float(DIM)) / 8
 
 
-# What each rank does; rank order is the order of the verbs in one process.
+# What each rank does; rank order is the order of the calls in one process.
 IDS = ([5, -3, 5, 1], [1, 2])
 MORE = ([2, 9], [])
 
 
 def story(one: Table, parts: list[int]) -> dict[str, Any]:
-    """Each verb once, with the ids of some ranks; in one process with those of all."""
+    """Each method once, with the ids of some ranks; in one process with those of all."""
 
     def ids(lists: Any) -> list[int]:
         return [id_ for part in parts for id_ in lists[part]]
@@ -148,7 +148,7 @@ def assert_same_rows(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_verb_equals_one_process(kind: str, told: list[dict[str, Any]]) -> None:
+def test_every_method_equals_one_process(kind: str, told: list[dict[str, Any]]) -> None:
     want, found = alone(), [by_kind[kind] for by_kind in told]
     for got in found:
         assert_same_rows(got, want)
@@ -163,7 +163,7 @@ def test_every_verb_equals_one_process(kind: str, told: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("kind", LONELY)
 def test_a_world_of_one(kind: str) -> None:
     one = spec(expiry=Expiry(ttl_s=935))
-    routed = Table(one, shard=verbs(LocalCollectives(), LONELY[kind], one))
+    routed = Table(one, shard=over_ranks(LocalCollectives(), LONELY[kind], one))
     got, want = story(routed, [0, 1]), alone()
     assert_same_rows(got, want)
     assert torch.equal(got["find"][0], want["find"][0])
@@ -173,7 +173,7 @@ def test_a_world_of_one(kind: str) -> None:
 
 def test_a_table_that_does_not_exist() -> None:
     one = spec()
-    routed = verbs(LocalCollectives(), LONELY["column_wise"], one)
+    routed = over_ranks(LocalCollectives(), LONELY["column_wise"], one)
     ids, tables = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 1, 0], dtype=torch.int32)
     groups = IdGroups(ids, torch.tensor([0, 2, 3, 4]), tables)
     assert routed.reinitialize(groups, ctx=CTX).tolist() == [-1, -1, 0, 0]
@@ -221,7 +221,7 @@ def test_the_latest_time_expires_rows(told: list[dict[str, Any]]) -> None:
 
 
 def failures() -> list[str]:
-    """One rank's mistake stops the verb on both, and the next verb works."""
+    """One rank's mistake stops the call on both, and the next one works."""
     one = table("row_wise", capacity_rows=4)
     rank, told = dist.get_rank(), []
     try:
