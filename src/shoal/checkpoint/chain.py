@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable
-from shoal.checkpoint.plan import bounds, histogram
+from shoal.checkpoint.plan import ascends, bounds, histogram
 from shoal.checkpoint.row_files import (
     Columns,
     Layout,
@@ -133,10 +133,10 @@ class Chain:
         found = list(self._counting(table, start, stop, ids_only=False))
         columns = joined(layout, [columns for _, columns in found])
         keys = torch.cat([columns[0][:0], *(keys for keys, _ in found)])
-        if _ascends(keys):
+        if ascends(keys):
             return columns
         keys, order = keys.sort()
-        if not _ascends(keys):
+        if not ascends(keys):
             where, key = self.last.storage, self.tables[table].key
             raise damaged(where, "rows", f"a row of table {key!r} twice", "each row once")
         return selected(columns, order)
@@ -299,7 +299,7 @@ class _RangedFile:
                 batch.validate()
                 columns = layout.to_columns(batch, _copied)
             keys = self._keys(table, columns[0])
-            if not _ascends(keys) or (before is not None and before >= int(keys[0])):
+            if not ascends(keys) or (before is not None and before >= int(keys[0])):
                 raise damaged(self.storage, self.saved.path, "rows out of order", "rows by hash")
             before = int(keys[-1])
             inside = slice(*bounds(keys, start, stop))
@@ -323,10 +323,6 @@ class _RangedFile:
 
     def _parsing(self) -> Any:
         return parsing(self.storage, self.saved.path, "an Arrow IPC file")
-
-
-def _ascends(keys: Tensor) -> bool:
-    return bool((keys[1:] > keys[:-1]).all())
 
 
 def _copied(buffer: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a job hands in to be saved and gets filled when it is loaded; `state.pt` beside it."""
+"""What a job hands in to be saved and gets filled when it is loaded; `state.pt` next to it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Contents:
         modules: dense modules; replicated, or split over ranks by FSDP2 (as DTensors).
         optimizers: name of a module -> the optimizer of its parameters. A `SparseOptimizer` or a
             `JointOptimizer` may have any name.
-        state: what else the job needs to go on: nested dicts, lists, tuples, numbers, strings and
-            tensors; the same on every rank.
+        state: what else the job needs to continue: nested dicts, lists, tuples, numbers, strings
+            and tensors; the same on every rank.
         rank_state: the same, of this rank only (its random generators, say).
     """
 

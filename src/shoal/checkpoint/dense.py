@@ -183,6 +183,11 @@ class DenseReader:
             (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
+    def every(self) -> None:
+        """Read all values, one after the other, and forget them."""
+        for key in self.names():
+            self.value(key)
+
     def value(self, key: str) -> Any:
         """A value by its name, in new memory."""
         shape = self.shape(key)

@@ -171,7 +171,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """What a delta is relative to: another checkpoint beside it."""
+    """What a delta is relative to: another checkpoint in the same store."""
 
     folder: str
     id: str
@@ -202,16 +202,16 @@ class Manifest:
     step: int
     position: int
     version: int
-    parent: Parent | None
+    parent: Parent | None = None
     seed: int
     last_steps: dict[str, int]
     world_size: int
     created_s: int
     packages: dict[str, str]
-    tables: tuple[SavedTable, ...]
-    modules: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    files: tuple[SavedFile, ...]
+    tables: tuple[SavedTable, ...] = ()
+    modules: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    files: tuple[SavedFile, ...] = ()
 
 
 _WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -303,7 +303,7 @@ def commit(storage: Storage, manifest: Manifest) -> None:
             f"files of checkpoint {storage.url}",
             got=f"{len(gone)} that were written are not there, {gone[0]} first",
             allowed="all of them, in one folder that all ranks share",
-            remedy="They were removed meanwhile by another save into this store, or lie on "
+            remedy="They were removed by another save into this store, or lie on "
             "the disks of other machines: use a shared folder, one writer at a time.",
         )
     storage.replace(MANIFEST, data)
@@ -326,7 +326,7 @@ def _check(manifest: Manifest) -> None:
     if (manifest.kind == "delta") != (manifest.parent is not None):
         raise NotThat("parent", manifest.parent, "one of a delta, none of a full checkpoint")
     if manifest.parent is not None and set("/\\") & set(manifest.parent.folder):
-        raise NotThat("folder of the parent", manifest.parent.folder, "one beside this one")
+        raise NotThat("folder of the parent", manifest.parent.folder, "one in the same store")
     _within("step", manifest.step, 0, _MOST)
     _within("position", manifest.position, 0, _MOST)
     _within("created_s", manifest.created_s, 0, _MOST)

@@ -105,6 +105,11 @@ def bits_for(total_rows: int) -> int:
     return min(_MOST_BITS, max(0, total_rows.bit_length() - 8))
 
 
+def ascends(keys_U: Tensor) -> bool:
+    """Whether sort keys are in order, each once."""
+    return bool((keys_U[1:] > keys_U[:-1]).all())
+
+
 def bounds(keys_U: Tensor, start: int, stop: int) -> tuple[int, int]:
     """Where the hashes [start, stop) lie in ascending sort keys."""
     first = int(torch.searchsorted(keys_U, start - (1 << 63))) if start else 0
@@ -256,7 +261,7 @@ def plan_writing(
     *,
     piece_bytes: int = PIECE_BYTES,
 ) -> WritingPlan:
-    """Share files out among ranks, and cut them into pieces; the same on every rank.
+    """Share files out among ranks, and split them into pieces; the same on every rank.
 
     A file goes to a rank that has at least half as much of it as the rank that has most: of those
     to the one with least to do. Pieces of which other ranks have rows come first on each rank, so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -159,11 +159,11 @@ class ShardedTable:
 class ShardedRows:
     """Rows of whole tables of all ranks.
 
-    A rank that fails tells the others at the next exchange, so that none waits for it.
+    A rank that fails lets the others know at the next exchange, so that none waits for it.
 
     Args:
         tables: the same on every rank but for what it has.
-        collectives: nobody else's meanwhile.
+        collectives: nobody else's until it is done.
     """
 
     def __init__(self, tables: Sequence[ShardedTable], collectives: Collectives) -> None:
@@ -202,7 +202,8 @@ class ShardedRows:
         """
         self._rounds = list(plan.rounds[::-1])
         for piece in plan.pieces[self._rank]:
-            found = self._exchange(piece) if piece.travels else self._own(piece)
+            parts = self._exchange(piece) if piece.travels else {}
+            found = self._gathered(piece, parts)
             for span in piece.spans:
                 columns = self._joined(span, found[: len(self.tables[span.table].slices)])
                 del found[: len(self.tables[span.table].slices)]
@@ -241,15 +242,18 @@ class ShardedRows:
             raise OtherRankFailed
         return list(torch.split(total[:-1].cpu(), sizes))
 
-    def _own(self, piece: Piece) -> list[list[Columns]]:
-        """Of each span and slice what this rank has itself, nothing else being needed."""
+    def _gathered(self, piece: Piece, by_rank: Mapping[int, list[Columns]]) -> list[list[Columns]]:
+        """Of each span and slice the parts, from this rank's rows and from what others sent."""
         return [
-            [self._read(span, number) for _ in speaking]
-            for span, number, speaking in self._asked(piece, self._rank)
+            [
+                self._read(span, number) if rank == self._rank else by_rank[rank][slot]
+                for rank in speaking
+            ]
+            for slot, (span, number, speaking) in enumerate(self._asked(piece, self._rank))
         ]
 
-    def _exchange(self, own: Piece | None) -> list[list[Columns]]:
-        """One round: hand in what others write, and get the parts of this rank's own piece."""
+    def _exchange(self, own: Piece | None) -> dict[int, list[Columns]]:
+        """One round: hand in what others write; what they sent of this rank's own piece."""
         pieces_W = self._rounds.pop()
         sent: list[list[Columns]] = []
         packed_W: list[Tensor] = []
@@ -259,7 +263,7 @@ class ShardedRows:
                 [] if piece is None or writer == self._rank else self._handed(piece, writer)
                 for writer, piece in enumerate(pieces_W)
             ]
-            # What takes memory, while others can still be told.
+            # What takes memory, while others can still hear of it.
             packed_W = [_packed(parts) for parts in sent]
             data = torch.cat(packed_W).to(self._collectives.device)
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
@@ -279,17 +283,11 @@ class ShardedRows:
         )
         got = self._swapped(Part(data, tuple(map(len, packed_W)), receive))
         starts = accumulate(receive, initial=0)
-        by_rank = [
-            _unpacked(got[start : start + size].cpu(), layouts, rows_X)
-            for start, size, rows_X in zip(starts, receive, rows_WX, strict=False)
-        ]
-        return [
-            [
-                self._read(span, number) if rank == self._rank else by_rank[rank][slot]
-                for rank in speaking
-            ]
-            for slot, (span, number, speaking) in enumerate(asked)
-        ]
+        parts = zip(starts, receive, rows_WX, strict=False)
+        return {
+            rank: _unpacked(got[start : start + size].cpu(), layouts, rows_X)
+            for rank, (start, size, rows_X) in enumerate(parts)
+        }
 
     def _handed(self, piece: Piece, writer: int) -> list[Columns]:
         return [

@@ -203,26 +203,22 @@ class Layout:
         )
 
     def check(self, columns: Columns, table: str) -> None:
-        """Check number, shapes, dtypes and device.
+        """Check shapes, dtypes and device.
 
         Raises:
             CheckpointError: rows of another layout.
         """
         rows = len(columns[0])
-        got = [f"{tuple(one.shape)} {one.dtype} on {one.device}" for one in columns]
-        wanted = [
-            f"{(rows,) if one.width is None else (rows, one.width)} {one.dtype} on cpu"
-            for one in self.fields
-        ]
-        if got != wanted:
-            wrong = [k for k, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b]
-            at = wrong[0] if wrong else min(len(got), len(self.fields) - 1)
-            raise CheckpointError(
-                f"{self.fields[at].name} of rows of table {table!r}",
-                got=got[at] if at < len(got) and wrong else f"{len(got)} columns",
-                allowed=wanted[at] if wrong else f"{len(wanted)} columns",
-                remedy="Write each table with its own layout.",
-            )
+        for field, column in zip(self.fields, columns, strict=True):
+            shape = (rows,) if field.width is None else (rows, field.width)
+            got = f"{tuple(column.shape)} {column.dtype} on {column.device}"
+            if got != (wanted := f"{shape} {field.dtype} on cpu"):
+                raise CheckpointError(
+                    f"{field.name} of rows of table {table!r}",
+                    got=got,
+                    allowed=wanted,
+                    remedy="Write each table with its own layout.",
+                )
 
 
 def columns_of(chunk: RowChunk) -> Columns:

@@ -254,10 +254,8 @@ def begin(
         world_size=ranks.world_size,
         created_s=said[0][1][1],
         packages={"torch": torch.__version__, "python": platform.python_version()},
-        tables=(),
         modules=point.dense.modules,
         optimizers=point.dense.optimizers,
-        files=(),
     )
     shards = {id(one.shard): one.shard for one in contents.tables.values()}
     saving = Saving(

@@ -62,31 +62,27 @@ def take_snapshot_point(
     Raises:
         CheckpointError: a rank could not; nothing is held then.
     """
-    held: list[_Held] = []
-
-    def take() -> int:
-        held.append(_Held(contents, since))
-        return held[0].take(0)
-
+    held = _Held(contents, since)
     try:
-        versions = together(collectives, "snapshot point of a job", take)
-        if len(set(versions)) > 1:
+        what = "snapshot point of a job"
+        versions = set().union(*together(collectives, what, lambda: held.take(0)))
+        if len(versions) > 1:
             # A rank that was restarted alone, say: it closes versions until it is where others are.
             again = max(versions) + 2
             what = "snapshot point of a job at one version"
-            versions = together(collectives, what, lambda: held[0].take(again))
-        if len(set(versions)) > 1:
-            raise _disagree(versions)
+            versions = set().union(*together(collectives, what, lambda: held.take(again)))
+        if len(versions) > 1:
+            raise _disagree(sorted(versions))
         points: list[SnapshotPoint] = []
+        version = max(versions, default=0)
 
         def copied() -> None:
-            points.append(held[0].copied(versions[0], collectives.rank))
+            points.append(held.copied(version, collectives.rank))
 
         together(collectives, "copies at a snapshot point of a job", copied)
         return points[0]
     except BaseException:
-        for one in held:
-            one.close()
+        held.close()
         raise
 
 
@@ -98,16 +94,8 @@ class _Held:
         self._since = since
         self._open: dict[int, Snapshot] = {}
 
-    def take(self, version: int) -> int:
-        """Snapshots of all shards at one version; which one. 0: the next that all may close."""
-        found = self._taken(version)
-        if len(found) > 1:
-            found = self._taken(max(found) + 2)
-        if len(found) > 1:
-            raise _disagree(sorted(found))
-        return max(found, default=version)
-
-    def _taken(self, version: int) -> set[int]:
+    def take(self, version: int) -> set[int]:
+        """Snapshots of all shards at a version, 0: the next of each; which they are."""
         self.close()
         for shard, since in self._shards():
             if version:

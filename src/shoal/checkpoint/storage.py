@@ -99,14 +99,14 @@ class DurableFile:
                 self.abort()
                 raise
             sink, self._sink = self._sink, None
-            with told(self._where):
+            with storage_errors(self._where):
                 sink.commit()
 
     def abort(self) -> None:
         """Remove it. Does nothing to a closed file."""
         if self._sink is not None:
             sink, self._sink = self._sink, None
-            with told(self._where):
+            with storage_errors(self._where):
                 sink.discard()
 
     @property
@@ -127,7 +127,7 @@ class DurableFile:
         parts = [memoryview(self._small)] if self._small else []
         if view is not None:
             parts.append(view)
-        with told(self._where):
+        with storage_errors(self._where):
             self.crc32 = self._sink.write(parts, self.crc32)
         self._small = bytearray()
 
@@ -174,7 +174,7 @@ _REMOTE_REASONS: dict[int, tuple[str, str, str]] = {
 
 
 @contextmanager
-def told(path: str) -> Iterator[None]:
+def storage_errors(path: str) -> Iterator[None]:
     """What the file system refuses, as a CheckpointError that says what and why.
 
     path: where; a URL is of another machine, whose package raises errors of its own kinds.
@@ -262,7 +262,7 @@ class LocalSink:
             self._fd = os.open(path, flags, 0o666)
 
     def write(self, parts: list[memoryview], crc32: int) -> int:
-        """Append the bytes of buffers, which are not kept; `crc32` goes on over them."""
+        """Append the bytes of buffers, which are not kept; `crc32` continues over them."""
         for part in parts:
             at = 0
             while at < len(part):
@@ -285,7 +285,7 @@ class LocalSink:
                 self._put()
             os.fsync(self._fd)
         except BaseException:
-            # What stopped it is what is told.
+            # What stopped it is what is raised.
             with suppress(OSError):
                 self.discard()
             raise
@@ -385,7 +385,7 @@ class RemoteSink:
         self._file = fs.open(path, "wb", block_size=_PART_BYTES)
 
     def write(self, parts: list[memoryview], crc32: int) -> int:
-        """Append the bytes of buffers; `crc32` goes on over them."""
+        """Append the bytes of buffers; `crc32` continues over them."""
         for part in parts:
             crc32 = _core.crc32(part, crc32)
             self._file.write(part)
@@ -573,7 +573,7 @@ class Storage:
     def exists(self, path: str) -> bool:
         """Whether there is a file of that path."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             if self._fs is None:
                 return os.path.isfile(full)
             found = find_info(self._fs, full)
@@ -581,7 +581,7 @@ class Storage:
 
     def folders(self) -> tuple[str, ...]:
         """Names of the folders directly below, sorted; none where it does not exist."""
-        with self._told():
+        with self._errors():
             if self._fs is None:
                 if not os.path.isdir(self._root):
                     return ()
@@ -598,7 +598,7 @@ class Storage:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all files below it, by path."""
-        with self._told():
+        with self._errors():
             if self._fs is None:
                 paths = (
                     os.path.join(folder, name)
@@ -609,9 +609,9 @@ class Storage:
                     os.path.relpath(path, self._root).replace(os.sep, "/"): os.lstat(path).st_size
                     for path in paths
                 }
-            cut = len(self._fs._strip_protocol(self._root).rstrip("/")) + 1
+            skip = len(self._fs._strip_protocol(self._root).rstrip("/")) + 1
             below = list_folder(self._fs, self._root, deep=True)
-            return {one["name"][cut:]: int(one["size"] or 0) for one in below}
+            return {one["name"][skip:]: int(one["size"] or 0) for one in below}
 
     def make(self) -> None:
         """Make the folder where it is missing, durably.
@@ -619,7 +619,7 @@ class Storage:
         Raises:
             CheckpointError: read-only, or something else lies in the way.
         """
-        with self._told():
+        with self._errors():
             if self._fs is None:
                 make_folder(self._root)
             else:
@@ -628,14 +628,14 @@ class Storage:
     def create(self, path: str) -> DurableFile:
         """A new file, or one in place of an old one, with the folders that it needs."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             sink = LocalSink(full) if self._fs is None else RemoteSink(self._fs, full)
         return DurableFile(path, sink, self._where(path))
 
     def open(self, path: str) -> BinaryIO:
         """A file to read and seek in."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             if self._fs is None:
                 return open(full, "rb", buffering=0)
             return self._fs.open(full, "rb")  # type: ignore[no-any-return]
@@ -645,13 +645,13 @@ class Storage:
         import pyarrow as pa  # much to import for whoever only lists
 
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             return pa.OSFile(full) if self._fs is None else pa.PythonFile(self.open(path), "r")
 
     def read(self, path: str) -> bytes:
         """The whole of a file."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             if self._fs is None:
                 with open(full, "rb") as file:
                     return file.read()
@@ -669,7 +669,7 @@ class Storage:
         done = crc32 = 0
         # A remote file is asked for in one go.
         most = _PIECE_BYTES if self._fs is None else max(1, len(buffer))
-        with self.open(path) as file, self._told(path):
+        with self.open(path) as file, self._errors(path):
             in_order(file)
             while done < len(buffer):
                 got = file.readinto(buffer[done : done + most])  # type: ignore[attr-defined]
@@ -686,10 +686,10 @@ class Storage:
         piece = memoryview(bytearray(piece_bytes))
         file = self.open(path)
         with file:
-            with self._told(path):
+            with self._errors(path):
                 in_order(file)
             while True:
-                with self._told(path):
+                with self._errors(path):
                     got = file.readinto(piece)  # type: ignore[attr-defined]
                 if not got:
                     return
@@ -698,26 +698,26 @@ class Storage:
     def size(self, path: str) -> int:
         """Bytes of a file."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             return os.stat(full).st_size if self._fs is None else int(self._fs.info(full)["size"])
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file whole: atomically and durably, where the file system can."""
         full = self._full(path)
         if self._fs is not None:
-            with self._told(path):
+            with self._errors(path):
                 replace_remote(self._fs, full, data)
             return
         with self.create(path + _TEMPORARY) as file:
             file.write(data)
-        with self._told(path):
+        with self._errors(path):
             os.replace(full + _TEMPORARY, full)
             sync_folder(os.path.dirname(full))
 
     def remove(self, path: str) -> None:
         """Remove a file, durably; one that is not there is fine."""
         full = self._full(path)
-        with self._told(path):
+        with self._errors(path):
             if self._fs is None:
                 try:
                     os.unlink(full)
@@ -730,7 +730,7 @@ class Storage:
     def remove_tree(self) -> None:
         """Remove the folder and all below it; one that is not there is fine, also where another
         process removes it at the same time. Of a symbolic link only the link goes."""
-        with self._told():
+        with self._errors():
             if self._fs is None:
                 if os.path.islink(self._root):
                     os.unlink(self._root)
@@ -743,8 +743,8 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({self.url!r})"
 
-    def _told(self, path: str | None = None) -> AbstractContextManager[None]:
-        return told(self._where(path))
+    def _errors(self, path: str | None = None) -> AbstractContextManager[None]:
+        return storage_errors(self._where(path))
 
     def _where(self, path: str | None) -> str:
         """For messages: local paths and URLs."""

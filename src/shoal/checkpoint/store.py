@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
-import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, read_manifest
-from shoal.checkpoint.storage import Storage, told
+from shoal.checkpoint.storage import Storage, storage_errors
 from shoal.errors import CheckpointError
 
 WRITER = ".writer"  # in the folder while somebody writes there
@@ -52,7 +52,7 @@ class Claim:
         except OSError as error:  # what was written is whole all the same
             _log.warning("%s stays: %s", self._path, error)
         finally:
-            _unlock(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # also where a child that was just forked has it open
             os.close(fd)
 
     def forget(self) -> None:
@@ -78,11 +78,11 @@ def claim(folder: Storage, *, make: bool = True) -> Claim | None:
     if make:
         folder.make()
     local = folder.local
-    if local is None or sys.platform == "win32":
+    if local is None:
         return Claim()
     path = f"{local}/{WRITER}"
     while True:
-        with told(path):
+        with storage_errors(path):
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
@@ -102,9 +102,7 @@ def claim(folder: Storage, *, make: bool = True) -> Claim | None:
 
 def _locked(fd: int, path: str) -> str:
     """ "ours", "theirs", "no locks", or "gone": the file was removed before it was locked."""
-    import fcntl  # not on Windows
-
-    with told(path):
+    with storage_errors(path):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,12 +117,6 @@ def _locked(fd: int, path: str) -> str:
             return "gone"
     here = os.fstat(fd)
     return "ours" if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino) else "gone"
-
-
-def _unlock(fd: int) -> None:
-    import fcntl  # not on Windows
-
-    fcntl.flock(fd, fcntl.LOCK_UN)  # also where a child that was just forked has it open
 
 
 def _forget_all() -> None:
@@ -232,29 +224,26 @@ class CheckpointStore:
         """
         links = [self.manifest(name)]
         while (parent := links[-1].parent) is not None:
-            child = links[-1]
-            if not self.folder(parent.folder).exists(MANIFEST):
-                raise CheckpointError(
-                    f"parent of checkpoint {name} in {self.url}",
-                    got=f"no checkpoint {parent.folder}",
-                    allowed=f"the one of id {parent.id} that it is a delta of",
-                    remedy="Copy the whole chain, or load an older checkpoint.",
-                )
-            link = self.manifest(parent.folder)
-            if link.id != parent.id:
-                raise CheckpointError(
-                    f"parent of checkpoint {name} in {self.url}",
-                    got=f"{parent.folder} of id {link.id}",
-                    allowed=f"id {parent.id}",
-                    remedy="Folders of two runs are mixed: put the right one there.",
-                )
-            if any(link.id == one.id for one in links) or link.step > child.step:
-                raise CheckpointError(
-                    f"parent of checkpoint {name} in {self.url}",
-                    got=f"{parent.folder} of step {link.step}",
-                    allowed=f"a step of at most {child.step}, not in the chain yet",
-                    remedy="The manifests were changed: load another checkpoint.",
-                )
+            link = (
+                self.manifest(parent.folder)
+                if self.folder(parent.folder).exists(MANIFEST)
+                else None
+            )
+            got, allowed, remedy = "", "", ""
+            if link is None:
+                got = f"no checkpoint {parent.folder}"
+                allowed = f"the one of id {parent.id} that it is a delta of"
+                remedy = "Copy the whole chain, or load an older checkpoint."
+            elif link.id != parent.id:
+                got, allowed = f"{parent.folder} of id {link.id}", f"id {parent.id}"
+                remedy = "Folders of two runs are mixed: put the right one there."
+            elif any(link.id == one.id for one in links) or link.step > links[-1].step:
+                got = f"{parent.folder} of step {link.step}"
+                allowed = f"a step of at most {links[-1].step}, not in the chain yet"
+                remedy = "The manifests were changed: load another checkpoint."
+            if link is None or got:
+                what = f"parent of checkpoint {name} in {self.url}"
+                raise CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
             links.append(link)
         return tuple(reversed(links))
 
@@ -318,8 +307,8 @@ class CheckpointStore:
         one. Returns the names removed.
 
         Args:
-            keep_full: how many full ones to keep; None: as the store was told.
-            in_use: names whose chains are kept besides.
+            keep_full: how many full ones to keep; None: as the store says.
+            in_use: names whose chains are kept, too.
 
         Raises:
             CheckpointError: keep_full below 1.

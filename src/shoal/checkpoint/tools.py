@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 import time
 from collections import Counter
@@ -17,12 +18,13 @@ from shoal.checkpoint import contents
 from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.dense import DenseReader
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
-from shoal.checkpoint.plan import TableRows, bits_for, bounds, write_tables
+from shoal.checkpoint.plan import TableRows, ascends, bits_for, bounds, write_tables
 from shoal.checkpoint.row_files import (
     Layout,
     ReadBuffer,
     check_streaming,
     checked_pieces,
+    damaged,
     layout_of,
     read_rows,
     selected,
@@ -86,30 +88,24 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     store, name = locate(url)
     problems: list[Problem] = []
     links = _links(store, name, chain, problems)
-    looked, unlisted = _Looked(), []
+    unlisted = []
     buffer = ReadBuffer()
     for folder, manifest in links:
         storage = store.folder(folder)
-        wrong = _look(storage, manifest, rows, buffer, looked)
+        wrong = _look(storage, manifest, rows, buffer)
         problems.extend(Problem(folder, *why) for why in wrong)
         named = {file.path for file in manifest.files} | {MANIFEST, WRITER}
         unlisted += [f"{folder}/{path}" for path in storage.files() if path not in named]
+    files = [file for _, manifest in links for file in manifest.files]
     return Report(
         url=store.folder(name).url,
         checkpoints=tuple(folder for folder, _ in links) or (name,),
-        files=looked.files,
-        bytes=looked.bytes,
-        rows=looked.rows,
+        files=len(files),
+        bytes=sum(file.bytes for file in files),
+        rows=sum(file.rows for file in files if file.kind in _HASHED) if rows else 0,
         problems=tuple(problems),
         unlisted=tuple(unlisted),
     )
-
-
-@dataclass(slots=True)
-class _Looked:
-    files: int = 0
-    bytes: int = 0
-    rows: int = 0
 
 
 def _links(
@@ -137,81 +133,65 @@ def _links(
 
 
 def _look(
-    storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer, looked: _Looked
-) -> Iterator[tuple[str, str]]:
+    storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer
+) -> list[tuple[str, str]]:
     """(file, what is wrong with it) of one checkpoint."""
-    found: dict[str, Counter[str]] = {"rows": Counter(), "deleted": Counter()}
-    sound = True
-    for file in manifest.files:
-        ordered = rows and file.kind in _HASHED
+    wrong: list[tuple[str, str]] = []
+    found: Counter[tuple[str, str]] = Counter()
+
+    def tried(path: str, look: Callable[[], object]) -> None:
         try:
-            if ordered:
-                own = found.get(file.kind, Counter())
-                for why in _look_inside(storage, file, manifest, buffer, own):
-                    sound = False
-                    yield file.path, why
-                looked.rows += file.rows
-            else:
-                check_streaming(storage, file)
+            look()
         except CheckpointError as error:
-            sound = False
-            yield file.path, str(error)
-        looked.files += 1
-        looked.bytes += file.bytes
-    yield from _overlaps(manifest)
-    if rows and sound:
-        yield from _look_at_values(storage, manifest)
-    for table in manifest.tables if rows and sound else ():
-        for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
-            if (got := found[kind][table.key]) != wanted:
-                yield MANIFEST, f"{wanted} {kind} of table {table.key!r}, but {got} in its files"
+            wrong.append((path, str(error)))
 
+    def inside(file: SavedFile) -> None:
+        for key, count in _ordered(storage, file, manifest, buffer):
+            found[file.kind, key] += count
 
-def _look_at_values(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """What is dense, and the state of the job, read as a load would."""
-
-    def dense() -> None:
-        reader = DenseReader(storage)
-        for name in reader.names():
-            reader.value(name)
-
+    for file in manifest.files:
+        if rows and file.kind in _HASHED:
+            tried(file.path, functools.partial(inside, file))
+        else:
+            tried(file.path, functools.partial(check_streaming, storage, file))
+    sound = rows and not wrong
+    wrong += _overlaps(manifest)
+    if not sound:
+        return wrong
+    # What is dense, and the state of the job, read as a load would.
     paths = {file.kind: file.path for file in manifest.files}
     if "dense" in paths:
-        yield from _reported(paths["dense"], dense)
+        tried(paths["dense"], lambda: DenseReader(storage).every())
     if "state" in paths:
-        yield from _reported(paths["state"], lambda: contents.read(storage, manifest))
+        tried(paths["state"], lambda: contents.read(storage, manifest))
+    for table in manifest.tables:
+        for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
+            if (got := found[kind, table.key]) != wanted:
+                text = f"{wanted} {kind} of table {table.key!r}, but {got} in its files"
+                wrong.append((MANIFEST, text))
+    return wrong
 
 
-def _reported(path: str, read: Callable[[], object]) -> Iterator[tuple[str, str]]:
-    try:
-        read()
-    except CheckpointError as error:
-        yield path, str(error)
-
-
-def _look_inside(
-    storage: Storage,
-    file: SavedFile,
-    manifest: Manifest,
-    buffer: ReadBuffer,
-    found: Counter[str],
-) -> Iterator[str]:
+def _ordered(
+    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
+) -> Iterator[tuple[str, int]]:
+    """Tables of a file and their rows, batch after batch, which are by hash in its range."""
     names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
     layout = layout_of(file, manifest.tables)
     for table, columns in read_rows(storage, file, layout, buffer, version=manifest.version):
         key = file.tables[table]
         keys = sort_key(hash_ids(names[key], columns[0]))
-        first, last = int(keys[0]), int(keys[-1])
-        follows = last_key < first if table == last_table else table > last_table
-        if not follows or not bool((keys[1:] > keys[:-1]).all()):
-            yield f"rows of table {key!r} are not in the order of their hashes"
-            return
+        follows = last_key < int(keys[0]) if table == last_table else table > last_table
+        got, wanted = f"rows of table {key!r}", "rows by hash"
+        if not follows or not ascends(keys):
+            got = f"{got} that are not in the order of their hashes"
+            raise damaged(storage, file.path, got, wanted)
         if bounds(keys, file.start, file.stop) != (0, len(keys)):
-            yield f"rows of table {key!r} outside the file's hashes [{file.start}, {file.stop})"
-            return
-        found[key] += len(keys)
-        last_table, last_key = table, last
+            got = f"{got} outside the file's hashes [{file.start}, {file.stop})"
+            raise damaged(storage, file.path, got, wanted)
+        yield key, len(keys)
+        last_table, last_key = table, int(keys[-1])
 
 
 def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:

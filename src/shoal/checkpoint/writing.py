@@ -235,7 +235,7 @@ class JobWriter:
         point: held until its rows are read; `run` closes it.
         folder: of the checkpoint; without a manifest.
         draft: the manifest but for tables and files; the same on every rank.
-        collectives: nobody else's meanwhile.
+        collectives: nobody else's until it is done.
     """
 
     def __init__(

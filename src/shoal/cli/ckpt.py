@@ -526,7 +526,7 @@ def diff(
 
 @ckpt.command(name="compact", no_args_is_help=True)
 def compact(path: Checkpoint, debug: Debug = False) -> None:
-    """Write the chain that ends in a delta as one full checkpoint beside it.
+    """Write the chain that ends in a delta as one full checkpoint next to it.
 
     The chain stays; the new one loads by itself and can be a parent. Its row files have the bytes
     that a full save at that step would have written.
@@ -570,7 +570,7 @@ def export(
         from shoal.cli import ckpt_rows
 
         ckpt_rows.export(
-            path, out, form=form, tables=tables or (), weights_only=weights_only, tell=console()
+            path, out, form=form, tables=tables or (), weights_only=weights_only, log=console()
         )
 
 

@@ -269,7 +269,7 @@ def export(
     form: str,
     tables: Sequence[str],
     weights_only: bool,
-    tell: Console,
+    log: Console,
 ) -> None:
     """Write a folder for each table into `out`, which appears whole or not at all.
 
@@ -297,7 +297,7 @@ def export(
                 place=index,
                 weights_only=weights_only,
             )
-            print_line(tell, f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}")
+            print_line(log, f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}")
         os.replace(partial, out)
     except OSError as error:
         raise _unwritable(out, error) from error
@@ -310,7 +310,7 @@ def _folder_of(saved: SavedTable) -> str:
 
 
 def _partial(out: Path) -> Path:
-    """A folder beside the one to be, with its permissions."""
+    """A folder next to the one to be, with its permissions."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
             "folder to export to",

@@ -414,15 +414,12 @@ def _write(
         step=0,
         position=0,
         version=max((rows.latest(k) for k in range(len(tables))), default=1),
-        parent=None,
         seed=seed,
         last_steps=dict.fromkeys((table.collection for table in tables), 0),
         world_size=1,
         created_s=created_s,
         packages={"torch": str(torch.__version__)},
         tables=tuple(tables),
-        modules=(),
-        optimizers=(),
         files=tuple(files),
     )
     commit(folder, manifest)

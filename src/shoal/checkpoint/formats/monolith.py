@@ -42,7 +42,7 @@ def masked_crc32c(records: Sequence[bytes]) -> list[int]:
         by_length.setdefault(len(record), []).append(index)
     for length, indices in by_length.items():
         joined = b"".join(records[index] for index in indices)
-        # One byte of all records a step, so their bytes are laid beside each other.
+        # One byte of all records a step, so their bytes are laid next to each other.
         columns = np.frombuffer(joined, dtype=np.uint8).reshape(len(indices), length).T.copy()
         crc = np.full(len(indices), 0xFFFFFFFF, dtype=np.uint32)
         for column in columns:
@@ -145,7 +145,7 @@ def _opened(file: BinaryIO, path: Path, compression: str) -> Iterator[bytes]:
 
 
 def _deflated(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(wbits=47)  # zlib or gzip, told by the header
+    inflate = zlib.decompressobj(wbits=47)  # zlib or gzip, as the header says
     try:
         while piece := file.read(_PIECE):
             while piece:
