@@ -35,9 +35,9 @@ Made = Callable[[str], Shard]
 ENTRIES: dict[str, Made] = {
     "make_shard": lambda device: factory.make_shard([SPEC], device=device, host_rows=ROWS),
     "Table": lambda device: Table(SPEC, device=device, host_rows=ROWS).shard,
-    "EmbeddingCollection": lambda device: EmbeddingCollection(
-        [SPEC], [Feature("f", "f")], device=device, host_rows=ROWS
-    ).shard,
+    "EmbeddingCollection": lambda device: (
+        EmbeddingCollection([SPEC], [Feature("f", "f")], device=device, host_rows=ROWS).shard
+    ),
 }
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_sights
@@ -16,6 +15,7 @@ from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import FidLayout, slots_of
+from shoal.table import checks
 from shoal.table.values import AdmissionState
 
 _ALL_BITS = torch.tensor([-1], device="cpu")
@@ -206,14 +206,7 @@ class Sights:
             ShapeError: a sketch where the rule counts exactly, or of another size.
         """
         sketch = self._sketches.get(table)
-        expected = 0 if sketch is None else sketch.nbytes
-        if len(state.cells) != expected:
-            raise ShapeError(
-                f"admission counters of table {self._names[table]!r}",
-                got=f"a sketch of {len(state.cells)} bytes",
-                allowed=f"{expected} bytes",
-                remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
-            )
+        checks.sketch(self._names[table], state.cells, 0 if sketch is None else sketch.nbytes)
         if sketch is not None:
             sketch.copy_(torch.frombuffer(bytearray(state.cells), dtype=torch.int32))
         elif table in self._exact:
