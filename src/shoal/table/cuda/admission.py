@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +100,9 @@ class Sights:
         self._rules = [rule or Admission() for _, rule in tables]
         self._values = [_needed(rule, self._device) for rule in self._rules]
         self._kinds = [_kind(rule) for rule in self._rules]
+        self._counting = frozenset(
+            table for table, kind in enumerate(self._kinds) if kind != admission.NONE
+        )
         self._exact = {
             table: _Exact(_FIRST_SLOTS, self._device) for table in self._all(admission.EXACT)
         }
@@ -162,9 +165,9 @@ class Sights:
         if self._exact:
             admission.forget_sights(self._tables, call, admitted_N)
 
-    def counts_any(self, tables: Mapping[int, int]) -> bool:
+    def counts_any(self, tables: Iterable[int]) -> bool:
         """Whether any of these tables may refuse an id."""
-        return any(self._kinds[table] != admission.NONE for table in tables)
+        return not self._counting.isdisjoint(tables)
 
     def nbytes(self, table: int) -> int:
         """Bytes on the device that a table's counters take."""
