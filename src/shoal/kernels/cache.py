@@ -376,8 +376,7 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
         launch(
             _move,
             (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-            layout.chunks_WC,
-            layout.chunks_WC.shape[1],
+            *layout.chunks,
             moves.count_1,
             slots_M,
             moves.outs_M,

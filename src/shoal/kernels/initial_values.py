@@ -441,7 +441,7 @@ def initialise(
     programs = min(blocks_of(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
     launch(
         _initialise, (programs,),
-        layout.tables_KT, layout.counters_KC, layout.chunks_WC, layout.chunks_WC.shape[1],
+        layout.tables_KT, layout.counters_KC, *layout.chunks,
         tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
         ready.state_S, _int32(epoch), _int32(event_time_s),
         DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),

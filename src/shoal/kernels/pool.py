@@ -277,7 +277,7 @@ def gather_pooled(
         tiles = blocks_of(bags, block)
         launch(
             _pool, (tiles * wave.lines_LW.shape[0],),
-            layout.tables_KT, layout.chunks_WC, layout.chunks_WC.shape[1],
+            layout.tables_KT, *layout.chunks,
             groups.ids_N, groups.splits_G1, groups.tables_G, handles_N, offsets_GB1,
             unused if weights_N is None else weights_N,
             wave.lines_LW, bases[wave.form.real is torch.float64], bags, tiles,

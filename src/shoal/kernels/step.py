@@ -187,15 +187,14 @@ def _apply_fused(
     pieces: tuple[Tensor, Tensor],
     payload_H: Tensor | None,
 ) -> None:
-    plan, chunks_WC = step_form(call.form), layout.chunks_WC
+    plan = step_form(call.form)
     constants: Any = plan.fused
     launch(
         _step,
         (programs_of(blocks_of(call.room, constants["ROWS"]), call.device),),
         layout.tables_KT,
         layout.counters_KC,
-        chunks_WC,
-        chunks_WC.shape[1],
+        *layout.chunks,
         *call.run_words(),
         call.runs.first_piece(call.number),
         *call.gradients(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -64,12 +64,17 @@ class ShardLayout:
     """The three arrays through which kernels see a shard; int64, contiguous, on its device.
 
     tables_KT: [K, TABLE_WORDS]; counters_KC: [K, COUNT_WORDS]; chunks_WC: [CHUNK_WORDS, C], C
-    columns of which those of present chunks are filled.
+    columns of which those of present chunks are filled. chunks: chunks_WC and C, as kernels take
+    them.
     """
 
     tables_KT: Tensor
     counters_KC: Tensor
     chunks_WC: Tensor
+    chunks: tuple[Tensor, int] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", (self.chunks_WC, self.chunks_WC.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)

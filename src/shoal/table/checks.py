@@ -140,6 +140,17 @@ def table_index(index: int, tables: int) -> None:
     shard.whole("table index", index, 0, tables - 1, remedy=remedy)
 
 
+def sketch(table: str, cells: bytes, expected: int) -> None:
+    """Check the size of a sketch that admission counters are restored from."""
+    if len(cells) != expected:
+        raise ShapeError(
+            f"admission counters of table {table!r}",
+            got=f"a sketch of {len(cells)} bytes",
+            allowed=f"{expected} bytes",
+            remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
+        )
+
+
 def _within(what: str, values_N: Tensor, high: int) -> None:
     if values_N.numel() == 0:
         return

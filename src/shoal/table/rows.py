@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.address import address, empty_rows
-from shoal.errors import ShapeError
+from shoal.table import checks
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
@@ -95,13 +95,7 @@ def load_admission(core: Any, table: int, spec: TableSpec, state: AdmissionState
     admission = spec.admission
     sketch = admission is not None and admission.counter == "sketch"
     expected = 4 * admission.sketch_width * admission.sketch_depth if admission and sketch else 0
-    if len(state.cells) != expected:
-        raise ShapeError(
-            f"admission counters of table {spec.name!r}",
-            got=f"a sketch of {len(state.cells)} bytes",
-            allowed=f"{expected} bytes",
-            remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
-        )
+    checks.sketch(spec.name, state.cells, expected)
     core.load_admission(table, state.ids.tolist(), state.counts.tolist(), state.cells)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_sights
@@ -16,6 +15,7 @@ from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import BySlot
+from shoal.table import checks
 from shoal.table.values import AdmissionState
 
 
@@ -81,6 +81,9 @@ class Sights:
         self._rules = [rule or Admission() for _, rule in tables]
         self._values = [SlotValues(rule.needed, self._device) for rule in self._rules]
         self._kinds = [_kind(rule) for rule in self._rules]
+        self._counting = frozenset(
+            table for table, kind in enumerate(self._kinds) if kind != admission.NONE
+        )
         self._exact = {
             table: _Exact(_FIRST_SLOTS, self._device) for table in self._all(admission.EXACT)
         }
@@ -143,9 +146,9 @@ class Sights:
         if self._exact:
             admission.forget_sights(self._tables, call, admitted_N)
 
-    def counts_any(self, tables: Mapping[int, int]) -> bool:
+    def counts_any(self, tables: Iterable[int]) -> bool:
         """Whether any of these tables may refuse an id."""
-        return any(self._kinds[table] != admission.NONE for table in tables)
+        return not self._counting.isdisjoint(tables)
 
     def nbytes(self, table: int) -> int:
         """Bytes on the device that a table's counters take."""
@@ -187,14 +190,7 @@ class Sights:
             ShapeError: a sketch where the rule counts exactly, or of another size.
         """
         sketch = self._sketches.get(table)
-        expected = 0 if sketch is None else sketch.nbytes
-        if len(state.cells) != expected:
-            raise ShapeError(
-                f"admission counters of table {self._names[table]!r}",
-                got=f"a sketch of {len(state.cells)} bytes",
-                allowed=f"{expected} bytes",
-                remedy="Keep counter, sketch_width and sketch_depth as they were saved.",
-            )
+        checks.sketch(self._names[table], state.cells, 0 if sketch is None else sketch.nbytes)
         if sketch is not None:
             sketch.copy_(torch.frombuffer(bytearray(state.cells), dtype=torch.int32))
         elif table in self._exact:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,7 +165,7 @@ class CallShape:
     Args:
         splits, tables: the groups, on the host.
         splits_G1, tables_G: the same on the device.
-        new_K: ids of each table.
+        new_K: ids of each table; ids_of: of those that have any.
         rooms: ids of each row form of the shard.
         forms: form indices that occur, rising.
         starts_FG: per form that occurs, int64 [G] on the device: the row of the form's output
@@ -181,6 +181,7 @@ class CallShape:
     splits_G1: Tensor
     tables_G: Tensor
     new_K: NDArray[np.int64]
+    ids_of: Mapping[int, int]
     rooms: tuple[int, ...]
     forms: tuple[int, ...]
     starts_FG: tuple[Tensor, ...]
@@ -269,6 +270,7 @@ class CallShapes:
             splits_G1=on_device[0],
             tables_G=on_device[1].view(torch.int32)[:count],
             new_K=new_K,
+            ids_of={k: int(n) for k, n in enumerate(new_K) if n},
             rooms=tuple(rooms),
             forms=forms,
             starts_FG=tuple(on_device[2:]),

@@ -80,6 +80,7 @@ class Index:
         self._limited_K = np.array(limited, dtype=np.bool_)
         dropping = [s.capacity_rows is not None and s.on_full != "raise" for s in specs]
         self._dropping_K = np.array(dropping, dtype=np.bool_)
+        self._limits, self._drops = any(limited), any(dropping)
         self._capacity_K: Counts = np.array(
             [np.iinfo(np.int64).max if s.capacity_rows is None else s.capacity_rows for s in specs],
             dtype=np.int64,
@@ -90,7 +91,7 @@ class Index:
 
     def may_refuse(self, tables: Sequence[int]) -> bool:
         """Whether admission may have refused ids of a lookup in these tables."""
-        return self.admission.counts_any(dict.fromkeys(tables, 1))
+        return self.admission.counts_any(tables)
 
     def handles_of(self, table: int) -> Tensor:
         """Handles of a table's rows, int32 [R]; counters are at hand."""
@@ -132,7 +133,7 @@ class Index:
         """Tables that may pass their budget in this call and are sure to have rows to drop then:
         those of the call and of live tickets fit in.
         """
-        if not self._dropping_K.any():
+        if not self._drops:
             return ()
         full_K = self._dropping_K & (shape.new_K > 0)
         full_K &= self._memory.counters.rows_bound_K + shape.new_K > self._capacity_K
@@ -206,6 +207,8 @@ class Index:
         Raises:
             TableFull: there are not enough rows that may go; nothing was dropped.
         """
+        if not self._limits:
+            return shape.new_K
         counters, capacity_K = self._memory.counters, self._capacity_K
         near_K = self._limited_K & (shape.new_K > 0)
         near_K[list(loose)] = False
@@ -312,20 +315,20 @@ class Index:
                 is trimmed may memory run out later: its new rows are there then, beyond the
                 budget until the next call.
         """
-        sizes = {k: int(n) for k, n in enumerate(shape.new_K) if n}
-        counting = self.admission.counts_any(sizes)
+        counting = self.admission.counts_any(shape.ids_of)
         handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
         found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
         missing_N = ~probed(self._memory.layout, call)[1] if counting else None
         wanted_N = missing_N
         if missing_N is not None and not admit_all:
-            wanted_N = self.admission.add(call, counts_N, missing_N, sizes)
+            wanted_N = self.admission.add(call, counts_N, missing_N, shape.ids_of)
         try:
             loose = self._trimmed_after(shape) if may_drop else ()
             self._memory.reserve(
                 self._with_room(shape, call, wanted_N, loose=loose, may_drop=may_drop)
             )
-            self._memory.make_free_lists(loose)
+            if loose:
+                self._memory.make_free_lists(loose)
             for form in shape.forms:
                 device_form(self._tables.forms[form], self._tables.device)
             if missing_N is not None and wanted_N is not None and not admit_all:

@@ -37,8 +37,9 @@ class Turns:
         self.lock.acquire()
         if self.stream is None:
             return
+        self._guards.append(None)
         try:
-            self._guards.append(self._present_device())
+            self._guards[-1] = self._present_device()
             self._follow(self.stream)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
