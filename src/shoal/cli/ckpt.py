@@ -66,7 +66,7 @@ def find(path: str) -> Place:
             if (entry := store.latest()) is not None
         ]
         if newest:
-            return max(newest, key=lambda one: one[0])[1]
+            return sorted(newest, key=lambda one: one[0])[-1][1]
     return Place(*locate(path))
 
 
