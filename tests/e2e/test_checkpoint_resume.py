@@ -289,11 +289,11 @@ def test_a_named_folder_of_checkpoints_is_gone_on_from(
     assert judged["deepfm"]["auc"] == figures(whole)["models"]["deepfm"]["auc"]
 
 
-def test_a_save_that_is_late_hurries_and_leaves_out_the_next(
+def test_a_save_that_is_late_is_throttled_no_more_and_leaves_out_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, go_on, hurried = JobWriter.run, threading.Event(), threading.Event()
-    apply, hurry = Learner.apply, JobWriter.hurry
+    plain, go_on, stopped = JobWriter.run, threading.Event(), threading.Event()
+    apply, stop = Learner.apply, JobWriter.stop_throttling
     set_aside: list[int] = []
 
     def run(self: JobWriter, **how: bool) -> Any:
@@ -301,18 +301,18 @@ def test_a_save_that_is_late_hurries_and_leaves_out_the_next(
         return plain(self, **how)
 
     def told(self: JobWriter) -> None:
-        hurried.set()
-        hurry(self)
+        stopped.set()
+        stop(self)
 
     def step(self: Learner) -> None:
         set_aside.append(gc.get_freeze_count())
         if self.steps == 5:
-            assert hurried.is_set()
+            assert stopped.is_set()
             go_on.set()
         apply(self)
 
     monkeypatch.setattr(JobWriter, "run", run)
-    monkeypatch.setattr(JobWriter, "hurry", told)
+    monkeypatch.setattr(JobWriter, "stop_throttling", told)
     monkeypatch.setattr(Learner, "apply", step)
     slow = {"checkpoint": {"every_steps": 1, "full_every": 99, "background": True}}
     (folder,) = run_all([(tmp_path, slow, None)])

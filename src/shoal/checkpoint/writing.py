@@ -120,13 +120,10 @@ class FileThreads:
 
     def __init__(self, open_file: Callable[[int], RowFileWriter], threads: int = 2) -> None:
         self._open_file = open_file
-        self._free = threading.Semaphore(_WAITING)
         self._failure: Exception | None = None
         self._saved: dict[int, SavedFile] = {}
-        self._now: tuple[int, queue.SimpleQueue[_Piece]] | None = None
-        self._queues: list[queue.SimpleQueue[_Piece]] = [
-            queue.SimpleQueue() for _ in range(threads)
-        ]
+        self._now: tuple[int, queue.Queue[_Piece]] | None = None
+        self._queues = [queue.Queue[_Piece](_WAITING // threads) for _ in range(threads)]
         self._threads = [
             threading.Thread(target=self._work, args=(one,), name="shoal-save-files", daemon=True)
             for one in self._queues
@@ -140,9 +137,7 @@ class FileThreads:
         Raises:
             Exception: what a thread failed with.
         """
-        self._free.acquire()
         if self._failure is not None:
-            self._free.release()
             raise self._failure
         if self._now is None or self._now[0] != file:
             self._end_file()
@@ -177,7 +172,7 @@ class FileThreads:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, pieces: queue.SimpleQueue[_Piece]) -> None:
+    def _work(self, pieces: queue.Queue[_Piece]) -> None:
         open_: RowFileWriter | None = None
         while (piece := pieces.get())[0] >= 0:
             file, table, columns = piece
@@ -191,10 +186,7 @@ class FileThreads:
                         open_.add(table, columns)
             except Exception as error:  # noqa: BLE001 - raised in the thread that hands over
                 self._failure = self._failure or error
-            finally:
-                if columns is not None:
-                    self._free.release()
-                del piece, columns
+            del piece, columns  # their memory, before the next one is waited for
         if open_ is not None:
             # What stopped it is reported already; what is left is removed at the next save.
             with contextlib.suppress(CheckpointError):

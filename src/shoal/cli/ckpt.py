@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -60,9 +60,13 @@ def find(path: str) -> Place:
     """
     here = Storage(path)
     if here.exists("config.yaml"):
-        places = list(_of_run(here))
-        if places:
-            return places[-1][1]
+        newest = [
+            (entry.step, Place(store, entry.name))
+            for store in (CheckpointStore(here.child(name)) for name in _RUN_FOLDERS)
+            if (entry := store.latest()) is not None
+        ]
+        if newest:
+            return sorted(newest, key=lambda one: one[0])[-1][1]
     return Place(*locate(path))
 
 
@@ -84,17 +88,6 @@ def chosen(tables: Sequence[SavedTable], names: Sequence[str]) -> list[int]:
             raise unknown_name("table of the checkpoint", name, near)
         found |= those
     return sorted(found)
-
-
-def _of_run(folder: Storage) -> Iterator[tuple[int, Place]]:
-    """The newest checkpoint of each folder of a run, by step."""
-    found = []
-    for name in _RUN_FOLDERS:
-        store = CheckpointStore(folder.child(name))
-        newest = store.latest()
-        if newest is not None:
-            found.append((newest.step, Place(store, newest.name)))
-    yield from sorted(found, key=lambda one: one[0])
 
 
 _DISTINCT = 1 << 20
