@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -68,20 +67,22 @@ def flat(
         DTypeError: another dtype, or on another device.
         ShapeError: not one contiguous dimension.
     """
-    if value.dtype is not dtype or value.device != device:
+    there = value.is_cpu if device is _CPU else value.device == device
+    if value.dtype is dtype and there and value.dim() == 1 and value.is_contiguous():
+        return
+    if value.dtype is not dtype or not there:
         raise DTypeError(
             what,
             got=f"{value.dtype} on {value.device}",
             allowed=f"{dtype} on {device}",
             remedy=f"Convert with .to({str(device)!r}, {dtype}).",
         )
-    if value.dim() != 1 or not value.is_contiguous():
-        raise ShapeError(
-            what,
-            got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
-            allowed="one contiguous dimension",
-            remedy="Flatten with .reshape(-1).contiguous().",
-        )
+    raise ShapeError(
+        what,
+        got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
+        allowed="one contiguous dimension",
+        remedy="Flatten with .reshape(-1).contiguous().",
+    )
 
 
 def unfit_groups(splits: Sequence[int], tables: Sequence[int], known: int, ids: int) -> ShapeError:
@@ -99,12 +100,15 @@ def groups(value: IdGroups, tables: int) -> Any:
     ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
     flat("ids", ids_N)
     flat("splits of ids", splits_G1)
-    flat("tables of ids", tables_G, dtype=torch.int32)
+    if tables_G.dtype is not torch.int32:
+        flat("tables of ids", tables_G, dtype=torch.int32)
     count = tables_G.numel()
     if splits_G1.numel() == count + 1:
         places = address(ids_N), address(splits_G1), address(tables_G)
-        with suppress(ValueError):
+        try:
             return _core.Groups(ids_N.numel(), count, *places, tables)
+        except ValueError:
+            pass
     raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, ids_N.numel())
 
 
