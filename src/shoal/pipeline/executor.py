@@ -143,13 +143,13 @@ class Executor:
         """Whether a batch is trained and its window is done with."""
         if self._round is None:
             return False
-        return following is None or following.verb not in ("apply", "evict", "snapshot")
+        return following is None or following.action not in ("apply", "evict", "snapshot")
 
     def _sorted(self, commands: tuple[Command, ...]) -> Command | None:
         """Hand loads to their thread; at most one other command is out."""
         other = None
         for command in commands:
-            if command.verb == "load":
+            if command.action == "load":
                 self._loader.ask(command.index)
             else:
                 other = command
@@ -169,9 +169,9 @@ class Executor:
         self._happened(Loaded(reading.index, reading.found))
 
     def _run(self, command: Command) -> Event:
-        if command.verb == "settle":
+        if command.action == "settle":
             return self._settle(command.index)
-        getattr(self, f"_{command.verb}")(command)
+        getattr(self, f"_{command.action}")(command)
         return Done(command)
 
     def _batch(self, index: int) -> Any:

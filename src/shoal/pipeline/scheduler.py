@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.errors import ConfigError, ShoalError
 
-Verb = Literal[
+Action = Literal[
     "load",
     "vote",
     "settle",
@@ -93,7 +93,7 @@ class Facts:
 class Command:
     """Something to do now. `index` is a batch, or a window for "apply" and "evict"."""
 
-    verb: Verb
+    action: Action
     index: int
     evict_s: int | None = None
 
@@ -195,7 +195,7 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
     if isinstance(event, Settled):
         _check_running(state, event, "settle", event.index)
         return _released(_settled(replace(state, running=None), event))
-    _check_running(state, event, event.command.verb, event.command.index)
+    _check_running(state, event, event.command.action, event.command.index)
     return _released(_done(replace(state, running=None), event.command))
 
 
@@ -256,15 +256,15 @@ _PASSED = {
 
 
 def _done(state: State, command: Command) -> State:
-    counter = _PASSED.get(command.verb)
+    counter = _PASSED.get(command.action)
     if counter is not None:
         state = replace(state, **{counter: getattr(state, counter) + 1})
-    if command.verb in ("backward", "drop"):
+    if command.action in ("backward", "drop"):
         state = replace(state, held=state.held - {command.index})
-    elif command.verb == "snapshot":
+    elif command.action == "snapshot":
         # The snapshot point at the end is the last one, whatever was asked for after it.
         state = replace(state, snapshots=() if state.trained == state.end else state.snapshots[1:])
-    elif command.verb == "stop":
+    elif command.action == "stop":
         state = replace(state, stopped=True)
     # Windows after which nothing is due are passed over.
     while state.evicted < state.applied and _evict_s(state, state.evicted) is None:
@@ -371,11 +371,11 @@ def _facts_of(state: State, window: int) -> Iterator[Facts]:
     yield from state.facts[first : (window + 1) * size - state.facts_from]
 
 
-def _check_running(state: State, event: Event, verb: Verb, index: int) -> None:
+def _check_running(state: State, event: Event, action: Action, index: int) -> None:
     running = state.running
-    if running is None or (running.verb, running.index) != (verb, index):
+    if running is None or (running.action, running.index) != (action, index):
         raise _unexpected(event, str(running))
-    if verb == "settle" and not isinstance(event, Settled):
+    if action == "settle" and not isinstance(event, Settled):
         raise _unexpected(event, "Settled, with what the ranks settled")
 
 
@@ -384,5 +384,5 @@ def _unexpected(event: Event, allowed: str) -> ShoalError:
         "event of a pipeline",
         got=event,
         allowed=allowed,
-        remedy="Answer each command once, with the event that its verb asks for.",
+        remedy="Answer each command once, with the event that its action asks for.",
     )

@@ -63,28 +63,28 @@ class World:
             return Loaded(index, index < self.found)
         command, self.main = self.main, None
         assert command is not None
-        if command.verb != "evict":
-            assert command.index == len(self.done.get(command.verb, ())) or command.verb in (
+        if command.action != "evict":
+            assert command.index == len(self.done.get(command.action, ())) or command.action in (
                 "snapshot",
                 "drop",
                 "stop",
             )
-        self.done.setdefault(command.verb, []).append(command.index)
-        if command.verb == "snapshot":
+        self.done.setdefault(command.action, []).append(command.index)
+        if command.action == "snapshot":
             self.snapshots.append(command.index)
-        if command.verb == "settle":
+        if command.action == "settle":
             facts = self.facts[min(command.index, len(self.facts) - 1)]
             if self.ended is None and not facts.train:
                 self.ended = command.index if facts.drain else self.count("backward")
             return Settled(command.index, facts)
         return Done(command)
 
-    def count(self, verb: str) -> int:
-        return len(self.done.get(verb, ()))
+    def count(self, action: str) -> int:
+        return len(self.done.get(action, ()))
 
     def take(self, state: State, commands: tuple[Command, ...]) -> None:
         for command in commands:
-            if command.verb == "load":
+            if command.action == "load":
                 self.loads.append(command.index)
                 assert command.index - self.count("backward") < self.settings.in_flight
                 continue
@@ -98,28 +98,28 @@ class World:
         window = i // size
         before = {"vote": None, "settle": "vote", "begin": "settle", "probe": "begin"}
         before |= {"fetch": "probe", "forward": "fetch", "backward": "forward"}
-        earlier = before.get(command.verb)
+        earlier = before.get(command.action)
         if earlier is not None:
             assert self.count(earlier) > i, f"{command} before its {earlier}"
-        if command.verb == "vote":
+        if command.action == "vote":
             assert i not in self.loads or self.dry
-        if command.verb in ("begin", "probe", "fetch", "forward"):
+        if command.action in ("begin", "probe", "fetch", "forward"):
             assert self.ended is None or i < self.ended
-        if command.verb == "fetch":
+        if command.action == "fetch":
             assert self.count("apply") == max(window - k, 0) or self.after_cut(window)
             assert self.count("apply") >= window - k
-        if command.verb == "probe":
+        if command.action == "probe":
             self.check_probe(command, window - k)
-        if command.verb == "forward":
+        if command.action == "forward":
             closed = self.count("settle") >= (window + 1) * size or self.ended is not None
             assert closed and self.count("apply") == window
-        if command.verb == "apply":
+        if command.action == "apply":
             trained = self.count("backward")
             assert trained == (i + 1) * size or trained == self.ended
-        if command.verb == "evict":
+        if command.action == "evict":
             assert self.count("apply") == i + 1
             assert command.evict_s == self.evict_s(i)
-        if command.verb == "snapshot":
+        if command.action == "snapshot":
             assert i in (self.count("probe"), self.ended)
             assert self.count("begin") == i or not self.facts[-1].drain
             assert self.count("backward") == i
@@ -205,19 +205,19 @@ def test_ranks_call_in_one_order(
         found = data.draw(st.integers(0, 12), label=f"batches of rank {rank}")
         world = World(settings, [*rounds, end], found, lambda: data.draw(st.integers(0, 1)))
         world.run()
-        logs.append([c for c in world.log if c.verb not in ("drop", "stop")])
+        logs.append([c for c in world.log if c.action not in ("drop", "stop")])
     assert logs[0] == logs[1]
 
 
-def verbs(settings: Settings, facts: list[Facts]) -> list[str]:
+def actions(settings: Settings, facts: list[Facts]) -> list[str]:
     world = World(settings, facts, len(facts) - 1, lambda: 1)
     world.run()
-    return [f"{c.verb} {c.index}" for c in world.log if c.verb not in ("vote", "settle")]
+    return [f"{c.action} {c.index}" for c in world.log if c.action not in ("vote", "settle")]
 
 
 def test_staleness_0_probes_ahead_and_fetches_late() -> None:
     facts = [Facts()] * 3 + [Facts(train=False)]
-    assert verbs(Settings(), facts) == [
+    assert actions(Settings(), facts) == [
         "begin 0",
         "probe 0",
         "fetch 0",
@@ -242,7 +242,7 @@ def test_staleness_0_probes_ahead_and_fetches_late() -> None:
 
 def test_deferred_inserts_wait_for_the_update_and_the_eviction() -> None:
     facts = [Facts(evict_s=7), Facts(defer_inserts=True), Facts(train=False)]
-    listed = verbs(Settings(), facts)
+    listed = actions(Settings(), facts)
     assert listed[-9:] == [
         "backward 0",
         "apply 0",
@@ -258,14 +258,14 @@ def test_deferred_inserts_wait_for_the_update_and_the_eviction() -> None:
 
 def test_staleness_k_fetches_k_windows_ahead() -> None:
     facts = [Facts()] * 4 + [Facts(train=False)]
-    listed = verbs(Settings(staleness=1), facts)
+    listed = actions(Settings(staleness=1), facts)
     assert listed.index("fetch 1") < listed.index("apply 0") < listed.index("fetch 2")
     assert listed.index("fetch 2") < listed.index("apply 1") < listed.index("fetch 3")
 
 
 def test_a_cut_drains_first() -> None:
     facts = [Facts(), Facts(), Facts(snapshot=True), Facts(), Facts(train=False)]
-    listed = verbs(Settings(staleness=1), facts)
+    listed = actions(Settings(staleness=1), facts)
     at = listed.index("snapshot 2")
     assert "apply 1" in listed[:at] and "begin 2" in listed[at:]
 
@@ -273,21 +273,21 @@ def test_a_cut_drains_first() -> None:
 def test_depth_1_is_a_plain_loop() -> None:
     facts = [Facts()] * 2 + [Facts(train=False)]
     one = ["begin", "probe", "fetch", "forward", "backward", "apply"]
-    assert verbs(Settings(depth=1), facts) == [
-        *(f"{verb} 0" for verb in one),
-        *(f"{verb} 1" for verb in one),
+    assert actions(Settings(depth=1), facts) == [
+        *(f"{action} 0" for action in one),
+        *(f"{action} 1" for action in one),
         "stop 2",
     ]
 
 
 def test_a_cut_in_a_window_waits_for_its_end() -> None:
     facts = [Facts(), Facts(snapshot=True), Facts(), Facts(train=False)]
-    listed = verbs(Settings(accumulation=2), facts)
+    listed = actions(Settings(accumulation=2), facts)
     assert listed.index("apply 0") < listed.index("snapshot 2") < listed.index("begin 2")
 
 
 def test_no_data_ends_at_once() -> None:
-    assert verbs(Settings(), [Facts(train=False)]) == ["stop 0"]
+    assert actions(Settings(), [Facts(train=False)]) == ["stop 0"]
 
 
 @pytest.mark.parametrize(
