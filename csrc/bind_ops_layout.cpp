@@ -19,55 +19,47 @@ std::vector<void*> pointers_at(const Addresses& addresses) {
   return result;
 }
 
-LayoutPlanView plan_at(Address features, std::int64_t n_features, Address slices,
-                       std::int64_t n_slices, std::int64_t floats) {
-  return {at_address<const PlanFeature>(features), at_address<const PlanSlice>(slices),
-          n_features, n_slices, floats};
-}
+// What shoal.lookup.LayoutCall has, by address: rows, buffers, splits, cells, features, slices; and
+// the numbers of ids, cells, features, slices and floats of slices.
+struct LayoutCall {
+  LayoutPlanView plan;
+  LayoutIndexView index;
 
-LayoutIndexView index_at(Address rows, Address buffers, std::int64_t n, Address splits,
-                         std::int64_t n_cells, Address cells, Sizes batch_sizes) {
-  return {at_address<const std::int64_t>(rows), at_address<const std::int32_t>(buffers), n,
-          at_address<const std::int64_t>(splits), n_cells, at_address<const LayoutCells>(cells),
-          std::move(batch_sizes)};
-}
+  LayoutCall(const Addresses& at, const Sizes& n, const Sizes& batch_sizes)
+      : plan{at_address<const PlanFeature>(at[4]), at_address<const PlanSlice>(at[5]), n[2], n[3],
+             n[4]},
+        index{at_address<const std::int64_t>(at[0]), at_address<const std::int32_t>(at[1]), n[0],
+              at_address<const std::int64_t>(at[2]), n[1], at_address<const LayoutCells>(at[3]),
+              batch_sizes} {}
+};
 
 void bind_layout(nb::module_& m) {
   m.def(
       "layout_forward",
-      [](const Addresses& buffers, const Sizes& floats, Address rows, Address numbers,
-         std::int64_t n, Address splits, std::int64_t n_cells, Address cells,
-         const Sizes& batch_sizes, Address features, std::int64_t n_features, Address slices,
-         std::int64_t n_slices, const Addresses& outputs, bool wide, int threads) {
-        const auto plan = plan_at(features, n_features, slices, n_slices, 0);
-        const auto index = index_at(rows, numbers, n, splits, n_cells, cells, batch_sizes);
+      [](const Addresses& buffers, const Sizes& floats, const Addresses& at, const Sizes& sizes,
+         const Sizes& batch_sizes, const Addresses& outputs, bool wide, int threads) {
+        const LayoutCall call(at, sizes, batch_sizes);
         const LayoutBuffers all{pointers_at(buffers), floats};
         const auto targets = pointers_at(outputs);
-        return wide ? layout_forward<double>(plan, index, all, targets, threads)
-                    : layout_forward<float>(plan, index, all, targets, threads);
+        return wide ? layout_forward<double>(call.plan, call.index, all, targets, threads)
+                    : layout_forward<float>(call.plan, call.index, all, targets, threads);
       },
-      "buffers"_a, "floats"_a, "rows"_a, "numbers"_a, "n"_a, "splits"_a, "n_cells"_a, "cells"_a,
-      "batch_sizes"_a, "features"_a, "n_features"_a, "slices"_a, "n_slices"_a, "outputs"_a,
-      "wide"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+      "buffers"_a, "floats"_a, "call"_a, "sizes"_a, "batch_sizes"_a, "outputs"_a, "wide"_a,
+      "threads"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "layout_backward",
       [](const Addresses& grads, double scale, const Addresses& buffers, const Sizes& floats,
-         Address rows, Address numbers, std::int64_t n, Address splits, std::int64_t n_cells,
-         Address cells, const Sizes& batch_sizes, Address features, std::int64_t n_features,
-         Address slices, std::int64_t n_slices, std::int64_t slice_floats, bool wide,
+         const Addresses& at, const Sizes& sizes, const Sizes& batch_sizes, bool wide,
          int threads) {
-        const auto plan = plan_at(features, n_features, slices, n_slices, slice_floats);
-        const auto index = index_at(rows, numbers, n, splits, n_cells, cells, batch_sizes);
+        const LayoutCall call(at, sizes, batch_sizes);
         const LayoutBuffers all{pointers_at(buffers), floats};
         const auto sources = pointers_at(grads);
-        return wide ? layout_backward<double>(plan, index, sources, scale, all, threads)
-                    : layout_backward<float>(plan, index, sources, static_cast<float>(scale), all,
-                                             threads);
+        return wide ? layout_backward<double>(call.plan, call.index, sources, scale, all, threads)
+                    : layout_backward<float>(call.plan, call.index, sources,
+                                             static_cast<float>(scale), all, threads);
       },
-      "grads"_a, "scale"_a, "buffers"_a, "floats"_a, "rows"_a, "numbers"_a, "n"_a, "splits"_a,
-      "n_cells"_a, "cells"_a, "batch_sizes"_a, "features"_a, "n_features"_a, "slices"_a,
-      "n_slices"_a, "slice_floats"_a, "wide"_a, "threads"_a,
-      nb::call_guard<nb::gil_scoped_release>());
+      "grads"_a, "scale"_a, "buffers"_a, "floats"_a, "call"_a, "sizes"_a, "batch_sizes"_a, "wide"_a,
+      "threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

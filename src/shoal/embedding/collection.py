@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,24 +126,15 @@ def _bad(what: str, got: object, allowed: object, remedy: str) -> InputError:
     return InputError(what, got=got, allowed=allowed, remedy=remedy)
 
 
-@dataclass(slots=True)
-class _Begun:
-    """One lookup: its ids are on their way, or its route is there."""
-
-    request: Request
-    event_time_s: int
-    sending: Sending | None
-    route: Route | None = None
-
-
 class BegunLookups:
     """Lookups of one collection that have begun and that no forward has used yet.
 
-    Each batch object has one at most; it holds its batch, so that the identity stays its own.
+    One is what its exchange returned last: a `Sending`, then a `Route`. Each batch object has one
+    at most; it holds its batch, so that the identity stays its own.
     """
 
     def __init__(self) -> None:
-        self._lookups: dict[int, _Begun] = {}
+        self._lookups: dict[int, Sending | Route] = {}
 
     def __len__(self) -> int:
         return len(self._lookups)
@@ -162,9 +153,9 @@ class BegunLookups:
                 remedy="Build a batch for each step, or call drop_begun() first.",
             )
 
-    def add(self, request: Request, event_time_s: int, sending: Sending) -> None:
-        """Remember what was sent for a request."""
-        self._lookups[id(request.batch)] = _Begun(request, event_time_s, sending)
+    def add(self, sending: Sending) -> None:
+        """Remember what was sent."""
+        self._lookups[id(sending.request.batch)] = sending
 
     def probe(self, batch: KeyedRagged, exchange: Exchange) -> Route:
         """The route of a batch; the ids are waited for and looked up the first time.
@@ -172,28 +163,6 @@ class BegunLookups:
         Raises:
             TicketError: the batch has not begun.
         """
-        return self._probed(self._of(batch), exchange)
-
-    def fetch(self, batch: KeyedRagged, exchange: Exchange, ledger: GradientLedger) -> None:
-        """Begin to bring a batch's rows here as they are now.
-
-        Raises:
-            TicketError: the batch has not begun.
-        """
-        begun = self._of(batch)
-        route = self._probed(begun, exchange)
-        exchange.fetch(route, ctx=ledger.context(begun.event_time_s))
-
-    def take(self, batch: KeyedRagged, exchange: Exchange) -> Route | None:
-        """The route of a batch that has begun, for its forward; forgotten here. None if not."""
-        begun = self._lookups.pop(id(batch), None)
-        return None if begun is None else self._probed(begun, exchange)
-
-    def drop(self) -> None:
-        """Forget all; their tickets end."""
-        self._lookups.clear()
-
-    def _of(self, batch: KeyedRagged) -> _Begun:
         begun = self._lookups.get(id(batch))
         if begun is None:
             raise TicketError(
@@ -202,14 +171,18 @@ class BegunLookups:
                 allowed="a batch after begin()",
                 remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
             )
+        if isinstance(begun, Sending):
+            begun = self._lookups[id(batch)] = exchange.probe(begun)
         return begun
 
-    def _probed(self, begun: _Begun, exchange: Exchange) -> Route:
-        if begun.route is None:
-            assert begun.sending is not None
-            begun.route = exchange.probe(begun.sending)
-            begun.sending = None
-        return begun.route
+    def take(self, batch: KeyedRagged, exchange: Exchange) -> Route | None:
+        """The route of a batch that has begun, for its forward; forgotten here. None if not."""
+        begun = self._lookups.pop(id(batch), None)
+        return exchange.probe(begun) if isinstance(begun, Sending) else begun
+
+    def drop(self) -> None:
+        """Forget all; their tickets end."""
+        self._lookups.clear()
 
 
 class Lookup(torch.autograd.Function):
@@ -523,7 +496,7 @@ class EmbeddingCollection(nn.Module):
         self._begun.check_new(batch)
         request, ctx = self._requests.of(batch), self.ledger.context(event_time_s)
         sending = self._exchange.send(request, insert=self.init_on_lookup, ctx=ctx)
-        self._begun.add(request, event_time_s, sending)
+        self._begun.add(sending)
 
     def probe(self, batch: KeyedRagged) -> None:
         """Find or insert the rows of a batch that has begun; they are held from here on.
@@ -542,7 +515,8 @@ class EmbeddingCollection(nn.Module):
             TicketError: the batch has not begun.
         """
         if self.training:
-            self._begun.fetch(batch, self._exchange, self.ledger)
+            route = self._begun.probe(batch, self._exchange)
+            self._exchange.fetch(route, ctx=self.ledger.context(route.event_time_s))
 
     def drop_begun(self) -> None:
         """Give up the lookups that have begun and that no forward used; the same on all ranks."""

@@ -175,30 +175,6 @@ class GradientLedger:
         revision: times something was written or cleared.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_claim",
-        "_context",
-        "_event_time_s",
-        "_pending",
-        "_resolved",
-        "_resumed",
-        "_routes",
-        "_summed",
-        "_summed_records",
-        "_turns",
-        "_versions",
-        "_warned",
-        "_written",
-        "collectives",
-        "generation",
-        "global_step",
-        "inserts",
-        "revision",
-        "shard",
-        "silent",
-    )
-
     def __init__(
         self,
         shard: Shard,

@@ -116,19 +116,9 @@ def _run_length(sorted_ptr, handle, at, head, n):  # type: ignore[no-untyped-def
 
 @triton.jit(do_not_specialize=["columns", "n", "room", "piece_room"])  # type: ignore[untyped-decorator]
 def _list_runs(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    sorted_ptr,
-    runs_ptr,
-    pieces_ptr,
-    cursors_ptr,
-    n,
-    room,
-    piece_room,
-    FORMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, chunks_ptr, columns, sorted_ptr, runs_ptr, pieces_ptr, cursors_ptr, n, room,
+    piece_room, FORMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     handle = tl.load(sorted_ptr + at, mask=live, other=-1)
@@ -305,17 +295,9 @@ def _find_bags(offsets_ptr, bags_ptr, n, bounds, batch, steps, BLOCK: tl.constex
 
 @triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
 def _write_sources(  # type: ignore[no-untyped-def]
-    words_ptr,
-    order_ptr,
-    addresses_ptr,
-    factors_ptr,
-    n,
-    groups,
-    STEPS: tl.constexpr,
-    POOLED: tl.constexpr,
-    FACTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    words_ptr, order_ptr, addresses_ptr, factors_ptr, n, groups, STEPS: tl.constexpr,
+    POOLED: tl.constexpr, FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     position = tl.load(order_ptr + at, mask=live, other=0)

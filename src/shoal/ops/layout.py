@@ -113,16 +113,13 @@ def _core_forward(buffers: list[Tensor], *call: Any) -> list[Tensor]:
         torch.empty(shape, dtype=like.dtype, device="cpu")
         for shape in _output_shapes(given.batch_sizes, given.shapes)
     ]
-    index = [tensor.contiguous() for tensor in given[:4]]
+    read = [tensor.contiguous() for tensor in given[:6]]
     good = _core.layout_forward(
         [address(source) for source in sources],
         [source.numel() for source in sources],
-        *_addresses(*index),
+        [address(tensor) for tensor in read],
+        _sizes(given),
         given.batch_sizes,
-        address(given.features),
-        given.features.shape[0],
-        address(given.slices),
-        given.slices.shape[0],
         [fresh_address(output) for output in outputs],
         like.dtype == torch.float64,
         torch.get_num_threads(),
@@ -140,19 +137,15 @@ def _core_backward(
     sources = [grad.contiguous() for grad in grads]
     dtype = sources[0].dtype
     buffers = [torch.empty(size, dtype=dtype, device="cpu") for size in sizes]
-    index = [tensor.contiguous() for tensor in given[:4]]
+    read = [tensor.contiguous() for tensor in given[:6]]
     good = _core.layout_backward(
         [address(source) if source.numel() else 0 for source in sources],
         1.0 if scale is None else float(scale),
         [fresh_address(buffer) for buffer in buffers],
         sizes,
-        *_addresses(*index),
+        [address(tensor) for tensor in read],
+        _sizes(given),
         given.batch_sizes,
-        address(given.features),
-        given.features.shape[0],
-        address(given.slices),
-        given.slices.shape[0],
-        given.limits[1],
         dtype == torch.float64,
         torch.get_num_threads(),
     )
@@ -162,17 +155,10 @@ def _core_backward(
     return buffers
 
 
-def _addresses(
-    rows_N: Tensor, buffer_N: Tensor, cell_splits: Tensor, cells: Tensor
-) -> tuple[int, int, int, int, int, int]:
-    return (
-        address(rows_N),
-        address(buffer_N),
-        rows_N.shape[0],
-        address(cell_splits),
-        cell_splits.shape[0] - 1,
-        address(cells),
-    )
+def _sizes(given: LayoutCall) -> list[int]:
+    """Numbers of ids, cells, features, slices and floats of slices, as the core takes them."""
+    ids, cells = given.rows_N.shape[0], given.cell_splits.shape[0] - 1
+    return [ids, cells, given.features.shape[0], given.slices.shape[0], given.limits[1]]
 
 
 def _unexplained() -> InputError:
