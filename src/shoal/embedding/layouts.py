@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
@@ -88,19 +89,27 @@ class CompiledLayouts:
     """What a step needs of the declarations, worked out once.
 
     Args:
-        plan: one `Pool` per feature in `features` order, one output per model input.
-        names: of the model inputs, in the order of the outputs.
+        plan: one `Pool` per feature in `features` order.
+        names: of the outputs: model inputs, and what `joined` joins.
+        joined: model inputs that are several outputs side by side in dim 2.
+        order: names of the model inputs as declared.
     """
 
     plan: PoolPlan
     names: tuple[str, ...]
+    joined: Mapping[str, tuple[str, ...]]
+    order: tuple[str, ...]
 
     def inputs(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Model inputs by name, as declared, of the plan's outputs [B, width]."""
         named = dict(zip(self.names, outputs, strict=True))
         for name, shape in self.shapes:
             named[name] = named[name].view(-1, *shape)
-        return named
+        if not self.joined:
+            return named
+        for name, parts in self.joined.items():
+            named[name] = torch.cat([named[part] for part in parts], dim=2)
+        return {name: named[name] for name in self.order}
 
     @cached_property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -136,15 +145,27 @@ def compile_layouts(
             ]
         else:
             inputs.append(join(layout.name, layout.kind, parts))
-    names = [made.name for made in inputs]
-    _check_names(names)
+    order = [made.name for made in inputs]
+    _check_names(order)
     used = {part.feature for made in inputs for part, _, _ in made.places}
     unused = [feature.name for i, feature in enumerate(features) if i not in used]
     if unused:
         remedy = "Add it to a layout, or drop the feature."
         raise _wrong("features without a layout", unused, "each in one or more layouts", remedy)
     poolings = [(f.combiner.pooling, f.combiner.max_seq_length) for f in features]
-    return CompiledLayouts(plan_of(poolings, inputs), tuple(names))
+    outputs: list[Joined] = []
+    joined: dict[str, tuple[str, ...]] = {}
+    for made in inputs:
+        own = [made]
+        if len(made.places) > 1 and len(made.shape) == 2 and made.places[0][0].length:
+            # An output each, copied together: in a joined gradient the rows of one feature lie far
+            # apart, which costs more than the copy.
+            places = enumerate(made.places)
+            own = [join(f"\0{made.name}/{i}", "concat", [part]) for i, (part, _, _) in places]
+            joined[made.name] = tuple(part.name for part in own)
+        outputs += own
+    names = tuple(made.name for made in outputs)
+    return CompiledLayouts(plan_of(poolings, outputs), names, joined, tuple(order))
 
 
 def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]) -> dict[str, int]:
