@@ -164,8 +164,8 @@ def compile_layouts(
             own = [join(f"\0{made.name}/{i}", "concat", [part]) for i, (part, _, _) in places]
             joined[made.name] = tuple(part.name for part in own)
         outputs += own
-    names = tuple(made.name for made in outputs)
-    return CompiledLayouts(plan_of(poolings, outputs), names, joined, tuple(order))
+    named = tuple(made.name for made in outputs)
+    return CompiledLayouts(plan_of(poolings, outputs), named, joined, tuple(order))
 
 
 def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]) -> dict[str, int]:
