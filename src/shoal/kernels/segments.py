@@ -527,6 +527,15 @@ def group_index(
     return torch.searchsorted(index_M.contiguous(), bounds_B1), order_M
 
 
+def index_reduce(
+    values_ND: Tensor, index_N: Tensor, length: int, indices_sorted: bool, mode: str, op: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums, means or norms of the values of each index, [B, D]; its offsets and order."""
+    offsets_B1, order_N = group_index(index_N, length, indices_sorted, op)
+    order = None if indices_sorted else order_N
+    return reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
+
+
 def first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
     """First rows of each segment, zero padded, [B, L, D]; or back, [N, D]."""
     source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()

@@ -279,8 +279,8 @@ def _reduced_by(
     indices_sorted: bool,
 ) -> Tensor:
     index_M = checks.check_grouped(op, indices_M1, values_MD)
-    found = _grouped(index_M, checks.length_of(op, length), indices_sorted, op)
-    return segment_reduce(values_MD, *found, index_M, mode)  # type: ignore[no-any-return]
+    size = checks.length_of(op, length)
+    return _index_reduce(values_MD, index_M, size, indices_sorted, mode, op)[0]  # type: ignore[no-any-return]
 
 
 def _grouped(
@@ -380,7 +380,6 @@ def _run_core(
 ) -> None:
     """Reduce values to what is pooled; or, going back, spread that to the values."""
     cuts = [offsets_B1.contiguous() for offsets_B1 in offsets]
-    kept = [part if part is None else widened(part) for part in (order, index, inputs, norms)]
     table, bad = core.segments(
         back,
         MODES.index(mode),
@@ -393,7 +392,10 @@ def _run_core(
         [address(part) for part in pooled],
         [part.shape[1] for part in pooled],
         parts,
-        *(0 if part is None else address(part) for part in kept),
+        0 if order is None else address(order),
+        0 if index is None else address(index),
+        0 if inputs is None else address(inputs),
+        0 if norms is None else address(norms),
     )
     if bad >= 0 and index is not None:
         raise checks.bad_segment_index(op, index, cuts[0].shape[0] - 1, bad)
@@ -436,9 +438,9 @@ def _core_spread(
         [1],
         back=True,
         order=order_N,
-        index=index_N,
-        inputs=values_ND,
-        norms=pooled_BD,
+        index=None if index_N is None else index_N.contiguous(),
+        inputs=None if values_ND is None else widened(values_ND),
+        norms=None if pooled_BD is None else widened(pooled_BD),
     )
     return out_ND.to(grads_BD.dtype)
 
@@ -534,6 +536,50 @@ segment_spread = operator(
     fake=lambda grads, *rest: grads.new_empty(rest[-1], grads.shape[1]),
     backward=_spread_gradient,
     setup=_setup_spread,
+)
+
+
+def _grouped_first(group: Any, reduce: Any) -> Any:
+    """Both as one call, so that an index costs no operator of its own."""
+
+    def run(
+        values_ND: Tensor, index_N: Tensor, length: int, in_order: bool, mode: str, op: str
+    ) -> Any:
+        offsets_B1, order_N = group(index_N, length, in_order, op)
+        order = None if in_order else order_N
+        return reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
+
+    return run
+
+
+def _setup_index_reduce(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    values_ND, index_N, _, in_order, ctx.mode, _ = inputs
+    pooled_BD, offsets_B1, order_N = output
+    ctx.rows = values_ND.shape[0]
+    kept = (values_ND, pooled_BD) if ctx.mode == "l2" else (None, None)
+    ctx.save_for_backward(offsets_B1, None if in_order else order_N, index_N, *kept)
+
+
+def _index_reduce_gradient(ctx: Any, grads_BD: Tensor, *_: Any) -> tuple[Any, ...]:
+    return segment_spread(grads_BD, *ctx.saved_tensors, ctx.mode, ctx.rows), *(None,) * 5
+
+
+_index_reduce = operator(
+    "index_reduce(Tensor values_ND, Tensor index_N, SymInt length, bool indices_sorted, str mode, "
+    "str op) -> (Tensor, Tensor, Tensor)",
+    reference=_grouped_first(_reference_group, _reference_reduce),
+    core=_grouped_first(_core_group, _core_reduce),
+    triton="segments:index_reduce",
+    fake=lambda values, index, length, in_order, mode, op: (
+        values.new_empty(length, values.shape[1]),
+        index.new_empty(length + 1),
+        index.new_empty(0 if in_order else index.shape[0]),
+    ),
+    check=lambda values, index, length, in_order, mode, op: checks.read_index(
+        op, index, length, in_order
+    ),
+    backward=_index_reduce_gradient,
+    setup=_setup_index_reduce,
 )
 
 

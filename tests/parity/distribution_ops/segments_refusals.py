@@ -116,7 +116,7 @@ def test_bad_arguments_of_fused_segments() -> None:
         ops.fused_sorted_segment_sum([index], [rows, rows], [(2, 2), (2, 2)])
     with pytest.raises(ShapeError, match=r"shape 0: got \(2, 3\); allowed: \(B, 2\)"):
         ops.fused_sorted_segment_sum([index], [rows], [(2, 3)])
-    with pytest.raises(DTypeError, match="dtypes of tables: .* one dtype for all"):
+    with pytest.raises(DTypeError, match=r"dtypes of tables: .* one dtype for all"):
         ops.fused_sorted_segment_sum([index] * 2, [rows, rows.double()], [(2, 2)] * 2)
     for widths in ([], [1], [3, -1]):
         with pytest.raises(ShapeError, match=r"split widths: .* that sum to 2"):

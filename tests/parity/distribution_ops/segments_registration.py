@@ -53,6 +53,10 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (rows(8).detach().view(4, 2, 3).requires_grad_(), OFFSETS, 2, 7, True),
     ),
     "row_ids": (SHOAL.row_ids, (OFFSETS, 7, "op")),
+    **{
+        f"index_reduce-{mode}": (SHOAL.index_reduce, (rows(), INDEX, 4, False, mode, "op"))
+        for mode in ("sum", "mean", "sqrtn", "l2")
+    },
     "group_index": (SHOAL.group_index, (SORTED, 4, True, "op")),
     "sorted_offsets": (SHOAL.sorted_offsets, ([SORTED], [4], "op")),
     "segment_sums": (
