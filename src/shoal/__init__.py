@@ -1,6 +1,6 @@
 """Shoal: train models whose embedding tables keep growing.
 
-The public face. Nothing inside the package imports it. Needs torch and numpy only; `shoal.config`,
+The public API. Nothing inside the package imports it. Needs torch and numpy only; `shoal.config`,
 `shoal.data`, `shoal.train` and `shoal.cli` bring what they need when they are imported.
 """
 

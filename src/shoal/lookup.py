@@ -73,7 +73,7 @@ class Pool:
         return self.length if self.pooling == "first_n" else 1
 
     def spans(self, part: Slice) -> list[tuple[int, int]]:
-        """Columns [first, stop) of the output that a slice writes: one span per lane."""
+        """Columns [first, stop) of the output that a slice writes: one span per element."""
         firsts = [part.column + j * part.stride for j in range(self.lanes)]
         return [(first, first + part.width) for first in firsts]
 
@@ -109,7 +109,7 @@ class PoolPlan:
 class LookupTables:
     """A plan as int64 tensors, made once, that every implementation reads as they are.
 
-    Slices that meet in an output are cut so that they cover the same columns.
+    Slices that meet in an output are split so that they cover the same columns.
 
     Args:
         features_F: first slice, last slice + 1, pooling number, L (0 unless first_n), and the
@@ -166,7 +166,7 @@ class LookupTables:
         cells: Tensor,
         batch_sizes: Sequence[int],
     ) -> LayoutCall:
-        """What a layout operator takes beside rows or gradients; all on one device."""
+        """What a layout operator takes besides rows or gradients; all on one device."""
         index = rows_N, buffer_N, cell_splits, cells
         tables = self.features_F, self.slices_S, self.sums_AM
         sizes = list(batch_sizes), list(self.shapes), [self.widest, self.floats]
@@ -256,7 +256,7 @@ def check_sums(pools: Sequence[Pool]) -> None:
 
 
 def _cut(pools: Sequence[Pool]) -> list[Pool]:
-    """Pools whose slices are cut where others of the same output begin or end."""
+    """Pools whose slices are split where others of the same output begin or end."""
     edges: dict[int, set[int]] = {}
     for pool in pools:
         for part in pool.slices:
@@ -272,7 +272,7 @@ def _cut(pools: Sequence[Pool]) -> list[Pool]:
         )
         for pool in pools
     ]
-    # A cut in one row of a sequence cuts the others, which may be new edges.
+    # A split in one row of a sequence splits the others, which may be new edges.
     count = sum(len(pool.slices) for pool in pools)
     return cut if sum(len(pool.slices) for pool in cut) == count else _cut(cut)
 

@@ -411,7 +411,7 @@ def _groups(
     for number, group in enumerate(optimizer.state_dict()["param_groups"]):
         own = [saved[names[index]] for index in group["params"] if names[index] in saved]
         settings = [{k: v for k, v in one.items() if k not in _MEMBERS} for one in own]
-        # Told apart by their text: tensors among them do not compare to one bool.
+        # Compared by their text: tensors among them do not compare to one bool.
         if len({repr(sorted(one.items())) for one in settings}) > 1:
             problems.append(f"parameters of group {number} of {label} have several settings in it")
         groups.append({**group, **(settings[0] if settings else {})})

@@ -225,7 +225,7 @@ class _Load:
         return {key: cursors[id(one.shard)] for key, one in self._contents.tables.items()}
 
     def _resume(self) -> None:
-        """Tell whoever steps the tables how many steps they have behind them."""
+        """Pass the number of finished steps to the tables' optimizers."""
         loaded = {match.collection: match.saved.collection for match in self.matches}
         last = max((self.manifest.last_steps.get(one, 0) for one in loaded.values()), default=0)
         # The first step's number is that of no step, too.

@@ -321,7 +321,7 @@ class RowLoader:
                                 self._load_rows(self._targets[key], chunk_of(key, rows))
 
     def _expect(self) -> None:
-        """Tell tables how many rows come: about as many as the largest link has.
+        """Announce the number of rows to tables: about as many as the largest link has.
 
         Not where many may be left out as expired.
         """

@@ -213,7 +213,7 @@ class ShardedRows:
             self._exchange(None)
 
     def abandon(self) -> None:
-        """Tell the other ranks that this one failed, if they still wait for it."""
+        """Report to the other ranks that this one failed, if they still wait for it."""
         if self._rounds:
             self._sizes(self._rounds.pop(), [], failed=True)
             self._rounds.clear()

@@ -133,7 +133,7 @@ class Saving:
         """Let this rank's shards forget deletions that are in this checkpoint or older ones.
 
         Call it once no consumer needs them: no other feed of changes (a publisher's, say) is
-        behind this version, and the next delta goes on top of this checkpoint.
+        behind this version, and the next delta builds on this checkpoint.
 
         Raises:
             CheckpointError: as `wait`.

@@ -56,7 +56,7 @@ def comm(
         typer.Option(metavar="NAME", help="What carries it: auto, torch, shared_memory or mpi."),
     ] = "auto",
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or one card, cuda:0.")
+        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or one GPU, cuda:0.")
     ] = "auto",
     debug: Debug = False,
 ) -> None:

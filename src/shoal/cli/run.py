@@ -17,7 +17,7 @@ def train(
         str | None,
         option(
             "RUN|latest",
-            "Go on with an interrupted run: its folder, or the newest one of this name.",
+            "Resume an interrupted run: its folder, or the newest one of this name.",
         ),
     ] = None,
     debug: Debug = False,

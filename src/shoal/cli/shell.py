@@ -75,7 +75,7 @@ class _GivesWay:
             with suppress(OSError):  # what the stream still holds goes nowhere, now and at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if not isinstance(error, BrokenPipeError) and self._stream is not sys.stderr:
-                console(stderr=True).print(f"output ends here, the command goes on: {error}")
+                console(stderr=True).print(f"output ends here, the command continues: {error}")
             return None
 
 

@@ -215,7 +215,7 @@ def bps_comm_benchmark(
     mesh: Mesh | None = None,
     tell: Callable[[str], None] = print,
 ) -> Summary:
-    """Run the benchmarks asked for; rank 0 tells each one's list of (length, mean goodput).
+    """Run the benchmarks asked for; rank 0 prints each one's list of (length, mean goodput).
 
     The all-reduce runs on the CPU and on the GPU; each all-to-all with the whole length, a half
     and a quarter. On a machine without GPUs "all" and "ar" leave out what needs one, and say so.
@@ -226,7 +226,7 @@ def bps_comm_benchmark(
         tell: gets a line of text.
 
     Returns:
-        What was told, by benchmark.
+        The printed results, by benchmark.
 
     Raises:
         ConfigError: MONOLITH_BENCHMARK_BPS is not one of c2g, g2g, c2c, g2c, ar, all.

@@ -2,7 +2,7 @@
 
 Every rank counts what it begins. One that has waited for a second writes into the job's store what
 it has begun and what it waits for; once all ranks have, they read that. Ranks that each wait for a
-call that another waiting rank has not begun wait for ever, however old what they wrote is: none of
+call that another waiting rank has not begun wait forever, however old what they wrote is: none of
 them can have been the first to continue. Calls that do not wait long cost a count.
 """
 

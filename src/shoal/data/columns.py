@@ -107,7 +107,7 @@ def lists(column: pa.Array, name: str, rows: Rows, *, max_length: int | None = N
     lengths_N = _numpy(pc.fill_null(column.value_lengths(), 0).cast(pa.int64()))
     if max_length is not None and (lengths_N > max_length).any():
         row = _first(lengths_N > max_length)
-        remedy = "Cut the lists, or raise max_length."
+        remedy = "Shorten the lists, or raise max_length."
         got = f"{lengths_N[row]} ids"
         raise rows.error(f"list column {name!r}", row, got, f"at most {max_length}", remedy)
     values = decoded(column.flatten())

@@ -324,7 +324,7 @@ class DistributedModelParallel(nn.Module):
         """The module's forward. In training with gradients, backward averages dense ones."""
         self._open()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
-            # Until the module's own forward it only exchanges buffers and the like.
+            # Until the module's own forward it only exchanges buffers and similar tensors.
             self._dense.enter("buffers of the dense part")
             hook = self.module.register_forward_pre_hook(self._entered)
             try:

@@ -87,7 +87,7 @@ class Requests:
                 f"ids of one example in feature {self._keys[f]!r}",
                 got=int(longest_F[f]),
                 allowed=f"at most {int(limits_F[f])} (max_length)",
-                remedy="Cut the lists, or raise Feature.max_length.",
+                remedy="Shorten the lists, or raise Feature.max_length.",
             )
 
 
@@ -277,7 +277,7 @@ class EmbeddingCollection(nn.Module):
     unknown ids read as zeros; so use `checkpoint(..., use_reentrant=False)`, whose first forward
     has gradients enabled. A forward computed again for the same batch object reuses its lookup.
 
-    On CUDA, batches may come from the CPU (they are sent through page-locked memory) or lie on
+    On CUDA, batches may come from the CPU (they are sent through pinned memory) or lie on
     the device; model inputs are on the device. Neither forward nor backward nor the optimizer's
     step waits for the device, but for a batch that was built there: see
     `KeyedRagged.host_splits`.
@@ -484,7 +484,7 @@ class EmbeddingCollection(nn.Module):
         """Begin the lookup of a later training batch: its ids set out for the rows' owners.
 
         A pipeline calls `begin`, `probe` and `fetch` ahead of the forward of the same batch
-        object, which goes on from wherever they got; each may be left out. In `eval()` nothing
+        object, which continues from their last position; each may be left out. In `eval()` nothing
         begins: a forward there holds nothing open.
 
         Raises:

@@ -91,7 +91,7 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         groups = record.ticket.groups
         tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
         rows = position_grads(record, [dims_K[k] for k in tables])
-        # One lookup is one sight of its ids, however many losses read it.
+        # One lookup is one occurrence of its ids, however many losses read it.
         sights = 0 if id(record.ticket) in counted else 1
         counted.add(id(record.ticket))
         counts_N = _counts(record.ticket) if sights else None
@@ -156,7 +156,7 @@ class Steps(Protocol):
     """Who steps rows."""
 
     def resume(self, step: int) -> None:
-        """Go on as after so many steps."""
+        """Continue as after this many steps."""
 
 
 class GradientLedger:
@@ -224,13 +224,13 @@ class GradientLedger:
         return self._claim is not None and self._claim() is not None
 
     def claim(self, optimizer: Steps) -> int:
-        """Note who steps these rows; after how many steps it goes on: those of a load before it."""
+        """Note who steps these rows, and the number of steps that a load before it set."""
         self._claim = weakref.ref(optimizer)
         step, self._resumed = self._resumed, 0
         return step
 
     def resume(self, step: int) -> None:
-        """The rows were loaded as they were after so many steps: whoever steps them goes on."""
+        """The rows were loaded as they were after so many steps: their optimizer continues."""
         optimizer = None if self._claim is None else self._claim()
         if optimizer is None:
             self.global_step = self._resumed = step
@@ -309,7 +309,7 @@ class GradientLedger:
             self._event_time_s = route.event_time_s
 
     def take_over(self, other: GradientLedger) -> None:
-        """Add another ledger's records and routes of the same shard, and empty it."""
+        """Add another accumulator's records and routes of the same shard, and empty it."""
         for route, pending in zip(other._written, other._pending, strict=True):
             self.write(route, pending)
         self._routes.update(other._routes)

@@ -40,9 +40,9 @@ class ReceivedRows:
     Args:
         plan: how the rows are pooled.
         tables_G: each feature's table, by the number that `hosted` has for it.
-        hosted: which columns of which table are received, and in which bank.
-        reals: float32 or float64, of each bank.
-        dense: rows lie side by side in their bank, and some position reads each.
+        hosted: which columns of which table are received, and in which receive buffer.
+        reals: float32 or float64, of each receive buffer.
+        dense: rows lie side by side in their receive buffer, and some position reads each.
 
     Raises:
         ConfigError: a feature's table is not hosted, or its columns are not covered once.
@@ -82,7 +82,7 @@ class ReceivedRows:
     ) -> Places | None:
         """What `pool` and `spread` of one batch share; None where that is nothing.
 
-        With `backward` work begins on the device that only `spread` needs, beside the stream.
+        With `backward` work begins on the device that only `spread` needs, parallel to the stream.
 
         Args:
             offsets_N, ordered: as `pool` takes them.
@@ -110,15 +110,15 @@ class ReceivedRows:
         """One [B, width] per output of the plan; columns that no slice covers are zeros.
 
         Args:
-            rows: each bank's rows, flat.
-            offsets_N: int64 [N], the float at which each position's row begins in its bank:
+            rows: each receive buffer's rows, flat.
+            offsets_N: int64 [N], the float at which each position's row begins in its buffer:
                 hosted table by hosted table, in it feature by feature of its table, in order.
             ordered: the batch in the plan's order.
             places: of this batch; found here if None.
 
         Raises:
-            ShapeError: offsets_N of another length, or another number of banks or features.
-            InputError: a row leaves its bank (on CUDA only under `ops.set_bounds_checks`).
+            ShapeError: offsets_N of another length, or another number of buffers or features.
+            InputError: a row leaves its buffer (on CUDA only under `ops.set_bounds_checks`).
         """
         starts = self._starts(rows, offsets_N, ordered)
         if places is None:
@@ -157,14 +157,14 @@ class ReceivedRows:
         ordered: KeyedRagged,
         places: Places | None = None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the outputs as gradients of the rows: one flat [size] per bank.
+        """Gradients of the outputs as gradients of the rows: one flat [size] per receive buffer.
 
         A row's gradient is summed over the positions that read it, in order; floats that nothing
         reads are zeros.
 
         Args:
             grads: one [B, width] per output, of its dtype.
-            sizes: floats of each bank.
+            sizes: floats of each receive buffer.
             offsets_N, ordered, places: as given to `pool`.
 
         Raises:
@@ -215,7 +215,7 @@ class ReceivedRows:
         """First position of each block, and the end; checks what costs nothing."""
         cuts = ordered.host_splits.tolist()
         if len(cuts) != self._groups + 1 or len(banks) != len(self._reals):
-            got = f"{len(cuts) - 1} features and {len(banks)} banks"
+            got = f"{len(cuts) - 1} features and {len(banks)} receive buffers"
             allowed = f"{self._groups} and {len(self._reals)}"
             raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
         starts = cuts
@@ -312,7 +312,7 @@ class ReceivedRows:
         offsets_N: Tensor,
         ordered: KeyedRagged,
     ) -> list[Tensor]:
-        """Gradients by position times their factors, summed per row: one flat [size] per bank."""
+        """Gradients by position times their factors, summed per row: one flat [size] per buffer."""
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         summed = []
         for bank in layout.banks:
@@ -362,7 +362,7 @@ class ReceivedRows:
 def _one_memory(
     plan: PoolPlan, hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
 ) -> bool:
-    """Whether all rows are whole rows of one width in one bank, as a shard's memory has them."""
+    """Whether all rows are whole rows of one width in one buffer, as a shard's memory has them."""
     return (
         len(reals) == 1
         and len({columns.table for columns in hosted}) == len(hosted)

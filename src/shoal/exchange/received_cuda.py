@@ -83,7 +83,7 @@ class DenseRows:
         *,
         backward: bool,
     ) -> Places:
-        """Number the rows and, with `backward`, start to sort the positions beside the stream.
+        """Number the rows and, with `backward`, start to sort the positions parallel to the stream.
 
         Args:
             offsets_N: as `ReceivedRows.pool` takes them.

@@ -1,7 +1,7 @@
 """A pool plan over received rows, compiled to what the layout operators read.
 
 Received rows are those of hosted tables: whole tables, or column slices of them. A feature of a
-table with several column slices becomes one part per slice, and its plan slices are cut at the
+table with several column slices becomes one part per slice, and its plan slices are split at the
 slices' borders. One layout serves all outputs of one dtype.
 """
 
@@ -88,11 +88,11 @@ def compile_plan(
     hosted: Sequence[HostedColumns],
     reals: Sequence[torch.dtype],
 ) -> CompiledPlan:
-    """Compile for rows of `hosted` tables in banks of the given dtypes.
+    """Compile for rows of `hosted` tables in receive buffers of the given dtypes.
 
     Raises:
-        ConfigError: a feature's table is not hosted, its columns are not covered once, a bank does
-            not exist, or slices of a plan overlap without adding.
+        ConfigError: a feature's table is not hosted, its columns are not covered once, a buffer
+            does not exist, or slices of a plan overlap without adding.
         ShapeError, DTypeError: a plan that does not fit its tables, as shards have it.
     """
     tables = [int(table) for table in tables_G]
@@ -125,7 +125,12 @@ def _tables(
     for columns in hosted:
         if not 0 <= columns.bank < len(reals):
             allowed = f"0..{len(reals) - 1}"
-            raise _wrong("bank of a hosted table", columns.bank, allowed, "Name each bank's dtype.")
+            raise _wrong(
+                "receive buffer of a hosted table",
+                columns.bank,
+                allowed,
+                "Name each buffer's dtype.",
+            )
     many = 1 + max([*tables, *(columns.table for columns in hosted)], default=-1)
     dims, table_reals = [0] * many, [torch.float32] * many
     for table in range(many):

@@ -145,7 +145,7 @@ def move_sights(
 SIGHT_WORDS = 16
 SIGHT_KIND = 0
 SIGHT_KEYS, SIGHT_CELLS, SIGHT_MASK, SIGHT_SALT, SIGHT_DEPTH = 1, 2, 3, 4, 5
-SIGHT_VALUES, SIGHT_SHIFT, SIGHT_SLOTS = 6, 7, 8  # sights needed by slot: address, shift, mask
+SIGHT_VALUES, SIGHT_SHIFT, SIGHT_SLOTS = 6, 7, 8  # occurrences needed by slot: address, shift, mask
 NONE, EXACT, SKETCH = 0, 1, 2
 
 
@@ -185,7 +185,7 @@ def _word(words_ptr, table, live, WORD: tl.constexpr):  # type: ignore[no-untype
 def _call(  # type: ignore[no-untyped-def]
     ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS: tl.constexpr
 ):
-    """Ids that are asked about, their tables, and the sights that each needs; 1: none are kept."""
+    """The given ids, their tables, and the occurrences that each needs; 1: none are kept."""
     live = at < n
     live = live & (tl.load(wanted_ptr + at, mask=live, other=0) != 0)
     id_ = tl.load(ids_ptr + at, mask=live, other=0)
@@ -210,7 +210,7 @@ def _sketch_cell(id_, salt, mask, row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _raise(cell, sights, live):  # type: ignore[no-untyped-def]
-    """Add sights, 0..2^32-1, to cells that stop at 2^32 - 1."""
+    """Add occurrences, 0..2^32-1, to cells that stop at 2^32 - 1."""
     before = tl.atomic_add(cell, sights.to(tl.int32), mask=live, sem="relaxed")
     wrapped = live & ((before.to(tl.int64) & _TOP) + sights > _TOP)
     tl.atomic_or(cell, before * 0 - 1, mask=wrapped, sem="relaxed")
@@ -351,7 +351,7 @@ def add_sights(
     *,
     undo: bool = False,
 ) -> None:
-    """Add the sights of a call, int64 [N] or 1 each, at its `wanted_N` positions, bool [N].
+    """Add the occurrences of a call, int64 [N] or 1 each, at its `wanted_N` positions, bool [N].
 
     With `undo`, take back what the same arguments have added. Every exact table has empty slots
     for the ids of the call that are its own.

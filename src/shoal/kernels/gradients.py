@@ -172,7 +172,7 @@ def runs_of(
     Args:
         handles_N: int32 [N], N < 2^31; those of several lookups may follow one another.
         layout: the shard's, wanted where its tables have more than one row form.
-        rooms: positions of each form, on the host; [N] if there is one form.
+        rooms: capacity in positions of each form, on the host; [N] if there is one form.
         starts_FW: `region_starts` of the rooms; sent from here if None, which a captured graph
             would do from memory that is gone.
     """

@@ -286,7 +286,7 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
 def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, Tensor]:
     """Drop rows whose job's time to live has run out at event time `now_s`.
 
-    A value below 0 keeps rows for ever; the row is dropped at now_s - last_seen_s >= value.
+    A value below 0 keeps rows forever; the row is dropped at now_s - last_seen_s >= value.
 
     Returns:
         int32 handles, the first `size` of which count, and size, int32 [1]; on the device.

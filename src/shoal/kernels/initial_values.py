@@ -456,7 +456,7 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
     """READY = ISSUED in all tables; then all counters as they are, to the host. One launch.
 
     host_counters_KC: int64 like `counters_KC`, contiguous, in memory that the device may write
-    (page-locked); it holds them once the launch is done.
+    (pinned); it holds them once the launch is done.
     """
     words = layout.counters_KC.numel()
     if words == 0:

@@ -157,7 +157,7 @@ _SLOT_WORDS = 1024
 def sent(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """A host tensor, or numbers as int64, on a device.
 
-    Goes to CUDA from page-locked memory, so that the host does not wait. A captured graph would
+    Goes to CUDA from pinned memory, so that the host does not wait. A captured graph would
     replay the copy from memory that is gone: operators that call this say `from_host`.
     """
     made = (
@@ -180,7 +180,7 @@ def retire(*tensors: Tensor) -> None:
 
 
 class _Ring:
-    """Page-locked slots of one stream, used in turn and again only after their copies have run."""
+    """Pinned slots of one stream, used in turn and again only after their copies have run."""
 
     def __init__(self) -> None:
         block = torch.empty(_SLOTS * _SLOT_WORDS, dtype=torch.int64, pin_memory=True, device="cpu")
@@ -215,7 +215,7 @@ _RINGS: dict[tuple[int, int], _Ring] = {}
 def staged(words: Any, device: torch.device) -> Tensor:
     """int64 words of a numpy array on a device, for data that changes with every call.
 
-    Cheaper than `sent`: the page-locked memory is there already.
+    Cheaper than `sent`: the pinned memory is there already.
     """
     if device.type != "cuda":
         return torch.from_numpy(words).to(device)

@@ -2,7 +2,7 @@
 
 For many tables a program finds its table's addresses and sizes in a small array, and where each
 column of the result lies, and how far apart its rows are, in another. Both are written by the host
-to page-locked memory and copied without waiting.
+to pinned memory and copied without waiting.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def step_form(form: RowForm) -> StepForm:
 
 
 def forget_forms() -> None:
-    """Make all constants anew, for other tile shapes."""
+    """Make all constants from scratch, for other tile shapes."""
     _forms.clear()
     _programs_of.cache_clear()
 

@@ -164,7 +164,7 @@ def _sizes(given: LayoutCall) -> list[int]:
 def _unexplained() -> InputError:
     what = "fused_embedding_to_layout: offsets"
     return InputError(
-        what, got="values out of range", allowed="ids' rows", remedy="Make them anew."
+        what, got="values out of range", allowed="ids' rows", remedy="Create them again."
     )
 
 

@@ -137,7 +137,7 @@ class FeatureConfigs:
         object.__setattr__(self, "plan", compile_tables(plan.pools, plan.outputs, divided=True))
 
     def __reduce__(self) -> tuple[type[FeatureConfigs], tuple[dict[str, object], ...]]:
-        """Processes that prepare batches are sent the specs and make the plan anew."""
+        """Processes that prepare batches are sent the specs and compile the plan again."""
         return FeatureConfigs, (dict(self.feature_configs), dict(self.out_configs))
 
     def features_of(self, table: str) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutIndex:
-    """What `fused_embedding_to_layout` reads beside the rows themselves.
+    """What `fused_embedding_to_layout` reads besides the rows themselves.
 
     A *cell* is one feature of one example; it holds the ids
     `cell_splits_C1[c] .. cell_splits_C1[c+1]`. All offsets are 64-bit, so no buffer is too large.
@@ -280,7 +280,7 @@ class LayoutIndex:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LayoutIndex:
-        """Copy to page-locked memory, so that a non-blocking `to("cuda")` overlaps."""
+        """Copy to pinned memory, so that a non-blocking `to("cuda")` overlaps."""
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> LayoutIndex:

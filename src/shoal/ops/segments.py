@@ -11,7 +11,7 @@ on CUDA a whole chunk of 1,024 rows, counted from the batch's first, that one se
 summed by itself. float16 and bfloat16 are added in float32. Values of offsets and of an index are
 checked on the CPU, and on CUDA under `set_bounds_checks`.
 
-Sums of many tables are one launch on CUDA; addresses travel from page-locked memory, so nothing
+Sums of many tables are one launch on CUDA; addresses travel from pinned memory, so nothing
 waits for the device. Capturing these calls in a CUDA graph is not supported.
 """
 

@@ -46,7 +46,7 @@ class RaggedPartition(NamedTuple):
 
 
 class RaggedSplit(NamedTuple):
-    """A ragged cut by shard.
+    """A ragged split by shard.
 
     values: W ragged, each with the batch size of the input. positions: W ragged of the same
     offsets; where each value stood among the input's values.
@@ -96,7 +96,7 @@ def unpermute_rows(rows_N: Tensor, order_N: Tensor) -> Tensor:
 
 
 def split_by_indices(indices_N: Tensor, tensor_N: Tensor, num_splits: int) -> list[Tensor]:
-    """Cut rows into splits by an index per row; inside a split rows keep their order.
+    """Split rows into splits by an index per row; inside a split rows keep their order.
 
     indices_N int32 or int64 [N] in [0, num_splits), tensor_N [N, ...] of any dtype -> num_splits
     tensors [n_s, ...], views of one.
@@ -129,7 +129,7 @@ def ragged_partition(indices_N: Tensor, ragged: Ragged, num_splits: int) -> Ragg
 
 
 def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) -> RaggedSplit:
-    """Cut a ragged into splits by an index per value.
+    """Split a ragged into splits by an index per value.
 
     indices_N int32 or int64 [N] in [0, num_splits), a ragged of N values in B rows ->
     `RaggedSplit(values, positions)`: num_splits ragged each, of B rows; positions number the

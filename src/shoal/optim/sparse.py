@@ -29,7 +29,7 @@ from shoal.uncompiled import uncompiled
 
 
 def shared(ledgers: Sequence[GradientLedger]) -> GradientLedger | None:
-    """One of the ledgers whose tables are spread over ranks; None if there is none."""
+    """One of the accumulators whose tables are spread over ranks; None if there is none."""
     return next((ledger for ledger in ledgers if ledger.world_size > 1), None)
 
 
@@ -64,7 +64,7 @@ _NORM = "norm of gradients"
 
 
 def _collectives(ledgers: Sequence[GradientLedger]) -> Collectives | None:
-    """Of the ranks that the tables are spread over, at the ledger's step; None for one rank."""
+    """Of the ranks that share the tables, at the accumulator's step; None for one rank."""
     ledger = shared(ledgers)
     if ledger is None or ledger.collectives is None:
         return None
@@ -255,7 +255,7 @@ class TableGradient(_Proxy):
 
 
 class FiniteFlag(_Proxy):
-    """Tells a loss scaler on every rank that some rank's rows have a gradient that is not finite.
+    """Reports to the loss scalers of all ranks that some rank's rows have a non-finite gradient.
 
     `grad` is float32 [1] on the shard's device: infinity if so, else 0. Reading it the first time
     in a step is a collective call of all ranks; None before the first backward.
@@ -314,7 +314,7 @@ def find_collections(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
 
 
 def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientLedger, ...]:
-    """One ledger per shard: rows that two collections touch take one step."""
+    """One accumulator per shard: rows that two collections touch take one step."""
     ledgers: dict[int, GradientLedger] = {}
     for collection in collections:
         ledger = ledgers.setdefault(id(collection.shard), collection.ledger)
@@ -378,7 +378,7 @@ def group_rates(
     """The param groups of every table, one per segment, by the id of its shard and its name.
 
     A table's proxies are in its first group. Groups are named "table", or "table/segment" where
-    there are several; "#2" and so on tells tables of one name on several shards apart.
+    there are several; "#2" and so on distinguishes tables of one name on several shards.
     """
     named, taken = bind_rates(collections, rates), Counter[str]()
     groups: dict[tuple[int, str], tuple[RateGroup, ...]] = {}
@@ -439,7 +439,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     for rules and compressors that kernels do not know.
     Works under `torch.amp.GradScaler` as it is. The scaler decides per optimizer whether to skip:
     put this one and the dense ones in a `JointOptimizer` to skip all or none. Where tables are
-    spread over ranks, all ranks skip or none: a `FiniteFlag` among the parameters tells the
+    spread over ranks, all ranks skip or none: a `FiniteFlag` among the parameters informs the
     scaler, and "raise" raises on all ranks.
 
     torch's learning-rate schedulers work: there is a param group per table (per segment, where a
@@ -513,7 +513,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 got="one to add",
                 allowed="a group for each segment of its tables",
                 remedy="Make it over all modules with tables; give dense parameters to an "
-                "optimizer of torch's, beside it in a JointOptimizer.",
+                "optimizer of torch's, together with it in a JointOptimizer.",
             )
         super().add_param_group(param_group)
 
@@ -580,7 +580,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return hosted_rates(ledger.shard.specs, rates, self._tables)
 
     def resume(self, step: int) -> None:
-        """Go on as after so many steps; a checkpoint that loads the tables calls it."""
+        """Continue as after this many steps; a checkpoint that loads the tables calls it."""
         self.global_step = step
         for ledger in self.ledgers:
             ledger.global_step = step

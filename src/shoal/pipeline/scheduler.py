@@ -64,7 +64,7 @@ class Settings:
     def ahead(self, stage: Literal["probe", "begin", "vote"]) -> int:
         """Batches that may have passed a stage while the first of them is trained."""
         least = {"probe": 2, "begin": 3, "vote": 4}[stage]
-        # Windows are weighed as a whole, so the votes of one are settled before it is trained.
+        # Windows are weighed as a whole, so the agreement on one is complete before it is trained.
         wanted = max(least, self.accumulation) + self.staleness * self.accumulation
         return wanted if self.depth is None else min(wanted, self.depth)
 

@@ -280,7 +280,7 @@ def create_train_pipeline(
         control: collectives between the hosts of all ranks; None: the model's mesh, or one rank.
         snapshot_before: whether a snapshot point comes before the batch of that number in its run,
             from 0; asked once of each, a few batches ahead. Unlike `request_snapshot` it is exact.
-        evict_due_s: event time of the first eviction, to continue where another pipeline was;
+        evict_due_s: event time of the first eviction, to continue from another pipeline;
             see `TrainPipeline.evict_due_s`.
 
     Raises:

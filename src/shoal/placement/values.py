@@ -330,7 +330,7 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
         f"column slices of table {table!r}",
         f"{count} of {dim!r} columns",
         "at least one, each with one column or more",
-        "Cut the table into fewer slices.",
+        "Split the table into fewer slices.",
     )
     unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
     cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]

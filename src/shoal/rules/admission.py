@@ -21,12 +21,12 @@ _LARGEST_COUNT = (1 << 32) - 1
 class Admission(Checked):
     """An id gets a row once it has been seen often enough.
 
-    Sights of a step are summed over all senders first; then each id is decided once, on its
-    total with this step's sights in it.
+    Occurrences of a step are summed over all senders first; then each id is decided once, on its
+    total with this step's occurrences in it.
 
     Args:
-        threshold: T; 0 admits at first sight and counts nothing.
-        on: "reach" admits on the T-th sight, "after" on the one after it (Monolith's).
+        threshold: T; 0 admits at the first occurrence and counts nothing.
+        on: "reach" admits at occurrence T, "after" at the next one (Monolith's).
         counter: "exact" keeps one count per unadmitted id, "sketch" a count-min sketch of fixed
             size that may admit early (never late).
         per_slot: (slot, threshold) pairs that override `threshold`.
@@ -48,7 +48,7 @@ class Admission(Checked):
 
     @property
     def needed(self) -> BySlot:
-        """Occurrences that ids need; 1 admits at first sight."""
+        """Occurrences that ids need; 1 admits at the first occurrence."""
 
         def counted(threshold: int) -> int:
             return threshold + (self.on == "after") if threshold else 1

@@ -86,7 +86,7 @@ class Expiry(Checked):
     """A row is dropped if and only if now_s - last_seen_s >= its time to live.
 
     Args:
-        ttl_s: time to live in seconds; None keeps rows for ever, 0 drops all.
+        ttl_s: time to live in seconds; None keeps rows forever, 0 drops all.
         per_slot: (slot, ttl_s) pairs that override `ttl_s`.
         fid_layout: where ids carry their slot; read only with `per_slot`.
     """
@@ -101,12 +101,12 @@ class Expiry(Checked):
 
     @property
     def ttls(self) -> BySlot:
-        """Times to live in seconds; NEVER where rows are kept for ever."""
+        """Times to live in seconds; NEVER where rows are kept forever."""
         otherwise = NEVER if self.ttl_s is None else self.ttl_s
         return BySlot(otherwise, self.per_slot, self.fid_layout)
 
     def ttl(self, slot: int) -> int | None:
-        """Time to live of a slot's rows in seconds; None is for ever."""
+        """Time to live of a slot's rows in seconds; None is forever."""
         ttl_s = self.ttls.of_slot(slot)
         return None if ttl_s == NEVER else ttl_s
 

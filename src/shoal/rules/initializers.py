@@ -70,7 +70,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> Tens
 def column_words(ids_N: Tensor, *, key: int, column_start: int, dim: int, domain: int) -> Tensor:
     """One random word per id and column.
 
-    The word of column c (counted from the row's first column, not the segment's) is lane c % 4 of
+    The word of column c (counted from the row's first column, not the segment's) is word c % 4 of
     Philox at counter (id low word, id high word, c // 4, domain).
 
     Args:
@@ -169,7 +169,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True, slots=True)
 class Normal(Initializer):
-    """Normal with the given mean and standard deviation, cut off at 3.84 deviations."""
+    """Normal with the given mean and standard deviation, truncated at 3.84 deviations."""
 
     kind = law = "normal"
     params = ("mean", "std")
@@ -180,7 +180,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True, slots=True)
 class TruncatedNormal(Initializer):
-    """Normal redrawn beyond two deviations; `std` is that of the normal before the cut."""
+    """Normal redrawn beyond two deviations; `std` is that of the normal before truncation."""
 
     kind = law = "truncated_normal"
     params = ("mean", "std")

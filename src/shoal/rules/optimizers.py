@@ -67,7 +67,7 @@ class Optimizer(Rule, ABC):
     """One step of one segment of a row: (weights, state, gradient, rate) -> (weights, state).
 
     coupling: which columns one column's step reads: its own ("element"), those of its segment, or
-    the whole row; placement may not cut those. vectors, scalars: what state starts from, one item
+    the whole row; placement may not split those. vectors, scalars: what state starts from, one item
     for each vector of the segment's width, then for each single float: a number or the name of
     the field that holds it. denominator: fields that a first gradient of 0 is divided by.
     """

@@ -120,7 +120,7 @@ class Table:
     ) -> Ticket:
         """Admit and insert what is missing; the ticket holds the rows.
 
-        counts: how many sights each position stands for, int64 [N]; default 1.
+        counts: how many occurrences each position stands for, int64 [N]; default 1.
 
         Raises:
             TableFull: no room; nothing was inserted.
@@ -149,12 +149,12 @@ class Table:
     ) -> None:
         """Sum gradients [N, D] per id and take one optimizer step; inserts what is missing.
 
-        counts: sights per position for admission, int64 [N]; default 1.
+        counts: occurrences per position for admission, int64 [N]; default 1.
         learning_rates: one for all segments or one per segment; default the spec's at this step.
 
         Raises:
             NonFiniteGradient: a gradient or an id's sum is NaN or infinite; nothing was changed. On
-                CUDA its row is left alone and a later verb raises, `check` at the latest.
+                CUDA its row is left alone and a later method raises, `check` at the latest.
             TableFull: no room; nothing was changed.
         """
         groups = self._groups(ids)
@@ -316,7 +316,7 @@ class Table:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; from the CPU through page-locked memory, without waiting."""
+    """The tensor on the device; from the CPU through pinned memory, without waiting."""
     if tensor.is_cpu and torch.cuda.is_available():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -59,7 +59,7 @@ def remake_shard(
 
 
 def shard_copied(shard: Shard) -> tuple[Any, ...]:
-    """How pickle, deepcopy and torch.save carry a shard: all its rows and sights; no tickets."""
+    """How pickle, deepcopy and torch.save carry a shard: its rows and counts; no tickets."""
     every = range(len(shard.specs))
     rows, sights = [shard.export(k) for k in every], [shard.admission_state(k) for k in every]
     made = (type(shard), shard.specs, shard.seed, str(shard.device))

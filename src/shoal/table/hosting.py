@@ -46,7 +46,7 @@ class HostedTables:
         specs: the whole tables, in the same order on every rank.
         shard: this rank's; hosts `specs`, or `hosted_specs(specs, placement, rank)`.
         placement: what lies where; None: all on this one rank.
-        resume: told the optimizer steps that the rows have behind them when they are loaded.
+        resume: gets the optimizer steps that the rows have behind them when they are loaded.
     """
 
     specs: tuple[TableSpec, ...]
@@ -64,7 +64,7 @@ def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
     admission and expiry stay. A slice is named "table[start:stop]".
 
     Raises:
-        ConfigError: another table's slice, columns that the table lacks, or a cut inside a
+        ConfigError: another table's slice, columns that the table lacks, or a split inside a
             segment whose rule reads more than its own column.
     """
     _check_slice(spec, hosted)
@@ -101,13 +101,13 @@ def hosted_specs(
 
 
 def check_placement(specs: Sequence[TableSpec], placement: Placement) -> None:
-    """Check that a placement places just these tables, each column once, no coupled range cut.
+    """Check that a placement places just these tables, each column once, no coupled range split.
 
-    Any cut of a segment with an element-wise rule is legal.
+    Any split of a segment with an element-wise rule is legal.
 
     Raises:
         UnknownName: it places a table that is not there.
-        ConfigError: a table is not placed, columns are missing or too many, or a cut goes through
+        ConfigError: a table is not placed, columns are missing or too many, or a split goes through
             a range that a rule couples.
     """
     names = {spec.name for spec in specs}
@@ -148,7 +148,7 @@ def plan_placement(
         local_world_size: ranks of a node; None takes the job for one node.
 
     Raises:
-        ConfigError: no such type, table or node size, or a table that the type would cut wrongly.
+        ConfigError: no such type, table or node size, or a table that the type would split wrongly.
     """
     kinds = dict(kinds or {})
     names = [spec.name for spec in specs]
@@ -239,9 +239,9 @@ def _check_slice(spec: TableSpec, hosted: Hosted) -> None:
         if coupling != "element" and any(first < cut < last for cut in _edges(hosted)):
             raise _refused(
                 f"column slice of table {spec.name!r}",
-                f"{columns}, which cuts columns {first}..{last - 1} of segment {segment.name!r}",
-                f"cuts outside those: one step of {_rule_name(segment)} reads the whole {coupling}",
-                "Cut between segments, split the table by rows, or use an element-wise rule.",
+                f"{columns}, which splits columns {first}..{last - 1} of segment {segment.name!r}",
+                f"splits outside them: a step of {_rule_name(segment)} reads the whole {coupling}",
+                "Split between segments, split the table by rows, or use an element-wise rule.",
             )
 
 
@@ -301,7 +301,8 @@ def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entr
 def joined_state(spec: TableSpec, parts: Sequence[tuple[Hosted, Tensor]]) -> Tensor:
     """Optimizer state [..., S] of a whole row, of the states of its column slices.
 
-    See `_state_columns`; what a cut segment has for all of its columns is the same in every slice.
+    See `_state_columns`; what a split segment has for all of its columns is the same in every
+    slice.
     """
     like = parts[0][1]
     whole = like.new_zeros((*like.shape[:-1], spec.state_width))
@@ -380,7 +381,7 @@ def slice_rates(spec: TableSpec, hosted: Hosted, rates: Sequence[float]) -> tupl
 
 
 def move_in(whole: Shard, part: Shard, placement: Placement, rank: int) -> None:
-    """Load a rank's shard with its share of the rows, state and sights of a shard of whole tables.
+    """Load a rank's shard with its share of a shard of whole tables: rows, state, occurrences.
 
     part: hosts `hosted_specs(whole.specs, placement, rank)`.
     """
@@ -414,7 +415,7 @@ def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> 
 def hosted_sights(
     spec: TableSpec, hosted: Hosted, rank: int, sights: AdmissionState
 ) -> AdmissionState:
-    """A rank's sights of ids without rows. A sketch, which cannot be split, goes to every rank."""
+    """A rank's counts of ids without rows. Every rank gets a whole sketch."""
     kept_P = _kept(spec, hosted, rank, sights.ids)
     return AdmissionState(sights.ids[kept_P], sights.counts[kept_P], sights.cells)
 
@@ -429,7 +430,7 @@ def _state_columns(spec: TableSpec, hosted: Hosted) -> list[int]:
     """Columns of the whole table's state that go with the columns of a slice, segment by segment.
 
     A segment's state is blocks of one number per column, then numbers for the segment. Only
-    segments with an element-wise rule, whose state is so in each part, may be cut.
+    segments with an element-wise rule, whose state is so in each part, may be split.
     """
     columns: list[int] = []
     first = at = 0

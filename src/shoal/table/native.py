@@ -169,9 +169,9 @@ def cut(call: Callable[[], T]) -> T:
 
 
 def last_epoch() -> InputError:
-    """The error for a cut where there is no epoch after the open one."""
+    """The error of a snapshot if there is no epoch after the open one."""
     return InputError(
-        "cut",
+        "snapshot",
         got="the last epoch is open",
         allowed="at most 2^32 - 2 epochs in the life of a table's rows",
         remedy="Set the versions of all rows to 1 and load them into new tables.",
@@ -182,7 +182,7 @@ def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
     """The error for new ids that a table has no room for."""
     return TableFull(
         f"new ids for table {name!r}",
-        got=f"{wanted} beside {rows} rows",
+        got=f"{wanted} on top of {rows} rows",
         allowed=f"capacity_rows={capacity} in all",
         remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
         "rows under live tickets cannot be evicted.",

@@ -33,7 +33,7 @@ class StepContext:
             it; "clip" puts 0 for NaN, and `nan_clip` for infinities.
             On CUDA "raise" does not wait for the device: rows with a non-finite gradient are
             left alone as under "skip", the others step, and NonFiniteGradient is raised at a
-            later verb, at the latest at `Shard.check`.
+            later method, at the latest at `Shard.check`.
         deterministic: fixed order of sums (the CPU core's order is always fixed).
     """
 
@@ -310,7 +310,7 @@ class BulkRows(Protocol):
         ...
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """Make a cut and keep the rows as they are at it; at most one snapshot at a time.
+        """Set a snapshot point and keep its rows; at most one snapshot at a time.
 
         From here on deletions are kept, so that a later snapshot may start at this one's epoch.
 
@@ -348,7 +348,7 @@ class BulkRows(Protocol):
         ...
 
     def admission_state(self, table: int) -> AdmissionState:
-        """Sights of ids that have no row yet."""
+        """Admission counts of ids that have no row yet."""
         ...
 
     def load_admission_state(self, table: int, state: AdmissionState) -> None:
@@ -446,17 +446,17 @@ def _finite(what: str, value: Any, allowed: str) -> None:
 
 HASHES = 1 << 64  # hashes are in [0, HASHES)
 MOST_BITS = 20  # of a histogram
-BUFFER_BYTES = 64 << 20  # memory for rows that verbs change, before they go to a file
+BUFFER_BYTES = 64 << 20  # memory for rows that methods change, before they go to a file
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStats:
-    """What keeping the rows of a cut has cost so far.
+    """The cost so far of keeping a snapshot's rows.
 
     Args:
-        copied_rows: rows copied before a verb changed them.
+        copied_rows: rows copied before a method changed them.
         spilled_bytes: bytes of such rows that went to the temporary file.
-        waited_s: seconds that verbs waited for that file.
+        waited_s: seconds that methods waited for that file.
     """
 
     copied_rows: int
@@ -492,7 +492,7 @@ def check_range(start: int, stop: int) -> None:
         DTypeError: not ints.
         InputError: outside, or out of order.
     """
-    remedy = "Cut [0, 2^64) into ranges as Python ints."
+    remedy = "Split [0, 2^64) into ranges as Python ints."
     whole("stop of a range of hashes", stop, 0, HASHES, remedy=remedy)
     whole("start of a range of hashes", start, 0, stop, remedy=remedy)
 
@@ -511,15 +511,15 @@ def check_bits(bits: int) -> None:
 class Snapshot(Protocol):
     """The rows that a shard had when `Shard.snapshot` closed an epoch.
 
-    Between its making and `close` each row is kept as it was at the cut, whatever later verbs do
-    to it: it is read here, or copied away by the first verb that changes it. Copies that do not
+    Between its making and `close` each row is kept as at the snapshot, whatever later methods do
+    to it: it is read here, or copied away by the first method that changes it. Copies that do not
     fit the memory set aside for them go to an unlinked file. One thread reads; others train.
 
     Attributes:
         epoch: the closed epoch it shows.
         since: rows stamped in `(since, epoch]` are in it; 0: all rows.
-        concurrent: whether verbs that change rows may be called before `close`. Where not, they
-            raise `InputError`; reading verbs never do.
+        concurrent: whether methods that change rows may be called before `close`. Where not, they
+            raise `InputError`; reading methods never do.
     """
 
     @property

@@ -66,7 +66,7 @@ class TableSpec:
         on_full: what happens at `capacity_rows`: "raise" `TableFull` before anything changed,
             or evict the least recently ("lru") or least frequently ("lfu") used rows.
         expected_rows: rows to make room for at once; a hint, never a limit.
-        admission: which ids get a row; None admits each at first sight.
+        admission: which ids get a row; None admits each at the first occurrence.
         expiry: which rows `evict(now_s)` drops; None keeps all.
         hashed_as: the name that keys hashes, initial values and rounding; None means `name`.
         first_column: where this row starts in the row of `hashed_as`. A table of columns

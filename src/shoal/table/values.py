@@ -45,7 +45,7 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """Sights of ids that have no row: exact pairs, or the cells of a sketch.
+    """Admission counts of ids that have no row: exact pairs, or the cells of a sketch.
 
     ids [P] int64 and counts [P] int64 (empty for a sketch); cells: uint32, little-endian,
     row after row (empty when exact).

@@ -208,7 +208,7 @@ def _job_of(folder: RunFolder) -> str | None:
         return None
     try:
         job: str | None = json.loads(folder.launch.read_text(encoding="utf-8")).get("job")
-    except (OSError, ValueError, AttributeError):  # cut short when its job was killed
+    except (OSError, ValueError, AttributeError):  # incomplete if its job was killed
         return None
     return job
 

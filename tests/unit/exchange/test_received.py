@@ -251,7 +251,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("hosted", "message"),
         [
-            ([HostedColumns(0, 0, 4, 1)], "bank of a hosted table"),
+            ([HostedColumns(0, 0, 4, 1)], "receive buffer of a hosted table"),
             ([HostedColumns(0, 0, 2, 0), HostedColumns(0, 3, 4, 0)], "side by side"),
             ([HostedColumns(1, 0, 4, 0)], "table 0 of a feature"),
         ],

@@ -148,7 +148,7 @@ def test_out_of_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(device_memory, "MOST_CHUNKS", 3)
         before = state_of(shard)
-        with pytest.raises(OutOfDeviceMemory, match="2 wanted beside 2; allowed: 3 in all"):
+        with pytest.raises(OutOfDeviceMemory, match="2 wanted on top of 2; allowed: 3 in all"):
             VERBS["find_or_init"](shard)
         assert state_of(shard) == before
     VERBS["find_or_init"](shard)
@@ -232,7 +232,7 @@ def test_a_full_table_refuses_and_keeps_all(on_full: Any) -> None:
     ticket = shard.find_or_init(held, ctx=StepContext(event_time_s=1))
     before = state_of(shard)
     call = groups_of((1, [1, 2, 3, 3]), (0, [8, 9, 9, 10, 0]), device=DEVICE)
-    with pytest.raises(TableFull, match="'full': got 3 beside 4 rows; allowed: capacity_rows=6"):
+    with pytest.raises(TableFull, match="'full': got 3 on top of 4 rows; allowed: capacity_rows=6"):
         shard.find_or_init(call, ctx=StepContext(event_time_s=2))
     assert state_of(shard) == before
     ticket.end()

@@ -107,7 +107,7 @@ def test_a_rank_s_tables_come_in_the_order_of_specs() -> None:
 def test_a_coupled_segment_is_not_cut(rule: Optimizer) -> None:
     inner = type(getattr(rule, "inner", rule)).__name__
     placement = Placement(2, column_wise("t", 8, (0, 1)))
-    with pytest.raises(ConfigError, match=rf"'t'.*'vec'.*{inner}.*Cut between segments"):
+    with pytest.raises(ConfigError, match=rf"'t'.*'vec'.*{inner}.*Split between segments"):
         check_placement([table(rule)], placement)
     with pytest.raises(ConfigError, match=inner):
         hosted_spec(table(rule), placement.hosted[0])

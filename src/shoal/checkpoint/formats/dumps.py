@@ -171,7 +171,7 @@ def _load(path: Path) -> Any:
     try:
         try:
             return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        except RuntimeError:  # a file of before torch 1.6 cannot be mapped
+        except RuntimeError:  # a file older than torch 1.6 cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         got = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -48,7 +48,7 @@ class NodeEnvironment:
     """Where a rank stands and what its communication libraries should read.
 
     Args:
-        uuid: tells jobs apart that share a node.
+        uuid: distinguishes jobs that share a node.
         rank, size: this rank among all.
         local_rank, local_size: among those of its node; local_rank = rank mod local_size.
         node: number of the node, rank // local_size.
@@ -78,8 +78,8 @@ def node_environment(
 ) -> NodeEnvironment:
     """Compute a node's communication environment; changes nothing.
 
-    With BYTEPS_GPU_NIC_BINDING_MODE=0 (default) all cards use DMLC_INTERFACE (default eth0); else
-    cards 0 and 1 use eth0, 2 and 3 eth1, and so on, and the GDR flags show a process its card only.
+    With BYTEPS_GPU_NIC_BINDING_MODE=0 (default) all GPUs use DMLC_INTERFACE (default eth0); else
+    GPUs 0 and 1 use eth0, 2 and 3 eth1, and so on, and the GDR flags show a process its GPU only.
 
     Args:
         uuid: of the job.
@@ -203,7 +203,7 @@ def _nic(environ: Mapping[str, str], local_rank: int) -> tuple[str, dict[str, st
             raise ConfigError(
                 "BYTEPS_NUMA_ID",
                 got="nothing",
-                allowed="the NUMA node of this rank's card, with the GDR flags",
+                allowed="the NUMA node of this rank's GPU, with the GDR flags",
                 remedy="Set it per rank, or unset MONOLITH_WITH_BYTEPS_FWD_GDR and _BWD_GDR.",
             )
         bound |= {

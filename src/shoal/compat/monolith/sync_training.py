@@ -30,7 +30,7 @@ class SyncFlags:
 
     Args:
         enable_sync_training: train synchronously, if MPI started the process.
-        enable_gpu_training: put the dense model on a card.
+        enable_gpu_training: put the dense model on a GPU.
         num_ps: parameter servers; above 0 device names carry a job and a task.
         gpu_placement_allowed: what Monolith's `device_utils.enable_gpu_training()` switches on.
     """
@@ -42,7 +42,7 @@ class SyncFlags:
 
 
 class _Process:
-    """What this process was told, and what it started."""
+    """The settings of this process, and what it started."""
 
     flags = SyncFlags()
     started: backends.Started | None = None
@@ -130,7 +130,7 @@ def try_init_cuda(
     *,
     start: Start = backends.start,
 ) -> None:
-    """Show this process its own card, and start the collectives if it trains synchronously.
+    """Show this process its own GPU, and start the collectives if it trains synchronously.
 
     Under Open MPI and where CUDA_VISIBLE_DEVICES is not set, sets it to the local rank and
     CUDA_DEVICE_ORDER to PCI_BUS_ID; so call this before anything uses CUDA. What cannot start is
@@ -229,10 +229,10 @@ class SessionConfig:
 
     Args:
         allow_growth: take memory as it is needed. torch always does.
-        per_process_gpu_memory_fraction: share of the card's memory that this process may take;
+        per_process_gpu_memory_fraction: share of the GPU's memory that this process may take;
             None is all.
-        visible_device_list: number of the one card that it uses; "" leaves it open.
-        force_gpu_compatible: page-lock host buffers that travel to the card.
+        visible_device_list: number of the one GPU that it uses; "" leaves it open.
+        force_gpu_compatible: pin host buffers that travel to the GPU.
     """
 
     allow_growth: bool = False
@@ -248,9 +248,9 @@ def update_session_config_for_gpu(
 ) -> SessionConfig:
     """A configuration that fits this rank.
 
-    In synchronous training the visible card is the local rank, and MONOLITH_FORCE_GPU_COMPATIBLE
+    In synchronous training the visible GPU is the local rank, and MONOLITH_FORCE_GPU_COMPATIBLE
     (default 1) page-locks host buffers. Under BytePS with a GDR flag a process may take 0.4 of
-    the card and does not grow, since memory is registered ahead; otherwise memory grows.
+    the GPU and does not grow, since memory is registered ahead; otherwise memory grows.
 
     Raises:
         ConfigError: a backend flag with a value that it cannot have.
@@ -269,12 +269,12 @@ def update_session_config_for_gpu(
 
 
 def apply_session_config(config: SessionConfig) -> torch.device | None:
-    """Make torch follow a configuration: its card and its share of memory.
+    """Make torch follow a configuration: its GPU and its share of memory.
 
-    A process that sees one card takes that one, whatever its number on the host.
+    A process that sees one GPU takes that one, whatever its number on the host.
 
     Returns:
-        The card, None where there is no CUDA.
+        The GPU, None where there is no CUDA.
     """
     if not torch.cuda.is_available():
         return None
@@ -329,7 +329,7 @@ class BroadcastInitialState:
 
 
 class TelemetryReport:
-    """Logs what the run tells about itself every `interval` steps, on rank 0.
+    """Logs the run's counters every `interval` steps, on rank 0.
 
     Args:
         read: figures by name; None reports the pace only.

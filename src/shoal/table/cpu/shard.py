@@ -95,14 +95,14 @@ class _KeptPlan:
 
 @uncompiled
 class CpuShard:
-    """Tables in this process's memory; see `shoal.table.shard.Shard` for every verb.
+    """Tables in this process's memory; see `shoal.table.shard.Shard` for every method.
 
     Args:
         specs: the tables; names must be distinct.
         seed: with the table's name and the id, the key of every initial value.
         threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
 
-    Thread-safe. Lookups run side by side; a verb that changes rows has the shard to itself, first
+    Thread-safe. Lookups run in parallel; a method that changes rows has the shard to itself, first
     come first served. Summation order is fixed, whatever the thread count.
     """
 
@@ -464,7 +464,7 @@ class CpuShard:
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
     ) -> CpuSnapshot:
-        """Make a cut and keep the rows as they are at it; see `shoal.table.shard.Shard`.
+        """Set a snapshot point and keep its rows; see `shoal.table.shard.Shard`.
 
         Args:
             since: only what changed after `since.epoch`; None: all rows.
@@ -538,7 +538,7 @@ class CpuShard:
         native.cleared(lambda: self._core.clear(table), self._specs[table].name)
 
     def admission_state(self, table: int) -> AdmissionState:
-        """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        """Counts of ids without a row; survives a restart through `load_admission_state`."""
         checks.table_index(table, len(self._specs))
         return rows.admission_of(self._core, table)
 

@@ -26,10 +26,10 @@ _WINDOW_ROWS = 1 << 21  # of the hash space, indexed at a time: 16 bytes each
 
 @uncompiled
 class CpuSnapshot:
-    """See `shoal.table.shard.Snapshot`. Verbs that change rows go on while it is open.
+    """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
-    A row that a verb is about to change is copied first, once, into at most `buffer_bytes` of
-    memory and then into an unlinked file. If that fails, the verb goes on and the snapshot is
+    A row that a method is about to change is copied first, once, into at most `buffer_bytes` of
+    memory and then into an unlinked file. If that fails, the method continues and the snapshot is
     lost: its reads raise. Besides, an index of at most 32 MiB is kept of the hashes read last.
 
     Args:
@@ -82,7 +82,7 @@ class CpuSnapshot:
 
     @property
     def concurrent(self) -> bool:
-        """True: verbs that change rows go on."""
+        """True: methods that change rows continue."""
         return True
 
     @property

@@ -66,10 +66,11 @@ class _Report:
 
 
 class Sights:
-    """Counters of sights of all tables of a shard; not thread-safe.
+    """Admission counters of all tables of a shard; not thread-safe.
 
     Args:
-        tables: hash name and rule of each table, in the shard's order; None admits at first sight.
+        tables: hash name and rule of each table, in the shard's order; None admits at the first
+            occurrence.
         device: where the shard is.
     """
 
@@ -116,10 +117,10 @@ class Sights:
         wanted_N: Tensor,
         sizes: Mapping[int, int],
     ) -> Tensor:
-        """Add a call's sights and decide: bool [N], which ids may have a row.
+        """Add a call's occurrences and decide: bool [N], which ids may have a row.
 
         Args:
-            counts_N: int64 [N], sights that each position stands for; None: 1 each.
+            counts_N: int64 [N], occurrences that each position stands for; None: 1 each.
             wanted_N: bool [N], ids without a row; others are neither counted nor admitted.
             sizes: table -> ids of the call that are its own; a host's upper bound will do.
 
@@ -157,7 +158,7 @@ class Sights:
         return self._sketches[table].nbytes if table in self._sketches else 0
 
     def clear(self, table: int) -> None:
-        """Forget all sights of a table."""
+        """Forget all occurrences of a table."""
         if table in self._exact:
             exact = self._exact[table]
             exact.keys.fill_(EMPTY_KEY)
@@ -169,7 +170,7 @@ class Sights:
             self._sketches[table].zero_()
 
     def state(self, table: int) -> AdmissionState:
-        """Sights of a table's ids, on the CPU; pairs in the order of ids."""
+        """Admission counts of a table's ids, on the CPU; pairs in the order of ids."""
         empty_P = torch.empty(0, dtype=torch.int64, device="cpu")
         if table in self._sketches:
             return AdmissionState(empty_P, empty_P, self._sketches[table].cpu().numpy().tobytes())
@@ -256,7 +257,7 @@ class Sights:
         )
 
     def _replace(self, table: int, index: _Exact, words_W: Tensor) -> None:
-        """Allocates nothing, lest kernels be left with the memory of an index that is gone."""
+        """Allocates nothing, so that kernels never use the memory of a replaced index."""
         replaced = self._exact[table]
         retire(replaced.keys, replaced.cells)
         self._exact[table] = index
@@ -293,7 +294,7 @@ class Sights:
 
 
 def _kind(rule: Admission) -> int:
-    """Which counter a rule needs: none if every id gets a row at first sight."""
+    """Which counter a rule needs: none if every id gets a row at the first occurrence."""
     slots = [-1, *(slot for slot, _ in rule.per_slot)]
     if all(rule.required(slot) <= 1 for slot in slots):
         return admission.NONE

@@ -72,7 +72,7 @@ class ShardTables:
         return self.forms[self.form_of[table]]
 
     def runs_of(self, layout: ShardLayout, handles_N: Tensor, rooms: Sequence[int]) -> Runs:
-        """Positions sorted by row; rooms: positions of each form."""
+        """Positions sorted by row; rooms: capacity in positions of each form."""
         return runs_of(handles_N, layout if len(self.forms) > 1 else None, rooms)
 
 

@@ -126,7 +126,7 @@ class CounterReader:
             self._arrive(wait=True)
 
     def rebuilt(self, table: int) -> None:
-        """A table's index holds no erased marks from here on; older counters still tell of them."""
+        """A table's index holds no erased marks from here on; older counters still count them."""
         self._rebuilt_K[table] = self._sent
         self.known_KC[table, COUNT_ERASED] = 0
 

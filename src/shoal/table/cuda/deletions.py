@@ -39,7 +39,7 @@ class DeviceDeletions:
     """Not thread-safe.
 
     Args:
-        counters: of the shard; they tell how many rows were erased.
+        counters: of the shard; they count erased rows.
         device: the shard's.
 
     The core's log takes what has arrived: in memory, then in unnamed files in $TMPDIR. It is

@@ -47,7 +47,7 @@ class Scored:
 
 
 def scanned_together(rooms: Sequence[int]) -> list[list[int]]:
-    """Which of some tables to scan in one call, by their rooms: indices, the largest first.
+    """Which of some tables to scan in one call, by their capacity: indices, the largest first.
 
     Every table of a scan gets as much memory as the largest of them needs. So small tables are
     not scanned with a huge one, unless all of that is little.

@@ -40,7 +40,7 @@ class Span:
 
 
 def blocks_of_spans(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """Spans cut into what one program looks at: int64 [B, SPAN_WORDS] on the device."""
+    """Spans split into the part of one program: int64 [B, SPAN_WORDS] on the device."""
     parts = [_blocks(span) for span in spans]
     words_BW = np.concatenate(parts) if parts else np.empty((0, SPAN_WORDS), dtype=np.int64)
     return sent(torch.from_numpy(words_BW), device)
@@ -61,7 +61,7 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """Page-locked room for one piece, and the event after which it is filled."""
+    """Pinned room for one piece, and the event after which it is filled."""
 
     rows: slice
     parts: tuple[Tensor, ...]

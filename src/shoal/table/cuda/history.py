@@ -1,4 +1,4 @@
-"""Epochs of a GPU shard, and its rows as they were at a cut, read by hash range during training."""
+"""Epochs of a GPU shard, and its rows at a snapshot point, read by hash range during training."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class History:
             self.deletions.append(records_R)
 
     def snapshot(self, since: Cursor | None, buffer_bytes: int) -> CudaSnapshot:
-        """Make a cut and keep the rows as they are at it; counters are at hand.
+        """Set a snapshot point and keep its rows; counters are at hand.
 
         Raises:
             InputError: another one is open, or `since` cannot be served.
@@ -152,7 +152,7 @@ class History:
         stamps = Stamps(memory.layout, memory.columns_WC, self._handed_out(), span)
         self.cut()
         if not self.deletions.kept:
-            # Cursors of before, for whom there is no log, are no good.
+            # Older cursors, for which there is no log, are invalid.
             self.incarnation = _drawn_incarnation()
             self.deletions.start(self.epoch - 1)
         forms = [tables.forms[form] for form in tables.form_of]
@@ -183,7 +183,7 @@ class History:
             raise InputError("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
         self.epoch = max(self.epoch, epoch + 1)
         self.incarnation = _drawn_incarnation()
-        # Whoever resumes holds what is here now: deletions of before are none of its concern.
+        # Whoever resumes holds what is here now: earlier deletions do not matter to it.
         self.deletions.start(epoch)
         return Cursor(self.incarnation, epoch)
 
@@ -195,7 +195,7 @@ class History:
         return [Span(k, 0, size) for k, size in enumerate(sizes) if size > 0]
 
     def rows_still(self, table: int, handles_R: Tensor, images: DeviceImages) -> RowChunk:
-        """Those of these rows that are as they were at the cut, in this order, on the CPU; the
+        """Those of these rows that are as at the snapshot point, in this order, on the CPU; the
         others are among the images.
 
         Other methods wait for the launches of one piece at a time.
@@ -264,11 +264,11 @@ def _drawn_incarnation() -> int:
 
 
 class CudaSnapshot:
-    """See `shoal.table.shard.Snapshot`. Verbs that change rows go on while it is open.
+    """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
-    Each verb that changes rows makes one launch more. The device holds 4 bytes a row of the shard,
-    12 a row of the table read last, two pieces of what is read, and rows on their way to the host;
-    the host two pieces beside what is returned and the memory for rows that change. Ends with this
+    Each method that changes rows makes one launch more. The device holds 4 bytes a row of the
+    shard, 12 a row of the table read last, two pieces of what is read, and rows on their way to the
+    host; the host two pieces plus the result and the memory for rows that change. Ends with this
     object at the latest.
 
     Args:
@@ -316,7 +316,7 @@ class CudaSnapshot:
 
     @property
     def concurrent(self) -> bool:
-        """True: verbs that change rows go on."""
+        """True: methods that change rows continue."""
         return True
 
     @property

@@ -44,7 +44,7 @@ class RowImages:
 
     Args:
         specs, forms: the tables, and the row form of each.
-        epochs: rows stamped in `(since, epoch]` are those of the cut.
+        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
         buffer_bytes: memory for copies; the rest goes to the file.
     """
 
@@ -158,7 +158,7 @@ _LATEST = (1 << 32) - 1  # no row is stamped later
 
 
 class Stamps:
-    """Which rows are of a cut and lie as they did then; see `kernels.row_images`.
+    """Which rows belong to a snapshot and are unchanged; see `kernels.row_images`.
 
     Holds 4 bytes a row that the shard has room for.
 
@@ -166,7 +166,7 @@ class Stamps:
         layout: the shard's.
         columns_WC: its chunks' columns, on the host.
         spans: all rows that the tables have handed out; a table once at most.
-        epochs: rows stamped in `(since, epoch]` are those of the cut.
+        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
 
     Attributes:
         chunks: that there were.
@@ -254,10 +254,10 @@ class Mark:
 
 
 class DeviceImages:
-    """Verbs call `keep` one at a time; one other thread reads. Ends with `close`.
+    """Methods call `keep` one at a time; one other thread reads. Ends with `close`.
 
     Args:
-        stamps: of the cut.
+        stamps: of the snapshot point.
         images: where rows end up.
         forms: the shard's.
     """
@@ -269,7 +269,7 @@ class DeviceImages:
         device = stamps.device
         self._device = device
         self._on_gpu = device.type == "cuda"
-        # Where its memory comes from; a verb on another stream has to say so.
+        # Where its memory comes from; a method on another stream has to record it.
         self._home = torch._C._cuda_getCurrentRawStream(device.index) if self._on_gpu else 0
         self._copies: torch.cuda.Stream | None = None
         self._landing_L: Tensor | None = None  # the thread's own
@@ -291,9 +291,9 @@ class DeviceImages:
         forms: Sequence[int] | None = None,
         payload_H: Tensor | None = None,
     ) -> None:
-        """Keep those of these rows that are of the cut and not kept yet: they are about to change.
+        """Keep the given rows of the snapshot that are not kept yet: they are about to change.
 
-        If that fails, the snapshot is lost, not the verb.
+        If that fails, the snapshot is lost, not the method.
 
         Args:
             layout: the shard's, now.
@@ -358,7 +358,7 @@ class DeviceImages:
             self._waited_s += time.monotonic() - start
 
     def mark(self) -> Mark:
-        """A mark at this point of the shard's order of verbs."""
+        """A mark at this point of the shard's order of methods."""
         mark = Mark()
         self._queue.put(mark)
         return mark
@@ -403,7 +403,7 @@ class DeviceImages:
             try:
                 if self._lost is None:
                     self._take(item)
-            except Exception as error:  # noqa: BLE001 - told to whoever reads
+            except Exception as error:  # noqa: BLE001 - raised in the reader
                 self._lose(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             finally:
                 del item
@@ -448,7 +448,7 @@ class DeviceImages:
             at = stop
 
     def _brought(self, words_L: Tensor) -> NDArray[np.int64]:
-        """Words of the device in page-locked memory, which the next call uses again."""
+        """Words of the device in pinned memory, which the next call uses again."""
         size = words_L.numel()
         if self._landing_L is None or self._landing_L.numel() < size:
             room = max(size, _LANDING_BYTES // 8)

@@ -53,7 +53,7 @@ class Index:
 
     Args:
         tables, memory: the shard's.
-        history: is told of rows that are dropped.
+        history: is called for rows that are dropped.
         host: where rows are on the host; else None.
 
     Attributes:

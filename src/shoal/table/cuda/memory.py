@@ -56,10 +56,10 @@ _ALIGNED = 512
 
 
 class PageLocked:
-    """Hands out page-locked memory; each part lives as long as the tensor that views it.
+    """Hands out pinned memory; each part lives as long as the tensor that views it.
 
-    torch's allocator rounds page-locked sizes up to powers of two, so memory is taken from it in
-    pieces of such sizes, growing with what is in use up to PIECE_BYTES, and cut here.
+    torch's allocator rounds pinned sizes up to powers of two, so memory is taken from it in
+    pieces of such sizes, growing with what is in use up to PIECE_BYTES, and split here.
 
     device: where kernels read it; on the CPU, where they are interpreted, any memory will do.
     """
@@ -169,7 +169,7 @@ def new_block(
 
     Raises:
         torch.OutOfMemoryError: no room on the device.
-        OutOfDeviceMemory: no more page-locked host memory.
+        OutOfDeviceMemory: no more pinned host memory.
     """
     rows = sum(sizes)
 
@@ -292,7 +292,7 @@ class DeviceMemory:
         forms, form_of: distinct row forms, and the index of each table's.
         seed: of the initial values.
         device: where.
-        host_rows: keep weights and state in page-locked host memory, which kernels reach through
+        host_rows: keep weights and state in pinned host memory, which kernels reach through
             the same addresses.
 
     Attributes:
@@ -361,7 +361,7 @@ class DeviceMemory:
         return self._columns_WC[:, : self._chunks]
 
     def overdraw(self, rows_K: Counts) -> None:
-        """Let tables hold so many rows beyond their limits for a while, within one verb."""
+        """Let tables hold so many rows beyond their limits for a while, within one method."""
         self._limits_K = np.minimum(np.maximum(self._limits_K, self._given_K + rows_K), _NO_LIMIT)
 
     def lend(self, columns_WC: Counts) -> int:
@@ -483,7 +483,7 @@ class DeviceMemory:
             return
         raise OutOfDeviceMemory(
             "chunks of rows of a GPU shard",
-            got=f"{more} wanted beside {self._chunks}",
+            got=f"{more} wanted on top of {self._chunks}",
             allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
             remedy="Spread the tables over more shards, or give them a row budget "
             "(capacity_rows with on_full='lru' or 'lfu').",

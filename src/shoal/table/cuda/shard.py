@@ -140,7 +140,7 @@ class CudaShard:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What a copy is made with, beside specs, seed and device."""
+        """What a copy is made with, besides specs, seed and device."""
         return {"host_rows": self._host_rows}
 
     @property
@@ -559,7 +559,7 @@ class CudaShard:
             pass
 
     def admission_state(self, table: int) -> AdmissionState:
-        """Sights of ids without a row; survives a restart through `load_admission_state`."""
+        """Counts of ids without a row; survives a restart through `load_admission_state`."""
         checks.table_index(table, len(self.specs))
         with self._turns:
             return self._index.admission.state(table)
@@ -635,7 +635,7 @@ class CudaShard:
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
     ) -> CudaSnapshot:
-        """Make a cut and keep the rows as they are at it, whatever methods do to them later.
+        """Set a snapshot point and keep its rows, whatever methods do to them later.
 
         buffer_bytes: host memory for rows that change meanwhile; the rest goes to a file.
 

@@ -55,7 +55,7 @@ class _Size:
 
 
 class SideStream:
-    """A stream beside the shard's, for work that only the step needs; none when interpreted.
+    """A stream parallel to the shard's, for work that only the step needs; none when interpreted.
 
     device: the shard's.
     """
@@ -79,7 +79,7 @@ class SideStream:
         Args:
             work: calls `runs_of`.
             read: what it reads: the handles, and whatever else may be dropped meanwhile.
-            rooms: positions of each row form; one form alone may be recorded.
+            rooms: capacity in positions of each row form; one form alone may be recorded.
 
         Returns:
             a call that makes the stream it gets wait for the runs, and returns them. They are

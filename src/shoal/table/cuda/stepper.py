@@ -42,7 +42,7 @@ class Stepper:
 
     Args:
         tables, memory, plans: the shard's.
-        history: is told of rows that are stepped.
+        history: is called for rows that are stepped.
         host: where rows are on the host; else None.
     """
 
