@@ -125,7 +125,7 @@ def test_any_flipped_byte_is_found(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_every_flipped_byte_is_found(root: Path) -> None:
     for file in files_of(root):
         good = file.read_bytes()
