@@ -40,7 +40,11 @@ def test_kept_row_numbers_serve_only_ragged_of_as_many_values() -> None:
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_values_without_rows_are_refused(backend: Any) -> None:
-    with bounds_checks(), forced(backend), pytest.raises(ShapeError, match="number of rows: got 3; allowed: 0"):
+    with (
+        bounds_checks(),
+        forced(backend),
+        pytest.raises(ShapeError, match="number of rows: got 3; allowed: 0"),
+    ):
         ops.fused_value_rowids(Ragged(torch.arange(3), int64(0)))
 
 
