@@ -15,7 +15,7 @@ from shoal.errors import ShapeError
 from shoal.ops.checks import check_ids, check_outs, shape_error
 from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.reference import ids as reference
-from shoal.ops.segments import all_row_ids
+from shoal.ops.segment_rows import all_row_ids
 from shoal.ragged import Ragged
 
 GOOD = -1  # what the core returns when it found nothing wrong
