@@ -166,9 +166,9 @@ def test_no_room_to_evict_or_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = filled()
     with monkeypatch.context() as patch:
         patch.setattr(DeviceMemory, "make_free_lists", Failing(lambda *_: None, lambda _: True))
-        assert_refused(shard, lambda s: s.evict(100), "a verb of a GPU shard")
+        assert_refused(shard, lambda s: s.evict(100), "a method of a GPU shard")
         patch.setattr(index, "new_entries", Failing(index.new_entries, lambda _: True))
-        assert_refused(shard, lambda s: s.clear(0), "a verb of a GPU shard")
+        assert_refused(shard, lambda s: s.clear(0), "a method of a GPU shard")
     shard.clear(0)
     assert shard.evict(100) == 50
     assert [stats.rows for stats in shard.stats()] == [0, 0]
@@ -179,7 +179,7 @@ def test_free_lists_grow_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         failing = Failing(device_memory.longer_list, lambda call: call == 1)
         patch.setattr(device_memory, "longer_list", failing)
-        assert_refused(shard, lambda s: s.evict(100), "a verb of a GPU shard")
+        assert_refused(shard, lambda s: s.evict(100), "a method of a GPU shard")
     assert shard.evict(100) == 90
     assert shard.find_or_init(BOTH, ctx=StepContext()).admitted_N.all()
 
