@@ -55,10 +55,10 @@ def plan_of(pooling: Any = "sum", length: int = 1) -> PoolPlan:
 
 ONE = groups_of((0, [1, 2]))
 REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception]]] = {
-    "int32 ids": (lambda s, t: s.find(replace(ONE, ids_N=ONE.ids_N.int())), DTypeError),
-    "ids of two dims": (lambda s, t: s.find(replace(ONE, ids_N=ONE.ids_N[None])), ShapeError),
+    "int32 ids": (lambda s, t: s.find(ONE._replace(ids_N=ONE.ids_N.int())), DTypeError),
+    "ids of two dims": (lambda s, t: s.find(ONE._replace(ids_N=ONE.ids_N[None])), ShapeError),
     "splits too short": (
-        lambda s, t: s.find(replace(ONE, splits_G1=torch.tensor([0, 1]))),
+        lambda s, t: s.find(ONE._replace(splits_G1=torch.tensor([0, 1]))),
         ShapeError,
     ),
     "splits that fall": (
@@ -67,14 +67,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception]]] = {
         ),
         ShapeError,
     ),
-    "no splits": (lambda s, t: s.find(replace(ONE, splits_G1=torch.tensor([0]))), ShapeError),
-    "int32 splits": (lambda s, t: s.find(replace(ONE, splits_G1=ONE.splits_G1.int())), DTypeError),
+    "no splits": (lambda s, t: s.find(ONE._replace(splits_G1=torch.tensor([0]))), ShapeError),
+    "int32 splits": (lambda s, t: s.find(ONE._replace(splits_G1=ONE.splits_G1.int())), DTypeError),
     "splits elsewhere": (
-        lambda s, t: s.find(replace(ONE, splits_G1=ONE.splits_G1.to("meta"))),
+        lambda s, t: s.find(ONE._replace(splits_G1=ONE.splits_G1.to("meta"))),
         DTypeError,
     ),
     "no such table": (
-        lambda s, t: s.find(replace(ONE, tables_G=torch.tensor([2]).int())),
+        lambda s, t: s.find(ONE._replace(tables_G=torch.tensor([2]).int())),
         ShapeError,
     ),
     "counts too few": (lambda s, t: s.find_or_init(ONE, torch.tensor([1]), ctx=CTX), ShapeError),
@@ -154,7 +154,7 @@ def test_ids_on_another_device_are_refused() -> None:
     shard = CudaShard([spec("a")], device=DEVICE)
     elsewhere = torch.zeros(2, dtype=torch.int64, device="meta" if DEVICE == "cpu" else "cpu")
     with pytest.raises(DTypeError, match=HELPFUL):
-        shard.find(replace(ONE, ids_N=elsewhere))
+        shard.find(ONE._replace(ids_N=elsewhere))
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "first_n"])

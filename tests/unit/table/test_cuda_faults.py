@@ -193,7 +193,7 @@ def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
     more = groups_of((0, range(20)), device=DEVICE)
     with monkeypatch.context() as patch:
         patch.setattr(admission, "_Exact", Failing(admission._Exact, lambda _: True))
-        assert_refused(shard, lambda s: s.find_or_init(more, ctx=StepContext()), "a verb")
+        assert_refused(shard, lambda s: s.find_or_init(more, ctx=StepContext()), "a method")
     for _ in range(2):
         ticket = shard.find_or_init(more, ctx=StepContext())
     assert ticket.admitted_N.tolist() == [True] * 5 + [False] * 15
