@@ -169,16 +169,13 @@ def hits(texts: Iterator[Text]) -> Iterator[str]:
             yield f"{place}: {found[0]!r} -> {wanted}"
 
 
-LATER = pytest.mark.xfail(strict=False, reason="names and words of src change in the same issue")
-
-
 @pytest.mark.parametrize(
     ("surface", "least"),
     [
         pytest.param(pages, 25, id="docs"),
-        pytest.param(docstrings, 400, id="docstrings", marks=LATER),
-        pytest.param(help_texts, 20, id="help", marks=LATER),
-        pytest.param(messages, 1000, id="messages", marks=LATER),
+        pytest.param(docstrings, 400, id="docstrings"),
+        pytest.param(help_texts, 20, id="help"),
+        pytest.param(messages, 1000, id="messages"),
     ],
 )
 def test_only_plain_words(surface: Shown, least: int) -> None:

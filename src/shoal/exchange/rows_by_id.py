@@ -362,7 +362,8 @@ class RowsOverRanks:
         return {number: entry for number, entry in entries.items() if entry is not None}
 
     def _combined(self, op: Literal["sum", "max"], number: int, what: str) -> int:
-        return int(reduced(self._collectives, torch.tensor([number]), op, what=what)[0])
+        number_1 = torch.tensor([number], device="cpu")
+        return int(reduced(self._collectives, number_1, op, what=what)[0])
 
     def _rates(self, ctx: StepContext) -> dict[str, tuple[float, ...]]:
         """Rates of the shard's tables."""
