@@ -1,4 +1,4 @@
-"""The compiled core, as the table room uses it; addresses are `Tensor.data_ptr()` integers."""
+"""The compiled core; addresses are `Tensor.data_ptr()` integers."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 """The lookup plan: which columns of which rows become which columns of which outputs.
 
 Layouts of an embedding, Monolith's feature configs and rows received from other ranks all become
-one `LookupPlan`. It compiles once to int64 tables (`LookupTables`), which the compiled core, the
+one `PoolPlan`. It compiles once to int64 tables (`LookupTables`), which the compiled core, the
 kernels and the layout operators read as they are.
 """
 

@@ -177,8 +177,14 @@ def test_a_table_that_does_not_exist() -> None:
     ids, tables = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 1, 0], dtype=torch.int32)
     groups = IdGroups(ids, torch.tensor([0, 2, 3, 4]), tables)
     assert routed.reinitialize(groups, ctx=CTX).tolist() == [-1, -1, 0, 0]
-    with pytest.raises(ConfigError, match="table .t. over ranks"):
-        Table(one, shard=routed).find_or_init([1])
+    over = Table(one, shard=routed)
+    refused: list[Callable[[], object]] = [
+        lambda: over.find_or_init([1]),
+        lambda: over.load(over.export()),
+    ]
+    for call in refused:
+        with pytest.raises(ConfigError, match="table .t. over ranks"):
+            call()
 
 
 def tables_at_once() -> list[Any]:

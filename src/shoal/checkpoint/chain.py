@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ class Chain:
 
     Args:
         store, name: the last link.
+        keys: tables that must have one form along the chain; None: all.
 
     Attributes:
         links: the full one first.
@@ -76,10 +77,12 @@ class Chain:
 
     Raises:
         CheckpointError: a link is missing or of another chain (`CheckpointStore.chain`), or a
-            table has several forms along the chain.
+            table of `keys` (all, if None) has several forms along the chain.
     """
 
-    def __init__(self, store: CheckpointStore, name: str) -> None:
+    def __init__(
+        self, store: CheckpointStore, name: str, keys: Collection[str] | None = None
+    ) -> None:
         manifests = store.chain(name)
         folders = [one.parent.folder for one in manifests if one.parent is not None]
         self.links = tuple(
@@ -89,7 +92,7 @@ class Chain:
         self.last = self.links[-1]
         self.tables = self.last.manifest.tables
         for table in self.tables:
-            for link in self.links:
+            for link in self.links if keys is None or table.key in keys else ():
                 own = link.table(table.key) or table
                 if _form(own) != _form(table):
                     raise CheckpointError(
@@ -277,7 +280,7 @@ class _RangedFile:
     storage: Storage
     saved: SavedFile
     tables: tuple[SavedTable, ...]
-    _index: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _index: list[tuple[int, int, int, int]] | None = None
     """Number, table, first and last sort key of each record batch."""
 
     def rows(
@@ -285,7 +288,7 @@ class _RangedFile:
     ) -> Iterator[tuple[Tensor, Columns]]:
         """Ascending sort keys and columns of the hashes [start, stop) of a table of the file."""
         layout = layout_of(self.saved, self.tables)
-        if not self._index and self.saved.rows:
+        if self._index is None:
             check_streaming(self.storage, self.saved)
             with self._parsing():
                 opened(self, False)

@@ -137,10 +137,10 @@ class _Load:
         ranks: Collectives,
     ) -> None:
         self._contents, self._ranks, self._resumes = contents, ranks, options.state
-        chain = Chain(store, name)
-        self._storage, self.manifest = chain.last.storage, chain.last.manifest
         specs = {key: hosting.specs for key, hosting in contents.tables.items()}
-        self.matches = match_tables(self.manifest.tables, specs, options)
+        self.matches = match_tables(store.manifest(name).tables, specs, options)
+        chain = Chain(store, name, {match.saved.key for match in self.matches})
+        self._storage, self.manifest = chain.last.storage, chain.last.manifest
         for match in self.matches:
             check_capacity(match, chain.fewest_rows(match.saved.key), options.now_s)
         targets = targets_of(self.matches, contents.tables, ranks.rank)

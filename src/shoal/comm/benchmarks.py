@@ -223,7 +223,7 @@ def bps_comm_benchmark(
     Args:
         settings: what to run; from MONOLITH_BENCHMARK_* when left out.
         mesh: the job's; that of `shoal.comm.init` when left out.
-        tell: gets a line of text.
+        tell: called with each line of text.
 
     Returns:
         The printed results, by benchmark.

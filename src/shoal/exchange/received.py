@@ -18,6 +18,7 @@ from shoal.ops import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
 )
+from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import backend_on, checks_bounds
 from shoal.ops.layout import layout_backward, layout_forward
 from shoal.ops.reference import layout as reference
@@ -143,6 +144,8 @@ class ReceivedRows:
                 forward = reference.layout_forward if tables.sequences_add else layout_forward
                 cells = self._cells_of(layout, ordered.batch_size, device)
                 call = tables.on(device).call(*index, cells, [ordered.batch_size])
+                if tables.sequences_add and (device.type == "cpu" or checks_bounds()):
+                    check_layout(buffers, *call)
                 outputs = forward(buffers, *call)
             for output, first, stop in () if tables.sequences_add else tables.gaps:
                 outputs[output][:, first:stop] = 0

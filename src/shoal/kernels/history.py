@@ -449,7 +449,7 @@ def log_deleted(
     """Append (id, table, epoch) of rows that are about to be erased. One launch.
 
     Args:
-        handles_M, size_1: as `table_erase.erase` takes them.
+        handles_M, size_1: as `kernels.index.erase` takes them.
         log_L: int64 [1 + LOG_WORDS * room]: how many records there are, then the records. Those
             without room are counted and left out.
     """
@@ -593,7 +593,7 @@ def stamp_rows(
 
     Args:
         stamped_WC: int64 [CHUNK_WORDS, C], see above; stamps are 0 before.
-        spans_BW: as `row_changes.count_changed` takes them.
+        spans_BW: as `count_changed` takes them.
     """
     if len(spans_BW) == 0:
         return

@@ -73,13 +73,16 @@ def check_rows(op: str, name: str, rows: Tensor, *, floating: bool = False) -> N
         check_floating(op, name, rows)
 
 
+_REALS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
 def check_floating(op: str, name: str, tensor: Tensor) -> None:
     """Require a floating dtype.
 
     Raises:
         DTypeError: it is another.
     """
-    if not tensor.is_floating_point():
+    if tensor.dtype not in _REALS:
         what, allowed = f"{op}: dtype of {name}", "float16, bfloat16, float32 or float64"
         raise DTypeError(what, got=tensor.dtype, allowed=allowed, remedy="Call .float().")
 

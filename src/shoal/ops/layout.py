@@ -46,7 +46,7 @@ def fused_embedding_to_layout(
 
     Returns:
         Outputs in sorted layout name order, [B, D], [B, L, D], [B, n, D] or [B, n, L, D] as
-        `layout_specs` has them, of the dtype of the rows.
+        `layout_plan` has them, of the dtype of the rows.
 
     Raises:
         ShapeError: lengths that do not fit together; cell_splits_C1 that fall.

@@ -461,7 +461,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     Attributes:
         global_step: steps done; what schedules and the rules see.
         proxies: one parameter per table of this process's shards, whose `.grad` has its sums.
-        ledgers: where backward writes, one per shard.
+        ledgers: gradient accumulators that backward writes, one per shard.
 
     Raises:
         ConfigError: no collection in the modules, or an unknown policy.

@@ -1,4 +1,4 @@
-"""Rows, admission counters figures and cursors as values."""
+"""Rows, admission counters, figures and cursors as values."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class RowImages:
         )
 
     def keep(self, records_L: NDArray[np.int64], places_R: NDArray[np.int64], first: int) -> None:
-        """Add records as `kernels.row_images` writes them; waits while the file is behind.
+        """Add records as `kernels.history` writes them; waits while the file is behind.
 
         Args:
             records_L: words of whole records, the first of which is word `first` of all.
@@ -158,7 +158,7 @@ _LATEST = (1 << 32) - 1  # no row is stamped later
 
 
 class Stamps:
-    """Which rows belong to a snapshot and are unchanged; see `kernels.row_images`.
+    """Which rows belong to a snapshot and are unchanged; see `kernels.history`.
 
     Holds 4 bytes a row that the shard has room for.
 
@@ -297,7 +297,7 @@ class DeviceImages:
 
         Args:
             layout: the shard's, now.
-            handles_M, size_1, payload_H: as `kernels.row_images.keep_rows` takes them.
+            handles_M, size_1, payload_H: as `kernels.history.keep_rows` takes them.
             forms: row forms that the rows have; None: any.
         """
         m = handles_M.numel()
