@@ -17,15 +17,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.dense_manifest import manifest_of
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import capture, write
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.manifest import Manifest, SCHEMA, SavedFile, commit
+from shoal.checkpoint.manifest import commit
 from shoal.checkpoint.storage import Storage
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CheckpointError
+from support.dense_manifest import manifest_of
 from support.rank_devices import DEVICES
 from support.ranks import run_ranks
 
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.multiproc
 FORMS = ("one", "ddp", "fsdp2")
 BATCH = 8
 HOST = torch.device("cpu")
+
 
 class Net(nn.Module):
     """Rows that two ranks cannot halve, a buffer, and a parameter that gets no gradient."""
@@ -154,9 +155,7 @@ def test_each_form_loads_what_any_saved(tmp_path: Path, device: str, form: str) 
         assert all(loss == loss for loss in losses)
 
 
-def failing(
-    folder: str, form: str, ranks: Collectives, device: torch.device
-) -> tuple[str, bool]:
+def failing(folder: str, form: str, ranks: Collectives, device: torch.device) -> tuple[str, bool]:
     job = Job(form, 1, ranks, device)
     before = copy.deepcopy(job.values())
     with pytest.raises(CheckpointError) as caught:

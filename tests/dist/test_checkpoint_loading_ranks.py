@@ -14,10 +14,10 @@ from shoal.comm import launch
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids
 from shoal.rules.optimizers import Adagrad
-from shoal.table.facade import Table
-from shoal.table.spec import Segment, TableSpec
 from shoal.table.cpu.shard import CpuShard
+from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables, hosted_specs, plan_placement
+from shoal.table.spec import Segment, TableSpec
 from support.ranks import run_ranks
 from support.saved_by_hand import HandTable, write_by_hand
 

@@ -10,11 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
 from shoal.checkpoint import rank_rows, writing
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.writing import JobWriter
-from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.saving import begin, save
+from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.writing import JobWriter
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, CollectiveFailed
@@ -120,8 +121,9 @@ def test_a_save_is_given_up_by_one_rank_at_any_stage(tmp_path: Path) -> None:
 
 def give_up_everywhere(ranks: Collectives, root: str) -> None:
     job = trained("row_wise", ranks)
-    for stage in ("row files", "deletions", "admission counters", "admission sketches", "dense part",
-                  "states of ranks", "state of the job"):  # fmt: skip
+    counters = ("admission counters", "admission sketches")
+    states = ("states of ranks", "state of the job")
+    for stage in ("row files", "deletions", *counters, "dense part", *states):
         with give_up_before(stage, ranks):
             saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
             with pytest.raises(CheckpointError, match=rf"{stage} .*: got on rank 1: .*abort\(\)"):
@@ -159,9 +161,11 @@ def fail_beside_rows(ranks: Collectives, root: str) -> None:
     parts: dict[str, Any] = dict(kind="delta", parent=saving.wait(), since=saving.cursors)
     parts |= dict(step=4, position=0, collectives=ranks)
     for owner, name in ((CpuSnapshot, "deleted"), (writing, "write_whole")):
-        with on_rank_1(ranks, mock.patch.object(owner, name, broken)):
-            with pytest.raises(CheckpointError, match="on rank 1: OSError: the disk is gone"):
-                save(root, contents, **parts)
+        with (
+            on_rank_1(ranks, mock.patch.object(owner, name, broken)),
+            pytest.raises(CheckpointError, match="on rank 1: OSError: the disk is gone"),
+        ):
+            save(root, contents, **parts)
     save(root, contents, **parts)
 
 
@@ -207,7 +211,7 @@ def save_apart(ranks: Collectives, root: str) -> int:
 
 
 def test_sketches_do_not_grow_by_being_moved(tmp_path: Path) -> None:
-    """Cells are the largest of any rank's, so that ranks that all hold a sketch save it as it is."""
+    """Cells are the largest of any rank's, so ranks that all hold a sketch save it as it is."""
     run_ranks(2, on_ranks, move_sketches, str(tmp_path))
     first, second = (
         (tmp_path / name / FULL / "admission/main.views.sketch").read_bytes() for name in "ab"

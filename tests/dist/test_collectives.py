@@ -98,7 +98,7 @@ def test_a_rank_that_stops_ends_the_others(how: str) -> None:
 
 
 def other_sizes() -> str:
-    """Rank 1 sends less than rank 0 was told; Gloo ends a process that gets more than it expects."""
+    """Rank 1 sends less than rank 0 was told; Gloo ends a process that gets too much."""
     with gloo(TIMEOUT_S) as collectives:
         rows = 4 if collectives.rank == 0 else 3
         try:

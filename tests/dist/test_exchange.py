@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.exchange_cases import CASES, same_as_local
 from support.exchange_failures import (
     full_everywhere,
     full_owner,
@@ -11,11 +12,11 @@ from support.exchange_failures import (
     rounded_on_the_way,
     wrong_time,
 )
-from support.exchange_cases import CASES, same_as_local
 from support.exchange_runs import Case, rank_runs
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
+
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_same_as_one_process(world_size: int) -> None:

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.launched import place
-from support.ranks import free_port, run_ranks
 
 from shoal import comm
 from shoal.comm.benchmarks import benchmark_settings
 from shoal.errors import CollectiveFailed, ConfigError
+from support.launched import place
+from support.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -296,12 +296,12 @@ def test_two_agents_of_torchrun_on_loopback() -> None:
     ]
     places = told(commands)
     assert [place["rank"] for place in places] == [0, 1]
-    for place in places:
-        assert place["launcher"] == "torchrun"
-        assert (place["world_size"], place["local_world_size"]) == (2, 1)
-        assert place["carrier"] == "TorchCollectives"  # two hosts, as far as ranks know
-        assert place["total"] == 3.0
-        assert place["every"] == [0, 1]
+    for one in places:
+        assert one["launcher"] == "torchrun"
+        assert (one["world_size"], one["local_world_size"]) == (2, 1)
+        assert one["carrier"] == "TorchCollectives"  # two hosts, as far as ranks know
+        assert one["total"] == 3.0
+        assert one["every"] == [0, 1]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")

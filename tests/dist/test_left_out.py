@@ -108,11 +108,11 @@ def one_step(
 # What one rank does -> what tells of the call and whose it is.
 CASES = {
     "not called": r"'exchange of id counts' of tables views, which ranks \[1\] have not called",
-    "not in the loss": r"'exchange of gradients' of tables views, which ranks \[1\] have not called",
+    "not in the loss": r"'exchange of gradients' of tables views, which ranks \[1\] have not",
     "called twice": r"not in the same call of tables views|"
     r"call 12 of tables views is 'exchange of gradients' on ranks \[0\], 'exchange of id counts'",
     "other order": r"of tables clicks, which ranks \[1\] have not called",
-    "no backward": r"'gradients of the dense part' of dense part, which ranks \[1\] have not called",
+    "no backward": r"'gradients of the dense part' of dense part, which ranks \[1\] have not",
     "no step": r"'vote on finite gradients' of steps, which ranks \[1\] have not called",
     "evaluates": r"tables clicks over ranks: got the call by rank: training, evaluation",
     "reads a table": r"'find' of tables views, which ranks \[0\] have not called",
@@ -133,7 +133,10 @@ def told(
     ("path", "how"),
     [
         *(("shared_memory", how) for how in CASES),
-        *(("torch", how) for how in ("not in the loss", "called twice", "no step", "reads a table")),
+        *(
+            ("torch", how)
+            for how in ("not in the loss", "called twice", "no step", "reads a table")
+        ),
     ],
 )
 def test_ranks_in_different_calls_are_told_of_them(path: str, how: str) -> None:

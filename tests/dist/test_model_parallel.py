@@ -14,9 +14,7 @@ from shoal.distributed import DistributedModelParallel
 from shoal.distributed.model import Placing
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.optim import JointOptimizer, SparseOptimizer
-from shoal.rules.optimizers import Adagrad
-from shoal.rules.optimizers import Adam
-from shoal.rules.optimizers import SGD, SignSGD
+from shoal.rules.optimizers import SGD, Adagrad, Adam, SignSGD
 from shoal.table.hosting import plan_placement
 from support.ranks import run_ranks
 from support.spread_model import (

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.saving import save
+from shoal.checkpoint.store import CheckpointStore
 from shoal.comm.collectives import Collectives
 from support.ranks import run_ranks
 from support.resharding import (

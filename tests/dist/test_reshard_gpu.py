@@ -170,9 +170,7 @@ def parts_of(stores: Stores, home: Home, world_size: int) -> list[Part]:
     return found
 
 
-def side_by_side(
-    act: Callable[..., None], cases: Mapping[int, Sequence[Part]]
-) -> dict[int, Ranks]:
+def side_by_side(act: Callable[..., None], cases: Mapping[int, Sequence[Part]]) -> dict[int, Ranks]:
     """Running jobs of so many ranks each; one rank has an idle one beside it."""
     return {
         size: start_ranks(max(size, 2), on_ranks, act, {size: parts}, timeout_s=LONG_S)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.backends.torch import TorchCollectives
+from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.errors import CollectiveFailed, ConfigError, InputError, ShapeError, TableFull
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.placement import Placement, column_wise, data_parallel, grid, row_wise, table_wise
 from shoal.rules.expiry import Expiry
-from shoal.rules.optimizers import Adagrad
-from shoal.rules.optimizers import Adam
-from shoal.rules.optimizers import SGD
+from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
-from shoal.table.spec import Segment, TableSpec
 from shoal.table.hosting import hosted_specs
 from shoal.table.shard import IdGroups, StepContext
+from shoal.table.spec import Segment, TableSpec
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -88,7 +87,7 @@ def story(one: Table, parts: list[int]) -> dict[str, Any]:
 
     told: dict[str, Any] = {}
     one.assign(ids(IDS), values(IDS, 0), event_time_s=50 + 10 * max(parts))
-    told["find"] = one.find(ids(IDS) + [77])
+    told["find"] = one.find([*ids(IDS), 77])
     one.assign_add(ids(MORE), values(MORE, 100))
     told["size"] = len(one)
     one.apply(ids(IDS), values(IDS, 1), global_step=3, learning_rates=(0.5, 0.125))
@@ -183,7 +182,7 @@ def test_a_table_that_does_not_exist() -> None:
         lambda: over.load(over.export()),
     ]
     for call in refused:
-        with pytest.raises(ConfigError, match="table .t. over ranks"):
+        with pytest.raises(ConfigError, match=r"table .t. over ranks"):
             call()
 
 
@@ -233,9 +232,7 @@ def failures() -> list[str]:
     try:
         shape = DIM if rank == 0 else DIM - 1
         one.shard.assign(
-            IdGroups(
-                torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32)
-            ),
+            IdGroups(torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32)),
             [torch.zeros(1, shape, dtype=torch.float64)],
             ctx=CTX,
         )

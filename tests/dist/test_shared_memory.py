@@ -166,7 +166,6 @@ def test_large_messages_move_beside_the_caller() -> None:
 
 def loop_until(stops: str) -> dict[str, Any]:
     """Exchanges in a loop; at step 3 rank 1 stops in the way named. What the others saw."""
-    collectives = None
     with shared(TIMEOUT_S) as collectives:
         splits = (200_000,) * collectives.world_size
         data = torch.zeros(sum(splits))
