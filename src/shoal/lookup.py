@@ -146,13 +146,15 @@ class LookupTables:
             return self
         if device in self._elsewhere:
             return self._elsewhere[device]
-        moved = replace(
-            self,
-            features_F=self.features_F.to(device),
-            slices_S=self.slices_S.to(device),
-            sums_AM=self.sums_AM.to(device),
-            _elsewhere={},
-        )
+        # Kept for calls that record gradients, which take no tensors of inference mode.
+        with torch.inference_mode(False):
+            moved = replace(
+                self,
+                features_F=self.features_F.to(device),
+                slices_S=self.slices_S.to(device),
+                sums_AM=self.sums_AM.to(device),
+                _elsewhere={},
+            )
         # A tracer's stand-ins must not outlive the trace.
         if type(moved.features_F) is Tensor and not torch.compiler.is_exporting():
             self._elsewhere[device] = moved
@@ -243,6 +245,15 @@ def check_sums(pools: Sequence[Pool]) -> None:
     Raises:
         ConfigError: they do not.
     """
+    for pool in pools:
+        for part in pool.slices:
+            if pool.lanes > 1 and part.stride < part.width:
+                raise ConfigError(
+                    f"step of a first_n slice into output {part.output}",
+                    got=part.stride,
+                    allowed=f"{part.width} or more, the columns of a row; 0 for just them",
+                    remedy="Leave the step out.",
+                )
     cut = _cut(pools)
     parts = [part for pool in cut for part in pool.slices]
     for output, *run in _meetings(cut):

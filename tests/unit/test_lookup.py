@@ -57,6 +57,9 @@ def test_columns_written_twice_are_refused() -> None:
     pools = (Pool("sum", (Slice(0, 3, 0, 0),)), Pool("sum", (Slice(0, 2, 0, 2),)))
     with pytest.raises(ConfigError, match="column 2 of output 0 of a pool plan: got written twice"):
         check_sums(pools)
+    steps = (Pool("first_n", (Slice(0, 4, 0, 0, add=True, step=2),), length=2),)
+    with pytest.raises(ConfigError, match="step of a first_n slice into output 0: got 2"):
+        check_sums(steps)
 
 
 def test_joined_sequences_are_one_output() -> None:

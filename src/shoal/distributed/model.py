@@ -55,7 +55,9 @@ class LaterExchange:
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        """See `Exchange`; makes it."""
+        """See `Exchange`; makes it. Copies ask for private names, on one rank maybe."""
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._make(), name)
 
 

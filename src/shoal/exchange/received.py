@@ -249,17 +249,17 @@ class ReceivedRows:
         """
         groups_K, buffers_K, widths_K = self._on(offsets_N.device)
         count, size, rows_N = offsets_N.shape[0], ordered.batch_size, offsets_N
+        numbers = set(self._compiled.buffers_K) or {0}
+        buffer_N = offsets_N.new_full((count,), min(numbers), dtype=torch.int32)
+        if len(numbers) == 1 and self._compiled.straight and ordered.weights_N is None:
+            return rows_N, buffer_N, ordered.offsets_FB1
         starts_K1 = sent(starts, offsets_N.device)
         if ordered.weights_N is not None:
             blocks_K = torch.arange(groups_K.numel(), device=offsets_N.device)
             block_N = blocks_K.repeat_interleave(starts_K1.diff(), output_size=count)
             within_N = torch.arange(count, device=offsets_N.device) - starts_K1[block_N]
             rows_N, buffer_N = within_N * widths_K[block_N], block_N.to(torch.int32)
-        elif not any(self._compiled.buffers_K):
-            buffer_N = offsets_N.new_zeros(count, dtype=torch.int32)
-        elif len(set(self._compiled.buffers_K)) == 1:
-            buffer_N = buffers_K[:1].expand(count).contiguous()
-        else:
+        elif len(numbers) > 1:
             buffer_N = buffers_K.repeat_interleave(starts_K1.diff(), output_size=count)
         if self._compiled.straight:
             return rows_N, buffer_N, ordered.offsets_FB1

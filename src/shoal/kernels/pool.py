@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,12 @@ def _lines(
     """(wave, form, line in columns): each slice after those whose columns it shares."""
     tables = plan.tables
     waves: dict[int, int] = {}
+    before: dict[int, set[int]] = {}
     for _, *run in tables.sums_AM.tolist():
-        waves.update({slice_: max(waves.get(slice_, 0), n) for n, slice_ in enumerate(run)})
+        for first, then in itertools.pairwise(slice_ for slice_ in run if slice_ >= 0):
+            before.setdefault(then, set()).add(first)
+    for slice_ in sorted(before):  # the slices before one have lower numbers
+        waves[slice_] = 1 + max(waves.get(first, 0) for first in before[slice_])
     features = tables.features_F.tolist()
     for number, row in enumerate(tables.slices_S.tolist()):
         group, start, width, output, column, step, role, _, stride = row

@@ -191,12 +191,14 @@ class TrainPipeline:
     def _executor_over(self, source: Iterator[Any]) -> Executor:
         control = _control_of(self._model) if self._control is None else self._control
         require_same_settings(control, self._settings)
-        device = self._device
+        device = _device_of(self._model) if self._device is None else self._device
         return Executor(
             self._settings,
             self._stages,
             control,
-            _device_of(self._model) if device is None else torch.device(device),
+            torch.empty(
+                0, device=device
+            ).device,  # "cuda" alone has no number, and threads want one
             source,
             snapshot_before=self._snapshot_before,
             evict_due_s=self._first_due_s,

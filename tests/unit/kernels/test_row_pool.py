@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.pool import gather_pooled, pool_lines
+from shoal.kernels.pool import COLUMN, WIDTH, gather_pooled, pool_lines
 from shoal.kernels.rows import gather
 from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
@@ -152,6 +153,24 @@ def test_slices_add_to_earlier_ones(device: str) -> None:
     rows = call.rows(False)
     wanted = pool_rows([row.double() for row in rows], plan, call.offsets_GB1, None, torch.float64)
     assert_near(got, (wanted[0].float(), wanted[1].float(), wanted[2]))
+
+
+def test_lines_of_one_launch_share_no_columns(device: str) -> None:
+    """Programs of a launch run at once and add without atomics."""
+    rows = DeviceRows.make([plain_table("a", 4)], device, SEED)
+    plan = PoolPlan(
+        (
+            Pool("sum", (Slice(0, 4, 0, 4),)),
+            Pool("first_n", (Slice(0, 4, 0, 0, True),), length=2),
+            Pool("sum", (Slice(0, 4, 0, 0, True),)),
+        ),
+        (Output(8),),
+    )
+    form = rows.forms[0]
+    for one in pool_lines(plan, [form] * 3, torch.device(device)).launches:
+        lines = one.lines_LW.tolist()
+        spans = [(line[COLUMN], line[COLUMN] + line[WIDTH]) for line in lines]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans))), spans
 
 
 def test_pooling_nothing(device: str) -> None:

@@ -160,7 +160,8 @@ class CudaShard:
         if not isinstance(ticket, CudaTicket) or ticket.shard is not self or not ticket.live:
             raise native.foreign_ticket()
         if ticket.stream is not self._turns.stream:
-            retire(ticket.groups.ids_N, *ticket.parts)
+            places_N = None if ticket.held is None else ticket.held.places_N
+            retire(ticket.groups.ids_N, *ticket.parts, *(() if places_N is None else (places_N,)))
         return ticket
 
     def _settle(self) -> None:

@@ -67,9 +67,11 @@ class Turns:
         trace: TracebackType | None,
     ) -> None:
         guard = self._guards.pop() if self._guards else None
-        if guard is not None:
-            guard.__exit__(kind, error, trace)
-        self.lock.release()
+        try:
+            if guard is not None:
+                guard.__exit__(kind, error, trace)
+        finally:
+            self.lock.release()
         if isinstance(error, torch.OutOfMemoryError):
             raise native.no_memory("a method of a GPU shard", self._device, error) from error
 
