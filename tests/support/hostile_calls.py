@@ -31,8 +31,6 @@ import shoal.ops
 from shoal import EmbeddingCollection, Feature, KeyedRagged, Ragged, Segment, Table, TableSpec
 from shoal.errors import ShoalError
 
-DTYPES = (torch.int64, torch.float32)
-
 
 class Plain(Tensor):
     """A subclass that adds nothing."""

@@ -188,10 +188,6 @@ def drawn() -> int:
     return secrets.randbelow((1 << 63) - 1) + 1
 
 
-def ids_of(keys: list[Key], table: int) -> Tensor:
-    return torch.tensor([id_ for k, id_ in keys if k == table], dtype=torch.int64)
-
-
 def by_hash(spec: TableSpec, ids: list[int]) -> tuple[Tensor, Tensor]:
     ids_R = torch.tensor(ids, dtype=torch.int64)
     keys_R, order_R = sort_key(hash_ids(spec.hash_name, ids_R)).sort()

@@ -124,11 +124,6 @@ class RowCache:
         self._storage: list[Tensor] = []
         self._maps = self._made([int(cache_bytes * f.share) // f.row_bytes for f in self._forms])
 
-    @property
-    def staging(self) -> bool:
-        """Whether it is emptied after each batch."""
-        return self._staging
-
     def _made(self, slots_F: Sequence[int]) -> CacheMaps:
         """Pools of so many slots, whole chunks of numbers each."""
         pools, columns, first = [], [], 0
