@@ -216,7 +216,7 @@ def require_same(data: PuzzleData, other: PuzzleData) -> None:
     Raises:
         DataError: the data differ from those of the run.
     """
-    remedy = "Resume with the data that the run started with, or name another run."
+    remedy = "Resume with the data that the run began with, or name another run."
     require_alike(data, other, remedy=remedy)
     for field in dataclasses.fields(Metadata):
         _require_same(data, other, field.name, remedy)
