@@ -335,7 +335,7 @@ def benchmarked() -> tuple[list[str], dict[str, list[tuple[int, float]]]]:
     settings = benchmark_settings({}, which="all", iterations=40, all_reduce_length=64)
     settings = replace(settings, all_to_all_length=640)
     mesh = comm.init(device="cpu")
-    found = comm.bps_comm_benchmark(settings, mesh=mesh, tell=lines.append)
+    found = comm.bps_comm_benchmark(settings, mesh=mesh, write_line=lines.append)
     comm.shutdown()
     return lines, found
 

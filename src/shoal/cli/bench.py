@@ -96,7 +96,7 @@ def comm(
             benchmarks.bps_comm_benchmark(
                 settings,
                 mesh=started,
-                tell=lambda line: print_line(out, line),
+                write_line=lambda line: print_line(out, line),
             )
         finally:
             launch.shutdown()

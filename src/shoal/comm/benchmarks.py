@@ -213,7 +213,7 @@ def bps_comm_benchmark(
     settings: BenchmarkSettings | None = None,
     *,
     mesh: Mesh | None = None,
-    tell: Callable[[str], None] = print,
+    write_line: Callable[[str], None] = print,
 ) -> Summary:
     """Run the benchmarks asked for; rank 0 prints each one's list of (length, mean goodput).
 
@@ -223,7 +223,7 @@ def bps_comm_benchmark(
     Args:
         settings: what to run; from MONOLITH_BENCHMARK_* when left out.
         mesh: the job's; that of `shoal.comm.init` when left out.
-        tell: called with each line of text.
+        write_line: called with each line of text.
 
     Returns:
         The printed results, by benchmark.
@@ -260,11 +260,11 @@ def bps_comm_benchmark(
                 )
                 results.append((length, sum(found) / len(found)))
         if mesh.rank == 0 and not has_gpu and ("g" in name or name == "ar"):
-            tell(f"{name}: no GPU on this machine; its part on GPUs is left out")
+            write_line(f"{name}: no GPU on this machine; its part on GPUs is left out")
         if results:
             summaries[name] = results
             if mesh.rank == 0:
-                tell(f"{name}_summary: {results}")
+                write_line(f"{name}_summary: {results}")
     for collectives in made.values():
         collectives.close()
     return summaries

@@ -46,12 +46,12 @@ def clip_grad_norm_(
         for proxy in member.proxies
         if proxy.grad is not None and proxy.grad.numel()
     ]
-    ledgers = [ledger for member in members for ledger in member.ledgers]
-    if shared(ledgers) is None:
+    accumulators = [ledger for member in members for ledger in member.accumulators]
+    if shared(accumulators) is None:
         return nn.utils.clip_grad_norm_(
             [*dense, *tables], max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
-    total = _common_norm(dense, tables, ledgers, float(norm_type))
+    total = _common_norm(dense, tables, accumulators, float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for dense and sparse gradients over all ranks "
@@ -68,11 +68,11 @@ def clip_grad_norm_(
 def _common_norm(
     dense: Sequence[Tensor],
     tables: Sequence[TableGradient],
-    ledgers: Sequence[GradientLedger],
+    accumulators: Sequence[GradientLedger],
     norm_type: float,
 ) -> Tensor:
     """The norm over all ranks, float64 where the host has it; the same bits on every rank."""
-    device = ledgers[0].shard.device
+    device = accumulators[0].shard.device
     grads = [param.grad for param in dense if param.grad is not None]
     replicas = nn.utils.get_total_norm(grads, norm_type)
     # FSDP2 splits gradients: their norm is a DTensor that knows of the other ranks' parts.
@@ -81,6 +81,6 @@ def _common_norm(
     owned = [proxy.grad for proxy in tables if proxy.speaks_for_itself and proxy.grad is not None]
     sparse_norm = nn.utils.get_total_norm(owned, norm_type).to(device, torch.float64)
     if norm_type == float("inf"):
-        return torch.maximum(dense_norm, worst(ledgers, sparse_norm))
-    powers = summed(ledgers, sparse_norm**norm_type) + dense_norm**norm_type
+        return torch.maximum(dense_norm, worst(accumulators, sparse_norm))
+    powers = summed(accumulators, sparse_norm**norm_type) + dense_norm**norm_type
     return powers ** (1.0 / norm_type)

@@ -69,7 +69,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self.check_finite()
         for member in self.optimizers:
             if isinstance(member, SparseOptimizer):
-                member.vouched = True
+                member.finite_checked = True
             member.step()
         return loss
 

@@ -28,30 +28,30 @@ from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
 
-def shared(ledgers: Sequence[GradientLedger]) -> GradientLedger | None:
+def shared(accumulators: Sequence[GradientLedger]) -> GradientLedger | None:
     """One of the accumulators whose tables are spread over ranks; None if there is none."""
-    return next((ledger for ledger in ledgers if ledger.world_size > 1), None)
+    return next((ledger for ledger in accumulators if ledger.world_size > 1), None)
 
 
-def anywhere(ledgers: Sequence[GradientLedger], here: Sequence[Tensor]) -> Tensor:
+def anywhere(accumulators: Sequence[GradientLedger], here: Sequence[Tensor]) -> Tensor:
     """Which ranks say yes to any of some bool scalars, uint8 [W]; a collective call."""
-    device = ledgers[0].shard.device
+    device = accumulators[0].shard.device
     mine = torch.stack([flag.to(device) for flag in here]).any()
-    collectives = _collectives(ledgers)
+    collectives = _collectives(accumulators)
     if collectives is None:
         return mine.to(torch.uint8).reshape(1)
     return flagged(collectives, mine, what="vote on finite gradients")
 
 
-def summed(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
+def summed(accumulators: Sequence[GradientLedger], value: Tensor) -> Tensor:
     """A scalar, added up over ranks; a collective call."""
-    collectives = _collectives(ledgers)
+    collectives = _collectives(accumulators)
     return value if collectives is None else reduced(collectives, value, "sum", what=_NORM)
 
 
-def worst(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
+def worst(accumulators: Sequence[GradientLedger], value: Tensor) -> Tensor:
     """The largest of a scalar over ranks, NaN if any is; a collective call."""
-    collectives = _collectives(ledgers)
+    collectives = _collectives(accumulators)
     if collectives is None:
         return value
     # Whether the maximum of a NaN is one depends on what carries it.
@@ -63,9 +63,9 @@ def worst(ledgers: Sequence[GradientLedger], value: Tensor) -> Tensor:
 _NORM = "norm of gradients"
 
 
-def _collectives(ledgers: Sequence[GradientLedger]) -> Collectives | None:
+def _collectives(accumulators: Sequence[GradientLedger]) -> Collectives | None:
     """Of the ranks that share the tables, at the accumulator's step; None for one rank."""
-    ledger = shared(ledgers)
+    ledger = shared(accumulators)
     if ledger is None or ledger.collectives is None:
         return None
     ledger.collectives.step = ledger.global_step
@@ -264,14 +264,14 @@ class FiniteFlag(_Proxy):
     _ledgers: tuple[GradientLedger, ...]
     _known: tuple[tuple[int, ...], Tensor] | None
 
-    def __new__(cls, ledgers: Sequence[GradientLedger]) -> FiniteFlag:
+    def __new__(cls, accumulators: Sequence[GradientLedger]) -> FiniteFlag:
         made = super().__new__(
-            cls, torch.zeros(1, dtype=torch.float32, device=ledgers[0].shard.device)
+            cls, torch.zeros(1, dtype=torch.float32, device=accumulators[0].shard.device)
         )
-        made._ledgers, made._known = tuple(ledgers), None
+        made._ledgers, made._known = tuple(accumulators), None
         return made
 
-    def __init__(self, ledgers: Sequence[GradientLedger]) -> None:
+    def __init__(self, accumulators: Sequence[GradientLedger]) -> None:
         """All is done in `__new__`, as tensors are."""
 
     @property
@@ -313,11 +313,11 @@ def find_collections(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
     return list(found.values())
 
 
-def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientLedger, ...]:
+def share_accumulators(collections: Sequence[EmbeddingCollection]) -> tuple[GradientLedger, ...]:
     """One accumulator per shard: rows that two collections touch take one step."""
-    ledgers: dict[int, GradientLedger] = {}
+    accumulators: dict[int, GradientLedger] = {}
     for collection in collections:
-        ledger = ledgers.setdefault(id(collection.shard), collection.ledger)
+        ledger = accumulators.setdefault(id(collection.shard), collection.ledger)
         if ledger.inserts != collection.init_on_lookup:
             raise ConfigError(
                 "init_on_lookup of collections on one shard",
@@ -328,7 +328,7 @@ def share_ledgers(collections: Sequence[EmbeddingCollection]) -> tuple[GradientL
         if ledger is not collection.ledger:
             ledger.take_over(collection.ledger)
             collection.ledger = ledger
-    return tuple(ledgers.values())
+    return tuple(accumulators.values())
 
 
 def bind_rates(
@@ -461,7 +461,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     Attributes:
         global_step: steps done; what schedules and the rules see.
         proxies: one parameter per table of this process's shards, whose `.grad` has its sums.
-        ledgers: gradient accumulators that backward writes, one per shard.
+        accumulators: of gradients, where backward writes, one per shard.
 
     Raises:
         ConfigError: no collection in the modules, or an unknown policy.
@@ -481,29 +481,29 @@ class SparseOptimizer(torch.optim.Optimizer):
         if nan_policy not in NAN_POLICIES:
             raise unknown_name("nan_policy", nan_policy, NAN_POLICIES)
         collections = find_collections([modules] if isinstance(modules, nn.Module) else modules)
-        self.ledgers = share_ledgers(collections)
+        self.accumulators = share_accumulators(collections)
         self._tables = {name: spec for c in collections for name, spec in c.tables.items()}
         self._nan_policy: NanPolicy = nan_policy
         # Refuses a bad clip now, not at the first step.
         self._nan_clip = StepContext(nan_clip=nan_clip).nan_clip
         # Whoever steps several optimizers has asked them all before.
-        self.vouched = False
+        self.finite_checked = False
         used = {(id(c.shard), name) for c in collections for name in c.tables}
         self._spread = spread = {id(c.shard) for c in collections if c.distributed}
         self.proxies = tuple(
             TableGradient(ledger, k)
-            for ledger in self.ledgers
+            for ledger in self.accumulators
             for k, spec in enumerate(ledger.shard.specs)
             if id(ledger.shard) in spread or (id(ledger.shard), spec.name) in used
         )
-        self._flag = None if shared(self.ledgers) is None else FiniteFlag(self.ledgers)
+        self._flag = None if shared(self.accumulators) is None else FiniteFlag(self.accumulators)
         self._rates = group_rates(collections, self.proxies, rates or {})
         self._groups = [group for groups in self._rates.values() for group in groups]
         if self._flag is not None:
             self._groups[0].group["params"].append(self._flag)
         super().__init__([group.group for group in self._groups], {})
         self._built = True
-        self.resume(max(ledger.claim(self) for ledger in self.ledgers))
+        self.resume(max(ledger.claim(self) for ledger in self.accumulators))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: tables are given at construction; dense parameters have optimizers of torch."""
@@ -540,20 +540,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 nan_policy=self._nan_policy,
                 nan_clip=self._nan_clip,
             )
-            for ledger in self.ledgers
+            for ledger in self.accumulators
         ]
-        several = len(self.ledgers) > 1 or shared(self.ledgers) is not None
-        vouched, self.vouched = self.vouched, False
-        if several and not vouched:
+        several = len(self.accumulators) > 1 or shared(self.accumulators) is not None
+        finite_checked, self.finite_checked = self.finite_checked, False
+        if several and not finite_checked:
             self.check_finite()
-        for ledger, ctx in zip(self.ledgers, contexts, strict=True):
+        for ledger, ctx in zip(self.accumulators, contexts, strict=True):
             ledger.apply(ctx)
         self.resume(self.global_step + 1)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all recorded gradients; tickets end with them. Sums are always set to None."""
-        for ledger in self.ledgers:
+        for ledger in self.accumulators:
             ledger.clear()
 
     def rates(self) -> dict[str, tuple[float, ...]]:
@@ -564,7 +564,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigError: an "lr" was written of a table whose rate is a schedule.
             DTypeError, InputError: what was written is not a finite number.
         """
-        return {k: row for ledger in self.ledgers for k, row in self._written(ledger).items()}
+        return {k: row for ledger in self.accumulators for k, row in self._written(ledger).items()}
 
     def _written(self, ledger: GradientLedger) -> dict[str, tuple[float, ...]]:
         return {
@@ -582,7 +582,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def resume(self, step: int) -> None:
         """Continue as after this many steps; a checkpoint that loads the tables calls it."""
         self.global_step = step
-        for ledger in self.ledgers:
+        for ledger in self.accumulators:
             ledger.global_step = step
         for group in self._groups:
             if not (group.written or group.is_number):
@@ -637,12 +637,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: a gradient held NaN or infinity under the policy "raise", here or
                 on another rank.
         """
-        if shared(self.ledgers) is None:
-            for ledger in self.ledgers:
+        if shared(self.accumulators) is None:
+            for ledger in self.accumulators:
                 ledger.shard.check()
             return
         found: ShoalError | None = None
-        for ledger in self.ledgers:
+        for ledger in self.accumulators:
             found = _found(ledger) or found
         self._raise_together(torch.tensor(found is not None, device="cpu"), found)
 
@@ -651,10 +651,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Tables on CUDA are not asked, since that would wait for the device at every step.
         """
-        asked = [ledger for ledger in self.ledgers if ledger.shard.device.type == "cpu"]
+        asked = [ledger for ledger in self.accumulators if ledger.shard.device.type == "cpu"]
         if self._nan_policy != "raise" or not asked:
             return
-        if shared(self.ledgers) is None:
+        if shared(self.accumulators) is None:
             for ledger in asked:
                 if not ledger.finite():
                     raise _not_finite(_names([ledger]))
@@ -666,11 +666,11 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _raise_together(self, here: Tensor, found: ShoalError | None) -> None:
         """Raise on every rank what any of them found; a collective call."""
-        ranks = anywhere(self.ledgers, [here]).nonzero().flatten().tolist()
+        ranks = anywhere(self.accumulators, [here]).nonzero().flatten().tolist()
         if found is not None:
             raise found
         if ranks:
-            raise _not_finite(f"{_names(self.ledgers)} on ranks {ranks}")
+            raise _not_finite(f"{_names(self.accumulators)} on ranks {ranks}")
 
 
 def _found(ledger: GradientLedger) -> NonFiniteGradient | None:
@@ -681,8 +681,8 @@ def _found(ledger: GradientLedger) -> NonFiniteGradient | None:
     return None
 
 
-def _names(ledgers: Iterable[GradientLedger]) -> str:
-    return ", ".join(spec.name for ledger in ledgers for spec in ledger.shard.specs)
+def _names(accumulators: Iterable[GradientLedger]) -> str:
+    return ", ".join(spec.name for ledger in accumulators for spec in ledger.shard.specs)
 
 
 def _not_finite(tables: str) -> NonFiniteGradient:

@@ -170,7 +170,7 @@ class TestDistribute:
         assert tables.ledger.collectives is votes
         optimizer = SparseOptimizer(tables)
         tables.distribute(exchange)
-        assert tables.ledger is optimizer.ledgers[0]
+        assert tables.ledger is optimizer.accumulators[0]
         assert tables.ledger.collectives is votes
 
     def test_ranks_need_collectives_for_what_a_step_decides(self) -> None:
@@ -210,7 +210,7 @@ class TestDistribute:
     def test_the_same_shard_keeps_everything(self, owner: EmbeddingCollection) -> None:
         optimizer, ledger = SparseOptimizer(owner), owner.ledger
         owner.distribute(LocalExchange(owner.shard))
-        assert owner.ledger is ledger and optimizer.ledgers == (ledger,)
+        assert owner.ledger is ledger and optimizer.accumulators == (ledger,)
 
     def test_no_copies(self, owner: EmbeddingCollection) -> None:
         owner.distribute(spread(owner), collectives=LocalCollectives())
