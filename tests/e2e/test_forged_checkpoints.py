@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from shoal.checkpoint import load, verify
+from shoal.checkpoint import CheckpointStore, load, verify
+from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.cli import app
 from shoal.errors import CheckpointError
 from shoal.table.cpu.shard import CpuShard
+from shoal.table.shard import HASHES
 from support.forgeries import forge
 from support.isolated import failures, limited
 from support.tiny_job import TinyJob
@@ -131,6 +135,43 @@ def test_no_memory_is_reserved_for_rows_that_files_cannot_hold(
     ):
         load(root, job.contents())
     expect.assert_not_called()
+    assert not verify(root).ok
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("ranges", [False, True])
+def test_rows_that_grow_as_they_are_read_are_refused(
+    store: Path, tmp_path: Path, codec: str, ranges: bool
+) -> None:
+    """Zeros take a thousandth of their size on disk."""
+    root = tmp_path / "store"
+    shutil.copytree(store / FULL, root / FULL)
+    manifest = root / FULL / MANIFEST
+    raw = json.loads(manifest.read_text())
+    del raw["crc32"]
+    path = root / FULL / raw["files"][0]["path"]
+    schema = pa.ipc.open_file(path).schema
+    rows = 1 << 20
+    zeros = {64: np.zeros(rows, np.int64), 32: np.zeros(rows, np.uint32)}
+    columns = []
+    for field in schema:
+        kind = field.type
+        if pa.types.is_fixed_size_list(kind):
+            values = pa.array(np.zeros(rows * kind.list_size, kind.value_type.to_pandas_dtype()))
+            columns.append(pa.FixedSizeListArray.from_arrays(values, type=kind))
+        else:
+            columns.append(pa.array(zeros[kind.bit_width]))
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_file(path, schema, options=options) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    content = path.read_bytes()
+    raw["files"][0] |= {"bytes": len(content), "crc32": zlib.crc32(content)}
+    manifest.write_text(sealed(raw))
+    with pytest.raises(CheckpointError, match="compressed rows"):
+        if ranges:
+            Chain(CheckpointStore(root), FULL).read(0, 0, HASHES)
+        else:
+            load(root, TinyJob(9).contents())
     assert not verify(root).ok
 
 

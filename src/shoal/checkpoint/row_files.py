@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from struct import unpack, unpack_from
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -30,6 +31,7 @@ Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
 """(buffer, dtype, first element, elements) -> a tensor over that memory."""
 
 _BATCH_BYTES = 8 << 20
+_NAMING = ("table", "id")  # columns
 _WEIGHTS = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -508,7 +510,11 @@ def read_rows(
 
     def view(part: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:
         start = part.address - base + first * dtype.itemsize if count else 0
-        return content[start : start + count * dtype.itemsize].view(dtype)
+        stop = start + count * dtype.itemsize
+        if not 0 <= start <= stop <= len(content):
+            got = "rows that are converted as they are read"
+            raise damaged(storage, saved.path, got, "rows as they lie in memory")
+        return content[start:stop].view(dtype)
 
     def rows() -> Iterator[tuple[int, Columns]]:
         with parsing(storage, saved.path, "an Arrow IPC file"):
@@ -532,19 +538,67 @@ def open_batches(
     """What reads the record batches of a file of rows or ids, or only their ids.
 
     Raises:
-        CheckpointError: other columns than its manifest says.
+        CheckpointError: other columns than its manifest says, or compressed ones.
     """
     import pyarrow as pa
 
     wanted, options = layout.schema(len(saved.tables)), pa.ipc.IpcReadOptions()
     if ids_only:
-        names = enumerate(wanted.names)
-        options.included_fields = [k for k, name in names if name in ("table", "id")]
-    reader = pa.ipc.open_file(source, options=options)
-    if not ids_only and not reader.schema.equals(wanted):
+        options.included_fields = [k for k, name in enumerate(wanted.names) if name in _NAMING]
+        wanted = pa.schema([field for field in wanted if field.name in _NAMING])
+    file = source if isinstance(source, pa.NativeFile) else pa.BufferReader(source)
+    if _is_packed(file):
+        raise damaged(storage, saved.path, "compressed rows", "rows as they lie in memory")
+    reader = pa.ipc.open_file(file, options=options)
+    if not reader.schema.equals(wanted):
         got = " ".join(str(reader.schema).split())
         raise damaged(storage, saved.path, got, " ".join(str(wanted).split()))
     return reader
+
+
+def _is_packed(file: pa.NativeFile) -> bool:
+    """Whether an Arrow IPC file has compressed batches or dictionaries.
+
+    These grow as they are read, to any size. pyarrow has no limit for that and shows neither, so
+    they are looked up in the file's footer and in the headers of its batches: flatbuffers, laid
+    out as Arrow's format/File.fbs and Message.fbs say.
+    """
+    size = file.size()
+    (length,) = unpack("<i", file.read_at(4, size - 10))
+    footer = file.read_at(length, size - 10 - length)
+    root = _target(footer, 0)
+    if (dictionaries := _field(footer, root, 2)) and _number(footer, _target(footer, dictionaries)):
+        return True
+    batches_at = _field(footer, root, 3)
+    first = _target(footer, batches_at) if batches_at else 0
+    for number in range(_number(footer, first) if first else 0):
+        at, header_bytes = unpack_from("<qi", footer, first + 4 + 24 * number)
+        header = file.read_at(header_bytes, at)
+        marked = 8 if _number(header, 0) == 0xFFFFFFFF else 4  # before Arrow 0.15: only a length
+        message = marked + _number(header, marked)
+        if _field(header, _target(header, _field(header, message, 2)), 3):
+            return True
+    return False
+
+
+def _number(data: bytes, at: int) -> int:
+    (number,) = unpack_from("<I", data, at)
+    return int(number)
+
+
+def _target(data: bytes, at: int) -> int:
+    """Where an offset of a flatbuffer leads."""
+    return at + _number(data, at)
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table lies; 0 if it is left out."""
+    (back,) = unpack_from("<i", data, table)
+    fields, at = table - back, 4 + 2 * number
+    if at >= unpack_from("<H", data, fields)[0]:
+        return 0
+    offset = unpack_from("<H", data, fields + at)[0]
+    return table + offset if offset else 0
 
 
 def batches(
