@@ -16,6 +16,7 @@ from shoal.train.course import Course
 from shoal.train.observing import RunObserver
 from support.config_mutations import case
 from support.isolated import TooLong, failures, limited
+from support.shares import SHARE
 
 START_S = 10.0  # until training starts
 
@@ -83,5 +84,5 @@ def test_some_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(5))
 def test_ten_thousand_configs(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = range(2_000 * part, 2_000 * (part + 1))
+    numbers = range(2_000 * part, 2_000 * (part + 1), SHARE)
     assert run_all(numbers, tmp_path, monkeypatch) == {}
