@@ -59,14 +59,14 @@ std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options
   Snapshot::LogSpan log;
   if (since != nullptr) log = Snapshot::LogSpan{deletions_.after(from), deletions_.after(epoch_)};
   auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, log, options, open_);
-  snapshots_.reserve(snapshots_.size() + 1);
-  open_.open(snapshot->kept());
-  snapshots_.push_back(snapshot);
   if (!kept) {
     // Deletions of before are not known, so that cursors of before are worth nothing.
     incarnation_ = new_incarnation();
     restart_log(epoch_);
   }
+  snapshots_.reserve(snapshots_.size() + 1);
+  open_.open(snapshot->kept());
+  snapshots_.push_back(snapshot);
   close_epoch();
   for (Table& table : tables_) table.keep_in(&open_);
   return snapshot;
