@@ -97,16 +97,9 @@ def claim_sights(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-
 
 @triton.jit(do_not_specialize=["salt", "slots", "mask"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    keys_ptr,
-    cells_ptr,
-    new_keys_ptr,
-    new_cells_ptr,
-    tally_ptr,
-    salt,
-    slots,
-    mask,
+    keys_ptr, cells_ptr, new_keys_ptr, new_cells_ptr, tally_ptr, salt, slots, mask,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sights = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
     key = tl.load(keys_ptr + at, mask=at < slots, other=_EMPTY)
@@ -128,18 +121,10 @@ def move_sights(
     """
     slots = len(keys) - SIDE_CELLS
     launch(
-        _move,
-        (blocks_of(slots + 2, _BLOCK),),
-        keys,
-        cells,
-        new_keys,
-        new_cells,
-        tally_1,
-        salt,
-        slots,
-        len(new_keys) - SIDE_CELLS - 1,
+        _move, (blocks_of(slots + 2, _BLOCK),),
+        keys, cells, new_keys, new_cells, tally_1, salt, slots, len(new_keys) - SIDE_CELLS - 1,
         BLOCK=_BLOCK,
-    )
+    )  # fmt: skip
 
 
 SIGHT_WORDS = 16
@@ -218,21 +203,10 @@ def _raise(cell, sights, live):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    counts_ptr,
-    words_ptr,
-    tallies_ptr,
-    n,
-    groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, counts_ptr, words_ptr, tallies_ptr, n, groups,
     depth,
-    STEPS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    UNDO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    STEPS: tl.constexpr, HAS_COUNTS: tl.constexpr, UNDO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
@@ -276,18 +250,9 @@ def _add(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _admit(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    admitted_ptr,
-    words_ptr,
-    n,
-    groups,
-    depth,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, admitted_ptr, words_ptr, n, groups, depth,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
@@ -315,17 +280,9 @@ def _admit(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
 def _forget(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    words_ptr,
-    tallies_ptr,
-    n,
-    groups,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, tallies_ptr, n, groups,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
@@ -360,23 +317,13 @@ def add_sights(
     if n == 0:
         return
     launch(
-        _add,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        call.ids_N if counts_N is None else counts_N,
-        sights.words_KW,
-        sights.tallies_KC,
-        n,
-        call.tables_G.numel(),
-        sights.depth,
-        STEPS=search_steps(call.tables_G.numel()),
-        HAS_COUNTS=counts_N is not None,
-        UNDO=undo,
+        _add, (blocks_of(n, _BLOCK),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
+        call.ids_N if counts_N is None else counts_N, sights.words_KW, sights.tallies_KC, n,
+        call.tables_G.numel(), sights.depth,
+        STEPS=search_steps(call.tables_G.numel()), HAS_COUNTS=counts_N is not None, UNDO=undo,
         BLOCK=_BLOCK,
-    )
+    )  # fmt: skip
 
 
 def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
@@ -385,20 +332,11 @@ def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: T
     if n == 0:
         return
     launch(
-        _admit,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8),
-        sights.words_KW,
-        n,
-        call.tables_G.numel(),
-        sights.depth,
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_BLOCK,
-    )
+        _admit, (blocks_of(n, _BLOCK),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
+        admitted_N.view(torch.int8), sights.words_KW, n, call.tables_G.numel(), sights.depth,
+        STEPS=search_steps(call.tables_G.numel()), BLOCK=_BLOCK,
+    )  # fmt: skip
 
 
 def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> None:
@@ -407,19 +345,11 @@ def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> No
     if n == 0:
         return
     launch(
-        _forget,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        sights.words_KW,
-        sights.tallies_KC,
-        n,
-        call.tables_G.numel(),
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_BLOCK,
-    )
+        _forget, (blocks_of(n, _BLOCK),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8), sights.words_KW,
+        sights.tallies_KC, n, call.tables_G.numel(),
+        STEPS=search_steps(call.tables_G.numel()), BLOCK=_BLOCK,
+    )  # fmt: skip
 
 
 _REFUSALS_BLOCK = 128
@@ -434,19 +364,10 @@ def _table_of(splits_ptr, groups_ptr, groups, at, live, STEPS: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["n", "groups", "mask"])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    admitted_ptr,
-    owner_ptr,
-    counters_ptr,
-    n,
-    groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, admitted_ptr, owner_ptr, counters_ptr, n, groups,
     mask,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     seeking = at < n
     seeking = seeking & (tl.load(wanted_ptr + at, mask=seeking, other=0) != 0)
@@ -483,18 +404,9 @@ def count_refused(
     capacity = power_of_2(2 * n)
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
     launch(
-        _count,
-        (blocks_of(n, _REFUSALS_BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8),
-        owner,
-        layout.counters_KC,
-        n,
-        call.tables_G.numel(),
+        _count, (blocks_of(n, _REFUSALS_BLOCK),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
+        admitted_N.view(torch.int8), owner, layout.counters_KC, n, call.tables_G.numel(),
         capacity - 1,
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_REFUSALS_BLOCK,
-    )
+        STEPS=search_steps(call.tables_G.numel()), BLOCK=_REFUSALS_BLOCK,
+    )  # fmt: skip

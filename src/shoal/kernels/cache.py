@@ -111,17 +111,9 @@ def _translate(handles_ptr, payload_ptr, out_ptr, n, BLOCK: tl.constexpr):  # ty
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base"])  # type: ignore[untyped-decorator]
 def _mark_dirty(  # type: ignore[no-untyped-def]
-    runs_ptr,
-    room,
-    cursors_ptr,
-    form,
-    first_run,
-    last_run,
-    payload_ptr,
-    dirty_ptr,
-    base,
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, payload_ptr, dirty_ptr, base,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
@@ -140,14 +132,10 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     if n:
         with torch.cuda.device_of(out_N):  # type: ignore[no-untyped-call]
             launch(
-                _translate,
-                (triton.cdiv(n, _BLOCK),),
-                handles_N,
-                maps.payload_H,
-                out_N,
-                n,
+                _translate, (triton.cdiv(n, _BLOCK),),
+                handles_N, maps.payload_H, out_N, n,
                 BLOCK=_BLOCK,
-            )
+            )  # fmt: skip
     return out_N
 
 
@@ -160,32 +148,19 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
         for form, room in enumerate(runs.rooms):
             if room:
                 launch(
-                    _mark_dirty,
-                    (programs_of(triton.cdiv(room, _BLOCK), device),),
-                    runs.runs_WN,
-                    runs.runs_WN.shape[1],
-                    runs.cursors_FW,
-                    form,
-                    runs.first_run(form),
-                    runs.last_run(form),
-                    maps.payload_H,
-                    maps.dirty_S,
+                    _mark_dirty, (programs_of(triton.cdiv(room, _BLOCK), device),),
+                    runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
+                    runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
                     maps.base,
                     BLOCK=_BLOCK,
-                )
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["base", "known"])  # type: ignore[untyped-decorator]
 def _drop(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    payload_ptr,
-    home_ptr,
-    dirty_ptr,
-    base,
-    known,
+    handles_ptr, size_ptr, payload_ptr, home_ptr, dirty_ptr, base, known,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     size = tl.load(size_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)
@@ -211,17 +186,11 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
         return
     with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
         launch(
-            _drop,
-            (programs_of(tiles, handles_M.device),),
-            handles_M,
-            size_1,
-            maps.payload_H,
-            maps.home_S,
-            maps.dirty_S,
-            maps.base,
+            _drop, (programs_of(tiles, handles_M.device),),
+            handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
             maps.payload_H.numel(),
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
 
 
 _TILE_BYTES = 8192
@@ -249,21 +218,10 @@ class Moves:
 
 @triton.jit(do_not_specialize=["first", "slots", "keep_from", "base"])  # type: ignore[untyped-decorator]
 def _collect(  # type: ignore[no-untyped-def]
-    payload_ptr,
-    home_ptr,
-    used_ptr,
-    dirty_ptr,
-    tallies_ptr,
-    count_ptr,
-    slots_ptr,
-    outs_ptr,
-    first,
-    slots,
-    keep_from,
-    base,
-    FORGET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    payload_ptr, home_ptr, used_ptr, dirty_ptr, tallies_ptr, count_ptr, slots_ptr, outs_ptr, first,
+    slots, keep_from, base,
+    FORGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Lists slots whose rows go home; with FORGET they lose their rows, dirty or not."""
     for tile in range(tl.program_id(0), tl.cdiv(slots, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)
@@ -296,17 +254,9 @@ def _words_at(address_R, column_C):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(  # type: ignore[no-untyped-def]
-    chunks_ptr,
-    columns,
-    payload,
-    out,
-    new,
-    live,
-    WORD: tl.constexpr,
-    WORDS: tl.constexpr,
-    FETCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    chunks_ptr, columns, payload, out, new, live,
+    WORD: tl.constexpr, WORDS: tl.constexpr, FETCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rows of slots go to their homes, and others come in their place."""
     leaves = live & (out >= 0)
     slot_at = row_address(chunks_ptr, columns, payload, WORDS * 8, live, WORD)
@@ -328,20 +278,10 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "base"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    chunks_ptr,
-    columns,
-    count_ptr,
-    slots_ptr,
-    outs_ptr,
-    ins_ptr,
-    base,
-    WEIGHT_WORDS: tl.constexpr,
-    STATE_WORDS: tl.constexpr,
-    FETCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    chunks_ptr, columns, count_ptr, slots_ptr, outs_ptr, ins_ptr, base,
+    WEIGHT_WORDS: tl.constexpr, STATE_WORDS: tl.constexpr, FETCH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     count = tl.load(count_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = tile * ROWS + tl.arange(0, ROWS)
@@ -374,21 +314,12 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
         return
     with torch.cuda.device_of(slots_M):  # type: ignore[no-untyped-call]
         launch(
-            _move,
-            (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-            *layout.chunks,
-            moves.count_1,
-            slots_M,
-            moves.outs_M,
-            slots_M if moves.ins_M is None else moves.ins_M,
-            maps.base,
-            WEIGHT_WORDS=weight_words,
-            STATE_WORDS=state_words,
-            FETCH=moves.ins_M is not None,
-            ROWS=rows,
-            BLOCK_W=block_w,
-            BLOCK_S=block_s,
-        )
+            _move, (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
+            *layout.chunks, moves.count_1, slots_M, moves.outs_M,
+            slots_M if moves.ins_M is None else moves.ins_M, maps.base,
+            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
+            ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
+        )  # fmt: skip
 
 
 def sweep(
@@ -405,23 +336,11 @@ def sweep(
     slots_M, outs_M = torch.empty(2, pool.slots, dtype=torch.int32, device=device)
     with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
         launch(
-            _collect,
-            (programs_of(triton.cdiv(pool.slots, _BLOCK), device),),
-            maps.payload_H,
-            maps.home_S,
-            maps.used_S,
-            maps.dirty_S,
-            maps.tallies,
-            count_1,
-            slots_M,
-            outs_M,
-            pool.first,
-            pool.slots,
-            keep_from,
-            maps.base,
-            FORGET=forget,
-            BLOCK=_BLOCK,
-        )
+            _collect, (programs_of(triton.cdiv(pool.slots, _BLOCK), device),),
+            maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
+            outs_M, pool.first, pool.slots, keep_from, maps.base,
+            FORGET=forget, BLOCK=_BLOCK,
+        )  # fmt: skip
     move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
 
 
@@ -471,23 +390,10 @@ def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constex
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base", "tick"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
-    runs_ptr,
-    room,
-    cursors_ptr,
-    form,
-    first_run,
-    last_run,
-    payload_ptr,
-    used_ptr,
-    uses_ptr,
-    tallies_ptr,
-    base,
-    tick,
-    work_ptr,
-    missing_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, payload_ptr, used_ptr, uses_ptr,
+    tallies_ptr, base, tick, work_ptr, missing_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
@@ -514,17 +420,9 @@ def _mark(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "slots", "tick", "keep_from"])  # type: ignore[untyped-decorator]
 def _classes(  # type: ignore[no-untyped-def]
-    home_ptr,
-    used_ptr,
-    uses_ptr,
-    first,
-    slots,
-    tick,
-    keep_from,
-    work_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    home_ptr, used_ptr, uses_ptr, first, slots, tick, keep_from, work_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Counts the slots of each class, if any row is missing."""
     size = tl.where(tl.load(work_ptr + _NEED_WORD) > 0, slots, 0)
     found = tl.zeros([_CLASS_COUNT], tl.int32)
@@ -552,24 +450,10 @@ def _cut(work_ptr, need):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "slots", "base", "tick", "keep_from"])  # type: ignore[untyped-decorator]
 def _take(  # type: ignore[no-untyped-def]
-    payload_ptr,
-    home_ptr,
-    used_ptr,
-    uses_ptr,
-    dirty_ptr,
-    tallies_ptr,
-    first,
-    slots,
-    base,
-    tick,
-    keep_from,
-    work_ptr,
-    missing_ptr,
-    slots_ptr,
-    outs_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    payload_ptr, home_ptr, used_ptr, uses_ptr, dirty_ptr, tallies_ptr, first, slots, base, tick,
+    keep_from, work_ptr, missing_ptr, slots_ptr, outs_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gives slots to missing rows, in the maps, and lists what is to be moved."""
     need = tl.load(work_ptr + _NEED_WORD)
     edge, below, moved = _cut(work_ptr, need)
@@ -646,25 +530,12 @@ def _admit_form(
     uses = maps.uses_S if lfu else maps.used_S
     with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
         launch(
-            _mark,
-            (programs_of(triton.cdiv(room, _BLOCK), device),),
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            maps.payload_H,
-            maps.used_S,
-            uses,
-            maps.tallies,
-            maps.base,
-            tick,
-            work,
-            missing,
-            LFU=lfu,
-            BLOCK=_BLOCK,
-        )
+            _mark, (programs_of(triton.cdiv(room, _BLOCK), device),),
+            runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
+            runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
+            work, missing,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
         if pool.slots:
             moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
             move(layout, maps, form, moves)
@@ -683,41 +554,17 @@ def _taken(
     uses = maps.uses_S if lfu else maps.used_S
     grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), work.device),)
     launch(
-        _classes,
-        grid,
-        maps.home_S,
-        maps.used_S,
-        uses,
-        pool.first,
-        pool.slots,
-        tick,
-        keep_from,
-        work,
-        LFU=lfu,
-        BLOCK=_BLOCK,
-    )
+        _classes, grid,
+        maps.home_S, maps.used_S, uses, pool.first, pool.slots, tick, keep_from, work,
+        LFU=lfu, BLOCK=_BLOCK,
+    )  # fmt: skip
     slots, outs = torch.empty(
         2, min(len(missing), pool.slots), dtype=torch.int32, device=work.device
     )
     launch(
-        _take,
-        grid,
-        maps.payload_H,
-        maps.home_S,
-        maps.used_S,
-        uses,
-        maps.dirty_S,
-        maps.tallies,
-        pool.first,
-        pool.slots,
-        maps.base,
-        tick,
-        keep_from,
-        work,
-        missing,
-        slots,
-        outs,
-        LFU=lfu,
-        BLOCK=_BLOCK,
-    )
+        _take, grid,
+        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.first,
+        pool.slots, maps.base, tick, keep_from, work, missing, slots, outs,
+        LFU=lfu, BLOCK=_BLOCK,
+    )  # fmt: skip
     return Moves(work[_MOVED:], slots, outs, missing)

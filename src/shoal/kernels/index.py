@@ -195,24 +195,11 @@ def count_up(counters_ptr, table, live, WORD: tl.constexpr):  # type: ignore[no-
 
 @triton.jit(do_not_specialize=["n", "groups", "columns"])  # type: ignore[untyped-decorator]
 def _probe(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    group_tables_ptr,
-    wanted_ptr,
-    handles_ptr,
-    found_ptr,
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    n,
-    groups,
-    columns,
-    STEPS: tl.constexpr,
-    INSERT: tl.constexpr,
-    HAS_WANTED: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
+    ids_ptr, splits_ptr, group_tables_ptr, wanted_ptr, handles_ptr, found_ptr, tables_ptr,
+    counters_ptr, chunks_ptr, n, groups, columns,
+    STEPS: tl.constexpr, INSERT: tl.constexpr, HAS_WANTED: tl.constexpr, HAS_FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = lane < n
     # Lanes behind the end look at the last id, so that every lane has a table and addresses.
@@ -287,27 +274,14 @@ def probe(
         return
     block, warps = (_INSERT_BLOCK, _INSERT_WARPS) if insert else (_FIND_BLOCK, _FIND_WARPS)
     launch(
-        _probe,
-        (blocks_of(n, block),),
-        groups.ids_N,
-        groups.splits_G1,
-        groups.tables_G,
-        unused if wanted_N is None else wanted_N.view(torch.int8),
-        handles_N,
-        unused if found_N is None else found_N.view(torch.int8),
-        layout.tables_KT,
-        layout.counters_KC,
-        layout.chunks_WC,
-        n,
-        groups.tables_G.numel(),
-        layout.chunks_WC.shape[1],
-        STEPS=search_steps(groups.tables_G.numel()),
-        INSERT=insert,
-        HAS_WANTED=wanted_N is not None,
-        HAS_FOUND=found_N is not None,
-        BLOCK=block,
-        num_warps=warps,
-    )
+        _probe, (blocks_of(n, block),),
+        groups.ids_N, groups.splits_G1, groups.tables_G,
+        unused if wanted_N is None else wanted_N.view(torch.int8), handles_N,
+        unused if found_N is None else found_N.view(torch.int8), layout.tables_KT,
+        layout.counters_KC, layout.chunks_WC, n, groups.tables_G.numel(), layout.chunks_WC.shape[1],
+        STEPS=search_steps(groups.tables_G.numel()), INSERT=insert, HAS_WANTED=wanted_N is not None,
+        HAS_FOUND=found_N is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 _ERASE_BLOCK, _ERASE_WARPS = 64, 1
@@ -347,16 +321,9 @@ def _fold(counters_ptr, tables, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _erase(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    n,
-    columns,
-    HAS_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    handles_ptr, size_ptr, tables_ptr, counters_ptr, chunks_ptr, n, columns,
+    HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     if HAS_SIZE:
@@ -402,17 +369,9 @@ def _rebuild(old_ptr, new_ptr, slots, mask, salt, BLOCK: tl.constexpr):  # type:
 
 @triton.jit(do_not_specialize=["table", "slots", "room"])  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counts_ptr,
-    ends_ptr,
-    out_ptr,
-    size_ptr,
-    table,
-    slots,
-    room,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, counts_ptr, ends_ptr, out_ptr, size_ptr, table, slots, room,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     entries = at * 0 + table_word(tables_ptr, table, table >= 0, _ENTRIES)
@@ -436,12 +395,10 @@ def fold(layout: ShardLayout) -> None:
     """Start the count of issued rows at zero again, for all tables; rows in use stay the same."""
     tables = len(layout.counters_KC)
     launch(
-        _fold,
-        (blocks_of(tables, _FOLD_BLOCK),),
-        layout.counters_KC,
-        tables,
+        _fold, (blocks_of(tables, _FOLD_BLOCK),),
+        layout.counters_KC, tables,
         BLOCK=_FOLD_BLOCK,
-    )
+    )  # fmt: skip
 
 
 def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None:
@@ -455,19 +412,11 @@ def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None
         return
     fold(layout)
     launch(
-        _erase,
-        (blocks_of(m, _ERASE_BLOCK),),
-        handles_M,
-        handles_M if size_1 is None else size_1,
-        layout.tables_KT,
-        layout.counters_KC,
-        layout.chunks_WC,
-        m,
-        layout.chunks_WC.shape[1],
-        HAS_SIZE=size_1 is not None,
-        BLOCK=_ERASE_BLOCK,
-        num_warps=_ERASE_WARPS,
-    )
+        _erase, (blocks_of(m, _ERASE_BLOCK),),
+        handles_M, handles_M if size_1 is None else size_1, layout.tables_KT, layout.counters_KC,
+        layout.chunks_WC, m, layout.chunks_WC.shape[1],
+        HAS_SIZE=size_1 is not None, BLOCK=_ERASE_BLOCK, num_warps=_ERASE_WARPS,
+    )  # fmt: skip
 
 
 def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
@@ -478,16 +427,10 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     slots = (len(old_entries) - 1) * BUCKET_SLOTS
     new_entries[-1].copy_(old_entries[-1])
     launch(
-        _rebuild,
-        (blocks_of(slots, _REBUILD_BLOCK),),
-        old_entries,
-        new_entries,
-        slots,
-        (len(new_entries) - 1) * BUCKET_SLOTS - 1,
-        to_signed(salt),
-        BLOCK=_REBUILD_BLOCK,
-        num_warps=_REBUILD_WARPS,
-    )
+        _rebuild, (blocks_of(slots, _REBUILD_BLOCK),),
+        old_entries, new_entries, slots, (len(new_entries) - 1) * BUCKET_SLOTS - 1, to_signed(salt),
+        BLOCK=_REBUILD_BLOCK, num_warps=_REBUILD_WARPS,
+    )  # fmt: skip
 
 
 def list_handles(
@@ -503,18 +446,9 @@ def list_handles(
     ends = counts
     for counting in (True, False):
         launch(
-            _list,
-            (programs,),
-            layout.tables_KT,
-            counts,
-            ends,
-            out_M,
-            size_1,
-            table,
-            slots,
-            out_M.numel(),
-            COUNT=counting,
-            BLOCK=_LIST_BLOCK,
-        )
+            _list, (programs,),
+            layout.tables_KT, counts, ends, out_M, size_1, table, slots, out_M.numel(),
+            COUNT=counting, BLOCK=_LIST_BLOCK,
+        )  # fmt: skip
         if counting:
             ends = counts.cumsum(0, dtype=torch.int32)

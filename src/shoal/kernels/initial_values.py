@@ -463,13 +463,10 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
         return
     block = 512
     launch(
-        _settle,
-        (blocks_of(words, block),),
-        layout.counters_KC,
-        host_counters_KC.data_ptr(),
-        words,
+        _settle, (blocks_of(words, block),),
+        layout.counters_KC, host_counters_KC.data_ptr(), words,
         BLOCK=block,
-    )
+    )  # fmt: skip
 
 
 def _int32(word: int) -> int:

@@ -267,21 +267,10 @@ def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ign
 
 @triton.jit(do_not_specialize=["n", "columns", "epoch", "event_time_s"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    order_ptr,
-    values_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    width,
-    row_bytes,
-    epoch,
+    handles_ptr, order_ptr, values_ptr, chunks_ptr, columns, n, width, row_bytes, epoch,
     event_time_s,
-    ADD: tl.constexpr,
-    STORAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ADD: tl.constexpr, STORAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
@@ -344,22 +333,11 @@ def write_weights(
     block = min(power_of_2(width), _WRITE_COLUMNS)
     rows = max(_WRITE_TILE // block, 1)
     launch(
-        _write,
-        (blocks_of(n, rows), blocks_of(width, block)),
-        sorted_N,
-        order_N,
-        values_ND,
-        *layout.chunks,
-        n,
-        width,
-        form.weight_bytes,
-        epoch,
+        _write, (blocks_of(n, rows), blocks_of(width, block)),
+        sorted_N, order_N, values_ND, *layout.chunks, n, width, form.weight_bytes, epoch,
         event_time_s,
-        ADD=add,
-        STORAGE=storage_of(form.dtype),
-        ROWS=rows,
-        BLOCK=block,
-    )
+        ADD=add, STORAGE=storage_of(form.dtype), ROWS=rows, BLOCK=block,
+    )  # fmt: skip
 
 
 # elements of a program's block
@@ -383,19 +361,10 @@ class Metadata:
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _values(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    dense_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    width,
-    row_bytes,
-    CHUNK_WORD: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    READ: tl.constexpr,
-    ROWS: tl.constexpr,
+    handles_ptr, dense_ptr, chunks_ptr, columns, n, width, row_bytes,
+    CHUNK_WORD: tl.constexpr, ELEMENT: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
@@ -450,18 +419,10 @@ def _read_metadata(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _write_metadata(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    versions_ptr,
-    seen_ptr,
-    counts_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    HAS_VERSIONS: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    handles_ptr, versions_ptr, seen_ptr, counts_ptr, chunks_ptr, columns, n,
+    HAS_VERSIONS: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     there = handle >= 0
@@ -483,20 +444,10 @@ def _copy(
     block = min(power_of_2(width), _MOST_COLUMNS)
     tile_rows = max(_TILE // block, 1)
     launch(
-        _values,
-        (blocks_of(rows, tile_rows), blocks_of(width, block)),
-        handles_R,
-        dense.view(torch_word),
-        *layout.chunks,
-        rows,
-        width,
-        row_bytes,
-        CHUNK_WORD=word,
-        ELEMENT=element,
-        READ=read,
-        ROWS=tile_rows,
-        BLOCK=block,
-    )
+        _values, (blocks_of(rows, tile_rows), blocks_of(width, block)),
+        handles_R, dense.view(torch_word), *layout.chunks, rows, width, row_bytes,
+        CHUNK_WORD=word, ELEMENT=element, READ=read, ROWS=tile_rows, BLOCK=block,
+    )  # fmt: skip
 
 
 def read_values(layout: ShardLayout, form: RowForm, handles_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -532,15 +483,10 @@ def _metadata(layout: ShardLayout, handles_R: Tensor, *, words: int) -> Tensor:
     out_WR = torch.empty(words, rows, dtype=torch.int64, device=handles_R.device)
     if rows:
         launch(
-            _read_metadata,
-            (blocks_of(rows, _BLOCK),),
-            handles_R,
-            out_WR,
-            *layout.chunks,
-            rows,
-            IDS_ONLY=words == 1,
-            BLOCK=_BLOCK,
-        )
+            _read_metadata, (blocks_of(rows, _BLOCK),),
+            handles_R, out_WR, *layout.chunks, rows,
+            IDS_ONLY=words == 1, BLOCK=_BLOCK,
+        )  # fmt: skip
     return out_WR
 
 
@@ -551,14 +497,8 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
     if rows == 0 or all(part is None for part in parts):
         return
     launch(
-        _write_metadata,
-        (blocks_of(rows, _BLOCK),),
-        handles_R,
-        *(unused if part is None else part for part in parts),
-        *layout.chunks,
-        rows,
-        HAS_VERSIONS=parts[0] is not None,
-        HAS_SEEN=parts[1] is not None,
-        HAS_COUNTS=parts[2] is not None,
-        BLOCK=_BLOCK,
-    )
+        _write_metadata, (blocks_of(rows, _BLOCK),),
+        handles_R, *(unused if part is None else part for part in parts), *layout.chunks, rows,
+        HAS_VERSIONS=parts[0] is not None, HAS_SEEN=parts[1] is not None,
+        HAS_COUNTS=parts[2] is not None, BLOCK=_BLOCK,
+    )  # fmt: skip

@@ -89,23 +89,13 @@ def add_pieces(call: FormCall) -> tuple[Tensor, Tensor]:
         return partials, tallies
     columns = columns_of_tile(form.dim)
     launch(
-        _add_pieces,
-        (programs_of(room, device), blocks_of(form.dim, columns)),
-        runs.pieces_WP,
-        runs.pieces_WP.shape[1],
-        runs.cursors_FW,
-        number,
-        runs.first_piece(number),
-        *call.gradients(),
-        partials,
-        tallies,
-        DIM=form.dim,
-        PITCH=plan.pitch,
-        REAL=plan.real,
-        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
-        BLOCK_D=columns,
+        _add_pieces, (programs_of(room, device), blocks_of(form.dim, columns)),
+        runs.pieces_WP, runs.pieces_WP.shape[1], runs.cursors_FW, number, runs.first_piece(number),
+        *call.gradients(), partials, tallies,
+        DIM=form.dim, PITCH=plan.pitch, REAL=plan.real,
+        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2), BLOCK_D=columns,
         **call.constants(),
-    )
+    )  # fmt: skip
     return partials, tallies
 
 
@@ -307,25 +297,13 @@ def _fetched(
     state = word == CHUNK_STATE
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
-        _read,
-        (blocks_of(size, rows), blocks_of(width, columns)),
-        *layout.chunks,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        tables_U if addresses_U is None else addresses_U,
-        out,
-        tables_U,
-        size,
-        WIDTH=width,
-        COLUMN=column,
-        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        WORD=word,
-        STORAGE=storage_of(form.real if state else form.dtype),
-        REAL=step_form(form).real,
-        CACHED=payload_H is not None,
-        ROWS=rows,
-        BLOCK_D=columns,
-    )
+        _read, (blocks_of(size, rows), blocks_of(width, columns)),
+        *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
+        tables_U if addresses_U is None else addresses_U, out, tables_U, size,
+        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        WORD=word, STORAGE=storage_of(form.real if state else form.dtype),
+        REAL=step_form(form).real, CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns,
+    )  # fmt: skip
     return out
 
 
@@ -342,26 +320,13 @@ def _stored(
     size, width = values.shape
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
-        _write,
-        (blocks_of(size, rows), blocks_of(width, columns)),
-        layout.tables_KT,
-        *layout.chunks,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        values,
-        size,
-        stamp.domain,
-        WIDTH=width,
-        COLUMN=column,
-        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        STATE=state,
-        STORAGE=storage_of(form.dtype),
-        REAL=step_form(form).real,
-        CACHED=payload_H is not None,
-        ROWS=rows,
-        BLOCK_D=columns,
-        SHIFT=form.shift,
-    )
+        _write, (blocks_of(size, rows), blocks_of(width, columns)),
+        layout.tables_KT, *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
+        values, size, stamp.domain,
+        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        STATE=state, STORAGE=storage_of(form.dtype), REAL=step_form(form).real,
+        CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns, SHIFT=form.shift,
+    )  # fmt: skip
 
 
 _SLAB = 1 << 18  # runs of a slab at most
@@ -597,26 +562,13 @@ def _step_segment(
 ) -> None:
     most = handles_U.numel()
     launch(
-        _step_sums,
-        (programs_of(blocks_of(most, constants["ROWS"]), call.device),),
-        layout.tables_KT,
-        *layout.chunks,
-        *call.run_words()[2:5],
-        begin,
-        most,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        sums_UD,
-        rates_KR,
-        rates_KR.shape[1],
-        stamp.global_step,
-        stamp.domain,
-        PITCH=sums_UD.shape[1],
-        COLUMN=segment.column,
-        STATE_COLUMN=segment.state_column,
-        CACHED=payload_H is not None,
-        **constants,
-    )
+        _step_sums, (programs_of(blocks_of(most, constants["ROWS"]), call.device),),
+        layout.tables_KT, *layout.chunks, *call.run_words()[2:5], begin, most, handles_U,
+        handles_U if payload_H is None else payload_H, sums_UD, rates_KR, rates_KR.shape[1],
+        stamp.global_step, stamp.domain,
+        PITCH=sums_UD.shape[1], COLUMN=segment.column, STATE_COLUMN=segment.state_column,
+        CACHED=payload_H is not None, **constants,
+    )  # fmt: skip
 
 
 def _sum(
