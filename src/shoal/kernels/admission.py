@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.kernels.tables import (
-    COUNT_REFUSED,
-    COUNT_WORDS,
-    EMPTY_KEY,
-    ERASED_KEY,
+    COUNT_LINE,
+    EMPTY,
+    ERASED,
+    REFUSED_AT,
     CallGroups,
     ShardLayout,
     group_of,
@@ -28,7 +28,6 @@ SIDE_CELLS = 2 + _SCRATCH
 
 _BLOCK = 256
 
-_EMPTY, _ERASED = tl.constexpr(EMPTY_KEY), tl.constexpr(ERASED_KEY)
 _IDLE = tl.constexpr(_SCRATCH)
 
 
@@ -45,20 +44,20 @@ def cell_ptr(cells, cell):  # type: ignore[no-untyped-def]
 @triton.jit
 def _home(id_, salt, mask):  # type: ignore[no-untyped-def]
     """First slot of an id's walk; markers have a cell of their own behind the last slot."""
-    return tl.where(id_ <= _ERASED, mask + 1 + (id_ & 1), mix64(id_ ^ salt) & mask)
+    return tl.where(id_ <= ERASED, mask + 1 + (id_ & 1), mix64(id_ ^ salt) & mask)
 
 
 @triton.jit
 def find_sights(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
     """Slot of each id, -1 where it has none."""
     slot = _home(id_, salt, mask)
-    side = id_ <= _ERASED
+    side = id_ <= ERASED
     found = tl.where(live & side, slot, -1)
     seeking = live & (side == 0)
     while tl.max(seeking.to(tl.int32), axis=0) > 0:
-        key = tl.load(key_ptr(keys, slot), mask=seeking, other=_EMPTY)
+        key = tl.load(key_ptr(keys, slot), mask=seeking, other=EMPTY)
         found = tl.where(seeking & (key == id_), slot, found)
-        seeking = seeking & (key != id_) & (key != _EMPTY)
+        seeking = seeking & (key != id_) & (key != EMPTY)
         slot = tl.where(seeking, (slot + 1) & mask, slot)
     return found
 
@@ -71,23 +70,23 @@ def claim_sights(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-
     """
     spare = room + 3 + (tl.arange(0, id_.shape[0]) & (_IDLE - 1)).to(tl.int64)
     slot = _home(id_, salt, mask)
-    side = id_ <= _ERASED
+    side = id_ <= ERASED
     found = tl.where(live & side, slot, 0)
     won = live & (live == 0)
     seeking = live & (side == 0)
     while tl.max(seeking.to(tl.int32), axis=0) > 0:
         key = tl.load(key_ptr(keys, slot), mask=seeking, other=0)
-        free = seeking & (key == _EMPTY)
+        free = seeking & (key == EMPTY)
         if tl.max(free.to(tl.int32), axis=0) > 0:
             # There is no mask: idle lanes compare spare keys, which stay empty, to 1.
             held = tl.atomic_cas(
                 key_ptr(keys, tl.where(free, slot, spare)),
-                tl.where(free, _EMPTY, 1),
+                tl.where(free, EMPTY, 1),
                 tl.where(free, id_, 0),
                 sem="relaxed",
             )
-            won = won | (free & (held == _EMPTY))
-            key = tl.where(free, tl.where(held == _EMPTY, id_, held), key)
+            won = won | (free & (held == EMPTY))
+            key = tl.where(free, tl.where(held == EMPTY, id_, held), key)
         met = seeking & (key == id_)
         found = tl.where(met, slot, found)
         seeking = seeking & (met == 0)
@@ -102,8 +101,8 @@ def _move(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sights = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
-    key = tl.load(keys_ptr + at, mask=at < slots, other=_EMPTY)
-    live = (at < slots) & (key > _ERASED) & (sights != 0)
+    key = tl.load(keys_ptr + at, mask=at < slots, other=EMPTY)
+    live = (at < slots) & (key > ERASED) & (sights != 0)
     keys = at * 0 + new_keys_ptr.to(tl.int64)
     slot, won = claim_sights(keys, mask + at * 0, key, salt, mask + at * 0, live)
     tl.store(new_cells_ptr + slot, sights, mask=live)
@@ -296,7 +295,7 @@ def _forget(  # type: ignore[no-untyped-def]
     # Of an id that comes twice, one lane takes the count; ids of no count stay, which costs a slot.
     before = tl.atomic_xchg(cell_ptr(cells, slot), slot.to(tl.int32) * 0, mask=live)
     taken = live & (before != 0) & (slot <= mask)
-    tl.store(key_ptr(keys, slot), slot * 0 + _ERASED, mask=taken)
+    tl.store(key_ptr(keys, slot), slot * 0 + ERASED, mask=taken)
     tl.atomic_add(tallies_ptr + table * 2 + 1, taken.to(tl.int64), mask=taken, sem="relaxed")
 
 
@@ -353,7 +352,6 @@ def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> No
 
 
 _REFUSALS_BLOCK = 128
-_COUNT_WORDS, _REFUSED = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_REFUSED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -390,7 +388,7 @@ def _count(  # type: ignore[no-untyped-def]
             same = same & (_table_of(splits_ptr, groups_ptr, groups, other, taken, STEPS) == table)
             seeking = taken & (same == 0)
             slot = tl.where(seeking, (slot + 1) & mask, slot)
-        refused = counters_ptr + table * _COUNT_WORDS + _REFUSED
+        refused = counters_ptr + table * COUNT_LINE + REFUSED_AT
         tl.atomic_add(refused, first.to(tl.int64), mask=first, sem="relaxed")
 
 

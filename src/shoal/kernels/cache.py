@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.kernels.gradients import Runs
 from shoal.kernels.launch import launch
 from shoal.kernels.step_tiles import run_words, runs_listed
-from shoal.kernels.tables import CHUNK_STATE, CHUNK_WEIGHTS, RowForm, ShardLayout, row_address
+from shoal.kernels.tables import STATE_AT, WEIGHTS_AT, RowForm, ShardLayout, row_address
 
 VACANT = -1  # home of a slot without a row
 ABSENT = -2  # home of a number that no slot has
@@ -198,7 +198,6 @@ _MOST_WORDS = 128  # of 8 bytes: columns of a tile
 _MOST_ROWS = 64
 _PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room beside a model
 
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
 _TALLY_WRITTEN = tl.constexpr(TALLY_WRITTEN)
 
 
@@ -292,11 +291,11 @@ def _move(  # type: ignore[no-untyped-def]
         if FETCH:
             new = tl.load(ins_ptr + at, mask=live, other=0)
         _exchange(
-            chunks_ptr, columns, payload, out, new, live, _WEIGHTS, WEIGHT_WORDS, FETCH, BLOCK_W
+            chunks_ptr, columns, payload, out, new, live, WEIGHTS_AT, WEIGHT_WORDS, FETCH, BLOCK_W
         )
         if STATE_WORDS > 0:
             _exchange(
-                chunks_ptr, columns, payload, out, new, live, _STATE, STATE_WORDS, FETCH, BLOCK_S
+                chunks_ptr, columns, payload, out, new, live, STATE_AT, STATE_WORDS, FETCH, BLOCK_S
             )
 
 

@@ -26,17 +26,18 @@ from shoal.kernels.rounding import (
     words_at,
 )
 from shoal.kernels.tables import (
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_SEEN,
     CHUNK_STATE,
-    CHUNK_VERSIONS,
     CHUNK_WEIGHTS,
-    TABLE_ENTRIES,
-    TABLE_FIRST_COLUMN,
-    TABLE_MASK,
-    TABLE_SALT,
-    TABLE_SEED,
+    COUNTS_AT,
+    ENTRIES_AT,
+    FIRST_COLUMN_AT,
+    IDS_AT,
+    MASK_AT,
+    SALT_AT,
+    SEED_AT,
+    SEEN_AT,
+    VERSIONS_AT,
+    WEIGHTS_AT,
     CallGroups,
     RowForm,
     ShardLayout,
@@ -53,20 +54,13 @@ _FIND_ROWS = 32  # few: a program waits for its longest search
 _MOST_COLUMNS = 256
 _MOST_ROWS = 512
 
-_ENTRIES = tl.constexpr(TABLE_ENTRIES)
-_MASK = tl.constexpr(TABLE_MASK)
-_SALT = tl.constexpr(TABLE_SALT)
-_SEED = tl.constexpr(TABLE_SEED)
-_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
-_WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
-
 
 @triton.jit
 def find_handle(tables_ptr, table_R, id_R, live_R):  # type: ignore[no-untyped-def]
     """int32 handle of each id in its table, -1 where it has none; nobody inserts meanwhile."""
-    entries = table_word(tables_ptr, table_R, live_R, _ENTRIES)
-    mask = table_word(tables_ptr, table_R, live_R, _MASK)
-    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, _SALT), mask)
+    entries = table_word(tables_ptr, table_R, live_R, ENTRIES_AT)
+    mask = table_word(tables_ptr, table_R, live_R, MASK_AT)
+    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, SALT_AT), mask)
     _slot, handle, there = walk(entries, bucket, mask, stored_key(id_R), live_R)
     return tl.where(there, handle, -1)
 
@@ -77,9 +71,9 @@ def initial_rows(  # type: ignore[no-untyped-def]
     STORAGE: tl.constexpr,
 ):  # fmt: skip
     """[R, C] values that the ids' rows would hold when new, as they read from storage."""
-    seed = table_word(tables_ptr, table_R, live_R, _SEED)
-    key = stream_key(seed, table_word(tables_ptr, table_R, live_R, _SALT))
-    start = table_word(tables_ptr, table_R, live_R, _FIRST_COLUMN).to(tl.int32)
+    seed = table_word(tables_ptr, table_R, live_R, SEED_AT)
+    key = stream_key(seed, table_word(tables_ptr, table_R, live_R, SALT_AT))
+    start = table_word(tables_ptr, table_R, live_R, FIRST_COLUMN_AT).to(tl.int32)
     word = words_at(key[:, None], id_R[:, None], start[:, None] + column_C[None, :], 0)
     value = tl.zeros(word.shape, tl.float32)
     value = initial_tile(value, word, column_C, segments_ptr, segments, quantiles_ptr)
@@ -112,7 +106,7 @@ def _gather(  # type: ignore[no-untyped-def]
     else:
         handle = tl.load(handles_ptr + at, mask=live, other=-1)
     there = live & (handle >= 0)
-    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, WEIGHTS_AT)
     for begin in range(0, DIM, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
         inside = (column < DIM)[None, :]
@@ -240,8 +234,6 @@ def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
 _WRITE_TILE = 2048  # elements of a program's block
 _WRITE_COLUMNS = 128
 
-_SEEN = tl.constexpr(CHUNK_SEEN)
-_VERSIONS = tl.constexpr(CHUNK_VERSIONS)
 _FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 
 
@@ -256,10 +248,10 @@ def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ignore[no-untyped-def]
     """Version and last-seen time of written rows."""
-    version = row_address(chunks_ptr, columns, handle, 4, live, _VERSIONS)
+    version = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT)
     stamp = (handle.to(tl.int64) * 0 + epoch).to(tl.int32)
     tl.store(version.to(tl.pointer_type(tl.int32)), stamp, mask=live)
-    address = row_address(chunks_ptr, columns, handle, 4, live, _SEEN)
+    address = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT)
     seen = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
     seen = tl.maximum(seen, seen * 0 + event_time_s)
     tl.store(address.to(tl.pointer_type(tl.int32)), seen.to(tl.int32), mask=live)
@@ -280,7 +272,7 @@ def _write(  # type: ignore[no-untyped-def]
         side = at - 1
     beside = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
     edge = (handle >= 0) & (beside != handle)
-    address = row_address(chunks_ptr, columns, handle, row_bytes, edge, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, handle, row_bytes, edge, WEIGHTS_AT)
     inside = (column < width)[None, :]
     mask = edge[:, None] & inside
     if ADD:
@@ -346,9 +338,6 @@ _BLOCK = 256
 # Rows move as words of their elements' size: a copy must not change the bits of a NaN.
 _WORDS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32), 8: (torch.int64, tl.int64)}
 
-_IDS = tl.constexpr(CHUNK_IDS)
-_COUNTS = tl.constexpr(CHUNK_COUNTS)
-
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
@@ -407,14 +396,14 @@ def _read_metadata(  # type: ignore[no-untyped-def]
     live = at < n
     handle = tl.load(handles_ptr + at, mask=live, other=-1)
     there = handle >= 0
-    address = row_address(chunks_ptr, columns, handle, 8, there, _IDS)
+    address = row_address(chunks_ptr, columns, handle, 8, there, IDS_AT)
     ids = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
     tl.store(out_ptr + at, ids, mask=live)
     if not IDS_ONLY:
         size = at * 0 + n
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, _VERSIONS)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, _SEEN)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, _COUNTS)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, VERSIONS_AT)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, SEEN_AT)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, COUNTS_AT)
 
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
@@ -427,11 +416,11 @@ def _write_metadata(  # type: ignore[no-untyped-def]
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     there = handle >= 0
     if HAS_VERSIONS:
-        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, _VERSIONS)
+        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, VERSIONS_AT)
     if HAS_SEEN:
-        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, _SEEN)
+        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, SEEN_AT)
     if HAS_COUNTS:
-        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, _COUNTS)
+        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, COUNTS_AT)
 
 
 def _copy(

@@ -41,9 +41,7 @@ from shoal.kernels.step_tiles import (
     store_rows,
     store_stamps,
 )
-from shoal.kernels.tables import CHUNK_TABLE, RowForm, ShardLayout, chunk_word
-
-_TABLE = tl.constexpr(CHUNK_TABLE)
+from shoal.kernels.tables import TABLE_AT, RowForm, ShardLayout, chunk_word
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -115,7 +113,7 @@ def _step(  # type: ignore[no-untyped-def]
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
         )  # fmt: skip
         last, count = load_stamps(chunks_ptr, columns, handle, live)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
         g, sights = _summed(
             addresses_ptr, factors_ptr, counts_ptr, tallies_ptr, partials,

@@ -37,8 +37,9 @@ from shoal.kernels.step_tiles import (
 )
 from shoal.kernels.tables import (
     CHUNK_STATE,
-    CHUNK_TABLE,
     CHUNK_WEIGHTS,
+    STATE_AT,
+    TABLE_AT,
     RowForm,
     SegmentForm,
     ShardLayout,
@@ -170,10 +171,6 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
     return sums
 
 
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
-_TABLE = tl.constexpr(CHUNK_TABLE)
-
-
 @triton.jit(do_not_specialize=["columns", "size"])  # type: ignore[untyped-decorator]
 def _read(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, handles_ptr, payloads_ptr, addresses_ptr, out_ptr, tables_ptr, size,
@@ -196,7 +193,7 @@ def _read(  # type: ignore[no-untyped-def]
         payload = payload_of(payloads_ptr, handle, live, CACHED)
         address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, WORD)
         value = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         tl.store(tables_ptr + row, table, mask=row < size)
     inside = (row < size)[:, None] & (column < WIDTH)[None, :]
     tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], value, mask=inside)
@@ -220,11 +217,11 @@ def _write(  # type: ignore[no-untyped-def]
     inside = live[:, None] & (column < WIDTH)[None, :]
     value = tl.load(values_ptr + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
     if STATE:
-        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, _STATE)
+        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, STATE_AT)
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], value, mask=inside)
     else:
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         store_weights(
             layout_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside,
             value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
@@ -384,7 +381,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + first, mask=live & hot, other=0), first)
         first = tl.where(hot, first - first_piece, first).to(tl.int64)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         out = row.to(tl.int64)
         if RANKED:
             position = tl.load(order_ptr + place, mask=live, other=0)
@@ -451,7 +448,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         sums = sums_ptr + row.to(tl.int64)[:, None] * PITCH + (COLUMN + column)[None, :]
         g = tl.load(sums, mask=inside, other=0.0)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
         w, s0, s1, s2, p0, p1 = stepped(
             w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE, PARAMS
