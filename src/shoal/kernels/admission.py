@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -202,7 +203,7 @@ def _raise(cell, sights, live):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, counts_ptr, words_ptr, tallies_ptr, n, groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, counts_ptr, tallies_ptr,
     depth,
     STEPS: tl.constexpr, HAS_COUNTS: tl.constexpr, UNDO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +250,7 @@ def _add(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _admit(  # type: ignore[no-untyped-def]
-    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, admitted_ptr, words_ptr, n, groups, depth,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, admitted_ptr, depth,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -279,7 +280,7 @@ def _admit(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
 def _forget(  # type: ignore[no-untyped-def]
-    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, tallies_ptr, n, groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, tallies_ptr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -299,6 +300,25 @@ def _forget(  # type: ignore[no-untyped-def]
     tl.atomic_add(tallies_ptr + table * 2 + 1, taken.to(tl.int64), mask=taken, sem="relaxed")
 
 
+def _launch(
+    kernel: Any,
+    call: CallGroups,
+    wanted_N: Tensor,
+    *rest: Any,
+    block: int = _BLOCK,
+    **constants: bool,
+) -> None:
+    """Start a kernel over the positions of a call; `rest` follows what all of these read."""
+    n, groups = call.ids_N.numel(), call.tables_G.numel()
+    if n == 0:
+        return
+    launch(
+        kernel, (blocks_of(n, block),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8), n, groups, *rest,
+        STEPS=search_steps(groups), BLOCK=block, **constants,
+    )  # fmt: skip
+
+
 def add_sights(
     sights: SightTables,
     call: CallGroups,
@@ -312,43 +332,20 @@ def add_sights(
     With `undo`, take back what the same arguments have added. Every exact table has empty slots
     for the ids of the call that are its own.
     """
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _add, (blocks_of(n, _BLOCK),),
-        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
-        call.ids_N if counts_N is None else counts_N, sights.words_KW, sights.tallies_KC, n,
-        call.tables_G.numel(), sights.depth,
-        STEPS=search_steps(call.tables_G.numel()), HAS_COUNTS=counts_N is not None, UNDO=undo,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
+    counts = call.ids_N if counts_N is None else counts_N
+    rest = sights.words_KW, counts, sights.tallies_KC, sights.depth
+    _launch(_add, call, wanted_N, *rest, HAS_COUNTS=counts_N is not None, UNDO=undo)
 
 
 def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
     """Which of the `wanted_N` positions have been seen often enough, to bool [N]."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _admit, (blocks_of(n, _BLOCK),),
-        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8), sights.words_KW, n, call.tables_G.numel(), sights.depth,
-        STEPS=search_steps(call.tables_G.numel()), BLOCK=_BLOCK,
-    )  # fmt: skip
+    rest = sights.words_KW, admitted_N.view(torch.int8), sights.depth
+    _launch(_admit, call, wanted_N, *rest)
 
 
 def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> None:
     """Drop exact counts of the ids at `wanted_N` positions; a sketch cannot forget."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _forget, (blocks_of(n, _BLOCK),),
-        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8), sights.words_KW,
-        sights.tallies_KC, n, call.tables_G.numel(),
-        STEPS=search_steps(call.tables_G.numel()), BLOCK=_BLOCK,
-    )  # fmt: skip
+    _launch(_forget, call, wanted_N, sights.words_KW, sights.tallies_KC)
 
 
 _REFUSALS_BLOCK = 128
@@ -362,7 +359,7 @@ def _table_of(splits_ptr, groups_ptr, groups, at, live, STEPS: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["n", "groups", "mask"])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, admitted_ptr, owner_ptr, counters_ptr, n, groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, admitted_ptr, owner_ptr, counters_ptr,
     mask,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -396,15 +393,7 @@ def count_refused(
     layout: ShardLayout, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor
 ) -> None:
     """Add to `COUNT_REFUSED` the distinct ids at positions wanted, but not admitted; bool [N]."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    capacity = power_of_2(2 * n)
+    capacity = power_of_2(2 * max(call.ids_N.numel(), 1))
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
-    launch(
-        _count, (blocks_of(n, _REFUSALS_BLOCK),),
-        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8), owner, layout.counters_KC, n, call.tables_G.numel(),
-        capacity - 1,
-        STEPS=search_steps(call.tables_G.numel()), BLOCK=_REFUSALS_BLOCK,
-    )  # fmt: skip
+    rest = admitted_N.view(torch.int8), owner, layout.counters_KC, capacity - 1
+    _launch(_count, call, wanted_N, *rest, block=_REFUSALS_BLOCK)

@@ -28,7 +28,7 @@ _NO_HOME = tl.constexpr(VACANT)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SlotPool:
     """Slots [first, first + slots) of the cache: those of one row form."""
 
     first: int
@@ -54,7 +54,7 @@ class CacheMaps:
     dirty_S: Tensor
     tallies: Tensor
     base: int
-    pools: tuple[Pool, ...]
+    pools: tuple[SlotPool, ...]
 
 
 @functools.lru_cache(maxsize=16)
@@ -70,7 +70,7 @@ def programs_of(tiles: int, device: torch.device, each: int = 8) -> int:
 
 
 def new_maps(
-    handles: int, base: int, pools: tuple[Pool, ...], device: torch.device, *, counted: bool
+    handles: int, base: int, pools: tuple[SlotPool, ...], device: torch.device, *, counted: bool
 ) -> CacheMaps:
     """Maps of an empty cache for home handles below `handles`; counted: with counts of uses."""
     slots = max((pool.first + pool.slots for pool in pools), default=0)
@@ -116,10 +116,8 @@ def _mark_dirty(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        handle, _first, _items, _length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        row, live, handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
         tl.store(dirty_ptr + (payload - base), (row * 0 + 1).to(tl.int8), mask=payload >= 0)
@@ -322,7 +320,7 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
 
 
 def sweep(
-    layout: ShardLayout, maps: CacheMaps, form: RowForm, pool: Pool, keep_from: int, *, forget: bool
+    layout: ShardLayout, maps: CacheMaps, form: RowForm, pool: SlotPool, keep_from: int, *, forget: bool
 ) -> None:
     """Bring rows of a pool that were last used before tick `keep_from` home where they are dirty.
 
@@ -372,8 +370,18 @@ def _octaves(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0 for vacant slots, 255 for those that may not be taken, else the higher the later."""
+def _class_of(  # type: ignore[no-untyped-def]
+    home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of a tile, which of them there are, whose rows they have, and their class.
+
+    0 for vacant slots, 255 for those that may not be taken, else the higher the later.
+    """
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    slot, live = first + at, at < size
+    home = tl.load(home_ptr + slot, mask=live, other=-2)
+    used = tl.load(used_ptr + slot, mask=live, other=0)
     age = tl.maximum(tick - used, 1)
     if LFU:
         uses = _aged(tl.load(uses_ptr + slot, mask=live, other=0), age)
@@ -384,7 +392,8 @@ def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constex
         old = (_octaves(age) >> 19) + 16
         class_ = 254 - tl.minimum(tl.where(age < 128, age, old), 253)
     class_ = tl.where(used < keep_from, class_, 255)
-    return tl.where(home == _NO_HOME, 0, tl.where(live & (home >= 0), class_, 255))
+    class_ = tl.where(home == _NO_HOME, 0, tl.where(live & (home >= 0), class_, 255))
+    return slot, live, home, class_
 
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base", "tick"])  # type: ignore[untyped-decorator]
@@ -395,10 +404,8 @@ def _mark(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        handle, _first, _items, _length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        row, live, handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
         hit = live & (payload >= 0)
@@ -426,11 +433,9 @@ def _classes(  # type: ignore[no-untyped-def]
     size = tl.where(tl.load(work_ptr + _NEED_WORD) > 0, slots, 0)
     found = tl.zeros([_CLASS_COUNT], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tile * BLOCK + tl.arange(0, BLOCK)
-        slot, live = first + at, at < size
-        home = tl.load(home_ptr + slot, mask=live, other=-2)
-        used = tl.load(used_ptr + slot, mask=live, other=0)
-        class_ = _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU)
+        _slot, _live, _home, class_ = _class_of(
+            home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from, LFU, BLOCK
+        )
         found += tl.histogram(class_, _CLASS_COUNT)
     class_at = tl.arange(0, _CLASS_COUNT)
     tl.atomic_add(work_ptr + class_at, found, mask=found > 0, sem="relaxed")
@@ -461,11 +466,9 @@ def _take(  # type: ignore[no-untyped-def]
         tl.atomic_add(tallies_ptr + _PLACED, moved.to(tl.int64), sem="relaxed")
     size = tl.where(moved > 0, slots, 0)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tile * BLOCK + tl.arange(0, BLOCK)
-        slot, live = first + at, at < size
-        home = tl.load(home_ptr + slot, mask=live, other=-2)
-        used = tl.load(used_ptr + slot, mask=live, other=0)
-        class_ = _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU)
+        slot, live, home, class_ = _class_of(
+            home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from, LFU, BLOCK
+        )
         class_ = tl.where(live, class_, 255)
         under = (class_ < edge) & (class_ < 255)
         on_edge = (class_ == edge) & (class_ < 255)
@@ -482,10 +485,10 @@ def _take(  # type: ignore[no-untyped-def]
             tl.store(payload_ptr + home, home * 0 - 1, mask=goes & (home >= 0))
             tl.store(payload_ptr + new, slot + base, mask=goes)
             tl.store(home_ptr + slot, new, mask=goes)
-            tl.store(used_ptr + slot, at * 0 + tick, mask=goes)
+            tl.store(used_ptr + slot, slot * 0 + tick, mask=goes)
             if LFU:
-                tl.store(uses_ptr + slot, at * 0 + 1, mask=goes)
-            tl.store(dirty_ptr + slot, (at * 0).to(tl.int8), mask=goes)
+                tl.store(uses_ptr + slot, slot * 0 + 1, mask=goes)
+            tl.store(dirty_ptr + slot, (slot * 0).to(tl.int8), mask=goes)
             tl.store(slots_ptr + place, slot, mask=goes)
             leaves = goes & (home >= 0) & (dirty != 0)
             tl.store(outs_ptr + place, tl.where(leaves, home, -1), mask=goes)
@@ -542,7 +545,7 @@ def _admit_form(
 
 def _taken(
     maps: CacheMaps,
-    pool: Pool,
+    pool: SlotPool,
     work: Tensor,
     missing: Tensor,
     tick: int,

@@ -130,20 +130,9 @@ def _finish(  # type: ignore[no-untyped-def]
             edge = tl.sum((ends < left).to(tl.int64), axis=0)
             left -= tl.max(tl.where(ends < left, ends, 0), axis=0)
             size = _divide(
-                tables_ptr,
-                chunks_ptr,
-                columns,
-                words,
-                rows,
-                size,
-                lower,
-                base,
-                shift,
-                edge,
-                out_ptr,
-                size_ptr,
-                BLOCK,
-            )
+                tables_ptr, chunks_ptr, columns, words, rows, size, lower, base, shift, edge,
+                out_ptr, size_ptr, BLOCK,
+            )  # fmt: skip
             bins += BINS
     for tile in range(tl.cdiv(left, BLOCK)):
         at = tl.arange(0, BLOCK).to(tl.int64) + tile * BLOCK
@@ -186,6 +175,18 @@ def _before(high, low, other_high, other_low):  # type: ignore[no-untyped-def]
     return (high < other_high) | ((high == other_high) & (low < other_low))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _job_of(  # type: ignore[no-untyped-def]
+    tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED: tl.constexpr
+):
+    """A program's job: number, words, table and its directory, list, rows to go through."""
+    job = tl.program_id(1).to(tl.int64)
+    words = jobs_ptr + job * _JOB_WORDS
+    table = tl.load(words + _TABLE)
+    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    return job, words, table, directory_of(tables_ptr, table), lists_ptr + job * width, size
+
+
 @triton.jit(do_not_specialize=["columns", "width"])  # type: ignore[untyped-decorator]
 def _bracket(  # type: ignore[no-untyped-def]
     tables_ptr, counters_ptr, chunks_ptr, columns, jobs_ptr, lists_ptr, width, sizes_ptr, pins_ptr,
@@ -194,12 +195,9 @@ def _bracket(  # type: ignore[no-untyped-def]
     OTHERS: tl.constexpr,
 ):  # fmt: skip
     """Writes bounds [E, 4], whose zeros stand for before every key and after every key."""
-    job = tl.program_id(1).to(tl.int64)
-    words = jobs_ptr + job * _JOB_WORDS
-    table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
-    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     drop = tl.load(drops_ptr + job)
     if (drop > 0) & (size > 0):
         mine = tl.program_id(0).to(tl.int64) * MINE + tl.arange(0, MINE)
@@ -257,12 +255,9 @@ def _census(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr, PINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds to zones [E, 2] the rows before the bracket and those inside it."""
-    job = tl.program_id(1).to(tl.int64)
-    words = jobs_ptr + job * _JOB_WORDS
-    table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
-    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     size = tl.where(tl.load(drops_ptr + job) > 0, size, 0)
     before, inside = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
@@ -286,12 +281,9 @@ def _narrow(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr, PINS: tl.constexpr, BRACKETED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Drops what goes as a whole; lists what goes in part: rest [E, room], of which `left` go."""
-    job = tl.program_id(1).to(tl.int64)
-    words = jobs_ptr + job * _JOB_WORDS
-    table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
-    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     drop = tl.load(drops_ptr + job)
     size = tl.where(drop > 0, size, 0)
     left, part = drop, 1

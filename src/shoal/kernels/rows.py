@@ -130,10 +130,11 @@ def gather(
     layout: ShardLayout,
     form: RowForm,
     groups: CallGroups,
-    handles_N: Tensor,
     out: Tensor,
     out_rows_G: Tensor | None = None,
     *,
+    handles_N: Tensor | None = None,
+    found_N: Tensor | None = None,
     start: int = 0,
     stop: int | None = None,
     initial: bool = False,
@@ -143,62 +144,20 @@ def gather(
 
     Args:
         form: of the tables read; keep the object, it is a cache key.
-        groups: the call; read only with `out_rows_G` or `initial`.
-        handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value, which
-            costs registers: leave it off where every id has a row.
+        groups: the call; read only with `out_rows_G`, `initial` or `found_N`.
         out: contiguous [n, D] in the form's real dtype.
         out_rows_G: int64 [G], the row of `out` that takes the group's first row, -1 for groups
             whose tables have another form; those are left alone. None: position p goes to row
             p - start, and all positions are of this form.
+        handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value, which
+            costs registers: leave it off where every id has a row.
+        found_N: bool [N], instead of handles: the index is searched, missing ids read as zeros, and
+            this is set for the positions read. The index must not change meanwhile.
         stop: default N.
         global_step: what OneBit's scale goes by.
     """
-    last = handles_N.numel() if stop is None else stop
-    _launch(
-        layout, form, groups, handles_N, None, out, out_rows_G,
-        (start, last), initial=initial, step=global_step,
-    )  # fmt: skip
-
-
-def gather_found(
-    layout: ShardLayout,
-    form: RowForm,
-    groups: CallGroups,
-    found_N: Tensor,
-    out: Tensor,
-    out_rows_G: Tensor | None = None,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    global_step: int = 0,
-) -> None:
-    """Search the index for ids and copy out their rows, zeros for missing ones. One launch.
-
-    found_N: bool [N], set for the positions read. Other arguments as for `gather`; the index must
-    not change meanwhile.
-    """
-    last = found_N.numel() if stop is None else stop
-    _launch(
-        layout, form, groups, None, found_N, out, out_rows_G,
-        (start, last), initial=False, step=global_step,
-    )  # fmt: skip
-
-
-def _launch(
-    layout: ShardLayout,
-    form: RowForm,
-    groups: CallGroups,
-    handles_N: Tensor | None,
-    found_N: Tensor | None,
-    out: Tensor,
-    out_rows_G: Tensor | None,
-    span: tuple[int, int],
-    *,
-    initial: bool,
-    step: int,
-) -> None:
-    first, last = span
-    if last <= first or out.numel() == 0:
+    last = groups.ids_N.numel() if stop is None else stop
+    if last <= start or out.numel() == 0:
         return
     ready = device_form(form, out.device)
     find = found_N is not None
@@ -206,14 +165,14 @@ def _launch(
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
     launch(
-        _gather, (blocks_of(last - first, rows),),
+        _gather, (blocks_of(last - start, rows),),
         layout.tables_KT, *layout.chunks,
         groups.ids_N, groups.splits_G1, groups.tables_G, count,
         unused if out_rows_G is None else out_rows_G,
         unused if handles_N is None else handles_N,
         unused if found_N is None else found_N.view(torch.uint8),
-        out, first, last,
-        ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
+        out, start, last,
+        ready.segments_PW, len(form.segments), ready.quantiles_Q, global_step,
         DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
         PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
         STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
@@ -331,8 +290,6 @@ def write_weights(
         ADD=add, STORAGE=storage_of(form.dtype), ROWS=rows, BLOCK=block,
     )  # fmt: skip
 
-
-# elements of a program's block
 
 _BLOCK = 256
 # Rows move as words of their elements' size: a copy must not change the bits of a NaN.

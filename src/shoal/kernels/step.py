@@ -99,10 +99,8 @@ def _step(  # type: ignore[no-untyped-def]
     size = runs_listed(cursors_ptr, form, first_run)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        live = row < size
-        handle, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        _row, live, handle, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, ROWS
         )
         hot = items < length
         first = tl.where(hot, first - first_piece, first).to(tl.int64)

@@ -109,10 +109,8 @@ def _write_rows(  # type: ignore[no-untyped-def]
     size = runs_listed(cursors_ptr, 0, 0)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        run = tile * ROWS + tl.arange(0, ROWS)
-        live = run < size
-        row, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, 0, 0, last_run, run, live
+        _run, live, row, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, 0, 0, last_run, 0, tile, size, ROWS
         )
         hot = items < length
         first = first.to(tl.int64)
@@ -338,10 +336,8 @@ def _mark_firsts(  # type: ignore[no-untyped-def]
     """1 at the first position of each run."""
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        _handle, place, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        _row, live, _handle, place, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + place, mask=hot, other=0), place)
@@ -373,10 +369,8 @@ def _write_sums(  # type: ignore[no-untyped-def]
     size = tl.minimum(runs_listed(cursors_ptr, form, first_run) - begin, most)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        live = row < size
-        handle, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, begin + row, live
+        row, live, handle, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, begin, tile, size, ROWS
         )
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + first, mask=live & hot, other=0), first)

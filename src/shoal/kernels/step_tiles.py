@@ -465,18 +465,24 @@ def describe_rows(  # type: ignore[no-untyped-def]
     tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def run_words(  # type: ignore[no-untyped-def]
-    runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
-):  # fmt: skip
-    """Handle, first place or piece, items, places of the form's runs; long ones come first."""
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, begin, tile, size, ROWS: tl.constexpr
+):
+    """A tile of the form's runs from `begin` on, `size` of them; long ones come first.
+
+    Returns their numbers, which of them there are, and handle, first place or piece, items, places.
+    """
+    row = tile * ROWS + tl.arange(0, ROWS)
+    live = row < size
+    number = begin + row
     longs = tl.load(cursors_ptr + 4 * form + 1)
-    run = tl.where(row < longs, last_run - row, first_run + row - longs)
+    run = tl.where(number < longs, last_run - number, first_run + number - longs)
     handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
     handle = tl.load(handles, mask=live, other=0)
     first = tl.load(firsts, mask=live, other=0)
     items = tl.load(numbers, mask=live, other=0)
-    return handle, first, items, tl.load(lengths, mask=live, other=0)
+    return row, live, handle, first, items, tl.load(lengths, mask=live, other=0)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import admission
 from shoal.table.cuda import memory as device_memory
-from shoal.table.cuda.calls import forms_of
+from shoal.table.cuda.calls import ShardTables, forms_of
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import Shard, StepContext
@@ -207,10 +207,8 @@ def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
             return empty(*shape, **of)
         raise RuntimeError("CUDA error: out of memory")
 
-    forms, form_of = forms_of(SPECS)
-    memory = DeviceMemory(
-        SPECS, forms, form_of, seed=0, device=torch.device(DEVICE), host_rows=True
-    )
+    tables = ShardTables(tuple(SPECS), *forms_of(SPECS), torch.device(DEVICE))
+    memory = DeviceMemory(tables, seed=0, host_rows=True)
     room = memory.rows_room_K.tolist()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)

@@ -57,7 +57,7 @@ class _Exact:
 
 
 @dataclass
-class _Report:
+class _CounterReport:
     """Tallies on their way to the host, and the ids handed in to each table since."""
 
     tallies_KC: Tensor
@@ -104,7 +104,7 @@ class Sights:
             torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
-        self._report: _Report | None = None
+        self._report: _CounterReport | None = None
         # Reports follow one another in the stream, so they may land in one place.
         self._landing_KC = torch.zeros(
             len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
@@ -272,13 +272,13 @@ class Sights:
             return
         tallies_KC = self._tables.tallies_KC
         if tallies_KC.device.type != "cuda":
-            self._report = _Report(tallies_KC.clone(), None)
+            self._report = _CounterReport(tallies_KC.clone(), None)
             return
         host_KC = self._landing_KC
         host_KC.copy_(tallies_KC, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(tallies_KC.device))
-        self._report = _Report(host_KC, arrived)
+        self._report = _CounterReport(host_KC, arrived)
 
     def _hear(self) -> None:
         """Tighten the bounds by tallies that have arrived."""

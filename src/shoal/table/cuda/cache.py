@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory
 from shoal.kernels import cache
-from shoal.kernels.cache import CacheMaps, Pool
+from shoal.kernels.cache import CacheMaps, SlotPool
 from shoal.kernels.gradients import Runs
 from shoal.kernels.launch import retire
 from shoal.kernels.tables import (
@@ -130,7 +130,7 @@ class RowCache:
         storage = self._allocated(slots_F)
         for place, (cached, slots) in enumerate(zip(self._forms, slots_F, strict=True)):
             chunks = -(-slots // CHUNK_ROWS)
-            pools.append(Pool(first, slots))
+            pools.append(SlotPool(first, slots))
             first += chunks * CHUNK_ROWS
             starts = np.arange(chunks, dtype=np.int64) * CHUNK_ROWS
             part = np.zeros((CHUNK_WORDS, chunks), dtype=np.int64)
