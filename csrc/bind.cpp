@@ -384,5 +384,4 @@ NB_MODULE(_core, m) {
           return ordered_by_hash(at<const std::int64_t>(ids), n, salt);
         },
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
 }

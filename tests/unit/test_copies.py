@@ -100,7 +100,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "ragged": lambda: BATCH["f"],
     "found": lambda: table().shard.find(table()._groups([1, 5])),
     "cursor": lambda: Cursor(3, 1),
-    "sights": lambda: table().shard.admission_state(0),
+    "occurrences": lambda: table().shard.admission_state(0),
 }
 REQUIRED = {"Constant": {"value": 0.5}, "DelayCompensated": {"inner": optimizers.SGD()}}
 PLAIN: dict[str, Callable[[], Any]] = {

@@ -49,7 +49,7 @@ def _home(id_, salt, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_sights(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
+def find_counters(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
     """Slot of each id, -1 where it has none."""
     slot = _home(id_, salt, mask)
     side = id_ <= ERASED
@@ -64,7 +64,7 @@ def find_sights(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def claim_sights(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-def]
+def claim_counters(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-def]
     """Slot of each id, one that was empty where it had none; and where that happened.
 
     Lanes that are not live must have keys, of any index, and its mask, `room`: swaps need some.
@@ -101,18 +101,18 @@ def _move(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sights = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
+    occurrences = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
     key = tl.load(keys_ptr + at, mask=at < slots, other=EMPTY)
-    live = (at < slots) & (key > ERASED) & (sights != 0)
+    live = (at < slots) & (key > ERASED) & (occurrences != 0)
     keys = at * 0 + new_keys_ptr.to(tl.int64)
-    slot, won = claim_sights(keys, mask + at * 0, key, salt, mask + at * 0, live)
-    tl.store(new_cells_ptr + slot, sights, mask=live)
+    slot, won = claim_counters(keys, mask + at * 0, key, salt, mask + at * 0, live)
+    tl.store(new_cells_ptr + slot, occurrences, mask=live)
     side = (at >= slots) & (at < slots + 2)
-    tl.store(new_cells_ptr + mask + 1 + at - slots, sights, mask=side)
+    tl.store(new_cells_ptr + mask + 1 + at - slots, occurrences, mask=side)
     tl.atomic_add(tally_ptr, tl.sum(won.to(tl.int64), axis=0), sem="relaxed")
 
 
-def move_sights(
+def move_counters(
     keys: Tensor, cells: Tensor, new_keys: Tensor, new_cells: Tensor, tally_1: Tensor, salt: int
 ) -> None:
     """Copy an exact index into an empty one with room for it; adds the slots it took to a tally.
@@ -127,21 +127,25 @@ def move_sights(
     )  # fmt: skip
 
 
-SIGHT_WORDS = 16
-SIGHT_KIND = 0
-SIGHT_KEYS, SIGHT_CELLS, SIGHT_MASK, SIGHT_SALT, SIGHT_DEPTH = 1, 2, 3, 4, 5
-SIGHT_VALUES, SIGHT_SHIFT, SIGHT_SLOTS = 6, 7, 8  # occurrences needed by slot: address, shift, mask
+COUNTER_WORDS = 16
+COUNTER_KIND = 0
+COUNTER_KEYS, COUNTER_CELLS, COUNTER_MASK, COUNTER_SALT, COUNTER_DEPTH = 1, 2, 3, 4, 5
+COUNTER_VALUES, COUNTER_SHIFT, COUNTER_SLOTS = (
+    6,
+    7,
+    8,
+)  # occurrences needed by slot: address, shift, mask
 NONE, EXACT, SKETCH = 0, 1, 2
 
 
 _GOLDEN = -0x61C8864680B583EB
 
-_SIGHT_WORDS = tl.constexpr(SIGHT_WORDS)
-_KIND, _KEYS = tl.constexpr(SIGHT_KIND), tl.constexpr(SIGHT_KEYS)
-_CELLS, _MASK = tl.constexpr(SIGHT_CELLS), tl.constexpr(SIGHT_MASK)
-_SALT, _DEPTH = tl.constexpr(SIGHT_SALT), tl.constexpr(SIGHT_DEPTH)
-_VALUES, _SHIFT = tl.constexpr(SIGHT_VALUES), tl.constexpr(SIGHT_SHIFT)
-_SLOTS = tl.constexpr(SIGHT_SLOTS)
+_SIGHT_WORDS = tl.constexpr(COUNTER_WORDS)
+_KIND, _KEYS = tl.constexpr(COUNTER_KIND), tl.constexpr(COUNTER_KEYS)
+_CELLS, _MASK = tl.constexpr(COUNTER_CELLS), tl.constexpr(COUNTER_MASK)
+_SALT, _DEPTH = tl.constexpr(COUNTER_SALT), tl.constexpr(COUNTER_DEPTH)
+_VALUES, _SHIFT = tl.constexpr(COUNTER_VALUES), tl.constexpr(COUNTER_SHIFT)
+_SLOTS = tl.constexpr(COUNTER_SLOTS)
 _NONE, _EXACT, _SKETCH = tl.constexpr(NONE), tl.constexpr(EXACT), tl.constexpr(SKETCH)
 
 _FACTOR = tl.constexpr(_GOLDEN)
@@ -150,8 +154,8 @@ _TOP = tl.constexpr((1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class SightTables:
-    """words_KW: int64 [K, SIGHT_WORDS]; tallies_KC: int64 [K, 2], slots claimed and forgotten.
+class CounterTables:
+    """words_KW: int64 [K, COUNTER_WORDS]; tallies_KC: int64 [K, 2], slots claimed and forgotten.
 
     depth: the deepest sketch, 0 without one.
     """
@@ -194,10 +198,10 @@ def _sketch_cell(id_, salt, mask, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _raise(cell, sights, live):  # type: ignore[no-untyped-def]
+def _raise(cell, occurrences, live):  # type: ignore[no-untyped-def]
     """Add occurrences, 0..2^32-1, to cells that stop at 2^32 - 1."""
-    before = tl.atomic_add(cell, sights.to(tl.int32), mask=live, sem="relaxed")
-    wrapped = live & ((before.to(tl.int64) & _TOP) + sights > _TOP)
+    before = tl.atomic_add(cell, occurrences.to(tl.int32), mask=live, sem="relaxed")
+    wrapped = live & ((before.to(tl.int64) & _TOP) + occurrences > _TOP)
     tl.atomic_or(cell, before * 0 - 1, mask=wrapped, sem="relaxed")
 
 
@@ -213,10 +217,10 @@ def _add(  # type: ignore[no-untyped-def]
     )
     live = live & (needed > 1)
     if tl.max(live.to(tl.int32), axis=0) > 0:
-        sights = at * 0 + 1
+        occurrences = at * 0 + 1
         if HAS_COUNTS:
-            sights = tl.load(counts_ptr + at, mask=live, other=0)
-            sights = tl.minimum(tl.maximum(sights, 0), _TOP)
+            occurrences = tl.load(counts_ptr + at, mask=live, other=0)
+            occurrences = tl.minimum(tl.maximum(occurrences, 0), _TOP)
         mask = _word(words_ptr, table, live, _MASK)
         salt = _word(words_ptr, table, live, _SALT)
         cells = _word(words_ptr, table, live, _CELLS)
@@ -227,25 +231,25 @@ def _add(  # type: ignore[no-untyped-def]
             keys = _word(words_ptr, tl.where(exact, table, lender), at >= 0, _KEYS)
             room = _word(words_ptr, tl.where(exact, table, lender), at >= 0, _MASK)
             if UNDO:
-                slot = find_sights(keys, id_, salt, mask, exact)
+                slot = find_counters(keys, id_, salt, mask, exact)
                 exact = exact & (slot >= 0)
             else:
-                slot, won = claim_sights(keys, room, id_, salt, mask, exact)
+                slot, won = claim_counters(keys, room, id_, salt, mask, exact)
                 tl.atomic_add(tallies_ptr + table * 2, won.to(tl.int64), mask=won, sem="relaxed")
             cell = cell_ptr(cells, slot)
             if UNDO:
-                tl.atomic_add(cell, (-sights).to(tl.int32), mask=exact, sem="relaxed")
+                tl.atomic_add(cell, (-occurrences).to(tl.int32), mask=exact, sem="relaxed")
             else:
-                _raise(cell, sights, exact)
+                _raise(cell, occurrences, exact)
         for row in range(depth):
             level = at * 0 + row
             inside = live & (kind == _SKETCH)
             inside = inside & (level < _word(words_ptr, table, inside, _DEPTH))
             cell = cell_ptr(cells, _sketch_cell(id_, salt, mask, level))
             if UNDO:
-                tl.atomic_add(cell, (-sights).to(tl.int32), mask=inside, sem="relaxed")
+                tl.atomic_add(cell, (-occurrences).to(tl.int32), mask=inside, sem="relaxed")
             else:
-                _raise(cell, sights, inside)
+                _raise(cell, occurrences, inside)
 
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
@@ -264,17 +268,17 @@ def _admit(  # type: ignore[no-untyped-def]
         salt = _word(words_ptr, table, counted, _SALT)
         cells = _word(words_ptr, table, counted, _CELLS)
         exact = counted & (kind == _EXACT)
-        slot = find_sights(_word(words_ptr, table, exact, _KEYS), id_, salt, mask, exact)
+        slot = find_counters(_word(words_ptr, table, exact, _KEYS), id_, salt, mask, exact)
         there = exact & (slot >= 0)
-        sights = tl.load(cell_ptr(cells, slot), mask=there, other=0).to(tl.int64) & _TOP
-        total = tl.where(exact, sights, total)
+        occurrences = tl.load(cell_ptr(cells, slot), mask=there, other=0).to(tl.int64) & _TOP
+        total = tl.where(exact, occurrences, total)
         for row in range(depth):
             level = at * 0 + row
             inside = counted & (kind == _SKETCH)
             inside = inside & (level < _word(words_ptr, table, inside, _DEPTH))
             cell = cell_ptr(cells, _sketch_cell(id_, salt, mask, level))
-            sights = tl.load(cell, mask=inside, other=0).to(tl.int64) & _TOP
-            total = tl.where(inside, tl.minimum(total, sights), total)
+            occurrences = tl.load(cell, mask=inside, other=0).to(tl.int64) & _TOP
+            total = tl.where(inside, tl.minimum(total, occurrences), total)
     tl.store(admitted_ptr + at, (live & (total >= needed)).to(tl.int8), mask=at < n)
 
 
@@ -290,7 +294,7 @@ def _forget(  # type: ignore[no-untyped-def]
     live = live & (needed > 1) & (kind == _EXACT)
     mask = _word(words_ptr, table, live, _MASK)
     keys = _word(words_ptr, table, live, _KEYS)
-    slot = find_sights(keys, id_, _word(words_ptr, table, live, _SALT), mask, live)
+    slot = find_counters(keys, id_, _word(words_ptr, table, live, _SALT), mask, live)
     live = live & (slot >= 0)
     cells = _word(words_ptr, table, live, _CELLS)
     # Of an id that comes twice, one lane takes the count; ids of no count stay, which costs a slot.
@@ -319,8 +323,8 @@ def _launch(
     )  # fmt: skip
 
 
-def add_sights(
-    sights: SightTables,
+def add_occurrences(
+    counters: CounterTables,
     call: CallGroups,
     counts_N: Tensor | None,
     wanted_N: Tensor,
@@ -333,19 +337,19 @@ def add_sights(
     for the ids of the call that are its own.
     """
     counts = call.ids_N if counts_N is None else counts_N
-    rest = sights.words_KW, counts, sights.tallies_KC, sights.depth
+    rest = counters.words_KW, counts, counters.tallies_KC, counters.depth
     _launch(_add, call, wanted_N, *rest, HAS_COUNTS=counts_N is not None, UNDO=undo)
 
 
-def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
+def admit(counters: CounterTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
     """Which of the `wanted_N` positions have been seen often enough, to bool [N]."""
-    rest = sights.words_KW, admitted_N.view(torch.int8), sights.depth
+    rest = counters.words_KW, admitted_N.view(torch.int8), counters.depth
     _launch(_admit, call, wanted_N, *rest)
 
 
-def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> None:
+def forget_occurrences(counters: CounterTables, call: CallGroups, wanted_N: Tensor) -> None:
     """Drop exact counts of the ids at `wanted_N` positions; a sketch cannot forget."""
-    _launch(_forget, call, wanted_N, sights.words_KW, sights.tallies_KC)
+    _launch(_forget, call, wanted_N, counters.words_KW, counters.tallies_KC)
 
 
 _REFUSALS_BLOCK = 128

@@ -194,7 +194,7 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
 _TILE_BYTES = 8192
 _MOST_WORDS = 128  # of 8 bytes: columns of a tile
 _MOST_ROWS = 64
-_PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room beside a model
+_PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room next to a model
 
 _TALLY_WRITTEN = tl.constexpr(TALLY_WRITTEN)
 
@@ -320,7 +320,13 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
 
 
 def sweep(
-    layout: ShardLayout, maps: CacheMaps, form: RowForm, pool: SlotPool, keep_from: int, *, forget: bool
+    layout: ShardLayout,
+    maps: CacheMaps,
+    form: RowForm,
+    pool: SlotPool,
+    keep_from: int,
+    *,
+    forget: bool,
 ) -> None:
     """Bring rows of a pool that were last used before tick `keep_from` home where they are dirty.
 

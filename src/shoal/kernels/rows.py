@@ -229,8 +229,8 @@ def _write(  # type: ignore[no-untyped-def]
     side = at + 1
     if ADD:
         side = at - 1
-    beside = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
-    edge = (handle >= 0) & (beside != handle)
+    neighbour = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
+    edge = (handle >= 0) & (neighbour != handle)
     address = row_address(chunks_ptr, columns, handle, row_bytes, edge, WEIGHTS_AT)
     inside = (column < width)[None, :]
     mask = edge[:, None] & inside

@@ -53,9 +53,9 @@ def _summed(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sums of a tile of runs, [R, D], and the occurrences that they stand for, int64 [R]."""
     g = tl.zeros([ROWS, BLOCK_D], REAL)
-    sights = length.to(tl.int64)
+    occurrences = length.to(tl.int64)
     if COUNTED:
-        sights = sights * 0
+        occurrences = occurrences * 0
     for item in range(0, tl.max(items, axis=0), 2):
         # Both are asked for before either is added.
         at, on, cold, address = item_where(
@@ -71,9 +71,9 @@ def _summed(  # type: ignore[no-untyped-def]
         g += value
         g += next_value
         if COUNTED:
-            sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
-            sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
-    return g, sights
+            occurrences += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
+            occurrences += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
+    return g, occurrences
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -113,7 +113,7 @@ def _step(  # type: ignore[no-untyped-def]
         last, count = load_stamps(chunks_ptr, columns, handle, live)
         table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
-        g, sights = _summed(
+        g, occurrences = _summed(
             addresses_ptr, factors_ptr, counts_ptr, tallies_ptr, partials,
             first, items, length, hot, column,
             DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, COUNTED, ROWS, BLOCK_D,
@@ -129,7 +129,7 @@ def _step(  # type: ignore[no-untyped-def]
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D, SHIFT,
         )  # fmt: skip
         store_stamps(
-            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights
+            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences
         )  # fmt: skip
 
 

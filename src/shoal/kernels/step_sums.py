@@ -355,7 +355,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
     counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, first_piece, begin, most,
     order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
-    sums_ptr, handles_ptr, places_ptr, ids_ptr, sights_ptr, tables_ptr, epoch, event_time_s,
+    sums_ptr, handles_ptr, places_ptr, ids_ptr, occurrences_ptr, tables_ptr, epoch, event_time_s,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
     REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr, FACTORS: tl.constexpr,
     COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr,
@@ -394,20 +394,22 @@ def _write_sums(  # type: ignore[no-untyped-def]
                 good = good & fine
             inside = live[:, None] & (column < DIM)[None, :]
             tl.store(sums_ptr + out[:, None] * OUT_PITCH + column[None, :], g, mask=inside)
-        sights = length.to(tl.int64)
+        occurrences = length.to(tl.int64)
         if COUNTED:
-            sights = sights * 0
+            occurrences = occurrences * 0
             for item in range(most_items):
-                sights += item_tallies(counts_ptr, tallies_ptr, first + item, item < items, hot)
+                occurrences += item_tallies(
+                    counts_ptr, tallies_ptr, first + item, item < items, hot
+                )
         if SETTLE:
             settle_rows(
                 counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s,
-                sights, out, place, handles_ptr, places_ptr, CLIP,
+                occurrences, out, place, handles_ptr, places_ptr, CLIP,
             )  # fmt: skip
         else:
             describe_rows(
-                chunks_ptr, columns, handle, live, out, sights, table,
-                ids_ptr, sights_ptr, tables_ptr,
+                chunks_ptr, columns, handle, live, out, occurrences, table,
+                ids_ptr, occurrences_ptr, tables_ptr,
             )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ _FORMS_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a step knows beside rows and gradients.
+    """What a step knows besides rows and gradients.
 
     epoch: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
     "skip" leave a row with a non-finite sum as it is and count it, "clip" puts 0 for NaN and
@@ -426,7 +426,7 @@ def load_stamps(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-d
 
 @triton.jit
 def store_stamps(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, sights
+    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, occurrences
 ):  # fmt: skip
     """Version, last-seen time (the later one) and count (it stays at its largest) of each row."""
     word = tl.pointer_type(tl.uint32)
@@ -435,12 +435,12 @@ def store_stamps(  # type: ignore[no-untyped-def]
     counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
     tl.store(versions, (last * 0 + epoch).to(tl.uint32), mask=live)
     tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
-    tl.store(counts, tl.minimum(count + sights, _WORD).to(tl.uint32), mask=live)
+    tl.store(counts, tl.minimum(count + occurrences, _WORD).to(tl.uint32), mask=live)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def settle_rows(  # type: ignore[no-untyped-def]
-    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, sights,
+    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, occurrences,
     out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
@@ -448,20 +448,20 @@ def settle_rows(  # type: ignore[no-untyped-def]
     """
     count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
     last, count = load_stamps(chunks_ptr, columns, handle, good)
-    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights)
+    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences)
     tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
     tl.store(places_ptr + out, place.to(tl.int64), mask=live)
 
 
 @triton.jit
 def describe_rows(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, out, sights, table, ids_ptr, sights_ptr, tables_ptr
+    chunks_ptr, columns, handle, live, out, occurrences, table, ids_ptr, occurrences_ptr, tables_ptr
 ):  # fmt: skip
     """Write what rows sums are of, at `out`: ids, occurrences, tables."""
     ids = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
     id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     tl.store(ids_ptr + out, id, mask=live)
-    tl.store(sights_ptr + out, sights, mask=live)
+    tl.store(occurrences_ptr + out, occurrences, mask=live)
     tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
 
 

@@ -366,7 +366,8 @@ def own_rates(spec: TableSpec) -> dict[str, Schedule]:
     """The rate of each segment's own rule, by name; 1 for a rule without one."""
     rates = {part.name: getattr(part.optimizer, "lr", 1.0) for part in spec.segments}
     return {
-        name: rate if isinstance(rate, Schedule) else ConstantRate(rate) for name, rate in rates.items()
+        name: rate if isinstance(rate, Schedule) else ConstantRate(rate)
+        for name, rate in rates.items()
     }
 
 

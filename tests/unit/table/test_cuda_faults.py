@@ -91,9 +91,9 @@ def state_of(shard: Shard) -> list[Any]:
     """All that users see of a shard."""
     found: list[Any] = [(s.rows, s.inserted, s.refused, s.evicted) for s in shard.stats()]
     for table in range(len(shard.specs)):
-        chunk, sights = shard.export(table), shard.admission_state(table)
+        chunk, admission = shard.export(table), shard.admission_state(table)
         found.append([getattr(chunk, name).tolist() for name in RowChunk.__slots__[1:]])
-        found.append([sights.ids.tolist(), sights.counts.tolist(), sights.cells])
+        found.append([admission.ids.tolist(), admission.counts.tolist(), admission.cells])
     return found
 
 
@@ -184,7 +184,7 @@ def test_free_lists_grow_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard.find_or_init(BOTH, ctx=StepContext()).admitted_N.all()
 
 
-def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_occurrences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_FIRST_SLOTS", 16)
     spec = TableSpec(name="c", segments=SPECS[0].segments, admission=Admission(threshold=3))
     shard = CudaShard([spec], device=DEVICE)

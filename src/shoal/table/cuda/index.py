@@ -18,7 +18,7 @@ from shoal.kernels.initial_values import device_form
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.table import native
-from shoal.table.cuda.admission import Sights
+from shoal.table.cuda.admission import AdmissionCounters
 from shoal.table.cuda.calls import CallShape, ShardTables, probed
 from shoal.table.cuda.counters import Counts
 from shoal.table.cuda.eviction import (
@@ -71,7 +71,9 @@ class Index:
     ) -> None:
         specs = tables.specs
         self.tickets = tickets
-        self.admission = Sights([(s.hash_name, s.admission) for s in specs], tables.device)
+        self.admission = AdmissionCounters(
+            [(s.hash_name, s.admission) for s in specs], tables.device
+        )
         self._tables = tables
         self._memory = memory
         self._history = history
@@ -180,7 +182,9 @@ class Index:
     def _made_trim(self, tables: tuple[int, ...]) -> _TrimJobs:
         capacity_E = self._capacity_K[list(tables)]
         budgets_EW = np.stack([np.array(tables), capacity_E, capacity_E // _AHEAD], axis=1)
-        return _TrimJobs(self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device))
+        return _TrimJobs(
+            self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
+        )
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
         scored = [
