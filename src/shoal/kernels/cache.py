@@ -20,19 +20,12 @@ ABSENT = -2  # home of a number that no slot has
 
 TALLY_WORDS = 4
 TALLY_HITS, TALLY_MISSES, TALLY_PLACED, TALLY_WRITTEN = 0, 1, 2, 3
+_HITS, _MISSES, _PLACED, _WRITTEN = map(tl.constexpr, range(TALLY_WORDS))
 
 _BLOCK = 1024
 _INTERPRETED_PROGRAMS = 2
 
 _NO_HOME = tl.constexpr(VACANT)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPool:
-    """Slots [first, first + slots) of the cache: those of one row form."""
-
-    first: int
-    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class CacheMaps:
     used_S: int32, tick of its last use. uses_S: int32, ageing count of uses, or empty.
     dirty_S: int8, 1 where the slot's row differs from its home.
     tallies: int64 [TALLY_WORDS].
-    base: payload handle of slot 0. pools: by row form.
+    base: payload handle of slot 0. pools: slots of each row form.
     """
 
     payload_H: Tensor
@@ -54,7 +47,7 @@ class CacheMaps:
     dirty_S: Tensor
     tallies: Tensor
     base: int
-    pools: tuple[SlotPool, ...]
+    pools: tuple[range, ...]
 
 
 @functools.lru_cache(maxsize=16)
@@ -70,13 +63,13 @@ def programs_of(tiles: int, device: torch.device, each: int = 8) -> int:
 
 
 def new_maps(
-    handles: int, base: int, pools: tuple[SlotPool, ...], device: torch.device, *, counted: bool
+    handles: int, base: int, pools: tuple[range, ...], device: torch.device, *, counted: bool
 ) -> CacheMaps:
     """Maps of an empty cache for home handles below `handles`; counted: with counts of uses."""
-    slots = max((pool.first + pool.slots for pool in pools), default=0)
+    slots = max((pool.stop for pool in pools), default=0)
     home_S = torch.full((slots,), ABSENT, dtype=torch.int32, device=device)
     for pool in pools:
-        home_S[pool.first : pool.first + pool.slots] = VACANT
+        home_S[pool.start : pool.stop] = VACANT
 
     def zeros(size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
@@ -196,8 +189,6 @@ _MOST_WORDS = 128  # of 8 bytes: columns of a tile
 _MOST_ROWS = 64
 _PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room next to a model
 
-_TALLY_WRITTEN = tl.constexpr(TALLY_WRITTEN)
-
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -236,7 +227,7 @@ def _collect(  # type: ignore[no-untyped-def]
             tl.store(slots_ptr + place, slot, mask=goes)
             tl.store(outs_ptr + place, home, mask=goes)
             tl.store(dirty_ptr + slot, (home * 0).to(tl.int8), mask=goes)
-            tl.atomic_add(tallies_ptr + _TALLY_WRITTEN, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(tallies_ptr + _WRITTEN, count.to(tl.int64), sem="relaxed")
         if FORGET:
             tl.store(payload_ptr + home, home * 0 - 1, mask=held)
             tl.store(home_ptr + slot, home * 0 + _NO_HOME, mask=held)
@@ -323,7 +314,7 @@ def sweep(
     layout: ShardLayout,
     maps: CacheMaps,
     form: RowForm,
-    pool: SlotPool,
+    pool: range,
     keep_from: int,
     *,
     forget: bool,
@@ -332,16 +323,16 @@ def sweep(
 
     forget: take their slots from them, too.
     """
-    if pool.slots == 0:
+    if not pool:
         return
     device = maps.home_S.device
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
-    slots_M, outs_M = torch.empty(2, pool.slots, dtype=torch.int32, device=device)
+    slots_M, outs_M = torch.empty(2, len(pool), dtype=torch.int32, device=device)
     with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
         launch(
-            _collect, (programs_of(triton.cdiv(pool.slots, _BLOCK), device),),
+            _collect, (programs_of(triton.cdiv(len(pool), _BLOCK), device),),
             maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
-            outs_M, pool.first, pool.slots, keep_from, maps.base,
+            outs_M, pool.start, len(pool), keep_from, maps.base,
             FORGET=forget, BLOCK=_BLOCK,
         )  # fmt: skip
     move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
@@ -357,8 +348,6 @@ _NEED, _BELOW, _AT, _MOVED = 256, 257, 258, 259
 _HALVED = tl.constexpr(HALVED_AFTER)
 _MOST_USES = tl.constexpr(1 << 16)
 
-_HITS, _MISSES = tl.constexpr(TALLY_HITS), tl.constexpr(TALLY_MISSES)
-_PLACED, _WRITTEN = tl.constexpr(TALLY_PLACED), tl.constexpr(TALLY_WRITTEN)
 _CLASS_COUNT = tl.constexpr(_CLASSES)
 _NEED_WORD, _BELOW_WORD = tl.constexpr(_NEED), tl.constexpr(_BELOW)
 _AT_WORD, _MOVED_WORD = tl.constexpr(_AT), tl.constexpr(_MOVED)
@@ -544,14 +533,14 @@ def _admit_form(
             work, missing,
             LFU=lfu, BLOCK=_BLOCK,
         )  # fmt: skip
-        if pool.slots:
+        if pool:
             moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
             move(layout, maps, form, moves)
 
 
 def _taken(
     maps: CacheMaps,
-    pool: SlotPool,
+    pool: range,
     work: Tensor,
     missing: Tensor,
     tick: int,
@@ -560,19 +549,19 @@ def _taken(
 ) -> Moves:
     """Give slots of a pool to missing rows, and say what is to be moved."""
     uses = maps.uses_S if lfu else maps.used_S
-    grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), work.device),)
+    grid = (programs_of(triton.cdiv(len(pool), _BLOCK), work.device),)
     launch(
         _classes, grid,
-        maps.home_S, maps.used_S, uses, pool.first, pool.slots, tick, keep_from, work,
+        maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
         LFU=lfu, BLOCK=_BLOCK,
     )  # fmt: skip
     slots, outs = torch.empty(
-        2, min(len(missing), pool.slots), dtype=torch.int32, device=work.device
+        2, min(len(missing), len(pool)), dtype=torch.int32, device=work.device
     )
     launch(
         _take, grid,
-        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.first,
-        pool.slots, maps.base, tick, keep_from, work, missing, slots, outs,
+        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
+        len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
         LFU=lfu, BLOCK=_BLOCK,
     )  # fmt: skip
     return Moves(work[_MOVED:], slots, outs, missing)

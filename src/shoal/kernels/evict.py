@@ -140,27 +140,6 @@ def _finish(  # type: ignore[no-untyped-def]
         drop_rows(chunks_ptr, columns, handle, at < left, out_ptr, size_ptr)
 
 
-def finish_bins(jobs: int, device: torch.device) -> Tensor:
-    """Scratch of `finish_rows`."""
-    return torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=device)
-
-
-def finish_rows(
-    layout: ShardLayout, scan: Scan, left_E: Tensor, out_M: Tensor, size_1: Tensor, bins: Tensor
-) -> None:
-    """Drop the `left_E` rows of lowest key, or all, of each list of `scan`, which it uses up.
-
-    Handles go behind the first `size_1` of `out_M`, int32.
-    """
-    jobs, rest_EM = len(scan.jobs_EW), scan.lists_EM
-    launch(
-        _finish, (jobs,),
-        layout.tables_KT, *layout.chunks, scan.jobs_EW, left_E, rest_EM, scan.sizes_E, scan.rows,
-        bins, out_M, size_1,
-        BLOCK=_BLOCK, BINS=_BINS, LEVELS=_LEVELS, num_warps=_WARPS,
-    )  # fmt: skip
-
-
 _SELECT_BLOCK, _SELECT_WARPS = 2048, 8
 _SMALL = 16384  # rows that one program may as well sift alone
 _SAMPLES, _MINE, _OTHERS = 2048, 64, 256
@@ -344,12 +323,17 @@ def lowest_rows(
     turns = max(rounds, 1)
     lists = torch.empty(min(turns, 2), jobs, scan.rows, dtype=torch.int32, device=device)
     works = torch.zeros(turns, 8 * jobs, dtype=torch.int64, device=device)
-    bins = finish_bins(jobs, device)
+    bins = torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=device)
     rest, left_E = scan, drops_E
     for turn in range(turns):
         space = (lists[turn % 2], works[turn])
         rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, space, bracketed=rounds > 0)
-    finish_rows(layout, rest, left_E, out_M, size_1, bins)
+    launch(
+        _finish, (jobs,),
+        layout.tables_KT, *layout.chunks, rest.jobs_EW, left_E, rest.lists_EM, rest.sizes_E,
+        rest.rows, bins, out_M, size_1,
+        BLOCK=_BLOCK, BINS=_BINS, LEVELS=_LEVELS, num_warps=_WARPS,
+    )  # fmt: skip
     return out_M, size_1
 
 

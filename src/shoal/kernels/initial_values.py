@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
 from shoal.kernels.rounding import (
-    STORED_FLOAT32,
-    STORED_FLOAT64,
+    FLOAT32,
+    FLOAT64,
     nearest_bits,
     quad_words,
     row_pointers,
@@ -61,8 +61,6 @@ LAWS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
 RETRIEVERS = {"float32": 0, "float16": 0, "fixed_r8": 1, "one_bit": 2}
 QUANTILES = 4096
 
-_FLOAT32 = tl.constexpr(STORED_FLOAT32)
-_FLOAT64 = tl.constexpr(STORED_FLOAT64)
 _WORDS = tl.constexpr(SEGMENT_WORDS)
 _QUANTILES = tl.constexpr(QUANTILES)
 _CONSTANT = tl.constexpr(LAWS["constant"])
@@ -207,9 +205,9 @@ def initial_tile(value_RC, word_RC, column_C, segments_ptr, segments, quantiles_
 @triton.jit  # type: ignore[untyped-decorator]
 def as_read(value_RC, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values (float64 for float64 rows) as they read once stored."""
-    if STORAGE == _FLOAT64:
+    if STORAGE == FLOAT64:
         read = value_RC.to(tl.float64)
-    elif STORAGE == _FLOAT32:
+    elif STORAGE == FLOAT32:
         read = value_RC
     else:
         read = wide_of_bits(nearest_bits(value_RC, STORAGE), STORAGE)

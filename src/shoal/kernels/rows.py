@@ -14,8 +14,8 @@ from shoal.kernels.index import first_bucket, stored_key, walk
 from shoal.kernels.initial_values import as_read, device_form, initial_tile, retrieved
 from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.kernels.rounding import (
-    STORED_BFLOAT16,
-    STORED_FLOAT16,
+    BFLOAT16,
+    FLOAT16,
     load_weights,
     nearest_bits,
     row_pointers,
@@ -131,12 +131,12 @@ def gather(
     form: RowForm,
     groups: CallGroups,
     out: Tensor,
-    out_rows_G: Tensor | None = None,
     *,
-    handles_N: Tensor | None = None,
-    found_N: Tensor | None = None,
     start: int = 0,
     stop: int | None = None,
+    out_rows_G: Tensor | None = None,
+    handles_N: Tensor | None = None,
+    found_N: Tensor | None = None,
     initial: bool = False,
     global_step: int = 0,
 ) -> None:
@@ -146,6 +146,7 @@ def gather(
         form: of the tables read; keep the object, it is a cache key.
         groups: the call; read only with `out_rows_G`, `initial` or `found_N`.
         out: contiguous [n, D] in the form's real dtype.
+        stop: default N.
         out_rows_G: int64 [G], the row of `out` that takes the group's first row, -1 for groups
             whose tables have another form; those are left alone. None: position p goes to row
             p - start, and all positions are of this form.
@@ -153,7 +154,6 @@ def gather(
             costs registers: leave it off where every id has a row.
         found_N: bool [N], instead of handles: the index is searched, missing ids read as zeros, and
             this is set for the positions read. The index must not change meanwhile.
-        stop: default N.
         global_step: what OneBit's scale goes by.
     """
     last = groups.ids_N.numel() if stop is None else stop
@@ -193,13 +193,11 @@ def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
 _WRITE_TILE = 2048  # elements of a program's block
 _WRITE_COLUMNS = 128
 
-_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A value as it is after it was stored."""
-    if (STORAGE == _FLOAT16) | (STORAGE == _BFLOAT16):
+    if (STORAGE == FLOAT16) | (STORAGE == BFLOAT16):
         value = wide_of_bits(nearest_bits(value, STORAGE), STORAGE)
     return value
 

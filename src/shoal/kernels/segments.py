@@ -29,8 +29,8 @@ from shoal.kernels.launch import (
     wide_of,
 )
 
-MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 CHUNK = 1024
+MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 UNROLL = 4  # rows of a segment asked for at once
 FIELDS = 6  # of a table: values, offsets, order, segments, steps, first entry in `columns`
 ELEMENTS = {
@@ -105,16 +105,25 @@ def _pieces(first, last, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tile(count, steps, step: tl.constexpr, block_r: tl.constexpr, block_d: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's rows, which of them there are, its columns, which of them, and how many all are.
+
+    A row has `steps` times `step` columns.
+    """
+    dim = steps * step
+    row = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
+    real = row < count
+    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
+    return row, real, columns, columns < dim, dim
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _reduce(  # type: ignore[no-untyped-def]
     values, offsets, order, partial, out, segments, steps,
     step: tl.constexpr, mode: tl.constexpr, ordered: tl.constexpr, chunk: tl.constexpr,
     wide: tl.constexpr, block_s: tl.constexpr, block_d: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
-    dim = steps * step
-    segment = tl.program_id(0).to(tl.int64) * block_s + tl.arange(0, block_s)
-    real = segment < segments
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    segment, real, columns, live, dim = _tile(segments, steps, step, block_s, block_d)
     first = tl.load(offsets + segment, mask=real, other=0)
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     sums = tl.zeros([block_s, block_d], dtype=wide)
@@ -202,11 +211,7 @@ def _spread(  # type: ignore[no-untyped-def]
     step: tl.constexpr, mode: tl.constexpr, chunk: tl.constexpr, wide: tl.constexpr,
     block_s: tl.constexpr, block_d: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
-    dim = steps * step
-    segment = tl.program_id(0).to(tl.int64) * block_s + tl.arange(0, block_s)
-    real = segment < segments
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    segment, real, columns, live, dim = _tile(segments, steps, step, block_s, block_d)
     first = tl.load(offsets + segment, mask=real, other=0)
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     mask = real[:, None] & live[None, :]
@@ -339,11 +344,7 @@ def _spread_index(  # type: ignore[no-untyped-def]
     step: tl.constexpr, mode: tl.constexpr, wide: tl.constexpr, block_r: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    dim = steps * step
-    at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = at < count
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    at, real, columns, live, dim = _tile(count, steps, step, block_r, block_d)
     segment = tl.load(index + at, mask=real, other=-1)
     known = (segment >= 0) & (segment < segments)
     where = segment[:, None] * dim + columns[None, :]
@@ -366,11 +367,7 @@ def _move_first(  # type: ignore[no-untyped-def]
     step: tl.constexpr, back: tl.constexpr, block_r: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
     """First rows of segments to places; or, going back, what lies at a place to its row."""
-    dim = steps * step
-    at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = at < count
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    at, real, columns, live, dim = _tile(count, steps, step, block_r, block_d)
     if back:
         segment = tl.load(ids + at, mask=real, other=0)
         place = at - tl.load(offsets + segment, mask=real, other=0)

@@ -100,6 +100,22 @@ def add_pieces(call: FormCall) -> tuple[Tensor, Tensor]:
     return partials, tallies
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _summed(  # type: ignore[no-untyped-def]
+    addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Columns of the sums of a tile's runs over their places, or pieces, in order."""
+    g = tl.zeros([ROWS, BLOCK_D], REAL)
+    for item in range(most_items):
+        at, _on, cold, address = item_where(
+            addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
+        )
+        g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+    return g
+
+
 @triton.jit(do_not_specialize=["room", "last_run", "rows"])  # type: ignore[untyped-decorator]
 def _write_rows(  # type: ignore[no-untyped-def]
     sums_ptr, runs_ptr, room, cursors_ptr, last_run, addresses_ptr, factors_ptr, partials_ptr, rows,
@@ -119,12 +135,10 @@ def _write_rows(  # type: ignore[no-untyped-def]
         out = sums_ptr + row.to(tl.int64) * DIM
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
-            g = tl.zeros([ROWS, BLOCK_D], REAL)
-            for item in range(most_items):
-                at, _on, cold, address = item_where(
-                    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
-                )
-                g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            g = _summed(
+                addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+                DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, ROWS, BLOCK_D,
+            )  # fmt: skip
             inside = live[:, None] & (column < DIM)[None, :]
             tl.store(out[:, None] + column[None, :], g, mask=inside)
 
@@ -383,12 +397,10 @@ def _write_sums(  # type: ignore[no-untyped-def]
         good, most_items = live, tl.max(items, axis=0)
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
-            g = tl.zeros([ROWS, BLOCK_D], REAL)
-            for item in range(most_items):
-                at, _on, cold, address = item_where(
-                    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
-                )
-                g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            g = _summed(
+                addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+                DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, ROWS, BLOCK_D,
+            )  # fmt: skip
             if SETTLE:
                 g, fine = accepted(g, live, LARGEST, CLIP)
                 good = good & fine

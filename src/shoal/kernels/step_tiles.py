@@ -14,10 +14,10 @@ from torch import Tensor
 from shoal.kernels.gradients import Runs, Sources, run_columns
 from shoal.kernels.launch import power_of_2
 from shoal.kernels.rounding import (
-    STORED_BFLOAT16,
-    STORED_FLOAT16,
-    STORED_FLOAT32,
-    STORED_FLOAT64,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
     quad_words,
     rounding_domain,
     stochastic_bits,
@@ -232,8 +232,6 @@ def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
     }
 
 
-_FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
-_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 _WORD = tl.constexpr(0xFFFFFFFF)
 
 
@@ -303,7 +301,7 @@ def count_nonfinite(counters_ptr, table, bad, CLIP: tl.constexpr):  # type: igno
 @triton.jit  # type: ignore[untyped-decorator]
 def load_weights(address, column, inside, STORAGE: tl.constexpr, REAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """[R, C] weights at byte addresses that are multiples of 16."""
-    if STORAGE == _FLOAT16 or STORAGE == _BFLOAT16:  # noqa: SIM109
+    if STORAGE == FLOAT16 or STORAGE == BFLOAT16:  # noqa: SIM109
         rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
         bits = tl.load(rows[:, None] + column[None, :], mask=inside, other=0)
         w = wide_of_bits(bits, STORAGE)
@@ -365,7 +363,7 @@ def store_weights(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store weights of a segment's columns from `start` on; 16-bit ones are rounded by chance."""
     address = row_address(chunks_ptr, columns, payload, WEIGHT_BYTES, live, WEIGHTS_AT)
-    if STORAGE == _FLOAT32 or STORAGE == _FLOAT64:  # noqa: SIM109
+    if STORAGE == FLOAT32 or STORAGE == FLOAT64:  # noqa: SIM109
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], w, mask=inside)
     else:

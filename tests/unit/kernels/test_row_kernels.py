@@ -296,10 +296,8 @@ def test_groups_of_other_forms_are_left_alone(device: str, find: bool) -> None:
         out = poisoned(rows, specs[number], device)
         out_rows_G = torch.tensor(starts, device=device)
         form, layout = shard.forms[number], shard.tables.layout
-        if find:
-            gather(layout, form, call, out, out_rows_G, found_N=found_N)
-        else:
-            gather(layout, form, call, out, out_rows_G, handles_N=handles_N, initial=True)
+        read: dict[str, Any] = {"found_N": found_N} if find else {"handles_N": handles_N}
+        gather(layout, form, call, out, out_rows_G=out_rows_G, initial=not find, **read)
         expected = torch.zeros(rows, specs[number].dim)
         for (table, group), at in zip(parts, starts, strict=True):
             if at >= 0 and group:

@@ -50,7 +50,7 @@ class Reader:
                 self._tables.forms[form],
                 call,
                 out,
-                rows_G,
+                out_rows_G=rows_G,
                 found_N=found_N,
                 global_step=global_step,
             )
@@ -77,7 +77,7 @@ class Reader:
                 self._tables.forms[form],
                 call,
                 out,
-                None if len(shape.forms) == 1 else starts_G,
+                out_rows_G=None if len(shape.forms) == 1 else starts_G,
                 handles_N=places_N,
                 initial=initial,
                 global_step=global_step,

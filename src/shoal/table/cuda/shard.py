@@ -590,7 +590,7 @@ class CudaShard:
     def cache_stats(self) -> CacheStats:
         """What the cache of rows on the host did so far; all 0 without one."""
         with self._turns:
-            return CacheStats() if self._host is None else self._host.cache.stats()
+            return CacheStats(0, 0, 0, 0, 0, 0) if self._host is None else self._host.cache.stats()
 
     # What changed
 
