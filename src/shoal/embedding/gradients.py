@@ -92,15 +92,15 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
         rows = position_grads(record, [dims_K[k] for k in tables])
         # One lookup is one occurrence of its ids, however many losses read it.
-        occurrences = 0 if id(record.ticket) in counted else 1
+        sights = 0 if id(record.ticket) in counted else 1
         counted.add(id(record.ticket))
-        counts_N = _counts(record.ticket) if occurrences else None
+        counts_N = _counts(record.ticket) if sights else None
         for g, k in enumerate(tables):
             ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
             grads.setdefault(k, []).append(rows[g])
             seen = slice(cuts[g], cuts[g + 1])
             counts.setdefault(k, []).append(
-                torch.full_like(ids[k][-1], occurrences) if counts_N is None else counts_N[seen]
+                torch.full_like(ids[k][-1], sights) if counts_N is None else counts_N[seen]
             )
     order = tuple(sorted(ids))
     summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
