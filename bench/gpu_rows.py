@@ -25,7 +25,7 @@ from shoal.kernels import rows as row_read
 from shoal.kernels.index import new_entries, probe
 from shoal.kernels.initial_values import initialise, settle
 from shoal.kernels.pool import gather_pooled, pool_lines
-from shoal.kernels.rows import gather, gather_found
+from shoal.kernels.rows import gather
 from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,
@@ -211,7 +211,7 @@ class Bench:
         out = torch.empty(count, dim, device=DEVICE)
 
         def read() -> None:
-            gather(store.layout, store.form, call, handles_N, out)
+            gather(store.layout, store.form, call, out, handles_N=handles_N)
 
         case = Case(
             name=f"gather, D={dim}", unit="G rows/s", peer="scratch gather", bar=0.9,
@@ -236,11 +236,11 @@ class Bench:
         out = torch.empty(count, dim, device=DEVICE)
 
         def fused() -> None:
-            gather_found(store.layout, store.form, call, found_N, out)
+            gather(store.layout, store.form, call, out, found_N=found_N)
 
         def apart() -> None:
             probe(store.layout, call, handles_N, None, None, insert=False)
-            gather(store.layout, store.form, call, handles_N, out)
+            gather(store.layout, store.form, call, out, handles_N=handles_N)
 
         case = Case(
             name=f"find + copy out, load 0.75, D={dim}", unit="G rows/s", peer="bar", bar=1.0,

@@ -8,7 +8,7 @@ namespace {
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
 constexpr std::uint64_t kLeastBlock = 16;
 constexpr std::int64_t kMostCells = 0xffffffffLL;
-constexpr std::int64_t kMostSights = 0x7fffffffLL;
+constexpr std::int64_t kMostOccurrences = 0x7fffffffLL;
 }  // namespace
 
 Admission::Admission(AdmissionSpec spec, std::uint64_t salt)
@@ -40,7 +40,7 @@ void Admission::add(const std::int64_t* ids, const std::int64_t* counts, std::in
     }
     const std::int32_t seen = counts_.find(ids[i]);
     const std::int64_t total = (seen == kNoRow ? 0 : seen) + counts[i];
-    const auto kept = static_cast<std::int32_t>(std::min(total, kMostSights));
+    const auto kept = static_cast<std::int32_t>(std::min(total, kMostOccurrences));
     if (seen == kNoRow) {
       counts_.insert(ids[i], kept);
     } else {
@@ -79,7 +79,7 @@ bool Admission::admitted(std::int64_t id) const {
     }
   } else {
     total = counts_.find(id);
-    return total >= std::min(required, kMostSights);
+    return total >= std::min(required, kMostOccurrences);
   }
   return total >= required;
 }
@@ -105,7 +105,7 @@ void Admission::load_exact(const std::int64_t* ids, const std::int64_t* counts, 
   counts_.clear();
   for (std::int64_t i = 0; i < n; ++i) {
     if (counts_.find(ids[i]) == kNoRow) {
-      counts_.insert(ids[i], static_cast<std::int32_t>(std::min(counts[i], kMostSights)));
+      counts_.insert(ids[i], static_cast<std::int32_t>(std::min(counts[i], kMostOccurrences)));
     }
   }
   counts_.rebalance();

@@ -1,6 +1,6 @@
 #pragma once
-// Sights of ids that have no row yet. Decisions are made once per step, after all its sights were
-// added. Oracle and cell formula: src/shoal/rules/admission.py.
+// Occurrences of ids that have no row yet. Decisions are made once per step, after all of its
+// occurrences were added. Oracle and cell formula: src/shoal/rules/admission.py.
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -28,7 +28,7 @@ struct PerSlot {
 struct AdmissionSpec {
   bool enabled = false;
   bool sketch = false;
-  PerSlot required;  // sights needed; 1 admits at first sight
+  PerSlot required;  // occurrences needed; 1 admits at first occurrence
   std::uint64_t width = 0;
   int depth = 0;
 };
@@ -38,7 +38,7 @@ class Admission {
   Admission(AdmissionSpec spec, std::uint64_t salt);
 
   bool enabled() const { return spec_.enabled; }
-  // Adds sights of distinct ids; undo() with the same arguments takes them back.
+  // Adds occurrences of distinct ids; undo() with the same arguments takes them back.
   void add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
   void undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
   bool admitted(std::int64_t id) const;
@@ -59,7 +59,7 @@ class Admission {
   AdmissionSpec spec_;
   std::uint64_t salt_;
   std::vector<std::uint32_t> cells_;
-  Index counts_;  // id -> sights, in place of a row number
+  Index counts_;  // id -> occurrences, in place of a row number
 };
 
 }  // namespace shoal

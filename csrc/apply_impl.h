@@ -60,11 +60,11 @@ inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T
   }
 }
 
-// Sights item e stands for: its ticket's count, once a step.
-inline std::int64_t sights_of(const ApplyJob& job, const Items& items, std::uint32_t e) {
+// Occurrences item e stands for: its ticket's count, once a step.
+inline std::int64_t occurrences_of(const ApplyJob& job, const Items& items, std::uint32_t e) {
   if (!job.counted) return 1;
   const Source& source = source_at(job, items, e);
-  if (!source.sighted) return 0;
+  if (!source.counted_once) return 0;
   return source.counts == nullptr ? 1 : source.counts[source.first + (e - source.item_start)];
 }
 
@@ -98,7 +98,7 @@ std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScra
     const std::uint32_t e = item_at(items, k);
     const std::int32_t row = items.rows[e];
     if (row < 0) continue;
-    const std::int64_t sights = counted ? sights_of(job, items, e) : 1;
+    const std::int64_t occurrences = counted ? occurrences_of(job, items, e) : 1;
     const std::uint32_t u = *version;
     if (u < unique && s.rows[u] == row) {
       T* acc = static_cast<T*>(const_cast<void*>(s.grads[u]));
@@ -114,13 +114,13 @@ std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScra
       } else {
         add_item(job, items, e, acc);
       }
-      s.counts[u] += sights;
+      s.counts[u] += occurrences;
       continue;
     }
     s.rows[unique] = row;
     s.versions[unique] = u;
     s.heads[unique] = e;
-    s.counts[unique] = sights;
+    s.counts[unique] = occurrences;
     if constexpr (kInPlace) {
       s.grads[unique] = direct_grad<T>(job, items, e);
     } else {

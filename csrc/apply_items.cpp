@@ -102,13 +102,13 @@ void place_parts(TableWork& work, std::size_t* counts, std::size_t chunks) {
 std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& records,
                                WholeRows& whole) {
   std::vector<TableWork> all(static_cast<std::size_t>(shard.size()));
-  std::unordered_set<const Ticket*> sighted;
+  std::unordered_set<const Ticket*> counted_once;
   for (const GradArgs& record : records) {
-    const bool first = sighted.insert(record.ticket).second;
+    const bool first = counted_once.insert(record.ticket).second;
     for (std::size_t g = 0; g < record.ticket->tables.size(); ++g) {
       TableWork& work = all[record.ticket->tables[g]];
       Source source = source_of(shard, record, static_cast<int>(g), whole);
-      source.sighted = first;
+      source.counted_once = first;
       if (source.stop == source.first) continue;
       source.item_start = static_cast<std::uint32_t>(work.n);
       work.direct = work.direct && source.direct != nullptr;

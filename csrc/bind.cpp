@@ -1,7 +1,6 @@
 // Python face of the core. Tensors arrive as data pointers that the Python side has checked:
 // building array objects costs more than a small lookup.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -12,14 +11,10 @@
 #include <memory>
 #include <stdexcept>
 
-#include "bind_checksums.h"
-#include "bind_ops.h"
 #include "bind_row_images.h"
 #include "bind_shard.h"
-#include "bind_shared_memory.h"
 #include "bind_snapshot.h"
 #include "bind_specs.h"
-#include "buffers.h"
 #include "shard.h"
 
 namespace nb = nanobind;
@@ -27,12 +22,6 @@ using namespace nb::literals;
 
 namespace shoal {
 namespace {
-
-std::vector<void*> pointers(const std::vector<Address>& addresses) {
-  std::vector<void*> result(addresses.size());
-  for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at<void>(addresses[i]);
-  return result;
-}
 
 // A ticket ends with its Python object at the latest; it keeps the shard alive until then.
 struct PyTicket {
@@ -112,21 +101,9 @@ StepParams step_of(std::int64_t global_step, std::uint32_t event_time_s, int nan
   return step;
 }
 
-// A torch tensor over pooled memory, which returns to the pool with the tensor.
-template <class T>
-nb::ndarray<nb::pytorch, T> pooled(std::size_t rows, std::size_t columns) {
-  auto* block = new Block(Buffers::instance().take(rows * columns * sizeof(T)));
-  const nb::capsule owner(block, [](void* p) noexcept {
-    auto* returned = static_cast<Block*>(p);
-    Buffers::instance().give_back(std::move(*returned));
-    delete returned;
-  });
-  return nb::ndarray<nb::pytorch, T>(block->data(), {rows, columns}, owner);
-}
-
 void bind_values(nb::module_& m) {
-  m.def("pooled32", &pooled<float>, "rows"_a, "columns"_a);
-  m.def("pooled64", &pooled<double>, "rows"_a, "columns"_a);
+  m.def("pooled32", &pooled<float, std::size_t, std::size_t>, "rows"_a, "columns"_a);
+  m.def("pooled64", &pooled<double, std::size_t, std::size_t>, "rows"_a, "columns"_a);
   nb::class_<PyTicket>(m, "Ticket")
       .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
       .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live.load(); })
@@ -153,9 +130,9 @@ void bind_values(nb::module_& m) {
   nb::class_<PyRecord>(m, "Record")
       .def("__init__",
            [](PyRecord* self, PyTicket* ticket, const Plan* plan, Address offsets,
-              std::int64_t bags, Address weights, const std::vector<Address>& grads,
+              std::int64_t bags, Address weights, const Addresses& grads,
               double scale) {
-             new (self) PyRecord{ticket, plan, offsets, bags, weights, pointers(grads), scale};
+             new (self) PyRecord{ticket, plan, offsets, bags, weights, all_at<void>(grads), scale};
            },
            "ticket"_a, "plan"_a.none(), "offsets"_a, "bags"_a, "weights"_a, "grads"_a, "scale"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
@@ -169,7 +146,7 @@ void bind_values(nb::module_& m) {
       });
   nb::class_<Exported>(m, "Exported")
       .def_ro("n", &Exported::n)
-      .def("copy_to", [](const Exported& e, const std::vector<Address>& to) {
+      .def("copy_to", [](const Exported& e, const Addresses& to) {
         const std::vector<std::int64_t>* columns[4] = {&e.ids, &e.versions, &e.seen, &e.counts};
         for (int i = 0; i < 4; ++i) {
           std::memcpy(at<void>(to[i]), columns[i]->data(), columns[i]->size() * 8);
@@ -180,19 +157,18 @@ void bind_values(nb::module_& m) {
 }
 
 void bind_lookups(nb::class_<PyShard>& shard) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
   shard
       .def("find",
-           [](PyShard& s, const PyGroups& g, const std::vector<Address>& outputs, Address found,
+           [](PyShard& s, const PyGroups& g, const Addresses& outputs, Address found,
               int threads) {
-             const std::vector<void*> out = pointers(outputs);
+             const std::vector<void*> out = all_at<void>(outputs);
              s.shard.find(g.get(), out.data(), at<std::uint8_t>(found), threads);
            },
            Release())
       .def("find_pooled",
            [](PyShard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
-              Address weights, const std::vector<Address>& outputs, int threads) {
-             const std::vector<void*> out = pointers(outputs);
+              Address weights, const Addresses& outputs, int threads) {
+             const std::vector<void*> out = all_at<void>(outputs);
              s.shard.find_pooled(g.get(),
                                  GatherArgs{&plan, at<const std::int64_t>(offsets), bags,
                                             at<const float>(weights), out.data(), 0, threads});
@@ -200,9 +176,9 @@ void bind_lookups(nb::class_<PyShard>& shard) {
            Release())
       .def("gather",
            [](PyShard& s, const PyTicket& t, const Plan* plan, Address offsets, std::int64_t bags,
-              Address weights, const std::vector<Address>& outputs, std::int64_t global_step,
+              Address weights, const Addresses& outputs, std::int64_t global_step,
               int threads) {
-             const std::vector<void*> out = pointers(outputs);
+             const std::vector<void*> out = all_at<void>(outputs);
              s.shard.gather(*t.ticket, GatherArgs{plan, at<const std::int64_t>(offsets), bags,
                                                   at<const float>(weights), out.data(),
                                                   global_step, threads});
@@ -222,7 +198,6 @@ void bind_lookups(nb::class_<PyShard>& shard) {
 }
 
 void bind_updates(nb::class_<PyShard>& shard) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
   shard
       .def("apply",
            [](PyShard& s, const std::vector<PyRecord*>& records, std::vector<double> lrs,
@@ -240,10 +215,10 @@ void bind_updates(nb::class_<PyShard>& shard) {
            },
            Release())
       .def("apply_ids",
-           [](PyShard& s, const PyGroups& g, Address counts, const std::vector<Address>& grads,
-              const std::vector<Address>& seen, std::vector<double> lrs, std::int64_t global_step,
+           [](PyShard& s, const PyGroups& g, Address counts, const Addresses& grads,
+              const Addresses& seen, std::vector<double> lrs, std::int64_t global_step,
               std::uint32_t event_time_s, int nan_policy, double nan_clip, int threads) {
-             const std::vector<void*> grad = pointers(grads), now = pointers(seen);
+             const std::vector<void*> grad = all_at<void>(grads), now = all_at<void>(seen);
              GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, grad.data(), 1.0,
                              now.empty() ? nullptr : now.data()};
              s.shard.apply_ids(g.get(), at<const std::int64_t>(counts),
@@ -254,9 +229,9 @@ void bind_updates(nb::class_<PyShard>& shard) {
            },
            Release())
       .def("write",
-           [](PyShard& s, const PyGroups& g, int mode, const std::vector<Address>& values,
+           [](PyShard& s, const PyGroups& g, int mode, const Addresses& values,
               Address status, std::int64_t global_step, std::uint32_t event_time_s, int threads) {
-             const std::vector<void*> value = pointers(values);
+             const std::vector<void*> value = all_at<void>(values);
              s.shard.write(g.get(), static_cast<Shard::Write>(mode), value.data(),
                            at<std::int32_t>(status), step_of(global_step, event_time_s), threads);
            },
@@ -264,7 +239,6 @@ void bind_updates(nb::class_<PyShard>& shard) {
 }
 
 void bind_upkeep(nb::class_<PyShard>& shard) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
       .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
       .def("release",
@@ -285,7 +259,7 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
            [](PyShard& s, int t, std::int64_t id) { return s.shard.export_rows(t, &id); },
            Release())
       .def("load",
-           [](PyShard& s, int t, std::int64_t n, const std::vector<Address>& from, int threads) {
+           [](PyShard& s, int t, std::int64_t n, const Addresses& from, int threads) {
              s.shard.load_rows(t,
                                Table::Columns{n, at<const std::int64_t>(from[0]),
                                               at<const std::int64_t>(from[1]),
@@ -389,5 +363,4 @@ NB_MODULE(_core, m) {
           return ordered_by_hash(at<const std::int64_t>(ids), n, salt);
         },
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("isa", [] { return kernels().isa; }, "Instruction set of the kernels in use.");
 }

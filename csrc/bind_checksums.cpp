@@ -1,4 +1,4 @@
-#include "bind_checksums.h"
+#include "bind.h"
 
 #include <stdexcept>
 

@@ -1,6 +1,6 @@
 #include <nanobind/stl/unique_ptr.h>
 
-#include "bind_ops.h"
+#include "bind.h"
 #include "ops_ids.h"
 #include "ops_reorder.h"
 #include "ops_sparse_fids.h"
@@ -10,14 +10,14 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-std::int64_t* out_at(Address address) { return at_address<std::int64_t>(address); }
+std::int64_t* out_at(Address address) { return at<std::int64_t>(address); }
 
 std::unique_ptr<FusedReorder> fused_reorder(const Addresses& ids, const Sizes& lengths,
                                             const Sizes& dims, std::int64_t shards, int rule,
                                             Address given, Address offsets, int threads) {
   IdLists lists{all_at<const std::int64_t>(ids), lengths, dims};
   return std::make_unique<FusedReorder>(std::move(lists), shards, static_cast<ShardRule>(rule),
-                                        at_address<const std::int64_t>(given), out_at(offsets),
+                                        at<const std::int64_t>(given), out_at(offsets),
                                         threads);
 }
 
@@ -59,12 +59,12 @@ void bind_ids_ops(nb::module_& m) {
       .def("count",
            [](const FidSplit& s, bool unique, Address places, Address buffers, int threads) {
              return count_fids(s.batch, s.plan, unique, out_at(places),
-                               at_address<std::int32_t>(buffers), threads);
+                               at<std::int32_t>(buffers), threads);
            },
            Release())
       .def("fill",
            [](const FidSplit& s, Address places, Address buffers, Address lists, int threads) {
-             fill_fids(s.batch, s.plan, out_at(places), at_address<const std::int32_t>(buffers),
+             fill_fids(s.batch, s.plan, out_at(places), at<const std::int32_t>(buffers),
                        out_at(lists), threads);
            },
            Release());

@@ -1,6 +1,6 @@
 #include <numeric>
 
-#include "bind_ops.h"
+#include "bind.h"
 #include "ops_flat.h"
 #include "ops_rows.h"
 
@@ -18,7 +18,7 @@ Sizes splits_of(const Sizes& counts) {
 std::int64_t gather(const Addresses& arrays, const Sizes& counts, std::size_t row_bytes,
                     Address index, std::int64_t n, Address out, int threads) {
   const RowArrays rows{all_at<const char>(arrays), splits_of(counts), row_bytes};
-  return gather_rows(rows, at_address<const std::int64_t>(index), n, at_address<char>(out),
+  return gather_rows(rows, at<const std::int64_t>(index), n, at<char>(out),
                      threads);
 }
 
@@ -32,7 +32,7 @@ FlatLists<Row> lists_of(const Addresses& rows, const Addresses& offsets, const S
 std::int64_t flat_gather(const Addresses& rows, const Addresses& offsets, const Sizes& counts,
                          const Sizes& dims, Address flat, std::int64_t size,
                          std::size_t element_bytes, int threads) {
-  return gather_flat(at_address<const char>(flat), size, element_bytes,
+  return gather_flat(at<const char>(flat), size, element_bytes,
                      lists_of<char>(rows, offsets, counts, dims), threads);
 }
 
@@ -41,7 +41,7 @@ std::int64_t flat_scatter(const Addresses& rows, const Addresses& offsets, const
                           const Sizes& dims, Address flat, std::int64_t size, double scale,
                           int threads) {
   return scatter_flat(lists_of<const T>(rows, offsets, counts, dims), size, static_cast<T>(scale),
-                      at_address<T>(flat), threads);
+                      at<T>(flat), threads);
 }
 
 // run(map) if the map fits its value and its buffer; the fault and its place.
@@ -49,12 +49,12 @@ template <class Run>
 std::pair<int, std::int64_t> with_map(const Addresses& map_at, const Sizes& map_sizes,
                                       const Sizes& dims, std::int64_t length, std::int64_t size,
                                       int threads, const Run& run) {
-  const OffsetMap map{at_address<const std::int64_t>(map_at[0]),
-                      at_address<const std::int64_t>(map_at[1]),
+  const OffsetMap map{at<const std::int64_t>(map_at[0]),
+                      at<const std::int64_t>(map_at[1]),
                       dims,
-                      at_address<const std::int64_t>(map_at[2]),
+                      at<const std::int64_t>(map_at[2]),
                       map_sizes[2],
-                      at_address<const std::int64_t>(map_at[3]),
+                      at<const std::int64_t>(map_at[3]),
                       map_sizes[3] - 1};
   const MapCheck check = check_map(map, map_sizes[0], length, size, threads);
   if (check.fault == MapFault::none) run(map);
@@ -67,7 +67,7 @@ std::pair<int, std::int64_t> fill(const Addresses& map_at, const Sizes& map_size
                                   Address buffer, std::int64_t size, std::size_t element_bytes,
                                   int threads) {
   return with_map(map_at, map_sizes, dims, length, size, threads, [&](const OffsetMap& map) {
-    fill_offsets(map, at_address<const char>(value), element_bytes, at_address<char>(buffer),
+    fill_offsets(map, at<const char>(value), element_bytes, at<char>(buffer),
                  threads);
   });
 }
@@ -77,7 +77,7 @@ std::pair<int, std::int64_t> sum(const Addresses& map_at, const Sizes& map_sizes
                                  const Sizes& dims, Address value, std::int64_t length,
                                  Address buffer, std::int64_t size, int threads) {
   return with_map(map_at, map_sizes, dims, length, size, threads, [&](const OffsetMap& map) {
-    sum_offsets(map, at_address<const T>(buffer), at_address<T>(value), threads);
+    sum_offsets(map, at<const T>(buffer), at<T>(value), threads);
   });
 }
 

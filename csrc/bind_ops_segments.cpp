@@ -1,4 +1,4 @@
-#include "bind_ops.h"
+#include "bind.h"
 #include "ops_segments.h"
 
 namespace nb = nanobind;
@@ -17,16 +17,16 @@ std::pair<std::int64_t, std::int64_t> run_segments(
   std::size_t next = 0;
   for (std::size_t k = 0; k < values.size(); ++k) {
     SegmentTable& t = tables[k];
-    t.offsets = at_address<const std::int64_t>(offsets[k]);
-    t.order = order_of(at_address<const std::int64_t>(order), rows[k]);
-    t.index = at_address<const std::int64_t>(index);
+    t.offsets = at<const std::int64_t>(offsets[k]);
+    t.order = order_of(at<const std::int64_t>(order), rows[k]);
+    t.index = at<const std::int64_t>(index);
     t.segments = segments[k];
     t.rows = rows[k];
-    t.values = at_address<void>(values[k]);
-    t.inputs = at_address<const void>(inputs);
-    t.norms = at_address<const void>(norms);
+    t.values = at<void>(values[k]);
+    t.inputs = at<const void>(inputs);
+    t.norms = at<const void>(norms);
     for (std::int64_t part = 0; part < parts[k]; ++part, ++next) {
-      t.parts.push_back({at_address<void>(pooled[next]), widths[next]});
+      t.parts.push_back({at<void>(pooled[next]), widths[next]});
       t.dim += widths[next];
     }
   }

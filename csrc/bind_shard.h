@@ -3,16 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "bind.h"
 #include "shard.h"
 
 namespace shoal {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 struct PyShard {
   Shard shard;

@@ -1,6 +1,5 @@
-#include "bind_shared_memory.h"
+#include "bind.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -9,7 +8,6 @@
 
 #include <tuple>
 
-#include "buffers.h"
 #include "shared_memory.h"
 
 namespace nb = nanobind;
@@ -18,14 +16,11 @@ using namespace nb::literals;
 namespace shoal {
 namespace {
 
-using Address = std::uintptr_t;
-using Rows = std::vector<std::int64_t>;
-using Free = nb::call_guard<nb::gil_scoped_release>;
 
 // Of one part: where its rows are and go, the bytes of a row, rows to and from each rank.
-using Part = std::tuple<Address, Address, std::size_t, Rows, Rows>;
+using Part = std::tuple<Address, Address, std::size_t, Sizes, Sizes>;
 
-void add_runs(std::vector<Message>& messages, Address at, const Rows& rows, std::size_t row_bytes) {
+void add_runs(std::vector<Message>& messages, Address at, const Sizes& rows, std::size_t row_bytes) {
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
     const std::size_t count = static_cast<std::size_t>(rows[rank]) * row_bytes;
     messages[rank].add(Bytes{reinterpret_cast<char*>(at), count});
@@ -70,21 +65,10 @@ std::shared_ptr<SharedRegion> region_of(const std::string& name, std::uint64_t t
   }
 }
 
-// Bytes as a torch tensor over pooled memory, which returns to the pool with the tensor.
-nb::ndarray<nb::pytorch, std::uint8_t> pooled_bytes(std::size_t bytes) {
-  auto* block = new Block(Buffers::instance().take(bytes));
-  const nb::capsule owner(block, [](void* p) noexcept {
-    auto* returned = static_cast<Block*>(p);
-    Buffers::instance().give_back(std::move(*returned));
-    delete returned;
-  });
-  return nb::ndarray<nb::pytorch, std::uint8_t>(block->data(), {bytes}, owner);
-}
-
 }  // namespace
 
 void bind_shared_memory(nb::module_& m) {
-  m.def("pooled_bytes", &pooled_bytes, "bytes"_a);
+  m.def("pooled_bytes", &pooled<std::uint8_t, std::size_t>, "bytes"_a);
   nb::class_<SharedRegion>(m, "SharedRegion")
       .def_static("create", &region_of, "name"_a, "token"_a, "world_size"_a, "slot_bytes"_a)
       .def_static("open", [](const std::string& name,
@@ -112,13 +96,13 @@ void bind_shared_memory(nb::module_& m) {
            [](SharedGroup& group, SharedCall& call, double most_s) {
              return group.wait(call, static_cast<std::int64_t>(most_s * 1e9));
            },
-           Free())
+           Release())
       .def("failure",
            [](const SharedGroup& group) {
              const Failure f = group.failure();
              return nb::make_tuple(word(f.fault), f.peer, word(f.theirs), f.blamed, f.detail);
            })
-      .def("close", &SharedGroup::close, Free());
+      .def("close", &SharedGroup::close, Release());
 }
 
 }  // namespace shoal

@@ -62,7 +62,7 @@ struct Source {
   double scale;
   const std::int64_t* counts;   // by absolute position, or null
   const void* seen;             // [n, D] weights at gradient time, or null
-  bool sighted;                 // its positions count as sights: a ticket's do once a step
+  bool counted_once;            // its positions count as occurrences: a ticket's do once a step
   std::uint32_t item_start;     // its first item among the table's
   // One slice of whole rows, no weights, factor 1: bag b's gradient lies whole at
   // direct + b * direct_stride bytes. Null otherwise.
@@ -117,7 +117,6 @@ struct ApplyJob {
 };
 
 struct Kernels {
-  const char* isa;
   // `absent`, unless null, gets the id at each position that has no row: the ids may change.
   void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows,
                 std::int64_t* absent);
@@ -142,6 +141,5 @@ struct Kernels {
 };
 
 const Kernels& kernels();
-const Kernels* kernels_for(const char* isa);  // nullptr when this CPU or build lacks it
 
 }  // namespace shoal

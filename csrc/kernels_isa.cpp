@@ -163,12 +163,10 @@ double largest64(const double* x, std::int64_t n) { return largest<double, std::
 
 #define SHOAL_JOIN(a, b) a##b
 #define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
-#define SHOAL_QUOTE(isa) #isa
-#define SHOAL_STRING(isa) SHOAL_QUOTE(isa)
 
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
-    SHOAL_STRING(SHOAL_ISA), probe_ids, find_copy, gather, apply, sum, init_rows,
+    probe_ids, find_copy, gather, apply, sum, init_rows,
     find_between, largest32, largest64,
 };
 

@@ -94,7 +94,7 @@ void Table::prepare(Insert& job) {
     }
     index_.make_room(job.placed_ids.data(), job.placed_ids.size());
     job.placed_rows.resize(job.placed_ids.size());
-  } catch (...) {  // rethrown once the sights are taken back
+  } catch (...) {  // rethrown once the occurrences are taken back
     cancel(job);
     throw;
   }

@@ -23,5 +23,5 @@ def test_the_same_bits(world_size: int) -> None:
 def test_the_cases_admit_and_expire(case: Case) -> None:
     whole = local_run(case, 2)
     assert whole.evicted
-    assert any(table["sights"] for table in whole.rows.values())
+    assert any(table["occurrences"] for table in whole.rows.values())
     assert all(table["ids"] for table in whole.rows.values())

@@ -1,4 +1,4 @@
-"""Checkpoints saved by some ranks and loaded by others: the same rows, state and sights."""
+"""Checkpoints saved by some ranks and loaded by others: the same rows, state and occurrences."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Loading = dict[int, tuple[Ranks, list[Part]]]
 
 @pytest.mark.parametrize("home", HOMES)
 def test_rows_are_stamped_as_on_the_cpu(home: Home) -> None:
-    """Versions, last sights and counts too; they are in the files."""
+    """Versions, last occurrences and counts too; they are in the files."""
     sizes: Sizes = MANY if ON_GPU else FEW
     there, here = Job(home=home, sizes=sizes), Job(sizes=sizes)
     for job in (there, here):
@@ -56,7 +56,7 @@ def test_rows_are_stamped_as_on_the_cpu(home: Home) -> None:
         job.step()
         job.evict()
     found, want = there.outcome(), here.outcome()
-    assert found.sights == want.sights
+    assert found.admission == want.admission
     assert set(want.rows["users"].versions.tolist()) == {1, 2}
     for name, rows in want.rows.items():
         assert rows.ids.numel()

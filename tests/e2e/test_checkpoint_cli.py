@@ -61,7 +61,7 @@ def table(
 
 def full(root: Path, *, step: int = 10, salt: int = 0, users: int = 500) -> Manifest:
     tables = [
-        table("user", torch.arange(users) - 20, salt=salt, sights=torch.arange(1000, 1005)),
+        table("user", torch.arange(users) - 20, salt=salt, admission=torch.arange(1000, 1005)),
         table("item", torch.arange(40), SMALL),
     ]
     return save_by_hand(Storage(root), tables, step=step)

@@ -276,7 +276,7 @@ def test_a_rank_that_is_killed(
     for _ in range(newest):
         want.step()
     one, other = whole.outcome(), want.outcome()
-    assert one.sights == other.sights
+    assert one.admission == other.admission
     for name, rows in other.rows.items():
         for part in ("ids", "weights", "state", "last_seen_s", "counts"):
             assert torch.equal(getattr(one.rows[name], part), getattr(rows, part)), (name, part)

@@ -86,7 +86,7 @@ def kill_told(job: subprocess.Popen[str], told: Path, limit_s: float) -> None:
 
 
 def model_of(checkpoints: Path) -> tuple[int, list[Any], list[tuple[str, int]]]:
-    """Step, rows, and checksums of sights and dense weights of the newest one.
+    """Step, rows, and checksums of occurrences and dense weights of the newest one.
 
     Rows are without their versions: those count cuts, of which a killed job made others.
     """

@@ -208,7 +208,7 @@ def test_initial_values_are_the_reference_bits(initializer: object, threads: int
         assert torch.equal(got[:, start : start + dim].view(torch.int32), want.view(torch.int32))
 
 
-def test_batch_softmax_counts_steps_between_sights() -> None:
+def test_batch_softmax_counts_steps_between_occurrences() -> None:
     rule = BatchSoftmax(lr=0.1)
     shard = CpuShard(
         [TableSpec(name="b", segments=(Segment(dim=1, optimizer=rule, initializer=Constant(1.0)),))]

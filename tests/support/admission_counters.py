@@ -16,13 +16,13 @@ _LARGEST_COUNT = (1 << 32) - 1
 
 
 class Counter(ABC):
-    """Sights of ids that have no row yet. Reference code: plain, not fast."""
+    """Occurrences of ids that have no row yet. Reference code: plain, not fast."""
 
     __slots__ = ()
 
     @abstractmethod
     def add(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
-        """Add a step's sights of distinct ids; returns their totals, int64 [U]."""
+        """Add a step's occurrences of distinct ids; returns their totals, int64 [U]."""
 
     @abstractmethod
     def forget(self, ids_U: Tensor) -> None:

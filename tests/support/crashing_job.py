@@ -110,11 +110,13 @@ class CrashingJob:
             for name in ("ids", "weights", "state", "last_seen_s", "counts"):
                 yield f"{spec.name}.{name}", getattr(rows, name)
             if spec.admission is not None:
-                sights = self.shard.admission_state(table)
-                order = torch.argsort(sights.ids)
-                yield f"{spec.name} seen", sights.ids[order]
-                yield f"{spec.name} sights", sights.counts[order]
-                cells = torch.frombuffer(bytearray(sights.cells) or bytearray(1), dtype=torch.uint8)
+                admission = self.shard.admission_state(table)
+                order = torch.argsort(admission.ids)
+                yield f"{spec.name} seen", admission.ids[order]
+                yield f"{spec.name} occurrences", admission.counts[order]
+                cells = torch.frombuffer(
+                    bytearray(admission.cells) or bytearray(1), dtype=torch.uint8
+                )
                 yield f"{spec.name} cells", cells
         yield from self.net.state_dict().items()
         for number, state in enumerate(self.optimizer.state.values()):

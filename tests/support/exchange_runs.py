@@ -216,7 +216,7 @@ class Training:
                 "last_seen_s": chunk.last_seen_s.tolist(),
                 "counts": chunk.counts.tolist(),
                 "state": _state_by_column(spec, chunk.state).tolist(),
-                "sights": _sights(shard, k),
+                "occurrences": _occurrences(shard, k),
             }
         return Outcome(outputs, _arrays(read), rows, self.evicted)
 
@@ -235,10 +235,10 @@ def _state_by_column(spec: TableSpec, state_RS: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _sights(shard: Shard, table: int) -> dict[int, int]:
+def _occurrences(shard: Shard, table: int) -> dict[int, int]:
     """Admission counts of ids that have no row yet."""
-    sights = shard.admission_state(table)
-    return dict(zip(sights.ids.tolist(), sights.counts.tolist(), strict=True))
+    occurrences = shard.admission_state(table)
+    return dict(zip(occurrences.ids.tolist(), occurrences.counts.tolist(), strict=True))
 
 
 def _apply_ids(shard: Shard, records: Sequence[GradRecord], ctx: StepContext) -> None:
@@ -344,8 +344,8 @@ def whole_rows(outcomes: Sequence[Outcome], table: str) -> dict[int, tuple[Any, 
             own = dict(
                 zip(rows["ids"], zip(*(rows[key] for key in fields), strict=True), strict=True)
             )
-            assert own.keys().isdisjoint(rows["sights"])
-            for id_, row in [*own.items(), *((k, (n,)) for k, n in rows["sights"].items())]:
+            assert own.keys().isdisjoint(rows["occurrences"])
+            for id_, row in [*own.items(), *((k, (n,)) for k, n in rows["occurrences"].items())]:
                 assert found.setdefault(id_, row) == row, "replicas differ"
     joined = slices.pop(0)
     for _, found in sorted(slices.items()):

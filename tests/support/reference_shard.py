@@ -22,7 +22,7 @@ from shoal.table.factory import shard_copied
 from shoal.table.shard import Found, GradRecord, IdGroups, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
-from support.admission_counters import Counter as SightCounter
+from support.admission_counters import Counter as AdmissionCounter
 from support.admission_counters import make_counter
 
 from .pooling import pool_rows, position_gradients
@@ -310,20 +310,22 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
 
     def _admit(self, keys: list[Key], counts: list[int], ctx: StepContext) -> None:
         """One decision per id and call, then free slots for all admitted ids, then the inserts."""
-        sights: Counter[Key] = Counter()
+        occurrences: Counter[Key] = Counter()
         for key, count in zip(keys, counts, strict=True):
             if key[1] not in self._rows[key[0]]:
-                sights[key] += count
+                occurrences[key] += count
         counters = copy.deepcopy(self._counters)
-        admitted = {key for key, count in sights.items() if self._reaches(counters, key, count)}
+        admitted = {
+            key for key, count in occurrences.items() if self._reaches(counters, key, count)
+        }
         self._make_room(admitted, set(keys))
         self._counters = counters
-        for key in sights:
+        for key in occurrences:
             if key in admitted:
                 self._insert(key, ctx)
             self._tallies[key[0]]["refused"] += key not in admitted
 
-    def _reaches(self, counters: list[SightCounter], key: Key, count: int) -> bool:
+    def _reaches(self, counters: list[AdmissionCounter], key: Key, count: int) -> bool:
         k, id_U = key[0], torch.tensor([key[1]])
         admission = self.specs[k].admission
         if admission is None or int(admission.required_N(id_U)) <= 1:

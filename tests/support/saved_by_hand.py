@@ -33,7 +33,7 @@ class HandTable:
     spec: TableSpec
     rows: RowChunk
     deleted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    sights: AdmissionState | None = None
+    admission: AdmissionState | None = None
     cuts: Sequence[int] = ()
 
 
@@ -132,15 +132,15 @@ def _other_files(folder: Storage, key: str, table: HandTable, number: int) -> li
         deleted = RowFileWriter(folder, path, layout, [key], kind="deleted")
         deleted.add(0, (table.deleted[_ordered(table, table.deleted)],))
         files.append(deleted.close())
-    if table.sights is not None and table.sights.cells:
+    if table.admission is not None and table.admission.cells:
         path = f"admission/{number:05d}.sketch"
-        files.append(write_whole(folder, path, "sketch", table.sights.cells, [key]))
-    elif table.sights is not None:
-        order = _ordered(table, table.sights.ids)
+        files.append(write_whole(folder, path, "sketch", table.admission.cells, [key]))
+    elif table.admission is not None:
+        order = _ordered(table, table.admission.ids)
         path, layout = f"admission/{number:05d}.arrow", Layout.ids(counted=True)
-        sights = RowFileWriter(folder, path, layout, [key], kind="admission")
-        sights.add(0, (table.sights.ids[order], table.sights.counts[order]))
-        files.append(sights.close())
+        admission = RowFileWriter(folder, path, layout, [key], kind="admission")
+        admission.add(0, (table.admission.ids[order], table.admission.counts[order]))
+        files.append(admission.close())
     return files
 
 

@@ -26,8 +26,8 @@ from shoal.rules.optimizers import SGD, Adagrad, Adam
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import (
     HostedTables,
+    hosted_admission,
     hosted_rows,
-    hosted_sights,
     hosted_spec,
     hosted_specs,
     plan_placement,
@@ -117,7 +117,7 @@ class Outcome:
     """The tables of a job: rows by table, exact admission counts as pairs."""
 
     rows: Mapping[str, RowChunk]
-    sights: Mapping[str, Any]
+    admission: Mapping[str, Any]
 
 
 class Job:
@@ -209,7 +209,7 @@ def check_part(found: Outcome, job: Job, whole: Job) -> None:
     """A rank's tables are its part of a whole job's, row versions left out."""
     assert job.placement is not None
     for k, spec in enumerate(SPECS):
-        chunk, sights = whole.shard.export(k), whole.shard.admission_state(k)
+        chunk, admission = whole.shard.export(k), whole.shard.admission_state(k)
         for one in job.placement.of(spec.name):
             if job.rank not in one.ranks:
                 continue
@@ -221,9 +221,9 @@ def check_part(found: Outcome, job: Job, whole: Job) -> None:
                     there = getattr(want, field.name)
                     assert torch.equal(here, there), (name, field.name)
             if spec.admission is not None and spec.admission.counter == "exact":
-                kept = hosted_sights(spec, one, job.rank, sights)
+                kept = hosted_admission(spec, one, job.rank, admission)
                 pairs = sorted(zip(kept.ids.tolist(), kept.counts.tolist(), strict=True))
-                assert found.sights[name] == pairs, name
+                assert found.admission[name] == pairs, name
 
 
 def group_of(table: int, ids_U: Tensor) -> IdGroups:

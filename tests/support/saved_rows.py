@@ -105,7 +105,7 @@ class HandTable:
     layout: Layout
     rows: RowChunk
     deleted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    sights: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    admission: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def key(self) -> str:
@@ -124,7 +124,7 @@ class HandTable:
             segments=(segment,),
             rows=len(self.rows.ids),
             deleted=len(self.deleted),
-            admission="exact" if len(self.sights) else None,
+            admission="exact" if len(self.admission) else None,
         )
 
 
@@ -147,7 +147,7 @@ def save_by_hand(
     def plans(what: str):
         counted = []
         for t in tables:
-            ids = {"rows": t.rows.ids, "deleted": t.deleted, "admission": t.sights}[what]
+            ids = {"rows": t.rows.ids, "deleted": t.deleted, "admission": t.admission}[what]
             layout = t.layout if what == "rows" else Layout.ids(counted=what == "admission")
             counted.append(TableRows(t.key, layout, histogram(t.name, ids, 8)))
         return split(counted, what, file_bytes=file_bytes, small_bytes=small_bytes)
@@ -166,7 +166,7 @@ def save_by_hand(
             ends = (plan.start, plan.stop)
             writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, ends, what)  # type: ignore[arg-type]
             for k, key in enumerate(plan.tables):
-                ids = by_key[key].deleted if what == "deleted" else by_key[key].sights
+                ids = by_key[key].deleted if what == "deleted" else by_key[key].admission
                 ids = ids[between(by_key[key].name, ids, *ends)]
                 counts = () if what == "deleted" else (ids.abs() % 9 + 1,)
                 writer.add(k, (ids, *counts))

@@ -103,12 +103,12 @@ class TinyJob:
         """Rows, admission counts, weights and optimizer state, copied; without versions."""
         found: dict[str, Any] = {"last step": self.shard.last_step}
         for table, spec in enumerate(self.specs):
-            rows, sights = self.shard.export(table), self.shard.admission_state(table)
+            rows, admission = self.shard.export(table), self.shard.admission_state(table)
             for name in ("ids", "weights", "state", "last_seen_s", "counts"):
                 found[f"{spec.name}.{name}"] = getattr(rows, name)
-            pairs = zip(sights.ids.tolist(), sights.counts.tolist(), strict=True)
-            found[f"{spec.name}.sights"] = sorted(pairs)
-            found[f"{spec.name}.cells"] = sights.cells
+            pairs = zip(admission.ids.tolist(), admission.counts.tolist(), strict=True)
+            found[f"{spec.name}.admission"] = sorted(pairs)
+            found[f"{spec.name}.cells"] = admission.cells
         found |= {f"net.{k}": v.clone() for k, v in self.net.state_dict().items()}
         for number, state in self.optimizer.state_dict()["state"].items():
             found |= {f"adam.{number}.{k}": copy.deepcopy(v) for k, v in state.items()}

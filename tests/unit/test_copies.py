@@ -60,7 +60,7 @@ how = pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 
 
 def spec(dtype: str = "float32", **more: Any) -> TableSpec:
-    rule = optimizers.Adam(lr=schedules.Constant(0.1))
+    rule = optimizers.Adam(lr=schedules.ConstantRate(0.1))
     return TableSpec(name="t", segments=(Segment(dim=2, optimizer=rule),), dtype=dtype, **more)
 
 
@@ -100,7 +100,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "ragged": lambda: BATCH["f"],
     "found": lambda: table().shard.find(table()._groups([1, 5])),
     "cursor": lambda: Cursor(3, 1),
-    "sights": lambda: table().shard.admission_state(0),
+    "occurrences": lambda: table().shard.admission_state(0),
 }
 REQUIRED = {"Constant": {"value": 0.5}, "DelayCompensated": {"inner": optimizers.SGD()}}
 PLAIN: dict[str, Callable[[], Any]] = {
@@ -108,7 +108,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "feature": lambda: Feature("f", "t", FirstN(3), max_length=4),
     "layout": lambda: Layout("l", "concat", (LayoutSlice("f"),)),
     "context": lambda: StepContext(global_step=1, learning_rates={"t": (0.1,)}),
-    "constant": lambda: schedules.Constant(0.1),
+    "constant": lambda: schedules.ConstantRate(0.1),
     **{
         f"{room.__name__}.{name}": partial(made, **REQUIRED.get(name, {}))
         for room in (initializers, optimizers, compressors)

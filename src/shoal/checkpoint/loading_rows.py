@@ -32,7 +32,7 @@ from shoal.checkpoint.row_files import (
 from shoal.errors import CheckpointError, TableFull
 from shoal.placement import Hosted, hash_ids, owners
 from shoal.rules.initializers import initial_values
-from shoal.table.hosting import HostedTables, hosted_rows, hosted_sights
+from shoal.table.hosting import HostedTables, hosted_admission, hosted_rows
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import HASHES, Shard
 from shoal.table.spec import OnFull
@@ -385,7 +385,7 @@ class RowLoader:
             found_here = parts.get(target.match.saved.key, ())
             if target.match.admission and found_here:
                 spec, hosted = target.match.spec, target.hosted
-                own = [hosted_sights(spec, hosted, self._rank, one) for one in found_here]
+                own = [hosted_admission(spec, hosted, self._rank, one) for one in found_here]
                 whole = AdmissionState(
                     torch.cat([one.ids for one in own]),
                     torch.cat([one.counts for one in own]),

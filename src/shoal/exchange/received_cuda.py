@@ -24,7 +24,7 @@ from shoal.kernels.tables import CHUNK_ROWS, CallGroups, RowForm, ShardLayout
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.table import checks
-from shoal.table.cuda.calls import CompiledPlan, PlanCache
+from shoal.table.cuda.calls import DevicePlan, PlanCache
 from shoal.table.cuda.side_stream import SideStream
 
 _ALIGNED = 15
@@ -66,7 +66,7 @@ class DenseRows:
         numbers = {table: k for k, table in enumerate(dict.fromkeys(tables_G))}
         tables = tuple(numbers[table] for table in tables_G)
         cached = PlanCache((self._form,), (0,) * len(numbers), device)
-        self._plan: CompiledPlan = cached.of(plan, tables)
+        self._plan: DevicePlan = cached.of(plan, tables)
         self._tables_G = torch.tensor(tables, dtype=torch.int32, device="cpu").to(device)
         self._widths = tuple(output.width for output in plan.outputs)
         self._device = device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.kernels.tables import (
-    COUNT_REFUSED,
-    COUNT_WORDS,
-    EMPTY_KEY,
-    ERASED_KEY,
+    COUNT_LINE,
+    EMPTY,
+    ERASED,
+    REFUSED_AT,
     CallGroups,
     ShardLayout,
     group_of,
@@ -28,7 +29,6 @@ SIDE_CELLS = 2 + _SCRATCH
 
 _BLOCK = 256
 
-_EMPTY, _ERASED = tl.constexpr(EMPTY_KEY), tl.constexpr(ERASED_KEY)
 _IDLE = tl.constexpr(_SCRATCH)
 
 
@@ -45,49 +45,49 @@ def cell_ptr(cells, cell):  # type: ignore[no-untyped-def]
 @triton.jit
 def _home(id_, salt, mask):  # type: ignore[no-untyped-def]
     """First slot of an id's walk; markers have a cell of their own behind the last slot."""
-    return tl.where(id_ <= _ERASED, mask + 1 + (id_ & 1), mix64(id_ ^ salt) & mask)
+    return tl.where(id_ <= ERASED, mask + 1 + (id_ & 1), mix64(id_ ^ salt) & mask)
 
 
 @triton.jit
-def find_sights(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
+def find_counters(keys, id_, salt, mask, live):  # type: ignore[no-untyped-def]
     """Slot of each id, -1 where it has none."""
     slot = _home(id_, salt, mask)
-    side = id_ <= _ERASED
+    side = id_ <= ERASED
     found = tl.where(live & side, slot, -1)
     seeking = live & (side == 0)
     while tl.max(seeking.to(tl.int32), axis=0) > 0:
-        key = tl.load(key_ptr(keys, slot), mask=seeking, other=_EMPTY)
+        key = tl.load(key_ptr(keys, slot), mask=seeking, other=EMPTY)
         found = tl.where(seeking & (key == id_), slot, found)
-        seeking = seeking & (key != id_) & (key != _EMPTY)
+        seeking = seeking & (key != id_) & (key != EMPTY)
         slot = tl.where(seeking, (slot + 1) & mask, slot)
     return found
 
 
 @triton.jit
-def claim_sights(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-def]
+def claim_counters(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-def]
     """Slot of each id, one that was empty where it had none; and where that happened.
 
     Lanes that are not live must have keys, of any index, and its mask, `room`: swaps need some.
     """
     spare = room + 3 + (tl.arange(0, id_.shape[0]) & (_IDLE - 1)).to(tl.int64)
     slot = _home(id_, salt, mask)
-    side = id_ <= _ERASED
+    side = id_ <= ERASED
     found = tl.where(live & side, slot, 0)
     won = live & (live == 0)
     seeking = live & (side == 0)
     while tl.max(seeking.to(tl.int32), axis=0) > 0:
         key = tl.load(key_ptr(keys, slot), mask=seeking, other=0)
-        free = seeking & (key == _EMPTY)
+        free = seeking & (key == EMPTY)
         if tl.max(free.to(tl.int32), axis=0) > 0:
             # There is no mask: idle lanes compare spare keys, which stay empty, to 1.
             held = tl.atomic_cas(
                 key_ptr(keys, tl.where(free, slot, spare)),
-                tl.where(free, _EMPTY, 1),
+                tl.where(free, EMPTY, 1),
                 tl.where(free, id_, 0),
                 sem="relaxed",
             )
-            won = won | (free & (held == _EMPTY))
-            key = tl.where(free, tl.where(held == _EMPTY, id_, held), key)
+            won = won | (free & (held == EMPTY))
+            key = tl.where(free, tl.where(held == EMPTY, id_, held), key)
         met = seeking & (key == id_)
         found = tl.where(met, slot, found)
         seeking = seeking & (met == 0)
@@ -97,29 +97,22 @@ def claim_sights(keys, room, id_, salt, mask, live):  # type: ignore[no-untyped-
 
 @triton.jit(do_not_specialize=["salt", "slots", "mask"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    keys_ptr,
-    cells_ptr,
-    new_keys_ptr,
-    new_cells_ptr,
-    tally_ptr,
-    salt,
-    slots,
-    mask,
+    keys_ptr, cells_ptr, new_keys_ptr, new_cells_ptr, tally_ptr, salt, slots, mask,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sights = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
-    key = tl.load(keys_ptr + at, mask=at < slots, other=_EMPTY)
-    live = (at < slots) & (key > _ERASED) & (sights != 0)
+    occurrences = tl.load(cells_ptr + at, mask=at < slots + 2, other=0)
+    key = tl.load(keys_ptr + at, mask=at < slots, other=EMPTY)
+    live = (at < slots) & (key > ERASED) & (occurrences != 0)
     keys = at * 0 + new_keys_ptr.to(tl.int64)
-    slot, won = claim_sights(keys, mask + at * 0, key, salt, mask + at * 0, live)
-    tl.store(new_cells_ptr + slot, sights, mask=live)
+    slot, won = claim_counters(keys, mask + at * 0, key, salt, mask + at * 0, live)
+    tl.store(new_cells_ptr + slot, occurrences, mask=live)
     side = (at >= slots) & (at < slots + 2)
-    tl.store(new_cells_ptr + mask + 1 + at - slots, sights, mask=side)
+    tl.store(new_cells_ptr + mask + 1 + at - slots, occurrences, mask=side)
     tl.atomic_add(tally_ptr, tl.sum(won.to(tl.int64), axis=0), sem="relaxed")
 
 
-def move_sights(
+def move_counters(
     keys: Tensor, cells: Tensor, new_keys: Tensor, new_cells: Tensor, tally_1: Tensor, salt: int
 ) -> None:
     """Copy an exact index into an empty one with room for it; adds the slots it took to a tally.
@@ -128,35 +121,31 @@ def move_sights(
     """
     slots = len(keys) - SIDE_CELLS
     launch(
-        _move,
-        (blocks_of(slots + 2, _BLOCK),),
-        keys,
-        cells,
-        new_keys,
-        new_cells,
-        tally_1,
-        salt,
-        slots,
-        len(new_keys) - SIDE_CELLS - 1,
+        _move, (blocks_of(slots + 2, _BLOCK),),
+        keys, cells, new_keys, new_cells, tally_1, salt, slots, len(new_keys) - SIDE_CELLS - 1,
         BLOCK=_BLOCK,
-    )
+    )  # fmt: skip
 
 
-SIGHT_WORDS = 16
-SIGHT_KIND = 0
-SIGHT_KEYS, SIGHT_CELLS, SIGHT_MASK, SIGHT_SALT, SIGHT_DEPTH = 1, 2, 3, 4, 5
-SIGHT_VALUES, SIGHT_SHIFT, SIGHT_SLOTS = 6, 7, 8  # occurrences needed by slot: address, shift, mask
+COUNTER_WORDS = 16
+COUNTER_KIND = 0
+COUNTER_KEYS, COUNTER_CELLS, COUNTER_MASK, COUNTER_SALT, COUNTER_DEPTH = 1, 2, 3, 4, 5
+COUNTER_VALUES, COUNTER_SHIFT, COUNTER_SLOTS = (
+    6,
+    7,
+    8,
+)  # occurrences needed by slot: address, shift, mask
 NONE, EXACT, SKETCH = 0, 1, 2
 
 
 _GOLDEN = -0x61C8864680B583EB
 
-_SIGHT_WORDS = tl.constexpr(SIGHT_WORDS)
-_KIND, _KEYS = tl.constexpr(SIGHT_KIND), tl.constexpr(SIGHT_KEYS)
-_CELLS, _MASK = tl.constexpr(SIGHT_CELLS), tl.constexpr(SIGHT_MASK)
-_SALT, _DEPTH = tl.constexpr(SIGHT_SALT), tl.constexpr(SIGHT_DEPTH)
-_VALUES, _SHIFT = tl.constexpr(SIGHT_VALUES), tl.constexpr(SIGHT_SHIFT)
-_SLOTS = tl.constexpr(SIGHT_SLOTS)
+_SIGHT_WORDS = tl.constexpr(COUNTER_WORDS)
+_KIND, _KEYS = tl.constexpr(COUNTER_KIND), tl.constexpr(COUNTER_KEYS)
+_CELLS, _MASK = tl.constexpr(COUNTER_CELLS), tl.constexpr(COUNTER_MASK)
+_SALT, _DEPTH = tl.constexpr(COUNTER_SALT), tl.constexpr(COUNTER_DEPTH)
+_VALUES, _SHIFT = tl.constexpr(COUNTER_VALUES), tl.constexpr(COUNTER_SHIFT)
+_SLOTS = tl.constexpr(COUNTER_SLOTS)
 _NONE, _EXACT, _SKETCH = tl.constexpr(NONE), tl.constexpr(EXACT), tl.constexpr(SKETCH)
 
 _FACTOR = tl.constexpr(_GOLDEN)
@@ -165,8 +154,8 @@ _TOP = tl.constexpr((1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class SightTables:
-    """words_KW: int64 [K, SIGHT_WORDS]; tallies_KC: int64 [K, 2], slots claimed and forgotten.
+class CounterTables:
+    """words_KW: int64 [K, COUNTER_WORDS]; tallies_KC: int64 [K, 2], slots claimed and forgotten.
 
     depth: the deepest sketch, 0 without one.
     """
@@ -209,40 +198,29 @@ def _sketch_cell(id_, salt, mask, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _raise(cell, sights, live):  # type: ignore[no-untyped-def]
+def _raise(cell, occurrences, live):  # type: ignore[no-untyped-def]
     """Add occurrences, 0..2^32-1, to cells that stop at 2^32 - 1."""
-    before = tl.atomic_add(cell, sights.to(tl.int32), mask=live, sem="relaxed")
-    wrapped = live & ((before.to(tl.int64) & _TOP) + sights > _TOP)
+    before = tl.atomic_add(cell, occurrences.to(tl.int32), mask=live, sem="relaxed")
+    wrapped = live & ((before.to(tl.int64) & _TOP) + occurrences > _TOP)
     tl.atomic_or(cell, before * 0 - 1, mask=wrapped, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    counts_ptr,
-    words_ptr,
-    tallies_ptr,
-    n,
-    groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, counts_ptr, tallies_ptr,
     depth,
-    STEPS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    UNDO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    STEPS: tl.constexpr, HAS_COUNTS: tl.constexpr, UNDO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
     )
     live = live & (needed > 1)
     if tl.max(live.to(tl.int32), axis=0) > 0:
-        sights = at * 0 + 1
+        occurrences = at * 0 + 1
         if HAS_COUNTS:
-            sights = tl.load(counts_ptr + at, mask=live, other=0)
-            sights = tl.minimum(tl.maximum(sights, 0), _TOP)
+            occurrences = tl.load(counts_ptr + at, mask=live, other=0)
+            occurrences = tl.minimum(tl.maximum(occurrences, 0), _TOP)
         mask = _word(words_ptr, table, live, _MASK)
         salt = _word(words_ptr, table, live, _SALT)
         cells = _word(words_ptr, table, live, _CELLS)
@@ -253,41 +231,32 @@ def _add(  # type: ignore[no-untyped-def]
             keys = _word(words_ptr, tl.where(exact, table, lender), at >= 0, _KEYS)
             room = _word(words_ptr, tl.where(exact, table, lender), at >= 0, _MASK)
             if UNDO:
-                slot = find_sights(keys, id_, salt, mask, exact)
+                slot = find_counters(keys, id_, salt, mask, exact)
                 exact = exact & (slot >= 0)
             else:
-                slot, won = claim_sights(keys, room, id_, salt, mask, exact)
+                slot, won = claim_counters(keys, room, id_, salt, mask, exact)
                 tl.atomic_add(tallies_ptr + table * 2, won.to(tl.int64), mask=won, sem="relaxed")
             cell = cell_ptr(cells, slot)
             if UNDO:
-                tl.atomic_add(cell, (-sights).to(tl.int32), mask=exact, sem="relaxed")
+                tl.atomic_add(cell, (-occurrences).to(tl.int32), mask=exact, sem="relaxed")
             else:
-                _raise(cell, sights, exact)
+                _raise(cell, occurrences, exact)
         for row in range(depth):
             level = at * 0 + row
             inside = live & (kind == _SKETCH)
             inside = inside & (level < _word(words_ptr, table, inside, _DEPTH))
             cell = cell_ptr(cells, _sketch_cell(id_, salt, mask, level))
             if UNDO:
-                tl.atomic_add(cell, (-sights).to(tl.int32), mask=inside, sem="relaxed")
+                tl.atomic_add(cell, (-occurrences).to(tl.int32), mask=inside, sem="relaxed")
             else:
-                _raise(cell, sights, inside)
+                _raise(cell, occurrences, inside)
 
 
 @triton.jit(do_not_specialize=["n", "groups", "depth"])  # type: ignore[untyped-decorator]
 def _admit(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    admitted_ptr,
-    words_ptr,
-    n,
-    groups,
-    depth,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, admitted_ptr, depth,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
@@ -299,33 +268,25 @@ def _admit(  # type: ignore[no-untyped-def]
         salt = _word(words_ptr, table, counted, _SALT)
         cells = _word(words_ptr, table, counted, _CELLS)
         exact = counted & (kind == _EXACT)
-        slot = find_sights(_word(words_ptr, table, exact, _KEYS), id_, salt, mask, exact)
+        slot = find_counters(_word(words_ptr, table, exact, _KEYS), id_, salt, mask, exact)
         there = exact & (slot >= 0)
-        sights = tl.load(cell_ptr(cells, slot), mask=there, other=0).to(tl.int64) & _TOP
-        total = tl.where(exact, sights, total)
+        occurrences = tl.load(cell_ptr(cells, slot), mask=there, other=0).to(tl.int64) & _TOP
+        total = tl.where(exact, occurrences, total)
         for row in range(depth):
             level = at * 0 + row
             inside = counted & (kind == _SKETCH)
             inside = inside & (level < _word(words_ptr, table, inside, _DEPTH))
             cell = cell_ptr(cells, _sketch_cell(id_, salt, mask, level))
-            sights = tl.load(cell, mask=inside, other=0).to(tl.int64) & _TOP
-            total = tl.where(inside, tl.minimum(total, sights), total)
+            occurrences = tl.load(cell, mask=inside, other=0).to(tl.int64) & _TOP
+            total = tl.where(inside, tl.minimum(total, occurrences), total)
     tl.store(admitted_ptr + at, (live & (total >= needed)).to(tl.int8), mask=at < n)
 
 
 @triton.jit(do_not_specialize=["n", "groups"])  # type: ignore[untyped-decorator]
 def _forget(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    words_ptr,
-    tallies_ptr,
-    n,
-    groups,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, words_ptr, tallies_ptr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, id_, table, kind, needed = _call(
         ids_ptr, splits_ptr, groups_ptr, wanted_ptr, words_ptr, n, groups, at, STEPS
@@ -333,18 +294,37 @@ def _forget(  # type: ignore[no-untyped-def]
     live = live & (needed > 1) & (kind == _EXACT)
     mask = _word(words_ptr, table, live, _MASK)
     keys = _word(words_ptr, table, live, _KEYS)
-    slot = find_sights(keys, id_, _word(words_ptr, table, live, _SALT), mask, live)
+    slot = find_counters(keys, id_, _word(words_ptr, table, live, _SALT), mask, live)
     live = live & (slot >= 0)
     cells = _word(words_ptr, table, live, _CELLS)
     # Of an id that comes twice, one lane takes the count; ids of no count stay, which costs a slot.
     before = tl.atomic_xchg(cell_ptr(cells, slot), slot.to(tl.int32) * 0, mask=live)
     taken = live & (before != 0) & (slot <= mask)
-    tl.store(key_ptr(keys, slot), slot * 0 + _ERASED, mask=taken)
+    tl.store(key_ptr(keys, slot), slot * 0 + ERASED, mask=taken)
     tl.atomic_add(tallies_ptr + table * 2 + 1, taken.to(tl.int64), mask=taken, sem="relaxed")
 
 
-def add_sights(
-    sights: SightTables,
+def _launch(
+    kernel: Any,
+    call: CallGroups,
+    wanted_N: Tensor,
+    *rest: Any,
+    block: int = _BLOCK,
+    **constants: bool,
+) -> None:
+    """Start a kernel over the positions of a call; `rest` follows what all of these read."""
+    n, groups = call.ids_N.numel(), call.tables_G.numel()
+    if n == 0:
+        return
+    launch(
+        kernel, (blocks_of(n, block),),
+        call.ids_N, call.splits_G1, call.tables_G, wanted_N.view(torch.int8), n, groups, *rest,
+        STEPS=search_steps(groups), BLOCK=block, **constants,
+    )  # fmt: skip
+
+
+def add_occurrences(
+    counters: CounterTables,
     call: CallGroups,
     counts_N: Tensor | None,
     wanted_N: Tensor,
@@ -356,74 +336,23 @@ def add_sights(
     With `undo`, take back what the same arguments have added. Every exact table has empty slots
     for the ids of the call that are its own.
     """
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _add,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        call.ids_N if counts_N is None else counts_N,
-        sights.words_KW,
-        sights.tallies_KC,
-        n,
-        call.tables_G.numel(),
-        sights.depth,
-        STEPS=search_steps(call.tables_G.numel()),
-        HAS_COUNTS=counts_N is not None,
-        UNDO=undo,
-        BLOCK=_BLOCK,
-    )
+    counts = call.ids_N if counts_N is None else counts_N
+    rest = counters.words_KW, counts, counters.tallies_KC, counters.depth
+    _launch(_add, call, wanted_N, *rest, HAS_COUNTS=counts_N is not None, UNDO=undo)
 
 
-def admit(sights: SightTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
+def admit(counters: CounterTables, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor) -> None:
     """Which of the `wanted_N` positions have been seen often enough, to bool [N]."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _admit,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8),
-        sights.words_KW,
-        n,
-        call.tables_G.numel(),
-        sights.depth,
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_BLOCK,
-    )
+    rest = counters.words_KW, admitted_N.view(torch.int8), counters.depth
+    _launch(_admit, call, wanted_N, *rest)
 
 
-def forget_sights(sights: SightTables, call: CallGroups, wanted_N: Tensor) -> None:
+def forget_occurrences(counters: CounterTables, call: CallGroups, wanted_N: Tensor) -> None:
     """Drop exact counts of the ids at `wanted_N` positions; a sketch cannot forget."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    launch(
-        _forget,
-        (blocks_of(n, _BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        sights.words_KW,
-        sights.tallies_KC,
-        n,
-        call.tables_G.numel(),
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_BLOCK,
-    )
+    _launch(_forget, call, wanted_N, counters.words_KW, counters.tallies_KC)
 
 
 _REFUSALS_BLOCK = 128
-_COUNT_WORDS, _REFUSED = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_REFUSED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -434,19 +363,10 @@ def _table_of(splits_ptr, groups_ptr, groups, at, live, STEPS: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["n", "groups", "mask"])  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    groups_ptr,
-    wanted_ptr,
-    admitted_ptr,
-    owner_ptr,
-    counters_ptr,
-    n,
-    groups,
+    ids_ptr, splits_ptr, groups_ptr, wanted_ptr, n, groups, admitted_ptr, owner_ptr, counters_ptr,
     mask,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     seeking = at < n
     seeking = seeking & (tl.load(wanted_ptr + at, mask=seeking, other=0) != 0)
@@ -469,7 +389,7 @@ def _count(  # type: ignore[no-untyped-def]
             same = same & (_table_of(splits_ptr, groups_ptr, groups, other, taken, STEPS) == table)
             seeking = taken & (same == 0)
             slot = tl.where(seeking, (slot + 1) & mask, slot)
-        refused = counters_ptr + table * _COUNT_WORDS + _REFUSED
+        refused = counters_ptr + table * COUNT_LINE + REFUSED_AT
         tl.atomic_add(refused, first.to(tl.int64), mask=first, sem="relaxed")
 
 
@@ -477,24 +397,7 @@ def count_refused(
     layout: ShardLayout, call: CallGroups, wanted_N: Tensor, admitted_N: Tensor
 ) -> None:
     """Add to `COUNT_REFUSED` the distinct ids at positions wanted, but not admitted; bool [N]."""
-    n = call.ids_N.numel()
-    if n == 0:
-        return
-    capacity = power_of_2(2 * n)
+    capacity = power_of_2(2 * max(call.ids_N.numel(), 1))
     owner = torch.zeros(capacity, dtype=torch.int32, device=call.ids_N.device)
-    launch(
-        _count,
-        (blocks_of(n, _REFUSALS_BLOCK),),
-        call.ids_N,
-        call.splits_G1,
-        call.tables_G,
-        wanted_N.view(torch.int8),
-        admitted_N.view(torch.int8),
-        owner,
-        layout.counters_KC,
-        n,
-        call.tables_G.numel(),
-        capacity - 1,
-        STEPS=search_steps(call.tables_G.numel()),
-        BLOCK=_REFUSALS_BLOCK,
-    )
+    rest = admitted_N.view(torch.int8), owner, layout.counters_KC, capacity - 1
+    _launch(_count, call, wanted_N, *rest, block=_REFUSALS_BLOCK)

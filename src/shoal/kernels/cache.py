@@ -13,26 +13,19 @@ from torch import Tensor
 from shoal.kernels.gradients import Runs
 from shoal.kernels.launch import launch
 from shoal.kernels.step_tiles import run_words, runs_listed
-from shoal.kernels.tables import CHUNK_STATE, CHUNK_WEIGHTS, RowForm, ShardLayout, row_address
+from shoal.kernels.tables import STATE_AT, WEIGHTS_AT, RowForm, ShardLayout, row_address
 
 VACANT = -1  # home of a slot without a row
 ABSENT = -2  # home of a number that no slot has
 
 TALLY_WORDS = 4
 TALLY_HITS, TALLY_MISSES, TALLY_PLACED, TALLY_WRITTEN = 0, 1, 2, 3
+_HITS, _MISSES, _PLACED, _WRITTEN = map(tl.constexpr, range(TALLY_WORDS))
 
 _BLOCK = 1024
 _INTERPRETED_PROGRAMS = 2
 
 _NO_HOME = tl.constexpr(VACANT)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Slots [first, first + slots) of the cache: those of one row form."""
-
-    first: int
-    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class CacheMaps:
     used_S: int32, tick of its last use. uses_S: int32, ageing count of uses, or empty.
     dirty_S: int8, 1 where the slot's row differs from its home.
     tallies: int64 [TALLY_WORDS].
-    base: payload handle of slot 0. pools: by row form.
+    base: payload handle of slot 0. pools: slots of each row form.
     """
 
     payload_H: Tensor
@@ -54,7 +47,7 @@ class CacheMaps:
     dirty_S: Tensor
     tallies: Tensor
     base: int
-    pools: tuple[Pool, ...]
+    pools: tuple[range, ...]
 
 
 @functools.lru_cache(maxsize=16)
@@ -70,13 +63,13 @@ def programs_of(tiles: int, device: torch.device, each: int = 8) -> int:
 
 
 def new_maps(
-    handles: int, base: int, pools: tuple[Pool, ...], device: torch.device, *, counted: bool
+    handles: int, base: int, pools: tuple[range, ...], device: torch.device, *, counted: bool
 ) -> CacheMaps:
     """Maps of an empty cache for home handles below `handles`; counted: with counts of uses."""
-    slots = max((pool.first + pool.slots for pool in pools), default=0)
+    slots = max((pool.stop for pool in pools), default=0)
     home_S = torch.full((slots,), ABSENT, dtype=torch.int32, device=device)
     for pool in pools:
-        home_S[pool.first : pool.first + pool.slots] = VACANT
+        home_S[pool.start : pool.stop] = VACANT
 
     def zeros(size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
@@ -111,23 +104,13 @@ def _translate(handles_ptr, payload_ptr, out_ptr, n, BLOCK: tl.constexpr):  # ty
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base"])  # type: ignore[untyped-decorator]
 def _mark_dirty(  # type: ignore[no-untyped-def]
-    runs_ptr,
-    room,
-    cursors_ptr,
-    form,
-    first_run,
-    last_run,
-    payload_ptr,
-    dirty_ptr,
-    base,
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, payload_ptr, dirty_ptr, base,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        handle, _first, _items, _length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        row, live, handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
         tl.store(dirty_ptr + (payload - base), (row * 0 + 1).to(tl.int8), mask=payload >= 0)
@@ -140,14 +123,10 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     if n:
         with torch.cuda.device_of(out_N):  # type: ignore[no-untyped-call]
             launch(
-                _translate,
-                (triton.cdiv(n, _BLOCK),),
-                handles_N,
-                maps.payload_H,
-                out_N,
-                n,
+                _translate, (triton.cdiv(n, _BLOCK),),
+                handles_N, maps.payload_H, out_N, n,
                 BLOCK=_BLOCK,
-            )
+            )  # fmt: skip
     return out_N
 
 
@@ -160,32 +139,19 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
         for form, room in enumerate(runs.rooms):
             if room:
                 launch(
-                    _mark_dirty,
-                    (programs_of(triton.cdiv(room, _BLOCK), device),),
-                    runs.runs_WN,
-                    runs.runs_WN.shape[1],
-                    runs.cursors_FW,
-                    form,
-                    runs.first_run(form),
-                    runs.last_run(form),
-                    maps.payload_H,
-                    maps.dirty_S,
+                    _mark_dirty, (programs_of(triton.cdiv(room, _BLOCK), device),),
+                    runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
+                    runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
                     maps.base,
                     BLOCK=_BLOCK,
-                )
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["base", "known"])  # type: ignore[untyped-decorator]
 def _drop(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    payload_ptr,
-    home_ptr,
-    dirty_ptr,
-    base,
-    known,
+    handles_ptr, size_ptr, payload_ptr, home_ptr, dirty_ptr, base, known,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     size = tl.load(size_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)
@@ -211,26 +177,17 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
         return
     with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
         launch(
-            _drop,
-            (programs_of(tiles, handles_M.device),),
-            handles_M,
-            size_1,
-            maps.payload_H,
-            maps.home_S,
-            maps.dirty_S,
-            maps.base,
+            _drop, (programs_of(tiles, handles_M.device),),
+            handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
             maps.payload_H.numel(),
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
 
 
 _TILE_BYTES = 8192
 _MOST_WORDS = 128  # of 8 bytes: columns of a tile
 _MOST_ROWS = 64
-_PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room beside a model
-
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
-_TALLY_WRITTEN = tl.constexpr(TALLY_WRITTEN)
+_PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room next to a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,21 +206,10 @@ class Moves:
 
 @triton.jit(do_not_specialize=["first", "slots", "keep_from", "base"])  # type: ignore[untyped-decorator]
 def _collect(  # type: ignore[no-untyped-def]
-    payload_ptr,
-    home_ptr,
-    used_ptr,
-    dirty_ptr,
-    tallies_ptr,
-    count_ptr,
-    slots_ptr,
-    outs_ptr,
-    first,
-    slots,
-    keep_from,
-    base,
-    FORGET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    payload_ptr, home_ptr, used_ptr, dirty_ptr, tallies_ptr, count_ptr, slots_ptr, outs_ptr, first,
+    slots, keep_from, base,
+    FORGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Lists slots whose rows go home; with FORGET they lose their rows, dirty or not."""
     for tile in range(tl.program_id(0), tl.cdiv(slots, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)
@@ -281,7 +227,7 @@ def _collect(  # type: ignore[no-untyped-def]
             tl.store(slots_ptr + place, slot, mask=goes)
             tl.store(outs_ptr + place, home, mask=goes)
             tl.store(dirty_ptr + slot, (home * 0).to(tl.int8), mask=goes)
-            tl.atomic_add(tallies_ptr + _TALLY_WRITTEN, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(tallies_ptr + _WRITTEN, count.to(tl.int64), sem="relaxed")
         if FORGET:
             tl.store(payload_ptr + home, home * 0 - 1, mask=held)
             tl.store(home_ptr + slot, home * 0 + _NO_HOME, mask=held)
@@ -296,17 +242,9 @@ def _words_at(address_R, column_C):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(  # type: ignore[no-untyped-def]
-    chunks_ptr,
-    columns,
-    payload,
-    out,
-    new,
-    live,
-    WORD: tl.constexpr,
-    WORDS: tl.constexpr,
-    FETCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    chunks_ptr, columns, payload, out, new, live,
+    WORD: tl.constexpr, WORDS: tl.constexpr, FETCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rows of slots go to their homes, and others come in their place."""
     leaves = live & (out >= 0)
     slot_at = row_address(chunks_ptr, columns, payload, WORDS * 8, live, WORD)
@@ -328,20 +266,10 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "base"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    chunks_ptr,
-    columns,
-    count_ptr,
-    slots_ptr,
-    outs_ptr,
-    ins_ptr,
-    base,
-    WEIGHT_WORDS: tl.constexpr,
-    STATE_WORDS: tl.constexpr,
-    FETCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    chunks_ptr, columns, count_ptr, slots_ptr, outs_ptr, ins_ptr, base,
+    WEIGHT_WORDS: tl.constexpr, STATE_WORDS: tl.constexpr, FETCH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     count = tl.load(count_ptr)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = tile * ROWS + tl.arange(0, ROWS)
@@ -352,11 +280,11 @@ def _move(  # type: ignore[no-untyped-def]
         if FETCH:
             new = tl.load(ins_ptr + at, mask=live, other=0)
         _exchange(
-            chunks_ptr, columns, payload, out, new, live, _WEIGHTS, WEIGHT_WORDS, FETCH, BLOCK_W
+            chunks_ptr, columns, payload, out, new, live, WEIGHTS_AT, WEIGHT_WORDS, FETCH, BLOCK_W
         )
         if STATE_WORDS > 0:
             _exchange(
-                chunks_ptr, columns, payload, out, new, live, _STATE, STATE_WORDS, FETCH, BLOCK_S
+                chunks_ptr, columns, payload, out, new, live, STATE_AT, STATE_WORDS, FETCH, BLOCK_S
             )
 
 
@@ -374,54 +302,39 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
         return
     with torch.cuda.device_of(slots_M):  # type: ignore[no-untyped-call]
         launch(
-            _move,
-            (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-            *layout.chunks,
-            moves.count_1,
-            slots_M,
-            moves.outs_M,
-            slots_M if moves.ins_M is None else moves.ins_M,
-            maps.base,
-            WEIGHT_WORDS=weight_words,
-            STATE_WORDS=state_words,
-            FETCH=moves.ins_M is not None,
-            ROWS=rows,
-            BLOCK_W=block_w,
-            BLOCK_S=block_s,
-        )
+            _move, (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
+            *layout.chunks, moves.count_1, slots_M, moves.outs_M,
+            slots_M if moves.ins_M is None else moves.ins_M, maps.base,
+            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
+            ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
+        )  # fmt: skip
 
 
 def sweep(
-    layout: ShardLayout, maps: CacheMaps, form: RowForm, pool: Pool, keep_from: int, *, forget: bool
+    layout: ShardLayout,
+    maps: CacheMaps,
+    form: RowForm,
+    pool: range,
+    keep_from: int,
+    *,
+    forget: bool,
 ) -> None:
     """Bring rows of a pool that were last used before tick `keep_from` home where they are dirty.
 
     forget: take their slots from them, too.
     """
-    if pool.slots == 0:
+    if not pool:
         return
     device = maps.home_S.device
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
-    slots_M, outs_M = torch.empty(2, pool.slots, dtype=torch.int32, device=device)
+    slots_M, outs_M = torch.empty(2, len(pool), dtype=torch.int32, device=device)
     with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
         launch(
-            _collect,
-            (programs_of(triton.cdiv(pool.slots, _BLOCK), device),),
-            maps.payload_H,
-            maps.home_S,
-            maps.used_S,
-            maps.dirty_S,
-            maps.tallies,
-            count_1,
-            slots_M,
-            outs_M,
-            pool.first,
-            pool.slots,
-            keep_from,
-            maps.base,
-            FORGET=forget,
-            BLOCK=_BLOCK,
-        )
+            _collect, (programs_of(triton.cdiv(len(pool), _BLOCK), device),),
+            maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
+            outs_M, pool.start, len(pool), keep_from, maps.base,
+            FORGET=forget, BLOCK=_BLOCK,
+        )  # fmt: skip
     move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
 
 
@@ -435,8 +348,6 @@ _NEED, _BELOW, _AT, _MOVED = 256, 257, 258, 259
 _HALVED = tl.constexpr(HALVED_AFTER)
 _MOST_USES = tl.constexpr(1 << 16)
 
-_HITS, _MISSES = tl.constexpr(TALLY_HITS), tl.constexpr(TALLY_MISSES)
-_PLACED, _WRITTEN = tl.constexpr(TALLY_PLACED), tl.constexpr(TALLY_WRITTEN)
 _CLASS_COUNT = tl.constexpr(_CLASSES)
 _NEED_WORD, _BELOW_WORD = tl.constexpr(_NEED), tl.constexpr(_BELOW)
 _AT_WORD, _MOVED_WORD = tl.constexpr(_AT), tl.constexpr(_MOVED)
@@ -454,8 +365,18 @@ def _octaves(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0 for vacant slots, 255 for those that may not be taken, else the higher the later."""
+def _class_of(  # type: ignore[no-untyped-def]
+    home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of a tile, which of them there are, whose rows they have, and their class.
+
+    0 for vacant slots, 255 for those that may not be taken, else the higher the later.
+    """
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    slot, live = first + at, at < size
+    home = tl.load(home_ptr + slot, mask=live, other=-2)
+    used = tl.load(used_ptr + slot, mask=live, other=0)
     age = tl.maximum(tick - used, 1)
     if LFU:
         uses = _aged(tl.load(uses_ptr + slot, mask=live, other=0), age)
@@ -466,34 +387,20 @@ def _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU: tl.constex
         old = (_octaves(age) >> 19) + 16
         class_ = 254 - tl.minimum(tl.where(age < 128, age, old), 253)
     class_ = tl.where(used < keep_from, class_, 255)
-    return tl.where(home == _NO_HOME, 0, tl.where(live & (home >= 0), class_, 255))
+    class_ = tl.where(home == _NO_HOME, 0, tl.where(live & (home >= 0), class_, 255))
+    return slot, live, home, class_
 
 
 @triton.jit(do_not_specialize=["room", "form", "first_run", "last_run", "base", "tick"])  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
-    runs_ptr,
-    room,
-    cursors_ptr,
-    form,
-    first_run,
-    last_run,
-    payload_ptr,
-    used_ptr,
-    uses_ptr,
-    tallies_ptr,
-    base,
-    tick,
-    work_ptr,
-    missing_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, payload_ptr, used_ptr, uses_ptr,
+    tallies_ptr, base, tick, work_ptr, missing_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        handle, _first, _items, _length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        row, live, handle, _first, _items, _length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         payload = tl.load(payload_ptr + handle, mask=live, other=-1)
         hit = live & (payload >= 0)
@@ -514,26 +421,16 @@ def _mark(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "slots", "tick", "keep_from"])  # type: ignore[untyped-decorator]
 def _classes(  # type: ignore[no-untyped-def]
-    home_ptr,
-    used_ptr,
-    uses_ptr,
-    first,
-    slots,
-    tick,
-    keep_from,
-    work_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    home_ptr, used_ptr, uses_ptr, first, slots, tick, keep_from, work_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Counts the slots of each class, if any row is missing."""
     size = tl.where(tl.load(work_ptr + _NEED_WORD) > 0, slots, 0)
     found = tl.zeros([_CLASS_COUNT], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tile * BLOCK + tl.arange(0, BLOCK)
-        slot, live = first + at, at < size
-        home = tl.load(home_ptr + slot, mask=live, other=-2)
-        used = tl.load(used_ptr + slot, mask=live, other=0)
-        class_ = _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU)
+        _slot, _live, _home, class_ = _class_of(
+            home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from, LFU, BLOCK
+        )
         found += tl.histogram(class_, _CLASS_COUNT)
     class_at = tl.arange(0, _CLASS_COUNT)
     tl.atomic_add(work_ptr + class_at, found, mask=found > 0, sem="relaxed")
@@ -552,24 +449,10 @@ def _cut(work_ptr, need):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "slots", "base", "tick", "keep_from"])  # type: ignore[untyped-decorator]
 def _take(  # type: ignore[no-untyped-def]
-    payload_ptr,
-    home_ptr,
-    used_ptr,
-    uses_ptr,
-    dirty_ptr,
-    tallies_ptr,
-    first,
-    slots,
-    base,
-    tick,
-    keep_from,
-    work_ptr,
-    missing_ptr,
-    slots_ptr,
-    outs_ptr,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    payload_ptr, home_ptr, used_ptr, uses_ptr, dirty_ptr, tallies_ptr, first, slots, base, tick,
+    keep_from, work_ptr, missing_ptr, slots_ptr, outs_ptr,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gives slots to missing rows, in the maps, and lists what is to be moved."""
     need = tl.load(work_ptr + _NEED_WORD)
     edge, below, moved = _cut(work_ptr, need)
@@ -578,11 +461,9 @@ def _take(  # type: ignore[no-untyped-def]
         tl.atomic_add(tallies_ptr + _PLACED, moved.to(tl.int64), sem="relaxed")
     size = tl.where(moved > 0, slots, 0)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tile * BLOCK + tl.arange(0, BLOCK)
-        slot, live = first + at, at < size
-        home = tl.load(home_ptr + slot, mask=live, other=-2)
-        used = tl.load(used_ptr + slot, mask=live, other=0)
-        class_ = _class_of(home, used, uses_ptr, slot, live, tick, keep_from, LFU)
+        slot, live, home, class_ = _class_of(
+            home_ptr, used_ptr, uses_ptr, first, tile, size, tick, keep_from, LFU, BLOCK
+        )
         class_ = tl.where(live, class_, 255)
         under = (class_ < edge) & (class_ < 255)
         on_edge = (class_ == edge) & (class_ < 255)
@@ -599,10 +480,10 @@ def _take(  # type: ignore[no-untyped-def]
             tl.store(payload_ptr + home, home * 0 - 1, mask=goes & (home >= 0))
             tl.store(payload_ptr + new, slot + base, mask=goes)
             tl.store(home_ptr + slot, new, mask=goes)
-            tl.store(used_ptr + slot, at * 0 + tick, mask=goes)
+            tl.store(used_ptr + slot, slot * 0 + tick, mask=goes)
             if LFU:
-                tl.store(uses_ptr + slot, at * 0 + 1, mask=goes)
-            tl.store(dirty_ptr + slot, (at * 0).to(tl.int8), mask=goes)
+                tl.store(uses_ptr + slot, slot * 0 + 1, mask=goes)
+            tl.store(dirty_ptr + slot, (slot * 0).to(tl.int8), mask=goes)
             tl.store(slots_ptr + place, slot, mask=goes)
             leaves = goes & (home >= 0) & (dirty != 0)
             tl.store(outs_ptr + place, tl.where(leaves, home, -1), mask=goes)
@@ -646,33 +527,20 @@ def _admit_form(
     uses = maps.uses_S if lfu else maps.used_S
     with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
         launch(
-            _mark,
-            (programs_of(triton.cdiv(room, _BLOCK), device),),
-            runs.runs_WN,
-            runs.runs_WN.shape[1],
-            runs.cursors_FW,
-            number,
-            runs.first_run(number),
-            runs.last_run(number),
-            maps.payload_H,
-            maps.used_S,
-            uses,
-            maps.tallies,
-            maps.base,
-            tick,
-            work,
-            missing,
-            LFU=lfu,
-            BLOCK=_BLOCK,
-        )
-        if pool.slots:
+            _mark, (programs_of(triton.cdiv(room, _BLOCK), device),),
+            runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
+            runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
+            work, missing,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        if pool:
             moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
             move(layout, maps, form, moves)
 
 
 def _taken(
     maps: CacheMaps,
-    pool: Pool,
+    pool: range,
     work: Tensor,
     missing: Tensor,
     tick: int,
@@ -681,43 +549,19 @@ def _taken(
 ) -> Moves:
     """Give slots of a pool to missing rows, and say what is to be moved."""
     uses = maps.uses_S if lfu else maps.used_S
-    grid = (programs_of(triton.cdiv(pool.slots, _BLOCK), work.device),)
+    grid = (programs_of(triton.cdiv(len(pool), _BLOCK), work.device),)
     launch(
-        _classes,
-        grid,
-        maps.home_S,
-        maps.used_S,
-        uses,
-        pool.first,
-        pool.slots,
-        tick,
-        keep_from,
-        work,
-        LFU=lfu,
-        BLOCK=_BLOCK,
-    )
+        _classes, grid,
+        maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
+        LFU=lfu, BLOCK=_BLOCK,
+    )  # fmt: skip
     slots, outs = torch.empty(
-        2, min(len(missing), pool.slots), dtype=torch.int32, device=work.device
+        2, min(len(missing), len(pool)), dtype=torch.int32, device=work.device
     )
     launch(
-        _take,
-        grid,
-        maps.payload_H,
-        maps.home_S,
-        maps.used_S,
-        uses,
-        maps.dirty_S,
-        maps.tallies,
-        pool.first,
-        pool.slots,
-        maps.base,
-        tick,
-        keep_from,
-        work,
-        missing,
-        slots,
-        outs,
-        LFU=lfu,
-        BLOCK=_BLOCK,
-    )
+        _take, grid,
+        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
+        len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
+        LFU=lfu, BLOCK=_BLOCK,
+    )  # fmt: skip
     return Moves(work[_MOVED:], slots, outs, missing)

@@ -67,18 +67,9 @@ def _bin(half, base, shift):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tally(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    words,
-    list_ptr,
-    size,
-    lower,
-    base,
-    shift,
-    bins_ptr,
+    tables_ptr, chunks_ptr, columns, words, list_ptr, size, lower, base, shift, bins_ptr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Count the list's keys per bin."""
     for tile in range(tl.cdiv(size, BLOCK)):
         at = tl.arange(0, BLOCK).to(tl.int64) + tile * BLOCK
@@ -90,20 +81,10 @@ def _tally(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    words,
-    list_ptr,
-    size,
-    lower,
-    base,
-    shift,
-    edge,
-    out_ptr,
+    tables_ptr, chunks_ptr, columns, words, list_ptr, size, lower, base, shift, edge, out_ptr,
     size_ptr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Drop rows below bin `edge`, keep those of that bin on the list; returns its new size."""
     kept = size * 0
     for tile in range(tl.cdiv(size, BLOCK)):
@@ -123,21 +104,10 @@ def _divide(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "room"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    jobs_ptr,
-    left_ptr,
-    lists_ptr,
-    sizes_ptr,
-    room,
-    bins_ptr,
-    out_ptr,
-    size_ptr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    tables_ptr, chunks_ptr, columns, jobs_ptr, left_ptr, lists_ptr, sizes_ptr, room, bins_ptr,
+    out_ptr, size_ptr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     job = tl.program_id(0).to(tl.int64)
     words = jobs_ptr + job * _JOB_WORDS
     rows = lists_ptr + job * room
@@ -160,58 +130,14 @@ def _finish(  # type: ignore[no-untyped-def]
             edge = tl.sum((ends < left).to(tl.int64), axis=0)
             left -= tl.max(tl.where(ends < left, ends, 0), axis=0)
             size = _divide(
-                tables_ptr,
-                chunks_ptr,
-                columns,
-                words,
-                rows,
-                size,
-                lower,
-                base,
-                shift,
-                edge,
-                out_ptr,
-                size_ptr,
-                BLOCK,
-            )
+                tables_ptr, chunks_ptr, columns, words, rows, size, lower, base, shift, edge,
+                out_ptr, size_ptr, BLOCK,
+            )  # fmt: skip
             bins += BINS
     for tile in range(tl.cdiv(left, BLOCK)):
         at = tl.arange(0, BLOCK).to(tl.int64) + tile * BLOCK
         handle = tl.load(rows + at, mask=at < left, other=0)
         drop_rows(chunks_ptr, columns, handle, at < left, out_ptr, size_ptr)
-
-
-def finish_bins(jobs: int, device: torch.device) -> Tensor:
-    """Scratch of `finish_rows`."""
-    return torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=device)
-
-
-def finish_rows(
-    layout: ShardLayout, scan: Scan, left_E: Tensor, out_M: Tensor, size_1: Tensor, bins: Tensor
-) -> None:
-    """Drop the `left_E` rows of lowest key, or all, of each list of `scan`, which it uses up.
-
-    Handles go behind the first `size_1` of `out_M`, int32.
-    """
-    jobs, rest_EM = len(scan.jobs_EW), scan.lists_EM
-    launch(
-        _finish,
-        (jobs,),
-        layout.tables_KT,
-        *layout.chunks,
-        scan.jobs_EW,
-        left_E,
-        rest_EM,
-        scan.sizes_E,
-        scan.rows,
-        bins,
-        out_M,
-        size_1,
-        BLOCK=_BLOCK,
-        BINS=_BINS,
-        LEVELS=_LEVELS,
-        num_warps=_WARPS,
-    )
 
 
 _SELECT_BLOCK, _SELECT_WARPS = 2048, 8
@@ -228,32 +154,29 @@ def _before(high, low, other_high, other_low):  # type: ignore[no-untyped-def]
     return (high < other_high) | ((high == other_high) & (low < other_low))
 
 
-@triton.jit(do_not_specialize=["columns", "width"])  # type: ignore[untyped-decorator]
-def _bracket(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    columns,
-    jobs_ptr,
-    lists_ptr,
-    width,
-    sizes_ptr,
-    pins_ptr,
-    drops_ptr,
-    bounds_ptr,
-    LISTED: tl.constexpr,
-    PINS: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    MINE: tl.constexpr,
-    OTHERS: tl.constexpr,
+@triton.jit  # type: ignore[untyped-decorator]
+def _job_of(  # type: ignore[no-untyped-def]
+    tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED: tl.constexpr
 ):
-    """Writes bounds [E, 4], whose zeros stand for before every key and after every key."""
+    """A program's job: number, words, table and its directory, list, rows to go through."""
     job = tl.program_id(1).to(tl.int64)
     words = jobs_ptr + job * _JOB_WORDS
     table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
     size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    return job, words, table, directory_of(tables_ptr, table), lists_ptr + job * width, size
+
+
+@triton.jit(do_not_specialize=["columns", "width"])  # type: ignore[untyped-decorator]
+def _bracket(  # type: ignore[no-untyped-def]
+    tables_ptr, counters_ptr, chunks_ptr, columns, jobs_ptr, lists_ptr, width, sizes_ptr, pins_ptr,
+    drops_ptr, bounds_ptr,
+    LISTED: tl.constexpr, PINS: tl.constexpr, SAMPLES: tl.constexpr, MINE: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Writes bounds [E, 4], whose zeros stand for before every key and after every key."""
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     drop = tl.load(drops_ptr + job)
     if (drop > 0) & (size > 0):
         mine = tl.program_id(0).to(tl.int64) * MINE + tl.arange(0, MINE)
@@ -306,29 +229,14 @@ def _zone_of(tables_ptr, chunks_ptr, columns, words, bounds, table, handle, live
 
 @triton.jit(do_not_specialize=["columns", "width"])  # type: ignore[untyped-decorator]
 def _census(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    columns,
-    jobs_ptr,
-    lists_ptr,
-    width,
-    sizes_ptr,
-    pins_ptr,
-    drops_ptr,
-    bounds_ptr,
-    zones_ptr,
-    LISTED: tl.constexpr,
-    PINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, counters_ptr, chunks_ptr, columns, jobs_ptr, lists_ptr, width, sizes_ptr, pins_ptr,
+    drops_ptr, bounds_ptr, zones_ptr,
+    LISTED: tl.constexpr, PINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Adds to zones [E, 2] the rows before the bracket and those inside it."""
-    job = tl.program_id(1).to(tl.int64)
-    words = jobs_ptr + job * _JOB_WORDS
-    table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
-    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     size = tl.where(tl.load(drops_ptr + job) > 0, size, 0)
     before, inside = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
@@ -347,36 +255,14 @@ def _census(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["columns", "width", "room"])  # type: ignore[untyped-decorator]
 def _narrow(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    columns,
-    jobs_ptr,
-    lists_ptr,
-    width,
-    sizes_ptr,
-    pins_ptr,
-    drops_ptr,
-    bounds_ptr,
-    zones_ptr,
-    left_ptr,
-    rest_ptr,
-    rest_sizes_ptr,
-    room,
-    out_ptr,
-    size_ptr,
-    LISTED: tl.constexpr,
-    PINS: tl.constexpr,
-    BRACKETED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, counters_ptr, chunks_ptr, columns, jobs_ptr, lists_ptr, width, sizes_ptr, pins_ptr,
+    drops_ptr, bounds_ptr, zones_ptr, left_ptr, rest_ptr, rest_sizes_ptr, room, out_ptr, size_ptr,
+    LISTED: tl.constexpr, PINS: tl.constexpr, BRACKETED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Drops what goes as a whole; lists what goes in part: rest [E, room], of which `left` go."""
-    job = tl.program_id(1).to(tl.int64)
-    words = jobs_ptr + job * _JOB_WORDS
-    table = tl.load(words + _TABLE)
-    directory = directory_of(tables_ptr, table)
-    rows = lists_ptr + job * width
-    size = scan_size(counters_ptr, sizes_ptr, job, table, LISTED)
+    job, words, table, directory, rows, size = _job_of(
+        tables_ptr, counters_ptr, jobs_ptr, lists_ptr, width, sizes_ptr, LISTED
+    )
     drop = tl.load(drops_ptr + job)
     size = tl.where(drop > 0, size, 0)
     left, part = drop, 1
@@ -437,12 +323,17 @@ def lowest_rows(
     turns = max(rounds, 1)
     lists = torch.empty(min(turns, 2), jobs, scan.rows, dtype=torch.int32, device=device)
     works = torch.zeros(turns, 8 * jobs, dtype=torch.int64, device=device)
-    bins = finish_bins(jobs, device)
+    bins = torch.zeros(jobs * _LEVELS * _BINS, dtype=torch.int32, device=device)
     rest, left_E = scan, drops_E
     for turn in range(turns):
         space = (lists[turn % 2], works[turn])
         rest, left_E = _narrowed(layout, rest, left_E, out_M, size_1, space, bracketed=rounds > 0)
-    finish_rows(layout, rest, left_E, out_M, size_1, bins)
+    launch(
+        _finish, (jobs,),
+        layout.tables_KT, *layout.chunks, rest.jobs_EW, left_E, rest.lists_EM, rest.sizes_E,
+        rest.rows, bins, out_M, size_1,
+        BLOCK=_BLOCK, BINS=_BINS, LEVELS=_LEVELS, num_warps=_WARPS,
+    )  # fmt: skip
     return out_M, size_1
 
 
@@ -467,41 +358,20 @@ def _narrowed(
     shared = scan.arguments(layout)
     if bracketed:
         launch(
-            _bracket,
-            (blocks_of(_SAMPLES, _MINE), jobs),
-            drops_ptr=drops_E,
-            bounds_ptr=bounds,
-            SAMPLES=_SAMPLES,
-            MINE=_MINE,
-            OTHERS=_OTHERS,
+            _bracket, (blocks_of(_SAMPLES, _MINE), jobs),
+            drops_ptr=drops_E, bounds_ptr=bounds, SAMPLES=_SAMPLES, MINE=_MINE, OTHERS=_OTHERS,
             **shared,
-        )
+        )  # fmt: skip
         launch(
-            _census,
-            programs_of(scan, _SELECT_BLOCK),
-            drops_ptr=drops_E,
-            bounds_ptr=bounds,
-            zones_ptr=zones,
-            BLOCK=_SELECT_BLOCK,
-            num_warps=_SELECT_WARPS,
-            **shared,
-        )
+            _census, programs_of(scan, _SELECT_BLOCK),
+            drops_ptr=drops_E, bounds_ptr=bounds, zones_ptr=zones, BLOCK=_SELECT_BLOCK,
+            num_warps=_SELECT_WARPS, **shared,
+        )  # fmt: skip
     launch(
-        _narrow,
-        programs_of(scan, _SELECT_BLOCK),
-        drops_ptr=drops_E,
-        bounds_ptr=bounds,
-        zones_ptr=zones,
-        left_ptr=left_E,
-        rest_ptr=lists_EM,
-        rest_sizes_ptr=rest_E,
-        room=scan.rows,
-        out_ptr=out_M,
-        size_ptr=size_1,
-        BRACKETED=bracketed,
-        BLOCK=_SELECT_BLOCK,
-        num_warps=_SELECT_WARPS,
-        **shared,
-    )
+        _narrow, programs_of(scan, _SELECT_BLOCK),
+        drops_ptr=drops_E, bounds_ptr=bounds, zones_ptr=zones, left_ptr=left_E, rest_ptr=lists_EM,
+        rest_sizes_ptr=rest_E, room=scan.rows, out_ptr=out_M, size_ptr=size_1, BRACKETED=bracketed,
+        BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS, **shared,
+    )  # fmt: skip
     # Marks have been heeded; whoever is on the list may go.
     return Scan(scan.jobs_EW, scan.rows, lists_EM, rest_E), left_E

@@ -47,14 +47,9 @@ def _insert(ids, table, m, slots, scratch, BLOCK: tl.constexpr):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _probe(  # type: ignore[no-untyped-def]
-    ids,
-    table,
-    query,
-    index,
-    n,
-    slots,
+    ids, table, query, index, n, slots,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     wanted = tl.load(query + i, mask=inside, other=0)
@@ -94,16 +89,9 @@ def match_rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    rows,
-    index,
-    out,
-    n,
-    m,
-    d,
-    FLOATS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    rows, index, out, n, m, d,
+    FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.load(index + i, mask=i < n, other=-1)
@@ -140,39 +128,18 @@ def gather_rows(
     block_n = max(1, 2048 * 4 // rows_MD.element_size() // block_d)
     grid = (blocks_of(n, block_n), blocks_of(d, block_d))
     launch(
-        _gather,
-        grid,
-        rows_MD,
-        index_N,
-        out_ND,
-        n,
-        m,
-        d,
-        FLOATS=rows_MD.is_floating_point(),
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-    )
+        _gather, grid,
+        rows_MD, index_N, out_ND, n, m, d,
+        FLOATS=rows_MD.is_floating_point(), BLOCK_N=block_n, BLOCK_D=block_d,
+    )  # fmt: skip
     return out_ND
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_runs(  # type: ignore[no-untyped-def]
-    source,
-    place,
-    stride,
-    begins,
-    ends,
-    target,
-    width,
-    out,
-    runs,
-    d,
-    longest,
-    PLACED: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    source, place, stride, begins, ends, target, width, out, runs, d, longest,
+    PLACED: tl.constexpr, SUM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out of run r = sum of the source rows at place[begins[r]:ends[r]], in order.
 
     Runs longer than `longest` are left alone. With PLACED, run r has width[r] columns, goes to
@@ -208,18 +175,9 @@ def _add_runs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_pieces(  # type: ignore[no-untyped-def]
-    partial,
-    lengths,
-    runs,
-    target,
-    width,
-    out,
-    d,
-    PLACED: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    partial, lengths, runs, target, width, out, d,
+    PLACED: tl.constexpr, SUM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A long run's sum: rows q .. q + lengths[q] - 1 of partial, where q is its first piece."""
     q = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -345,19 +303,9 @@ def _splits(counts: Sequence[int]) -> list[int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_flat(  # type: ignore[no-untyped-def]
-    flat,
-    size,
-    offsets,
-    blocks,
-    items,
-    dims,
-    steps,
-    out,
-    lists,
-    FLOATS: tl.constexpr,
-    LISTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    flat, size, offsets, blocks, items, dims, steps, out, lists,
+    FLOATS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program copies BLOCK elements of one list; blocks says where each list's programs end."""
     p = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, LISTS)
@@ -399,21 +347,11 @@ def gather_flat(flat_E: Tensor, offsets: Sequence[Tensor], dims: Sequence[int]) 
     lists = len(dims)
     table = sent([*blocks, *items, *dims, *_steps(rows)], device)
     launch(
-        _gather_flat,
-        (blocks[-1],),
-        flat_E,
-        flat_E.numel(),
-        torch.cat(list(offsets)),
-        table,
-        table[lists + 1 :],
-        table[2 * lists + 2 :],
-        table[3 * lists + 2 :],
-        rows[0],
-        lists,
-        FLOATS=flat_E.is_floating_point(),
-        LISTS=power_of_2(lists),
-        BLOCK=block,
-    )
+        _gather_flat, (blocks[-1],),
+        flat_E, flat_E.numel(), torch.cat(list(offsets)), table, table[lists + 1 :],
+        table[2 * lists + 2 :], table[3 * lists + 2 :], rows[0], lists,
+        FLOATS=flat_E.is_floating_point(), LISTS=power_of_2(lists), BLOCK=block,
+    )  # fmt: skip
     return rows
 
 
@@ -460,19 +398,9 @@ def _value_rows(splits_K1: Tensor, dims: Sequence[int], n: int) -> tuple[Tensor,
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_to_offsets(  # type: ignore[no-untyped-def]
-    value,
-    rows,
-    starts,
-    widths,
-    offsets,
-    buffer,
-    n,
-    length,
-    size,
-    widest,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    value, rows, starts, widths, offsets, buffer, n, length, size, widest,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.load(rows + i, mask=i < n, other=-1)
     here = row >= 0
@@ -514,21 +442,11 @@ def fill_offsets(
     block_d = min(power_of_2(widest), 128)
     block_n = max(1, 2048 // block_d)
     launch(
-        _copy_to_offsets,
-        (blocks_of(v, block_n),),
-        value,
-        row_V,
-        start_N,
-        width_N,
-        offsets_V.contiguous(),
-        buffer_E,
-        v,
-        value.numel(),
-        buffer_E.numel(),
-        widest,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-    )
+        _copy_to_offsets, (blocks_of(v, block_n),),
+        value, row_V, start_N, width_N, offsets_V.contiguous(), buffer_E, v, value.numel(),
+        buffer_E.numel(), widest,
+        BLOCK_N=block_n, BLOCK_D=block_d,
+    )  # fmt: skip
 
 
 def sum_offsets(

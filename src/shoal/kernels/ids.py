@@ -34,16 +34,9 @@ def _hash(id_, table):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "mask"])  # type: ignore[untyped-decorator]
 def _insert(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    tables_ptr,
-    slots_ptr,
-    owner_ptr,
-    n,
-    mask,
-    HAS_TABLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-):
+    ids_ptr, tables_ptr, slots_ptr, owner_ptr, n, mask,
+    HAS_TABLES: tl.constexpr, BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
     sums_ptr = owner_ptr + mask + 1
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
@@ -95,18 +88,9 @@ def _insert(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "mask"])  # type: ignore[untyped-decorator]
 def _rank(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    slots_ptr,
-    owner_ptr,
-    ids_out_ptr,
-    counts_out_ptr,
-    first_out_ptr,
-    size_ptr,
-    n,
-    mask,
-    HAS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, slots_ptr, owner_ptr, ids_out_ptr, counts_out_ptr, first_out_ptr, size_ptr, n, mask,
+    HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     sums_ptr = owner_ptr + mask + 1
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -194,35 +178,16 @@ def _launch(
     # The table, then the number of new ids of each block, zeroed at one go.
     owner = torch.zeros(capacity + blocks, dtype=word, device=ids_N.device)
     launch(
-        _insert,
-        (blocks_of(n, _INSERT_BLOCK),),
-        ids_N,
-        ids_N if tables_N is None else tables_N,
-        inverse_N,
-        owner,
-        n,
-        capacity - 1,
-        HAS_TABLES=tables_N is not None,
-        BLOCK=_INSERT_BLOCK,
-        RANK_BLOCK=block,
-        num_warps=1,
-    )
+        _insert, (blocks_of(n, _INSERT_BLOCK),),
+        ids_N, ids_N if tables_N is None else tables_N, inverse_N, owner, n, capacity - 1,
+        HAS_TABLES=tables_N is not None, BLOCK=_INSERT_BLOCK, RANK_BLOCK=block, num_warps=1,
+    )  # fmt: skip
     launch(
-        _rank,
-        (blocks,),
-        ids_N,
-        inverse_N,
-        owner,
-        ids_out_N,
-        counts_out_N,
-        ids_N if first_out_N is None else first_out_N,
-        size_1,
-        n,
-        capacity - 1,
-        HAS_FIRST=first_out_N is not None,
-        BLOCK=block,
-        num_warps=block // _RANKS_A_WARP,
-    )
+        _rank, (blocks,),
+        ids_N, inverse_N, owner, ids_out_N, counts_out_N,
+        ids_N if first_out_N is None else first_out_N, size_1, n, capacity - 1,
+        HAS_FIRST=first_out_N is not None, BLOCK=block, num_warps=block // _RANKS_A_WARP,
+    )  # fmt: skip
     launch(_inverse, (blocks_of(n, _BLOCK),), counts_out_N, inverse_N, n, BLOCK=_BLOCK)
 
 
@@ -244,15 +209,9 @@ def _digits(shards_ptr, order_ptr, at, live, shift, DIGITS: tl.constexpr, HAS_OR
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    shards_ptr,
-    order_ptr,
-    counts_ptr,
-    n,
-    shift,
-    DIGITS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    shards_ptr, order_ptr, counts_ptr, n, shift,
+    DIGITS: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     _, digit = _digits(shards_ptr, order_ptr, at, at < n, shift, DIGITS, HAS_ORDER)
@@ -264,17 +223,9 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scatter(  # type: ignore[no-untyped-def]
-    shards_ptr,
-    order_ptr,
-    ends_ptr,
-    counts_ptr,
-    out_ptr,
-    n,
-    shift,
-    DIGITS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    shards_ptr, order_ptr, ends_ptr, counts_ptr, out_ptr, n, shift,
+    DIGITS: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     live = at < n
@@ -304,15 +255,9 @@ def _bounds(shards_ptr, order_ptr, starts_ptr, n, num, STEPS: tl.constexpr, BLOC
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    order_ptr,
-    out_ptr,
-    n,
-    width,
-    TAKE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    rows_ptr, order_ptr, out_ptr, n, width,
+    TAKE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     other = tl.load(order_ptr + row, mask=row < n, other=0)
@@ -377,17 +322,10 @@ def move_rows(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
     columns = min(power_of_2(width), 256)
     rows = _TILE // columns
     launch(
-        _move,
-        (blocks_of(n, rows), blocks_of(width, columns)),
-        rows_NC,
-        order_N,
-        out,
-        n,
-        width,
-        TAKE=take,
-        ROWS=rows,
-        COLS=columns,
-    )
+        _move, (blocks_of(n, rows), blocks_of(width, columns)),
+        rows_NC, order_N, out, n, width,
+        TAKE=take, ROWS=rows, COLS=columns,
+    )  # fmt: skip
     return out_N
 
 
@@ -431,18 +369,9 @@ def _join(splits_ptr, sizes_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _assign(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    first_ptr,
-    given_ptr,
-    tables_ptr,
-    size_ptr,
-    shard_ptr,
-    n,
-    num,
-    wrap,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, first_ptr, given_ptr, tables_ptr, size_ptr, shard_ptr, n, num, wrap,
+    RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = u < tl.load(size_ptr)
     if RULE == 0:
@@ -471,17 +400,9 @@ def _assign(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cells(  # type: ignore[no-untyped-def]
-    order_ptr,
-    shard_ptr,
-    first_ptr,
-    tables_ptr,
-    size_ptr,
-    starts_ptr,
-    cells,
-    tables,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    order_ptr, shard_ptr, first_ptr, tables_ptr, size_ptr, starts_ptr, cells, tables,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # Where each (shard, table) starts among the ordered ids.
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low = cell * 0
@@ -502,22 +423,10 @@ def _cells(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
-    order_ptr,
-    shard_ptr,
-    first_ptr,
-    tables_ptr,
-    size_ptr,
-    starts_ptr,
-    floats_ptr,
-    dims_ptr,
-    ids_ptr,
-    counts_ptr,
-    ids_out_ptr,
-    counts_out_ptr,
-    row_start_ptr,
-    tables,
+    order_ptr, shard_ptr, first_ptr, tables_ptr, size_ptr, starts_ptr, floats_ptr, dims_ptr,
+    ids_ptr, counts_ptr, ids_out_ptr, counts_out_ptr, row_start_ptr, tables,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = row < tl.load(size_ptr)
     u = tl.load(order_ptr + row, mask=live, other=0)
@@ -544,15 +453,10 @@ def value_rowids(offsets_B1: Tensor, n: int, op: str = "") -> Tensor:
     rows = offsets_B1.numel() - 1
     if n > 0:
         launch(
-            _rowids,
-            (blocks_of(n, _BLOCK),),
-            offsets_B1.contiguous(),
-            out,
-            n,
-            rows,
-            STEPS=rows.bit_length(),
-            BLOCK=_BLOCK,
-        )
+            _rowids, (blocks_of(n, _BLOCK),),
+            offsets_B1.contiguous(), out, n, rows,
+            STEPS=rows.bit_length(), BLOCK=_BLOCK,
+        )  # fmt: skip
     return out
 
 
@@ -624,24 +528,11 @@ def fused_reorder_into(
     row_start_N = torch.empty_like(ids_N)
     grid = (blocks_of(n, _BLOCK),)
     launch(
-        _place,
-        grid,
-        order_N,
-        shard_N,
-        first_N,
-        tables_N,
-        size_1,
-        starts,
-        floats_WK,
-        dims_K,
-        found_ids,
-        found_counts,
-        ids_out_N,
-        counts_out_N,
-        row_start_N,
-        tables,
+        _place, grid,
+        order_N, shard_N, first_N, tables_N, size_1, starts, floats_WK, dims_K, found_ids,
+        found_counts, ids_out_N, counts_out_N, row_start_N, tables,
         BLOCK=_BLOCK,
-    )
+    )  # fmt: skip
     launch(_map, grid, inverse_N, row_start_N, offsets_out_N, n, BLOCK=_BLOCK)
     size_out_1.copy_(size_1)
 
@@ -658,34 +549,15 @@ def _grouped(
     n, cells, shard_N = ids_N.numel(), num * tables, torch.empty_like(ids_N)
     first_N, tables_N, size_1 = distinct
     launch(
-        _assign,
-        (blocks_of(n, _BLOCK),),
-        ids_N,
-        first_N,
-        given_N,
-        tables_N,
-        size_1,
-        shard_N,
-        n,
-        num,
-        (1 << 32) % num,
-        RULE=_RULES[rule],
-        BLOCK=_BLOCK,
-    )
+        _assign, (blocks_of(n, _BLOCK),),
+        ids_N, first_N, given_N, tables_N, size_1, shard_N, n, num, (1 << 32) % num,
+        RULE=_RULES[rule], BLOCK=_BLOCK,
+    )  # fmt: skip
     order_N, _ = partition(shard_N, num + 1)
     starts = torch.empty(cells + 1, dtype=torch.int64, device=ids_N.device)
     launch(
-        _cells,
-        (blocks_of(cells + 1, 128),),
-        order_N,
-        shard_N,
-        first_N,
-        tables_N,
-        size_1,
-        starts,
-        cells,
-        tables,
-        STEPS=n.bit_length(),
-        BLOCK=128,
-    )
+        _cells, (blocks_of(cells + 1, 128),),
+        order_N, shard_N, first_N, tables_N, size_1, starts, cells, tables,
+        STEPS=n.bit_length(), BLOCK=128,
+    )  # fmt: skip
     return shard_N, order_N, starts

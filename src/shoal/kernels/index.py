@@ -12,23 +12,24 @@ from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.tables import (
     BUCKET_BYTES,
     BUCKET_SLOTS,
-    CHUNK_IDS,
-    CHUNK_TABLE,
-    COUNT_ERASED,
-    COUNT_EVICTED,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_INSERTED,
-    COUNT_ISSUED,
-    COUNT_READY,
-    COUNT_WORDS,
+    COUNT_LINE,
+    EMPTY,
     EMPTY_KEY,
-    ERASED_KEY,
+    ENTRIES_AT,
+    ERASED,
+    ERASED_AT,
+    EVICTED_AT,
+    FREE_AT,
+    FREE_LIST_AT,
+    FRESH_AT,
+    IDS_AT,
+    INSERTED_AT,
+    ISSUED_AT,
+    MASK_AT,
+    READY_AT,
+    SALT_AT,
     SIDE_KEY,
-    TABLE_ENTRIES,
-    TABLE_FREE,
-    TABLE_MASK,
-    TABLE_SALT,
+    TABLE_AT,
     CallGroups,
     ShardLayout,
     chunk_word,
@@ -43,8 +44,6 @@ from shoal.kernels.tables import (
 _FIND_BLOCK, _FIND_WARPS = 32, 1
 _INSERT_BLOCK, _INSERT_WARPS = 32, 1
 
-_EMPTY = tl.constexpr(EMPTY_KEY)
-_ERASED = tl.constexpr(ERASED_KEY)
 _SIDE = tl.constexpr(SIDE_KEY)
 _SLOTS = tl.constexpr(BUCKET_SLOTS)
 _BITS = tl.constexpr(BUCKET_SLOTS.bit_length() - 1)
@@ -52,12 +51,6 @@ _LANES = tl.constexpr(BUCKET_SLOTS - 1)
 _NOWHERE = tl.constexpr(2 * BUCKET_SLOTS)
 _BYTES = tl.constexpr(BUCKET_BYTES)
 _HANDLES = tl.constexpr(8 * BUCKET_SLOTS)  # bytes of a bucket before its handles
-_COUNT_WORDS = tl.constexpr(COUNT_WORDS)
-_ISSUED = tl.constexpr(COUNT_ISSUED)
-_ENTRIES = tl.constexpr(TABLE_ENTRIES)
-_MASK = tl.constexpr(TABLE_MASK)
-_SALT = tl.constexpr(TABLE_SALT)
-_IDS = tl.constexpr(CHUNK_IDS)
 
 
 @triton.jit
@@ -68,14 +61,14 @@ def any_of(lanes):  # type: ignore[no-untyped-def]
 @triton.jit
 def stored_key(id_):  # type: ignore[no-untyped-def]
     """What stands for an id in its slot; the marker values have side keys, told apart by 1."""
-    return tl.where(id_ <= _ERASED, (id_ & 1) + _SIDE, id_)
+    return tl.where(id_ <= ERASED, (id_ & 1) + _SIDE, id_)
 
 
 @triton.jit
 def first_bucket(id_, salt, mask):  # type: ignore[no-untyped-def]
     """Where an id's walk begins; for the marker values, the side bucket."""
     home = (mix64(id_ ^ salt) & mask) >> _BITS
-    return tl.where(id_ <= _ERASED, (mask + 1) >> _BITS, home)
+    return tl.where(id_ <= ERASED, (mask + 1) >> _BITS, home)
 
 
 @triton.jit
@@ -103,9 +96,9 @@ def _words(start, live, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
 def _coded(code, first, second, key, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Fold two keys, at LANE and LANE + 1, into the code of those behind them."""
     # No key stands behind an empty slot, unless it is the second of the side bucket.
-    code = tl.where(second == _EMPTY, _SLOTS + LANE + 1, code)
+    code = tl.where(second == EMPTY, _SLOTS + LANE + 1, code)
     code = tl.where(second == key, LANE + 1, code)
-    code = tl.where((first == _EMPTY) & (second != key), _SLOTS + LANE, code)
+    code = tl.where((first == EMPTY) & (second != key), _SLOTS + LANE, code)
     return tl.where(first == key, LANE, code)
 
 
@@ -162,14 +155,14 @@ def claim(entries, slot, mask, key, live):  # type: ignore[no-untyped-def]
         # There is no mask. An idle lane swaps a value for itself, one that its slot does not hold.
         held = tl.atomic_cas(
             key_at(entries, slot),
-            tl.where(live, _EMPTY, ~key),
+            tl.where(live, EMPTY, ~key),
             tl.where(live, key, ~key),
             sem="relaxed",
         )
-        mine = live & (held == _EMPTY)
+        mine = live & (held == EMPTY)
         won = won | mine
         there = there | mine | (live & (held == key))
-        live = live & (held != _EMPTY) & (held != key) & (steps < mask)
+        live = live & (held != EMPTY) & (held != key) & (steps < mask)
         slot = tl.where(live, (slot + 1) & mask, slot)
         steps += 1
     return slot, won, there
@@ -184,35 +177,22 @@ def count_up(counters_ptr, table, live, WORD: tl.constexpr):  # type: ignore[no-
     first = tl.min(table, axis=0)
     ones = live.to(tl.int32)
     if first == tl.max(table, axis=0):
-        word = counters_ptr + first.to(tl.int64) * _COUNT_WORDS + WORD
+        word = counters_ptr + first.to(tl.int64) * COUNT_LINE + WORD
         before = tl.atomic_add(word, tl.sum(ones, axis=0).to(tl.int64), sem="relaxed")
         number = before + (tl.cumsum(ones, axis=0) - 1).to(tl.int64)
     else:
-        words = counters_ptr + table.to(tl.int64) * _COUNT_WORDS + WORD
+        words = counters_ptr + table.to(tl.int64) * COUNT_LINE + WORD
         number = tl.atomic_add(words, ones.to(tl.int64), mask=live, sem="relaxed")
     return number
 
 
 @triton.jit(do_not_specialize=["n", "groups", "columns"])  # type: ignore[untyped-decorator]
 def _probe(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    splits_ptr,
-    group_tables_ptr,
-    wanted_ptr,
-    handles_ptr,
-    found_ptr,
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    n,
-    groups,
-    columns,
-    STEPS: tl.constexpr,
-    INSERT: tl.constexpr,
-    HAS_WANTED: tl.constexpr,
-    HAS_FOUND: tl.constexpr,
+    ids_ptr, splits_ptr, group_tables_ptr, wanted_ptr, handles_ptr, found_ptr, tables_ptr,
+    counters_ptr, chunks_ptr, n, groups, columns,
+    STEPS: tl.constexpr, INSERT: tl.constexpr, HAS_WANTED: tl.constexpr, HAS_FOUND: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = lane < n
     # Lanes behind the end look at the last id, so that every lane has a table and addresses.
@@ -220,10 +200,10 @@ def _probe(  # type: ignore[no-untyped-def]
     valid = at >= 0
     id_ = tl.load(ids_ptr + at)
     table = tl.load(group_tables_ptr + group_of(splits_ptr, groups, at, valid, STEPS))
-    entries = table_word(tables_ptr, table, valid, _ENTRIES)
-    mask = table_word(tables_ptr, table, valid, _MASK)
+    entries = table_word(tables_ptr, table, valid, ENTRIES_AT)
+    mask = table_word(tables_ptr, table, valid, MASK_AT)
     key = stored_key(id_)
-    bucket = first_bucket(id_, table_word(tables_ptr, table, valid, _SALT), mask)
+    bucket = first_bucket(id_, table_word(tables_ptr, table, valid, SALT_AT), mask)
     slot, handle, there = walk(entries, bucket, mask, key, live)
     if HAS_FOUND:
         tl.store(found_ptr + at, there.to(tl.int8), mask=live)
@@ -232,11 +212,11 @@ def _probe(  # type: ignore[no-untyped-def]
         if HAS_WANTED:
             missing = missing & (tl.load(wanted_ptr + at) != 0)
         if any_of(missing):
-            slot = tl.where(id_ <= _ERASED, mask + 1 + (id_ & 1), slot)
+            slot = tl.where(id_ <= ERASED, mask + 1 + (id_ & 1), slot)
             slot, won, met = claim(entries, slot, mask, key, missing)
-            issue = count_up(counters_ptr, table, won, _ISSUED)
+            issue = count_up(counters_ptr, table, won, ISSUED_AT)
             row = issued_handle(tables_ptr, counters_ptr, table, issue, won)
-            home = row_address(chunks_ptr, columns, row, 8, won, _IDS)
+            home = row_address(chunks_ptr, columns, row, 8, won, IDS_AT)
             tl.store(home.to(tl.pointer_type(tl.int64)), id_, mask=won)
             tl.store(handle_at(entries, slot), row, mask=won)
             handle = tl.where(won, row, handle)
@@ -287,27 +267,14 @@ def probe(
         return
     block, warps = (_INSERT_BLOCK, _INSERT_WARPS) if insert else (_FIND_BLOCK, _FIND_WARPS)
     launch(
-        _probe,
-        (blocks_of(n, block),),
-        groups.ids_N,
-        groups.splits_G1,
-        groups.tables_G,
-        unused if wanted_N is None else wanted_N.view(torch.int8),
-        handles_N,
-        unused if found_N is None else found_N.view(torch.int8),
-        layout.tables_KT,
-        layout.counters_KC,
-        layout.chunks_WC,
-        n,
-        groups.tables_G.numel(),
-        layout.chunks_WC.shape[1],
-        STEPS=search_steps(groups.tables_G.numel()),
-        INSERT=insert,
-        HAS_WANTED=wanted_N is not None,
-        HAS_FOUND=found_N is not None,
-        BLOCK=block,
-        num_warps=warps,
-    )
+        _probe, (blocks_of(n, block),),
+        groups.ids_N, groups.splits_G1, groups.tables_G,
+        unused if wanted_N is None else wanted_N.view(torch.int8), handles_N,
+        unused if found_N is None else found_N.view(torch.int8), layout.tables_KT,
+        layout.counters_KC, layout.chunks_WC, n, groups.tables_G.numel(), layout.chunks_WC.shape[1],
+        STEPS=search_steps(groups.tables_G.numel()), INSERT=insert, HAS_WANTED=wanted_N is not None,
+        HAS_FOUND=found_N is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 _ERASE_BLOCK, _ERASE_WARPS = 64, 1
@@ -316,47 +283,28 @@ _FOLD_BLOCK = 128
 _LIST_BLOCK = 1024
 
 
-_ERASED_KEY = tl.constexpr(ERASED_KEY)
-
-_WORDS = tl.constexpr(COUNT_WORDS)
-_READY = tl.constexpr(COUNT_READY)
-_FREE, _FRESH = tl.constexpr(COUNT_FREE), tl.constexpr(COUNT_FRESH)
-_INSERTED = tl.constexpr(COUNT_INSERTED)
-_COUNT_ERASED, _EVICTED = tl.constexpr(COUNT_ERASED), tl.constexpr(COUNT_EVICTED)
-
-_FREE_LIST = tl.constexpr(TABLE_FREE)
-_TABLE = tl.constexpr(CHUNK_TABLE)
-
-
 @triton.jit(do_not_specialize=["tables"])  # type: ignore[untyped-decorator]
 def _fold(counters_ptr, tables, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     table = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = table < tables
-    words = counters_ptr + table.to(tl.int64) * _WORDS
-    issued = tl.load(words + _ISSUED, mask=live, other=0)
-    free = tl.load(words + _FREE, mask=live, other=0)
-    fresh = tl.load(words + _FRESH, mask=live, other=0)
-    inserted = tl.load(words + _INSERTED, mask=live, other=0)
+    words = counters_ptr + table.to(tl.int64) * COUNT_LINE
+    issued = tl.load(words + ISSUED_AT, mask=live, other=0)
+    free = tl.load(words + FREE_AT, mask=live, other=0)
+    fresh = tl.load(words + FRESH_AT, mask=live, other=0)
+    inserted = tl.load(words + INSERTED_AT, mask=live, other=0)
     reused = tl.minimum(issued, free)
-    tl.store(words + _FREE, free - reused, mask=live)
-    tl.store(words + _FRESH, fresh + issued - reused, mask=live)
-    tl.store(words + _INSERTED, inserted + issued, mask=live)
-    tl.store(words + _ISSUED, issued * 0, mask=live)
-    tl.store(words + _READY, issued * 0, mask=live)
+    tl.store(words + FREE_AT, free - reused, mask=live)
+    tl.store(words + FRESH_AT, fresh + issued - reused, mask=live)
+    tl.store(words + INSERTED_AT, inserted + issued, mask=live)
+    tl.store(words + ISSUED_AT, issued * 0, mask=live)
+    tl.store(words + READY_AT, issued * 0, mask=live)
 
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _erase(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    n,
-    columns,
-    HAS_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    handles_ptr, size_ptr, tables_ptr, counters_ptr, chunks_ptr, n, columns,
+    HAS_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     if HAS_SIZE:
@@ -364,24 +312,24 @@ def _erase(  # type: ignore[no-untyped-def]
     handle = tl.load(handles_ptr + at, mask=live, other=-1)
     live = live & (handle >= 0)
     if any_of(live):
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE).to(tl.int32)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT).to(tl.int32)
         # Idle lanes side with a live one, so that they do not split the program's counts.
         table = tl.where(live, table, tl.max(table, axis=0))
-        home = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+        home = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
         id_ = tl.load(home.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-        entries = table_word(tables_ptr, table, live, _ENTRIES)
-        mask = table_word(tables_ptr, table, live, _MASK)
-        bucket = first_bucket(id_, table_word(tables_ptr, table, live, _SALT), mask)
+        entries = table_word(tables_ptr, table, live, ENTRIES_AT)
+        mask = table_word(tables_ptr, table, live, MASK_AT)
+        bucket = first_bucket(id_, table_word(tables_ptr, table, live, SALT_AT), mask)
         slot, held, gone = walk(entries, bucket, mask, stored_key(id_), live)
         gone = gone & (held == handle)
-        aside = id_ <= _ERASED_KEY
-        tl.store(key_at(entries, slot), tl.where(aside, _EMPTY, _ERASED_KEY), mask=gone)
+        aside = id_ <= ERASED
+        tl.store(key_at(entries, slot), tl.where(aside, EMPTY, ERASED), mask=gone)
         tl.store(handle_at(entries, slot), handle * 0 - 1, mask=gone & aside)
-        place = count_up(counters_ptr, table, gone, _FREE)
-        stack = table_word(tables_ptr, table, gone, _FREE_LIST).to(tl.pointer_type(tl.int32))
+        place = count_up(counters_ptr, table, gone, FREE_AT)
+        stack = table_word(tables_ptr, table, gone, FREE_LIST_AT).to(tl.pointer_type(tl.int32))
         tl.store(stack + place, handle, mask=gone)
-        count_up(counters_ptr, table, gone & (aside == 0), _COUNT_ERASED)
-        count_up(counters_ptr, table, gone, _EVICTED)
+        count_up(counters_ptr, table, gone & (aside == 0), ERASED_AT)
+        count_up(counters_ptr, table, gone, EVICTED_AT)
 
 
 @triton.jit(do_not_specialize=["slots", "mask", "salt"])  # type: ignore[untyped-decorator]
@@ -390,8 +338,8 @@ def _rebuild(old_ptr, new_ptr, slots, mask, salt, BLOCK: tl.constexpr):  # type:
     inside = at < slots
     old = at * 0 + old_ptr.to(tl.int64)
     new = at * 0 + new_ptr.to(tl.int64)
-    key = tl.load(key_at(old, at), mask=inside, other=_EMPTY)
-    live = key > _ERASED_KEY
+    key = tl.load(key_at(old, at), mask=inside, other=EMPTY)
+    live = key > ERASED
     if any_of(live):
         handle = tl.load(handle_at(old, at), mask=live, other=-1)
         masks = at * 0 + mask
@@ -402,23 +350,15 @@ def _rebuild(old_ptr, new_ptr, slots, mask, salt, BLOCK: tl.constexpr):  # type:
 
 @triton.jit(do_not_specialize=["table", "slots", "room"])  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counts_ptr,
-    ends_ptr,
-    out_ptr,
-    size_ptr,
-    table,
-    slots,
-    room,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, counts_ptr, ends_ptr, out_ptr, size_ptr, table, slots, room,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
-    entries = at * 0 + table_word(tables_ptr, table, table >= 0, _ENTRIES)
+    entries = at * 0 + table_word(tables_ptr, table, table >= 0, ENTRIES_AT)
     inside = at < slots + _SLOTS
-    key = tl.load(key_at(entries, at), mask=inside, other=_EMPTY)
-    live = (key > _ERASED_KEY).to(tl.int32)
+    key = tl.load(key_at(entries, at), mask=inside, other=EMPTY)
+    live = (key > ERASED).to(tl.int32)
     count = tl.sum(live, axis=0)
     if COUNT:
         tl.store(counts_ptr + program, count)
@@ -436,12 +376,10 @@ def fold(layout: ShardLayout) -> None:
     """Start the count of issued rows at zero again, for all tables; rows in use stay the same."""
     tables = len(layout.counters_KC)
     launch(
-        _fold,
-        (blocks_of(tables, _FOLD_BLOCK),),
-        layout.counters_KC,
-        tables,
+        _fold, (blocks_of(tables, _FOLD_BLOCK),),
+        layout.counters_KC, tables,
         BLOCK=_FOLD_BLOCK,
-    )
+    )  # fmt: skip
 
 
 def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None:
@@ -455,19 +393,11 @@ def erase(layout: ShardLayout, handles_M: Tensor, size_1: Tensor | None) -> None
         return
     fold(layout)
     launch(
-        _erase,
-        (blocks_of(m, _ERASE_BLOCK),),
-        handles_M,
-        handles_M if size_1 is None else size_1,
-        layout.tables_KT,
-        layout.counters_KC,
-        layout.chunks_WC,
-        m,
-        layout.chunks_WC.shape[1],
-        HAS_SIZE=size_1 is not None,
-        BLOCK=_ERASE_BLOCK,
-        num_warps=_ERASE_WARPS,
-    )
+        _erase, (blocks_of(m, _ERASE_BLOCK),),
+        handles_M, handles_M if size_1 is None else size_1, layout.tables_KT, layout.counters_KC,
+        layout.chunks_WC, m, layout.chunks_WC.shape[1],
+        HAS_SIZE=size_1 is not None, BLOCK=_ERASE_BLOCK, num_warps=_ERASE_WARPS,
+    )  # fmt: skip
 
 
 def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
@@ -478,16 +408,10 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     slots = (len(old_entries) - 1) * BUCKET_SLOTS
     new_entries[-1].copy_(old_entries[-1])
     launch(
-        _rebuild,
-        (blocks_of(slots, _REBUILD_BLOCK),),
-        old_entries,
-        new_entries,
-        slots,
-        (len(new_entries) - 1) * BUCKET_SLOTS - 1,
-        to_signed(salt),
-        BLOCK=_REBUILD_BLOCK,
-        num_warps=_REBUILD_WARPS,
-    )
+        _rebuild, (blocks_of(slots, _REBUILD_BLOCK),),
+        old_entries, new_entries, slots, (len(new_entries) - 1) * BUCKET_SLOTS - 1, to_signed(salt),
+        BLOCK=_REBUILD_BLOCK, num_warps=_REBUILD_WARPS,
+    )  # fmt: skip
 
 
 def list_handles(
@@ -503,18 +427,9 @@ def list_handles(
     ends = counts
     for counting in (True, False):
         launch(
-            _list,
-            (programs,),
-            layout.tables_KT,
-            counts,
-            ends,
-            out_M,
-            size_1,
-            table,
-            slots,
-            out_M.numel(),
-            COUNT=counting,
-            BLOCK=_LIST_BLOCK,
-        )
+            _list, (programs,),
+            layout.tables_KT, counts, ends, out_M, size_1, table, slots, out_M.numel(),
+            COUNT=counting, BLOCK=_LIST_BLOCK,
+        )  # fmt: skip
         if counting:
             ends = counts.cumsum(0, dtype=torch.int32)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
 from shoal.kernels.rounding import (
-    STORED_FLOAT32,
-    STORED_FLOAT64,
+    FLOAT32,
+    FLOAT64,
     nearest_bits,
     quad_words,
     row_pointers,
@@ -25,22 +25,22 @@ from shoal.kernels.rounding import (
     words_at,
 )
 from shoal.kernels.tables import (
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_SEEN,
-    CHUNK_STATE,
-    CHUNK_VERSIONS,
-    CHUNK_WEIGHTS,
-    COUNT_ISSUED,
-    COUNT_READY,
-    COUNT_WORDS,
-    TABLE_FIRST_COLUMN,
-    TABLE_FORM,
-    TABLE_SALT,
-    TABLE_SEED,
-    TABLE_STATE_BYTES,
-    TABLE_WEIGHT_BYTES,
-    TABLE_WORDS,
+    COUNT_LINE,
+    COUNTS_AT,
+    FIRST_COLUMN_AT,
+    FORM_AT,
+    IDS_AT,
+    ISSUED_AT,
+    READY_AT,
+    SALT_AT,
+    SEED_AT,
+    SEEN_AT,
+    STATE_AT,
+    STATE_BYTES_AT,
+    TABLE_LINE,
+    VERSIONS_AT,
+    WEIGHT_BYTES_AT,
+    WEIGHTS_AT,
     RowForm,
     SegmentForm,
     ShardLayout,
@@ -61,8 +61,6 @@ LAWS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
 RETRIEVERS = {"float32": 0, "float16": 0, "fixed_r8": 1, "one_bit": 2}
 QUANTILES = 4096
 
-_FLOAT32 = tl.constexpr(STORED_FLOAT32)
-_FLOAT64 = tl.constexpr(STORED_FLOAT64)
 _WORDS = tl.constexpr(SEGMENT_WORDS)
 _QUANTILES = tl.constexpr(QUANTILES)
 _CONSTANT = tl.constexpr(LAWS["constant"])
@@ -207,9 +205,9 @@ def initial_tile(value_RC, word_RC, column_C, segments_ptr, segments, quantiles_
 @triton.jit  # type: ignore[untyped-decorator]
 def as_read(value_RC, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values (float64 for float64 rows) as they read once stored."""
-    if STORAGE == _FLOAT64:
+    if STORAGE == FLOAT64:
         read = value_RC.to(tl.float64)
-    elif STORAGE == _FLOAT32:
+    elif STORAGE == FLOAT32:
         read = value_RC
     else:
         read = wide_of_bits(nearest_bits(value_RC, STORAGE), STORAGE)
@@ -277,23 +275,6 @@ _SECTOR = 32  # bytes of a row that a block writes at a time
 _MOST_TABLES = 1024  # tables that a program looks at together
 _PROGRAMS = 4  # on each multiprocessor
 
-_TABLE_WORDS = tl.constexpr(TABLE_WORDS)
-_COUNT_WORDS = tl.constexpr(COUNT_WORDS)
-_SALT = tl.constexpr(TABLE_SALT)
-_SEED = tl.constexpr(TABLE_SEED)
-_FORM = tl.constexpr(TABLE_FORM)
-_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
-_WEIGHT_BYTES = tl.constexpr(TABLE_WEIGHT_BYTES)
-_STATE_BYTES = tl.constexpr(TABLE_STATE_BYTES)
-_ISSUED = tl.constexpr(COUNT_ISSUED)
-_READY = tl.constexpr(COUNT_READY)
-_WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
-_STATE = tl.constexpr(CHUNK_STATE)
-_IDS = tl.constexpr(CHUNK_IDS)
-_VERSIONS = tl.constexpr(CHUNK_VERSIONS)
-_SEEN = tl.constexpr(CHUNK_SEEN)
-_COUNTS = tl.constexpr(CHUNK_COUNTS)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_weights(  # type: ignore[no-untyped-def]
@@ -336,27 +317,27 @@ def _write_rows(  # type: ignore[no-untyped-def]
 
     DIM, STATE: columns and the padding behind them, which is written too: stores stay wide.
     """
-    line = tables_ptr + table.to(tl.int64) * _TABLE_WORDS
-    key = stream_key(tl.load(line + _SEED), tl.load(line + _SALT))
-    ids = row_address(chunks_ptr, columns, handle_R, 8, live_R, _IDS)
+    line = tables_ptr + table.to(tl.int64) * TABLE_LINE
+    key = stream_key(tl.load(line + SEED_AT), tl.load(line + SALT_AT))
+    ids = row_address(chunks_ptr, columns, handle_R, 8, live_R, IDS_AT)
     id_R = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live_R, other=0)
-    weights = tl.load(line + _WEIGHT_BYTES)
-    address = row_address(chunks_ptr, columns, handle_R, weights, live_R, _WEIGHTS)
-    first_column = tl.load(line + _FIRST_COLUMN).to(tl.int32)
+    weights = tl.load(line + WEIGHT_BYTES_AT)
+    address = row_address(chunks_ptr, columns, handle_R, weights, live_R, WEIGHTS_AT)
+    first_column = tl.load(line + FIRST_COLUMN_AT).to(tl.int32)
     _write_weights(
         address, id_R, live_R, key, first_column, segments_ptr, segments, quantiles_ptr,
         DIM, STORAGE, DRAWN, SHIFT, BLOCK_D,
     )  # fmt: skip
     if STATE > 0:
-        states = tl.load(line + _STATE_BYTES)
-        address = row_address(chunks_ptr, columns, handle_R, states, live_R, _STATE)
+        states = tl.load(line + STATE_BYTES_AT)
+        address = row_address(chunks_ptr, columns, handle_R, states, live_R, STATE_AT)
         _write_state(address, live_R, state_ptr, STATE, BLOCK_S)
     nothing = handle_R * 0
-    versions = row_address(chunks_ptr, columns, handle_R, 4, live_R, _VERSIONS)
+    versions = row_address(chunks_ptr, columns, handle_R, 4, live_R, VERSIONS_AT)
     tl.store(versions.to(tl.pointer_type(tl.int32)), nothing + epoch, mask=live_R)
-    times = row_address(chunks_ptr, columns, handle_R, 4, live_R, _SEEN)
+    times = row_address(chunks_ptr, columns, handle_R, 4, live_R, SEEN_AT)
     tl.store(times.to(tl.pointer_type(tl.int32)), nothing + seen, mask=live_R)
-    counts = row_address(chunks_ptr, columns, handle_R, 4, live_R, _COUNTS)
+    counts = row_address(chunks_ptr, columns, handle_R, 4, live_R, COUNTS_AT)
     tl.store(counts.to(tl.pointer_type(tl.int32)), nothing, mask=live_R)
 
 
@@ -373,13 +354,13 @@ def _initialise(  # type: ignore[no-untyped-def]
     start = tile * 0
     for first in range(0, tables, TABLES):
         table = first + tl.arange(0, TABLES)
-        counts = counters_ptr + table.to(tl.int64) * _COUNT_WORDS
-        issued = tl.load(counts + _ISSUED, mask=table < tables, other=0)
-        ready = tl.load(counts + _READY, mask=table < tables, other=0)
+        counts = counters_ptr + table.to(tl.int64) * COUNT_LINE
+        issued = tl.load(counts + ISSUED_AT, mask=table < tables, other=0)
+        ready = tl.load(counts + READY_AT, mask=table < tables, other=0)
         # Mostly no table has new rows, and the counters are all that a step reads here.
         if tl.max(issued - ready, axis=0) > 0:
             grown = issued > ready
-            grown = grown & (table_word(tables_ptr, table, grown, _FORM) == form)
+            grown = grown & (table_word(tables_ptr, table, grown, FORM_AT) == form)
             tiles = tl.where(grown, (issued - ready + ROWS - 1) // ROWS, 0)
             ends = start + tl.cumsum(tiles, axis=0)
             total = start + tl.sum(tiles, axis=0)
@@ -387,9 +368,9 @@ def _initialise(  # type: ignore[no-untyped-def]
                 passed = ends <= tile
                 one = first + tl.sum(passed.to(tl.int32), axis=0)
                 begin = tl.max(tl.where(passed, ends, start), axis=0)
-                one_counts = counters_ptr + one.to(tl.int64) * _COUNT_WORDS
-                issue = tl.load(one_counts + _READY) + (tile - begin) * ROWS + tl.arange(0, ROWS)
-                live = issue < tl.load(one_counts + _ISSUED)
+                one_counts = counters_ptr + one.to(tl.int64) * COUNT_LINE
+                issue = tl.load(one_counts + READY_AT) + (tile - begin) * ROWS + tl.arange(0, ROWS)
+                live = issue < tl.load(one_counts + ISSUED_AT)
                 handle = issued_handle(
                     tables_ptr, counters_ptr, one + tl.zeros([ROWS], tl.int32), issue, live
                 )
@@ -406,9 +387,9 @@ def _initialise(  # type: ignore[no-untyped-def]
 def _settle(counters_ptr, host, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < words
-    ready = (at & (_COUNT_WORDS - 1)) == _READY
+    ready = (at & (COUNT_LINE - 1)) == READY_AT
     # One word of each line changes: it takes what ISSUED holds.
-    source = tl.where(ready, at - _READY + _ISSUED, at)
+    source = tl.where(ready, at - READY_AT + ISSUED_AT, at)
     value = tl.load(counters_ptr + source, mask=live, other=0)
     tl.store(counters_ptr + at, value, mask=live & ready)
     tl.store(host.to(tl.pointer_type(tl.int64)) + at, value, mask=live)
@@ -463,13 +444,10 @@ def settle(layout: ShardLayout, host_counters_KC: Tensor) -> None:
         return
     block = 512
     launch(
-        _settle,
-        (blocks_of(words, block),),
-        layout.counters_KC,
-        host_counters_KC.data_ptr(),
-        words,
+        _settle, (blocks_of(words, block),),
+        layout.counters_KC, host_counters_KC.data_ptr(), words,
         BLOCK=block,
-    )
+    )  # fmt: skip
 
 
 def _int32(word: int) -> int:

@@ -213,26 +213,13 @@ def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
     index = [tensor.contiguous() for tensor in given[:4]]
     many = len(given.batch_sizes) > 1
     launch(
-        _lay,
-        (given.features.shape[0] * blocks + given.sums.shape[0] * size,),
-        addresses_of([*sources, *outputs]),
-        *index,
-        given.features,
-        given.slices,
-        given.sums,
-        _requests(given.batch_sizes, like.device) if many else given.cells,
-        len(sources),
-        size,
-        given.features.shape[0],
-        blocks,
-        given.sums.shape[1] - 1,
-        ELEMENT=element,
-        SUM=summed,
-        EXAMPLES=examples,
-        COLUMNS=columns,
-        MANY=many,
+        _lay, (given.features.shape[0] * blocks + given.sums.shape[0] * size,),
+        addresses_of([*sources, *outputs]), *index, given.features, given.slices, given.sums,
+        _requests(given.batch_sizes, like.device) if many else given.cells, len(sources), size,
+        given.features.shape[0], blocks, given.sums.shape[1] - 1,
+        ELEMENT=element, SUM=summed, EXAMPLES=examples, COLUMNS=columns, MANY=many,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return outputs
 
 
@@ -505,14 +492,10 @@ def layout_backward(
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     shared_sums = torch.empty(given.limits[1], dtype=dtype, device=like.device)
     launch(
-        _sum_shared,
-        (given.slices.shape[0],),
+        _sum_shared, (given.slices.shape[0],),
         *(of_grads, shared_sums, index[3], given.features, given.slices, size),
-        ELEMENT=element,
-        SUM=summed,
-        EXAMPLES=examples,
-        COLUMNS=columns,
-    )
+        ELEMENT=element, SUM=summed, EXAMPLES=examples, COLUMNS=columns,
+    )  # fmt: skip
     keys, order, entries, crowded = _filed(sizes, index, given.features, size)
     tiles = blocks_of(ids, TILE)
     parts = torch.empty(tiles, 2, wide * columns, dtype=dtype, device=like.device)
@@ -541,15 +524,10 @@ def layout_backward(
         **options,
     )
     launch(
-        _join_tiles,
-        (tiles, wide),
+        _join_tiles, (tiles, wide),
         *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),
-        ELEMENT=element,
-        IDS=TILE,
-        COLUMNS=columns,
-        SCALED=scaled,
-        **options,
-    )
+        ELEMENT=element, IDS=TILE, COLUMNS=columns, SCALED=scaled, **options,
+    )  # fmt: skip
     return targets
 
 
@@ -563,12 +541,11 @@ def _filed(
     crowded = torch.zeros(1, dtype=torch.int32, device=keys.device)
     blocks = blocks_of(size, 64)
     launch(
-        _file_ids,
-        (features.shape[0] * blocks,),
+        _file_ids, (features.shape[0] * blocks,),
         *(keys, entries, _begins(sizes, keys.device), *index, features, crowded),
         *(size, blocks, features.shape[0]),
         EXAMPLES=64,
-    )
+    )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     return keys, order, entries, crowded
 

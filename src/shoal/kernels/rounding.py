@@ -72,20 +72,13 @@ def words_at(key, id, column, domain):  # type: ignore[no-untyped-def]
     return tl.where(lane == 0, c0, tl.where(lane == 1, c1, tl.where(lane == 2, c2, c3)))
 
 
-STORED_FLOAT32, STORED_FLOAT16, STORED_BFLOAT16, STORED_FLOAT64 = 0, 1, 2, 3
-_STORAGE = {
-    torch.float32: STORED_FLOAT32,
-    torch.float16: STORED_FLOAT16,
-    torch.bfloat16: STORED_BFLOAT16,
-    torch.float64: STORED_FLOAT64,
-}
-_FLOAT32 = tl.constexpr(STORED_FLOAT32)
-_FLOAT16 = tl.constexpr(STORED_FLOAT16)
-_FLOAT64 = tl.constexpr(STORED_FLOAT64)
+# What a weight is stored as; `_STORAGE` for the host.
+FLOAT32, FLOAT16, BFLOAT16, FLOAT64 = map(tl.constexpr, range(4))
+_STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
 
 def storage_of(dtype: torch.dtype) -> int:
-    """The STORED_* number of a weight dtype."""
+    """The number of a weight dtype, that of FLOAT32, FLOAT16, BFLOAT16 or FLOAT64."""
     return _STORAGE[dtype]
 
 
@@ -98,7 +91,7 @@ def rounding_domain(global_step: int) -> int:
 @triton.jit  # type: ignore[untyped-decorator]
 def wide_of_bits(bits, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 of int16 patterns."""
-    if STORAGE == _FLOAT16:
+    if STORAGE == FLOAT16:
         wide = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         wide = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -108,7 +101,7 @@ def wide_of_bits(bits, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def nearest_bits(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """int16 patterns of float32 values, to nearest, ties to even."""
-    if STORAGE == _FLOAT16:
+    if STORAGE == FLOAT16:
         near = value.to(tl.float16).to(tl.int16, bitcast=True)
     else:
         bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
@@ -125,7 +118,7 @@ def stochastic_bits(value, word, STORAGE: tl.constexpr):  # type: ignore[no-unty
     """
     near = nearest_bits(value, STORAGE)
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    if STORAGE == _FLOAT16:
+    if STORAGE == FLOAT16:
         near32 = wide_of_bits(near, STORAGE)
         size = near.to(tl.int32) & 0x7FFF
         sign = near.to(tl.int32) & 0x8000
@@ -162,9 +155,9 @@ def load_weights(address_R, column_C, mask_RC, STORAGE: tl.constexpr):  # type: 
 
     address_R: int64 byte addresses of rows, multiples of 16.
     """
-    if STORAGE == _FLOAT32:
+    if STORAGE == FLOAT32:
         weights = tl.load(row_pointers(address_R, column_C, tl.float32), mask=mask_RC, other=0.0)
-    elif STORAGE == _FLOAT64:
+    elif STORAGE == FLOAT64:
         weights = tl.load(row_pointers(address_R, column_C, tl.float64), mask=mask_RC, other=0.0)
     else:
         bits = tl.load(row_pointers(address_R, column_C, tl.int16), mask=mask_RC, other=0)
@@ -175,9 +168,9 @@ def load_weights(address_R, column_C, mask_RC, STORAGE: tl.constexpr):  # type: 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_nearest(address_R, column_C, value_RC, mask_RC, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store [R, C] float32 values (float64 for float64 rows), to nearest; addresses as above."""
-    if STORAGE == _FLOAT32:
+    if STORAGE == FLOAT32:
         tl.store(row_pointers(address_R, column_C, tl.float32), value_RC, mask=mask_RC)
-    elif STORAGE == _FLOAT64:
+    elif STORAGE == FLOAT64:
         wide = value_RC.to(tl.float64)
         tl.store(row_pointers(address_R, column_C, tl.float64), wide, mask=mask_RC)
     else:

@@ -14,8 +14,8 @@ from shoal.kernels.index import first_bucket, stored_key, walk
 from shoal.kernels.initial_values import as_read, device_form, initial_tile, retrieved
 from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.kernels.rounding import (
-    STORED_BFLOAT16,
-    STORED_FLOAT16,
+    BFLOAT16,
+    FLOAT16,
     load_weights,
     nearest_bits,
     row_pointers,
@@ -26,17 +26,18 @@ from shoal.kernels.rounding import (
     words_at,
 )
 from shoal.kernels.tables import (
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_SEEN,
     CHUNK_STATE,
-    CHUNK_VERSIONS,
     CHUNK_WEIGHTS,
-    TABLE_ENTRIES,
-    TABLE_FIRST_COLUMN,
-    TABLE_MASK,
-    TABLE_SALT,
-    TABLE_SEED,
+    COUNTS_AT,
+    ENTRIES_AT,
+    FIRST_COLUMN_AT,
+    IDS_AT,
+    MASK_AT,
+    SALT_AT,
+    SEED_AT,
+    SEEN_AT,
+    VERSIONS_AT,
+    WEIGHTS_AT,
     CallGroups,
     RowForm,
     ShardLayout,
@@ -53,20 +54,13 @@ _FIND_ROWS = 32  # few: a program waits for its longest search
 _MOST_COLUMNS = 256
 _MOST_ROWS = 512
 
-_ENTRIES = tl.constexpr(TABLE_ENTRIES)
-_MASK = tl.constexpr(TABLE_MASK)
-_SALT = tl.constexpr(TABLE_SALT)
-_SEED = tl.constexpr(TABLE_SEED)
-_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
-_WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
-
 
 @triton.jit
 def find_handle(tables_ptr, table_R, id_R, live_R):  # type: ignore[no-untyped-def]
     """int32 handle of each id in its table, -1 where it has none; nobody inserts meanwhile."""
-    entries = table_word(tables_ptr, table_R, live_R, _ENTRIES)
-    mask = table_word(tables_ptr, table_R, live_R, _MASK)
-    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, _SALT), mask)
+    entries = table_word(tables_ptr, table_R, live_R, ENTRIES_AT)
+    mask = table_word(tables_ptr, table_R, live_R, MASK_AT)
+    bucket = first_bucket(id_R, table_word(tables_ptr, table_R, live_R, SALT_AT), mask)
     _slot, handle, there = walk(entries, bucket, mask, stored_key(id_R), live_R)
     return tl.where(there, handle, -1)
 
@@ -77,9 +71,9 @@ def initial_rows(  # type: ignore[no-untyped-def]
     STORAGE: tl.constexpr,
 ):  # fmt: skip
     """[R, C] values that the ids' rows would hold when new, as they read from storage."""
-    seed = table_word(tables_ptr, table_R, live_R, _SEED)
-    key = stream_key(seed, table_word(tables_ptr, table_R, live_R, _SALT))
-    start = table_word(tables_ptr, table_R, live_R, _FIRST_COLUMN).to(tl.int32)
+    seed = table_word(tables_ptr, table_R, live_R, SEED_AT)
+    key = stream_key(seed, table_word(tables_ptr, table_R, live_R, SALT_AT))
+    start = table_word(tables_ptr, table_R, live_R, FIRST_COLUMN_AT).to(tl.int32)
     word = words_at(key[:, None], id_R[:, None], start[:, None] + column_C[None, :], 0)
     value = tl.zeros(word.shape, tl.float32)
     value = initial_tile(value, word, column_C, segments_ptr, segments, quantiles_ptr)
@@ -112,7 +106,7 @@ def _gather(  # type: ignore[no-untyped-def]
     else:
         handle = tl.load(handles_ptr + at, mask=live, other=-1)
     there = live & (handle >= 0)
-    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, WEIGHTS_AT)
     for begin in range(0, DIM, BLOCK_D):
         column = begin + tl.arange(0, BLOCK_D)
         inside = (column < DIM)[None, :]
@@ -136,12 +130,13 @@ def gather(
     layout: ShardLayout,
     form: RowForm,
     groups: CallGroups,
-    handles_N: Tensor,
     out: Tensor,
-    out_rows_G: Tensor | None = None,
     *,
     start: int = 0,
     stop: int | None = None,
+    out_rows_G: Tensor | None = None,
+    handles_N: Tensor | None = None,
+    found_N: Tensor | None = None,
     initial: bool = False,
     global_step: int = 0,
 ) -> None:
@@ -149,62 +144,20 @@ def gather(
 
     Args:
         form: of the tables read; keep the object, it is a cache key.
-        groups: the call; read only with `out_rows_G` or `initial`.
-        handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value, which
-            costs registers: leave it off where every id has a row.
+        groups: the call; read only with `out_rows_G`, `initial` or `found_N`.
         out: contiguous [n, D] in the form's real dtype.
+        stop: default N.
         out_rows_G: int64 [G], the row of `out` that takes the group's first row, -1 for groups
             whose tables have another form; those are left alone. None: position p goes to row
             p - start, and all positions are of this form.
-        stop: default N.
+        handles_N: int32 [N]; -1 reads as zeros, or with `initial` as the id's initial value, which
+            costs registers: leave it off where every id has a row.
+        found_N: bool [N], instead of handles: the index is searched, missing ids read as zeros, and
+            this is set for the positions read. The index must not change meanwhile.
         global_step: what OneBit's scale goes by.
     """
-    last = handles_N.numel() if stop is None else stop
-    _launch(
-        layout, form, groups, handles_N, None, out, out_rows_G,
-        (start, last), initial=initial, step=global_step,
-    )  # fmt: skip
-
-
-def gather_found(
-    layout: ShardLayout,
-    form: RowForm,
-    groups: CallGroups,
-    found_N: Tensor,
-    out: Tensor,
-    out_rows_G: Tensor | None = None,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    global_step: int = 0,
-) -> None:
-    """Search the index for ids and copy out their rows, zeros for missing ones. One launch.
-
-    found_N: bool [N], set for the positions read. Other arguments as for `gather`; the index must
-    not change meanwhile.
-    """
-    last = found_N.numel() if stop is None else stop
-    _launch(
-        layout, form, groups, None, found_N, out, out_rows_G,
-        (start, last), initial=False, step=global_step,
-    )  # fmt: skip
-
-
-def _launch(
-    layout: ShardLayout,
-    form: RowForm,
-    groups: CallGroups,
-    handles_N: Tensor | None,
-    found_N: Tensor | None,
-    out: Tensor,
-    out_rows_G: Tensor | None,
-    span: tuple[int, int],
-    *,
-    initial: bool,
-    step: int,
-) -> None:
-    first, last = span
-    if last <= first or out.numel() == 0:
+    last = groups.ids_N.numel() if stop is None else stop
+    if last <= start or out.numel() == 0:
         return
     ready = device_form(form, out.device)
     find = found_N is not None
@@ -212,14 +165,14 @@ def _launch(
     count = groups.tables_G.numel()
     unused: Any = groups.ids_N
     launch(
-        _gather, (blocks_of(last - first, rows),),
+        _gather, (blocks_of(last - start, rows),),
         layout.tables_KT, *layout.chunks,
         groups.ids_N, groups.splits_G1, groups.tables_G, count,
         unused if out_rows_G is None else out_rows_G,
         unused if handles_N is None else handles_N,
         unused if found_N is None else found_N.view(torch.uint8),
-        out, first, last,
-        ready.segments_PW, len(form.segments), ready.quantiles_Q, step,
+        out, start, last,
+        ready.segments_PW, len(form.segments), ready.quantiles_Q, global_step,
         DIM=form.dim, WEIGHT_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
         PLAIN=ready.plain, FIND=find, INITIAL=initial, PLACED=out_rows_G is not None,
         STEPS=search_steps(count), ROWS=rows, BLOCK_D=block_d,
@@ -240,15 +193,11 @@ def _shape(dim: int, find: bool, light: bool) -> tuple[int, int, int]:
 _WRITE_TILE = 2048  # elements of a program's block
 _WRITE_COLUMNS = 128
 
-_SEEN = tl.constexpr(CHUNK_SEEN)
-_VERSIONS = tl.constexpr(CHUNK_VERSIONS)
-_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A value as it is after it was stored."""
-    if (STORAGE == _FLOAT16) | (STORAGE == _BFLOAT16):
+    if (STORAGE == FLOAT16) | (STORAGE == BFLOAT16):
         value = wide_of_bits(nearest_bits(value, STORAGE), STORAGE)
     return value
 
@@ -256,10 +205,10 @@ def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ignore[no-untyped-def]
     """Version and last-seen time of written rows."""
-    version = row_address(chunks_ptr, columns, handle, 4, live, _VERSIONS)
+    version = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT)
     stamp = (handle.to(tl.int64) * 0 + epoch).to(tl.int32)
     tl.store(version.to(tl.pointer_type(tl.int32)), stamp, mask=live)
-    address = row_address(chunks_ptr, columns, handle, 4, live, _SEEN)
+    address = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT)
     seen = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
     seen = tl.maximum(seen, seen * 0 + event_time_s)
     tl.store(address.to(tl.pointer_type(tl.int32)), seen.to(tl.int32), mask=live)
@@ -267,21 +216,10 @@ def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ign
 
 @triton.jit(do_not_specialize=["n", "columns", "epoch", "event_time_s"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    order_ptr,
-    values_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    width,
-    row_bytes,
-    epoch,
+    handles_ptr, order_ptr, values_ptr, chunks_ptr, columns, n, width, row_bytes, epoch,
     event_time_s,
-    ADD: tl.constexpr,
-    STORAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ADD: tl.constexpr, STORAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
@@ -289,9 +227,9 @@ def _write(  # type: ignore[no-untyped-def]
     side = at + 1
     if ADD:
         side = at - 1
-    beside = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
-    edge = (handle >= 0) & (beside != handle)
-    address = row_address(chunks_ptr, columns, handle, row_bytes, edge, _WEIGHTS)
+    neighbour = tl.load(handles_ptr + side, mask=(side >= 0) & (side < n), other=-1)
+    edge = (handle >= 0) & (neighbour != handle)
+    address = row_address(chunks_ptr, columns, handle, row_bytes, edge, WEIGHTS_AT)
     inside = (column < width)[None, :]
     mask = edge[:, None] & inside
     if ADD:
@@ -344,32 +282,16 @@ def write_weights(
     block = min(power_of_2(width), _WRITE_COLUMNS)
     rows = max(_WRITE_TILE // block, 1)
     launch(
-        _write,
-        (blocks_of(n, rows), blocks_of(width, block)),
-        sorted_N,
-        order_N,
-        values_ND,
-        *layout.chunks,
-        n,
-        width,
-        form.weight_bytes,
-        epoch,
+        _write, (blocks_of(n, rows), blocks_of(width, block)),
+        sorted_N, order_N, values_ND, *layout.chunks, n, width, form.weight_bytes, epoch,
         event_time_s,
-        ADD=add,
-        STORAGE=storage_of(form.dtype),
-        ROWS=rows,
-        BLOCK=block,
-    )
+        ADD=add, STORAGE=storage_of(form.dtype), ROWS=rows, BLOCK=block,
+    )  # fmt: skip
 
-
-# elements of a program's block
 
 _BLOCK = 256
 # Rows move as words of their elements' size: a copy must not change the bits of a NaN.
 _WORDS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32), 8: (torch.int64, tl.int64)}
-
-_IDS = tl.constexpr(CHUNK_IDS)
-_COUNTS = tl.constexpr(CHUNK_COUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,19 +305,10 @@ class Metadata:
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _values(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    dense_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    width,
-    row_bytes,
-    CHUNK_WORD: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    READ: tl.constexpr,
-    ROWS: tl.constexpr,
+    handles_ptr, dense_ptr, chunks_ptr, columns, n, width, row_bytes,
+    CHUNK_WORD: tl.constexpr, ELEMENT: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
@@ -438,39 +351,31 @@ def _read_metadata(  # type: ignore[no-untyped-def]
     live = at < n
     handle = tl.load(handles_ptr + at, mask=live, other=-1)
     there = handle >= 0
-    address = row_address(chunks_ptr, columns, handle, 8, there, _IDS)
+    address = row_address(chunks_ptr, columns, handle, 8, there, IDS_AT)
     ids = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
     tl.store(out_ptr + at, ids, mask=live)
     if not IDS_ONLY:
         size = at * 0 + n
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, _VERSIONS)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, _SEEN)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, _COUNTS)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, VERSIONS_AT)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, SEEN_AT)
+        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, COUNTS_AT)
 
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _write_metadata(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    versions_ptr,
-    seen_ptr,
-    counts_ptr,
-    chunks_ptr,
-    columns,
-    n,
-    HAS_VERSIONS: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    handles_ptr, versions_ptr, seen_ptr, counts_ptr, chunks_ptr, columns, n,
+    HAS_VERSIONS: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     there = handle >= 0
     if HAS_VERSIONS:
-        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, _VERSIONS)
+        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, VERSIONS_AT)
     if HAS_SEEN:
-        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, _SEEN)
+        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, SEEN_AT)
     if HAS_COUNTS:
-        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, _COUNTS)
+        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, COUNTS_AT)
 
 
 def _copy(
@@ -483,20 +388,10 @@ def _copy(
     block = min(power_of_2(width), _MOST_COLUMNS)
     tile_rows = max(_TILE // block, 1)
     launch(
-        _values,
-        (blocks_of(rows, tile_rows), blocks_of(width, block)),
-        handles_R,
-        dense.view(torch_word),
-        *layout.chunks,
-        rows,
-        width,
-        row_bytes,
-        CHUNK_WORD=word,
-        ELEMENT=element,
-        READ=read,
-        ROWS=tile_rows,
-        BLOCK=block,
-    )
+        _values, (blocks_of(rows, tile_rows), blocks_of(width, block)),
+        handles_R, dense.view(torch_word), *layout.chunks, rows, width, row_bytes,
+        CHUNK_WORD=word, ELEMENT=element, READ=read, ROWS=tile_rows, BLOCK=block,
+    )  # fmt: skip
 
 
 def read_values(layout: ShardLayout, form: RowForm, handles_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -532,15 +427,10 @@ def _metadata(layout: ShardLayout, handles_R: Tensor, *, words: int) -> Tensor:
     out_WR = torch.empty(words, rows, dtype=torch.int64, device=handles_R.device)
     if rows:
         launch(
-            _read_metadata,
-            (blocks_of(rows, _BLOCK),),
-            handles_R,
-            out_WR,
-            *layout.chunks,
-            rows,
-            IDS_ONLY=words == 1,
-            BLOCK=_BLOCK,
-        )
+            _read_metadata, (blocks_of(rows, _BLOCK),),
+            handles_R, out_WR, *layout.chunks, rows,
+            IDS_ONLY=words == 1, BLOCK=_BLOCK,
+        )  # fmt: skip
     return out_WR
 
 
@@ -551,14 +441,8 @@ def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -
     if rows == 0 or all(part is None for part in parts):
         return
     launch(
-        _write_metadata,
-        (blocks_of(rows, _BLOCK),),
-        handles_R,
-        *(unused if part is None else part for part in parts),
-        *layout.chunks,
-        rows,
-        HAS_VERSIONS=parts[0] is not None,
-        HAS_SEEN=parts[1] is not None,
-        HAS_COUNTS=parts[2] is not None,
-        BLOCK=_BLOCK,
-    )
+        _write_metadata, (blocks_of(rows, _BLOCK),),
+        handles_R, *(unused if part is None else part for part in parts), *layout.chunks, rows,
+        HAS_VERSIONS=parts[0] is not None, HAS_SEEN=parts[1] is not None,
+        HAS_COUNTS=parts[2] is not None, BLOCK=_BLOCK,
+    )  # fmt: skip

@@ -29,8 +29,8 @@ from shoal.kernels.launch import (
     wide_of,
 )
 
-MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 CHUNK = 1024
+MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 UNROLL = 4  # rows of a segment asked for at once
 FIELDS = 6  # of a table: values, offsets, order, segments, steps, first entry in `columns`
 ELEMENTS = {
@@ -42,7 +42,7 @@ ELEMENTS = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def divided(x: tl.tensor, counts: tl.tensor, mode: tl.constexpr) -> tl.tensor:
+def divided(x, counts, mode: tl.constexpr):  # type: ignore[no-untyped-def]
     """A sum, or its gradient, over what its mode divides by."""
     if mode == 1:
         x = x / tl.maximum(counts, 1).to(x.dtype)[:, None]
@@ -51,22 +51,17 @@ def divided(x: tl.tensor, counts: tl.tensor, mode: tl.constexpr) -> tl.tensor:
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def over_norm(grads: tl.tensor, norms: tl.tensor) -> tl.tensor:
+@triton.jit
+def over_norm(grads, norms):  # type: ignore[no-untyped-def]
     zero = norms == 0
     return tl.where(zero, 0.0, grads / tl.where(zero, 1.0, norms))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient(
-    grads: tl.tensor,
-    norms: tl.tensor,
-    where: tl.tensor,
-    mask: tl.tensor,
-    counts: tl.tensor,
-    mode: tl.constexpr,
-    wide: tl.constexpr,
-) -> tl.tensor:
+def _gradient(  # type: ignore[no-untyped-def]
+    grads, norms, where, mask, counts,
+    mode: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     """What each row of a segment of so many rows gets; of a norm, over that."""
     row = tl.load(grads + where, mask=mask, other=0.0).to(wide)
     if mode == 3:
@@ -75,19 +70,10 @@ def _gradient(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_span(
-    sums: tl.tensor,
-    values: tl.tensor,
-    order: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    columns: tl.tensor,
-    live: tl.tensor,
-    dim: tl.tensor,
-    squared: tl.constexpr,
-    ordered: tl.constexpr,
-    unroll: tl.constexpr,
-) -> tl.tensor:
+def add_span(  # type: ignore[no-untyped-def]
+    sums, values, order, first, last, columns, live, dim,
+    squared: tl.constexpr, ordered: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
     """Add rows first .. last - 1 of each segment to its sums, in order."""
     longest = tl.max(last - first, axis=0)
     for step in range(0, longest, unroll):
@@ -107,7 +93,7 @@ def add_span(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pieces(first: tl.tensor, last: tl.tensor, chunk: tl.constexpr) -> tl.tensor:
+def _pieces(first, last, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
     """Head end, first and last whole chunk, tail start; no whole chunk: all is head."""
     chunk_first = (first + chunk - 1) // chunk
     chunk_last = last // chunk
@@ -119,28 +105,25 @@ def _pieces(first: tl.tensor, last: tl.tensor, chunk: tl.constexpr) -> tl.tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce(
-    values: tl.tensor,
-    offsets: tl.tensor,
-    order: tl.tensor,
-    partial: tl.tensor,
-    out: tl.tensor,
-    segments: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    mode: tl.constexpr,
-    ordered: tl.constexpr,
-    chunk: tl.constexpr,
-    wide: tl.constexpr,
-    block_s: tl.constexpr,
-    block_d: tl.constexpr,
-    unroll: tl.constexpr,
-) -> None:
+def _tile(count, steps, step: tl.constexpr, block_r: tl.constexpr, block_d: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's rows, which of them there are, its columns, which of them, and how many all are.
+
+    A row has `steps` times `step` columns.
+    """
     dim = steps * step
-    segment = tl.program_id(0).to(tl.int64) * block_s + tl.arange(0, block_s)
-    real = segment < segments
+    row = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
+    real = row < count
     columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    return row, real, columns, columns < dim, dim
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce(  # type: ignore[no-untyped-def]
+    values, offsets, order, partial, out, segments, steps,
+    step: tl.constexpr, mode: tl.constexpr, ordered: tl.constexpr, chunk: tl.constexpr,
+    wide: tl.constexpr, block_s: tl.constexpr, block_d: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
+    segment, real, columns, live, dim = _tile(segments, steps, step, block_s, block_d)
     first = tl.load(offsets + segment, mask=real, other=0)
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     sums = tl.zeros([block_s, block_d], dtype=wide)
@@ -167,10 +150,8 @@ def _reduce(
     tl.store(out + where, sums.to(out.dtype.element_ty), mask=real[:, None] & live[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _segment_holding(
-    offsets: tl.tensor, row: tl.tensor, segments: tl.tensor, rounds: tl.tensor
-) -> tl.tensor:
+@triton.jit
+def _segment_holding(offsets, row, segments, rounds):  # type: ignore[no-untyped-def]
     low = row * 0
     high = low + segments
     for _ in range(rounds):
@@ -182,22 +163,11 @@ def _segment_holding(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_chunks(
-    values: tl.tensor,
-    offsets: tl.tensor,
-    order: tl.tensor,
-    partial: tl.tensor,
-    segments: tl.tensor,
-    rounds: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    squared: tl.constexpr,
-    ordered: tl.constexpr,
-    chunk: tl.constexpr,
-    wide: tl.constexpr,
-    block_r: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
+def _sum_chunks(  # type: ignore[no-untyped-def]
+    values, offsets, order, partial, segments, rounds, steps,
+    step: tl.constexpr, squared: tl.constexpr, ordered: tl.constexpr, chunk: tl.constexpr,
+    wide: tl.constexpr, block_r: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
     dim = steps * step
     place = tl.program_id(0).to(tl.int64)
     start = place * chunk
@@ -219,18 +189,10 @@ def _sum_chunks(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_span(
-    row: tl.tensor,
-    inputs: tl.tensor,
-    out: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    columns: tl.tensor,
-    live: tl.tensor,
-    dim: tl.tensor,
-    product: tl.constexpr,
-    unroll: tl.constexpr,
-) -> None:
+def write_span(  # type: ignore[no-untyped-def]
+    row, inputs, out, first, last, columns, live, dim,
+    product: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
     longest = tl.max(last - first, axis=0)
     for step in range(0, longest, unroll):
         for k in tl.static_range(unroll):
@@ -244,27 +206,12 @@ def write_span(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _spread(
-    grads: tl.tensor,
-    offsets: tl.tensor,
-    inputs: tl.tensor,
-    pooled: tl.tensor,
-    out: tl.tensor,
-    segments: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    mode: tl.constexpr,
-    chunk: tl.constexpr,
-    wide: tl.constexpr,
-    block_s: tl.constexpr,
-    block_d: tl.constexpr,
-    unroll: tl.constexpr,
-) -> None:
-    dim = steps * step
-    segment = tl.program_id(0).to(tl.int64) * block_s + tl.arange(0, block_s)
-    real = segment < segments
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+def _spread(  # type: ignore[no-untyped-def]
+    grads, offsets, inputs, pooled, out, segments, steps,
+    step: tl.constexpr, mode: tl.constexpr, chunk: tl.constexpr, wide: tl.constexpr,
+    block_s: tl.constexpr, block_d: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
+    segment, real, columns, live, dim = _tile(segments, steps, step, block_s, block_d)
     first = tl.load(offsets + segment, mask=real, other=0)
     last = tl.load(offsets + segment + 1, mask=real, other=0)
     mask = real[:, None] & live[None, :]
@@ -280,22 +227,11 @@ def _spread(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _spread_chunks(
-    grads: tl.tensor,
-    offsets: tl.tensor,
-    inputs: tl.tensor,
-    pooled: tl.tensor,
-    out: tl.tensor,
-    segments: tl.tensor,
-    rounds: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    mode: tl.constexpr,
-    chunk: tl.constexpr,
-    wide: tl.constexpr,
-    block_r: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
+def _spread_chunks(  # type: ignore[no-untyped-def]
+    grads, offsets, inputs, pooled, out, segments, rounds, steps,
+    step: tl.constexpr, mode: tl.constexpr, chunk: tl.constexpr, wide: tl.constexpr,
+    block_r: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
     dim = steps * step
     start = tl.program_id(0).to(tl.int64) * chunk
     segment = _segment_holding(offsets, start, segments, rounds)
@@ -343,32 +279,15 @@ def reduce(
     block = rows_of_tile(dim)
     if chunks:
         launch(
-            _sum_chunks,
-            grid_of(chunks, 1, dim),
-            values_ND,
-            offsets_B1,
-            order,
-            partial,
-            segments,
-            segments.bit_length(),
-            squared=mode == "l2",
-            block_r=min(2 * block, CHUNK),
-            **shared,
-        )
+            _sum_chunks, grid_of(chunks, 1, dim),
+            values_ND, offsets_B1, order, partial, segments, segments.bit_length(),
+            squared=mode == "l2", block_r=min(2 * block, CHUNK), **shared,
+        )  # fmt: skip
     launch(
-        _reduce,
-        grid_of(segments, block, dim),
-        values_ND,
-        offsets_B1,
-        order,
-        partial,
-        out_BD,
-        segments,
-        mode=MODES[mode],
-        block_s=block,
-        unroll=UNROLL,
-        **shared,
-    )
+        _reduce, grid_of(segments, block, dim),
+        values_ND, offsets_B1, order, partial, out_BD, segments,
+        mode=MODES[mode], block_s=block, unroll=UNROLL, **shared,
+    )  # fmt: skip
     return out_BD
 
 
@@ -398,74 +317,34 @@ def spread(
     block = rows_of_tile(dim)
     if index_N is not None:
         launch(
-            _spread_index,
-            grid_of(rows, 2 * block, dim),
-            grads_BD,
-            index_N.contiguous(),
-            offsets_B1,
-            inputs,
-            pooled,
-            out_ND,
-            rows,
-            segments,
-            block_r=2 * block,
-            **shared,
-        )
+            _spread_index, grid_of(rows, 2 * block, dim),
+            grads_BD, index_N.contiguous(), offsets_B1, inputs, pooled, out_ND, rows, segments,
+            block_r=2 * block, **shared,
+        )  # fmt: skip
         return out_ND
     chunks = rows // CHUNK
     shared["chunk"] = CHUNK if chunks else 0
     if chunks:
         launch(
-            _spread_chunks,
-            grid_of(chunks, 1, dim),
-            grads_BD,
-            offsets_B1,
-            inputs,
-            pooled,
-            out_ND,
-            segments,
-            segments.bit_length(),
-            block_r=min(2 * block, CHUNK),
-            **shared,
-        )
+            _spread_chunks, grid_of(chunks, 1, dim),
+            grads_BD, offsets_B1, inputs, pooled, out_ND, segments, segments.bit_length(),
+            block_r=min(2 * block, CHUNK), **shared,
+        )  # fmt: skip
     launch(
-        _spread,
-        grid_of(segments, block, dim),
-        grads_BD,
-        offsets_B1,
-        inputs,
-        pooled,
-        out_ND,
-        segments,
-        block_s=block,
-        unroll=UNROLL,
-        **shared,
-    )
+        _spread, grid_of(segments, block, dim),
+        grads_BD, offsets_B1, inputs, pooled, out_ND, segments,
+        block_s=block, unroll=UNROLL, **shared,
+    )  # fmt: skip
     return out_ND
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _spread_index(
-    grads: tl.tensor,
-    index: tl.tensor,
-    offsets: tl.tensor,
-    inputs: tl.tensor,
-    pooled: tl.tensor,
-    out: tl.tensor,
-    count: tl.tensor,
-    segments: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    mode: tl.constexpr,
-    wide: tl.constexpr,
-    block_r: tl.constexpr,
+def _spread_index(  # type: ignore[no-untyped-def]
+    grads, index, offsets, inputs, pooled, out, count, segments, steps,
+    step: tl.constexpr, mode: tl.constexpr, wide: tl.constexpr, block_r: tl.constexpr,
     block_d: tl.constexpr,
-) -> None:
-    dim = steps * step
-    at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = at < count
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+):  # fmt: skip
+    at, real, columns, live, dim = _tile(count, steps, step, block_r, block_d)
     segment = tl.load(index + at, mask=real, other=-1)
     known = (segment >= 0) & (segment < segments)
     where = segment[:, None] * dim + columns[None, :]
@@ -483,25 +362,12 @@ def _spread_index(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move_first(
-    source: tl.tensor,
-    offsets: tl.tensor,
-    ids: tl.tensor,
-    out: tl.tensor,
-    count: tl.tensor,
-    length: tl.tensor,
-    steps: tl.tensor,
-    step: tl.constexpr,
-    back: tl.constexpr,
-    block_r: tl.constexpr,
-    block_d: tl.constexpr,
-) -> None:
+def _move_first(  # type: ignore[no-untyped-def]
+    source, offsets, ids, out, count, length, steps,
+    step: tl.constexpr, back: tl.constexpr, block_r: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
     """First rows of segments to places; or, going back, what lies at a place to its row."""
-    dim = steps * step
-    at = tl.program_id(0).to(tl.int64) * block_r + tl.arange(0, block_r)
-    real = at < count
-    columns = tl.program_id(1) * block_d + tl.arange(0, block_d)
-    live = columns < dim
+    at, real, columns, live, dim = _tile(count, steps, step, block_r, block_d)
     if back:
         segment = tl.load(ids + at, mask=real, other=0)
         place = at - tl.load(offsets + segment, mask=real, other=0)
@@ -545,36 +411,21 @@ def first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bo
         return out
     block, count = 2 * rows_of_tile(dim), rows if back else segments * length
     launch(
-        _move_first,
-        grid_of(count, block, dim),
-        source,
-        offsets_B1,
-        value_rowids(offsets_B1, rows) if back else offsets_B1,
-        out,
-        count,
+        _move_first, grid_of(count, block, dim),
+        source, offsets_B1, value_rowids(offsets_B1, rows) if back else offsets_B1, out, count,
         length,
-        back=back,
-        block_r=block,
-        **columns_of(dim),
-    )
+        back=back, block_r=block, **columns_of(dim),
+    )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fused(
-    tables: tl.tensor,
-    columns: tl.tensor,
-    fields: tl.constexpr,
-    element: tl.constexpr,
-    size: tl.constexpr,
-    wide: tl.constexpr,
-    step: tl.constexpr,
-    back: tl.constexpr,
-    ordered: tl.constexpr,
-    block_s: tl.constexpr,
-    block_d: tl.constexpr,
-    unroll: tl.constexpr,
-) -> None:
+def _fused(  # type: ignore[no-untyped-def]
+    tables, columns,
+    fields: tl.constexpr, element: tl.constexpr, size: tl.constexpr, wide: tl.constexpr,
+    step: tl.constexpr, back: tl.constexpr, ordered: tl.constexpr, block_s: tl.constexpr,
+    block_d: tl.constexpr, unroll: tl.constexpr,
+):  # fmt: skip
     """Sum rows into the columns' places; or, going back, write what lies there to the rows."""
     table = tables + tl.program_id(1) * fields
     segments = tl.load(table + 3)
@@ -610,9 +461,7 @@ def _fused(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lower_bounds(
-    tables: tl.tensor, rounds: tl.tensor, fields: tl.constexpr, block: tl.constexpr
-) -> None:
+def _lower_bounds(tables, rounds, fields: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of sorted indices: the first position that holds b or more, for each b."""
     table = tables + tl.program_id(1) * fields
     count = tl.load(table + 2)
@@ -722,18 +571,9 @@ def _launch(
     block_d, block_s = columns_per_program(dim), rows_of_tile(dim)
     grid = (blocks_of(segments, block_s), len(rows), blocks_of(dim, block_d))
     launch(
-        _fused,
-        grid,
-        facts,
-        facts[len(tables) :],
-        fields=FIELDS,
-        element=ELEMENTS[dtype],
-        size=rows[0].element_size(),
-        wide=wide_of(dtype),
-        step=step,
-        back=back,
-        ordered=order_N is not None,
-        block_s=block_s,
-        block_d=block_d,
+        _fused, grid,
+        facts, facts[len(tables) :],
+        fields=FIELDS, element=ELEMENTS[dtype], size=rows[0].element_size(), wide=wide_of(dtype),
+        step=step, back=back, ordered=order_N is not None, block_s=block_s, block_d=block_d,
         unroll=UNROLL,
-    )
+    )  # fmt: skip

@@ -41,9 +41,7 @@ from shoal.kernels.step_tiles import (
     store_rows,
     store_stamps,
 )
-from shoal.kernels.tables import CHUNK_TABLE, RowForm, ShardLayout, chunk_word
-
-_TABLE = tl.constexpr(CHUNK_TABLE)
+from shoal.kernels.tables import TABLE_AT, RowForm, ShardLayout, chunk_word
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,9 +53,9 @@ def _summed(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sums of a tile of runs, [R, D], and the occurrences that they stand for, int64 [R]."""
     g = tl.zeros([ROWS, BLOCK_D], REAL)
-    sights = length.to(tl.int64)
+    occurrences = length.to(tl.int64)
     if COUNTED:
-        sights = sights * 0
+        occurrences = occurrences * 0
     for item in range(0, tl.max(items, axis=0), 2):
         # Both are asked for before either is added.
         at, on, cold, address = item_where(
@@ -73,9 +71,9 @@ def _summed(  # type: ignore[no-untyped-def]
         g += value
         g += next_value
         if COUNTED:
-            sights += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
-            sights += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
-    return g, sights
+            occurrences += item_tallies(counts_ptr, tallies_ptr, at, on, hot)
+            occurrences += item_tallies(counts_ptr, tallies_ptr, next_at, next_on, hot)
+    return g, occurrences
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -101,10 +99,8 @@ def _step(  # type: ignore[no-untyped-def]
     size = runs_listed(cursors_ptr, form, first_run)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        live = row < size
-        handle, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        _row, live, handle, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, ROWS
         )
         hot = items < length
         first = tl.where(hot, first - first_piece, first).to(tl.int64)
@@ -115,9 +111,9 @@ def _step(  # type: ignore[no-untyped-def]
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS,
         )  # fmt: skip
         last, count = load_stamps(chunks_ptr, columns, handle, live)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
-        g, sights = _summed(
+        g, occurrences = _summed(
             addresses_ptr, factors_ptr, counts_ptr, tallies_ptr, partials,
             first, items, length, hot, column,
             DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, COUNTED, ROWS, BLOCK_D,
@@ -133,7 +129,7 @@ def _step(  # type: ignore[no-untyped-def]
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D, SHIFT,
         )  # fmt: skip
         store_stamps(
-            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights
+            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences
         )  # fmt: skip
 
 
@@ -190,26 +186,11 @@ def _apply_fused(
     plan = step_form(call.form)
     constants: Any = plan.fused
     launch(
-        _step,
-        (programs_of(blocks_of(call.room, constants["ROWS"]), call.device),),
-        layout.tables_KT,
-        layout.counters_KC,
-        *layout.chunks,
-        *call.run_words(),
-        call.runs.first_piece(call.number),
-        *call.gradients(),
-        *pieces,
-        rates_KR,
-        rates_KR.shape[1],
-        rates_KR if payload_H is None else payload_H,
-        stamp.epoch,
-        stamp.event_time_s,
-        stamp.global_step,
-        stamp.domain,
-        PITCH_BYTES=plan.pitch * call.form.real.itemsize,
-        LARGEST=plan.largest,
-        CLIP=stamp.clip,
-        CACHED=payload_H is not None,
-        **call.constants(),
-        **constants,
-    )
+        _step, (programs_of(blocks_of(call.room, constants["ROWS"]), call.device),),
+        layout.tables_KT, layout.counters_KC, *layout.chunks, *call.run_words(),
+        call.runs.first_piece(call.number), *call.gradients(), *pieces, rates_KR, rates_KR.shape[1],
+        rates_KR if payload_H is None else payload_H, stamp.epoch, stamp.event_time_s,
+        stamp.global_step, stamp.domain,
+        PITCH_BYTES=plan.pitch * call.form.real.itemsize, LARGEST=plan.largest, CLIP=stamp.clip,
+        CACHED=payload_H is not None, **call.constants(), **constants,
+    )  # fmt: skip

@@ -37,8 +37,9 @@ from shoal.kernels.step_tiles import (
 )
 from shoal.kernels.tables import (
     CHUNK_STATE,
-    CHUNK_TABLE,
     CHUNK_WEIGHTS,
+    STATE_AT,
+    TABLE_AT,
     RowForm,
     SegmentForm,
     ShardLayout,
@@ -89,24 +90,30 @@ def add_pieces(call: FormCall) -> tuple[Tensor, Tensor]:
         return partials, tallies
     columns = columns_of_tile(form.dim)
     launch(
-        _add_pieces,
-        (programs_of(room, device), blocks_of(form.dim, columns)),
-        runs.pieces_WP,
-        runs.pieces_WP.shape[1],
-        runs.cursors_FW,
-        number,
-        runs.first_piece(number),
-        *call.gradients(),
-        partials,
-        tallies,
-        DIM=form.dim,
-        PITCH=plan.pitch,
-        REAL=plan.real,
-        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2),
-        BLOCK_D=columns,
+        _add_pieces, (programs_of(room, device), blocks_of(form.dim, columns)),
+        runs.pieces_WP, runs.pieces_WP.shape[1], runs.cursors_FW, number, runs.first_piece(number),
+        *call.gradients(), partials, tallies,
+        DIM=form.dim, PITCH=plan.pitch, REAL=plan.real,
+        ROWS=rows_of_tile(form.dim, real, most=_MOST_ROWS, size=2), BLOCK_D=columns,
         **call.constants(),
-    )
+    )  # fmt: skip
     return partials, tallies
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _summed(  # type: ignore[no-untyped-def]
+    addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+    DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, ALIGN: tl.constexpr, REAL: tl.constexpr,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Columns of the sums of a tile's runs over their places, or pieces, in order."""
+    g = tl.zeros([ROWS, BLOCK_D], REAL)
+    for item in range(most_items):
+        at, _on, cold, address = item_where(
+            addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
+        )
+        g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+    return g
 
 
 @triton.jit(do_not_specialize=["room", "last_run", "rows"])  # type: ignore[untyped-decorator]
@@ -118,10 +125,8 @@ def _write_rows(  # type: ignore[no-untyped-def]
     size = runs_listed(cursors_ptr, 0, 0)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        run = tile * ROWS + tl.arange(0, ROWS)
-        live = run < size
-        row, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, 0, 0, last_run, run, live
+        _run, live, row, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, 0, 0, last_run, 0, tile, size, ROWS
         )
         hot = items < length
         first = first.to(tl.int64)
@@ -130,12 +135,10 @@ def _write_rows(  # type: ignore[no-untyped-def]
         out = sums_ptr + row.to(tl.int64) * DIM
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
-            g = tl.zeros([ROWS, BLOCK_D], REAL)
-            for item in range(most_items):
-                at, _on, cold, address = item_where(
-                    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
-                )
-                g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            g = _summed(
+                addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+                DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, ROWS, BLOCK_D,
+            )  # fmt: skip
             inside = live[:, None] & (column < DIM)[None, :]
             tl.store(out[:, None] + column[None, :], g, mask=inside)
 
@@ -180,10 +183,6 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
     return sums
 
 
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
-_TABLE = tl.constexpr(CHUNK_TABLE)
-
-
 @triton.jit(do_not_specialize=["columns", "size"])  # type: ignore[untyped-decorator]
 def _read(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, handles_ptr, payloads_ptr, addresses_ptr, out_ptr, tables_ptr, size,
@@ -206,7 +205,7 @@ def _read(  # type: ignore[no-untyped-def]
         payload = payload_of(payloads_ptr, handle, live, CACHED)
         address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, WORD)
         value = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         tl.store(tables_ptr + row, table, mask=row < size)
     inside = (row < size)[:, None] & (column < WIDTH)[None, :]
     tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], value, mask=inside)
@@ -230,11 +229,11 @@ def _write(  # type: ignore[no-untyped-def]
     inside = live[:, None] & (column < WIDTH)[None, :]
     value = tl.load(values_ptr + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
     if STATE:
-        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, _STATE)
+        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, STATE_AT)
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], value, mask=inside)
     else:
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         store_weights(
             layout_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside,
             value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
@@ -307,25 +306,13 @@ def _fetched(
     state = word == CHUNK_STATE
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
-        _read,
-        (blocks_of(size, rows), blocks_of(width, columns)),
-        *layout.chunks,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        tables_U if addresses_U is None else addresses_U,
-        out,
-        tables_U,
-        size,
-        WIDTH=width,
-        COLUMN=column,
-        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        WORD=word,
-        STORAGE=storage_of(form.real if state else form.dtype),
-        REAL=step_form(form).real,
-        CACHED=payload_H is not None,
-        ROWS=rows,
-        BLOCK_D=columns,
-    )
+        _read, (blocks_of(size, rows), blocks_of(width, columns)),
+        *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
+        tables_U if addresses_U is None else addresses_U, out, tables_U, size,
+        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        WORD=word, STORAGE=storage_of(form.real if state else form.dtype),
+        REAL=step_form(form).real, CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns,
+    )  # fmt: skip
     return out
 
 
@@ -342,26 +329,13 @@ def _stored(
     size, width = values.shape
     rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
-        _write,
-        (blocks_of(size, rows), blocks_of(width, columns)),
-        layout.tables_KT,
-        *layout.chunks,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        values,
-        size,
-        stamp.domain,
-        WIDTH=width,
-        COLUMN=column,
-        ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        STATE=state,
-        STORAGE=storage_of(form.dtype),
-        REAL=step_form(form).real,
-        CACHED=payload_H is not None,
-        ROWS=rows,
-        BLOCK_D=columns,
-        SHIFT=form.shift,
-    )
+        _write, (blocks_of(size, rows), blocks_of(width, columns)),
+        layout.tables_KT, *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
+        values, size, stamp.domain,
+        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
+        STATE=state, STORAGE=storage_of(form.dtype), REAL=step_form(form).real,
+        CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns, SHIFT=form.shift,
+    )  # fmt: skip
 
 
 _SLAB = 1 << 18  # runs of a slab at most
@@ -376,10 +350,8 @@ def _mark_firsts(  # type: ignore[no-untyped-def]
     """1 at the first position of each run."""
     size = runs_listed(cursors_ptr, form, first_run)
     for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        live = row < size
-        _handle, place, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
+        _row, live, _handle, place, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
         )
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + place, mask=hot, other=0), place)
@@ -397,7 +369,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
     counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, first_piece, begin, most,
     order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
-    sums_ptr, handles_ptr, places_ptr, ids_ptr, sights_ptr, tables_ptr, epoch, event_time_s,
+    sums_ptr, handles_ptr, places_ptr, ids_ptr, occurrences_ptr, tables_ptr, epoch, event_time_s,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
     REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr, FACTORS: tl.constexpr,
     COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr,
@@ -411,15 +383,13 @@ def _write_sums(  # type: ignore[no-untyped-def]
     size = tl.minimum(runs_listed(cursors_ptr, form, first_run) - begin, most)
     partials = partials_ptr.to(tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(size, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        live = row < size
-        handle, first, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, begin + row, live
+        row, live, handle, first, items, length = run_words(
+            runs_ptr, room, cursors_ptr, form, first_run, last_run, begin, tile, size, ROWS
         )
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + first, mask=live & hot, other=0), first)
         first = tl.where(hot, first - first_piece, first).to(tl.int64)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         out = row.to(tl.int64)
         if RANKED:
             position = tl.load(order_ptr + place, mask=live, other=0)
@@ -427,31 +397,31 @@ def _write_sums(  # type: ignore[no-untyped-def]
         good, most_items = live, tl.max(items, axis=0)
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
-            g = tl.zeros([ROWS, BLOCK_D], REAL)
-            for item in range(most_items):
-                at, _on, cold, address = item_where(
-                    addresses_ptr, partials, first, item, items, hot, PITCH_BYTES
-                )
-                g += item_rows(address, factors_ptr, at, cold, column, DIM, ALIGN, REAL, FACTORS)
+            g = _summed(
+                addresses_ptr, factors_ptr, partials, first, items, hot, most_items, column,
+                DIM, PITCH_BYTES, ALIGN, REAL, FACTORS, ROWS, BLOCK_D,
+            )  # fmt: skip
             if SETTLE:
                 g, fine = accepted(g, live, LARGEST, CLIP)
                 good = good & fine
             inside = live[:, None] & (column < DIM)[None, :]
             tl.store(sums_ptr + out[:, None] * OUT_PITCH + column[None, :], g, mask=inside)
-        sights = length.to(tl.int64)
+        occurrences = length.to(tl.int64)
         if COUNTED:
-            sights = sights * 0
+            occurrences = occurrences * 0
             for item in range(most_items):
-                sights += item_tallies(counts_ptr, tallies_ptr, first + item, item < items, hot)
+                occurrences += item_tallies(
+                    counts_ptr, tallies_ptr, first + item, item < items, hot
+                )
         if SETTLE:
             settle_rows(
                 counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s,
-                sights, out, place, handles_ptr, places_ptr, CLIP,
+                occurrences, out, place, handles_ptr, places_ptr, CLIP,
             )  # fmt: skip
         else:
             describe_rows(
-                chunks_ptr, columns, handle, live, out, sights, table,
-                ids_ptr, sights_ptr, tables_ptr,
+                chunks_ptr, columns, handle, live, out, occurrences, table,
+                ids_ptr, occurrences_ptr, tables_ptr,
             )  # fmt: skip
 
 
@@ -486,7 +456,7 @@ def _step_sums(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         sums = sums_ptr + row.to(tl.int64)[:, None] * PITCH + (COLUMN + column)[None, :]
         g = tl.load(sums, mask=inside, other=0.0)
-        table = chunk_word(chunks_ptr, columns, handle, live, _TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         rate = rates_of(rates_ptr, rate_columns, table, live, RATE, REAL)
         w, s0, s1, s2, p0, p1 = stepped(
             w, g, s0, s1, s2, p0, p1, rate, inside, global_step, DIM, RULE, PARAMS
@@ -597,26 +567,13 @@ def _step_segment(
 ) -> None:
     most = handles_U.numel()
     launch(
-        _step_sums,
-        (programs_of(blocks_of(most, constants["ROWS"]), call.device),),
-        layout.tables_KT,
-        *layout.chunks,
-        *call.run_words()[2:5],
-        begin,
-        most,
-        handles_U,
-        handles_U if payload_H is None else payload_H,
-        sums_UD,
-        rates_KR,
-        rates_KR.shape[1],
-        stamp.global_step,
-        stamp.domain,
-        PITCH=sums_UD.shape[1],
-        COLUMN=segment.column,
-        STATE_COLUMN=segment.state_column,
-        CACHED=payload_H is not None,
-        **constants,
-    )
+        _step_sums, (programs_of(blocks_of(most, constants["ROWS"]), call.device),),
+        layout.tables_KT, *layout.chunks, *call.run_words()[2:5], begin, most, handles_U,
+        handles_U if payload_H is None else payload_H, sums_UD, rates_KR, rates_KR.shape[1],
+        stamp.global_step, stamp.domain,
+        PITCH=sums_UD.shape[1], COLUMN=segment.column, STATE_COLUMN=segment.state_column,
+        CACHED=payload_H is not None, **constants,
+    )  # fmt: skip
 
 
 def _sum(

@@ -14,10 +14,10 @@ from torch import Tensor
 from shoal.kernels.gradients import Runs, Sources, run_columns
 from shoal.kernels.launch import power_of_2
 from shoal.kernels.rounding import (
-    STORED_BFLOAT16,
-    STORED_FLOAT16,
-    STORED_FLOAT32,
-    STORED_FLOAT64,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
     quad_words,
     rounding_domain,
     stochastic_bits,
@@ -28,18 +28,18 @@ from shoal.kernels.rounding import (
 )
 from shoal.kernels.step_rules import kernel_rule
 from shoal.kernels.tables import (
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_SEEN,
-    CHUNK_STATE,
-    CHUNK_VERSIONS,
-    CHUNK_WEIGHTS,
-    COUNT_ALARMED,
-    COUNT_NONFINITE,
-    COUNT_WORDS,
-    TABLE_FIRST_COLUMN,
-    TABLE_SALT,
-    TABLE_SEED,
+    ALARMED_AT,
+    COUNT_LINE,
+    COUNTS_AT,
+    FIRST_COLUMN_AT,
+    IDS_AT,
+    NONFINITE_AT,
+    SALT_AT,
+    SEED_AT,
+    SEEN_AT,
+    STATE_AT,
+    VERSIONS_AT,
+    WEIGHTS_AT,
     RowForm,
     SegmentForm,
     row_address,
@@ -59,7 +59,7 @@ _FORMS_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a step knows beside rows and gradients.
+    """What a step knows besides rows and gradients.
 
     epoch: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
     "skip" leave a row with a non-finite sum as it is and count it, "clip" puts 0 for NaN and
@@ -232,15 +232,6 @@ def _constants(form: RowForm, segment: SegmentForm) -> dict[str, Any] | None:
     }
 
 
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
-_IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
-_SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
-_SALT, _SEED = tl.constexpr(TABLE_SALT), tl.constexpr(TABLE_SEED)
-_FIRST_COLUMN = tl.constexpr(TABLE_FIRST_COLUMN)
-_COUNT_WORDS, _NONFINITE = tl.constexpr(COUNT_WORDS), tl.constexpr(COUNT_NONFINITE)
-_ALARMED = tl.constexpr(COUNT_ALARMED)
-_FLOAT32, _FLOAT64 = tl.constexpr(STORED_FLOAT32), tl.constexpr(STORED_FLOAT64)
-_FLOAT16, _BFLOAT16 = tl.constexpr(STORED_FLOAT16), tl.constexpr(STORED_BFLOAT16)
 _WORD = tl.constexpr(0xFFFFFFFF)
 
 
@@ -301,16 +292,16 @@ def accepted(g, live, LARGEST: tl.constexpr, CLIP: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def count_nonfinite(counters_ptr, table, bad, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = table.to(tl.int64) * _COUNT_WORDS
-    tl.atomic_add(counters_ptr + at + _NONFINITE, at * 0 + 1, mask=bad, sem="relaxed")
+    at = table.to(tl.int64) * COUNT_LINE
+    tl.atomic_add(counters_ptr + at + NONFINITE_AT, at * 0 + 1, mask=bad, sem="relaxed")
     if CLIP < -1:
-        tl.atomic_add(counters_ptr + at + _ALARMED, at * 0 + 1, mask=bad, sem="relaxed")
+        tl.atomic_add(counters_ptr + at + ALARMED_AT, at * 0 + 1, mask=bad, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_weights(address, column, inside, STORAGE: tl.constexpr, REAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """[R, C] weights at byte addresses that are multiples of 16."""
-    if STORAGE == _FLOAT16 or STORAGE == _BFLOAT16:  # noqa: SIM109
+    if STORAGE == FLOAT16 or STORAGE == BFLOAT16:  # noqa: SIM109
         rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
         bits = tl.load(rows[:, None] + column[None, :], mask=inside, other=0)
         w = wide_of_bits(bits, STORAGE)
@@ -341,13 +332,13 @@ def load_rows(  # type: ignore[no-untyped-def]
 
     Lanes without a row or column hold state that no rule divides by 0 for.
     """
-    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, WEIGHTS_AT)
     w = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
     s0, s1, s2 = w, w, w
     p0 = tl.zeros([handle.shape[0]], REAL)
     p1 = p0
     if VECTORS + SCALARS > 0:
-        address = row_address(chunks_ptr, columns, handle, STATE_BYTES, live, _STATE)
+        address = row_address(chunks_ptr, columns, handle, STATE_BYTES, live, STATE_AT)
         state = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         vectors = state[:, None] + (STATE_COLUMN + column)[None, :]
         if VECTORS > 0:
@@ -371,16 +362,16 @@ def store_weights(  # type: ignore[no-untyped-def]
     REAL: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Store weights of a segment's columns from `start` on; 16-bit ones are rounded by chance."""
-    address = row_address(chunks_ptr, columns, payload, WEIGHT_BYTES, live, _WEIGHTS)
-    if STORAGE == _FLOAT32 or STORAGE == _FLOAT64:  # noqa: SIM109
+    address = row_address(chunks_ptr, columns, payload, WEIGHT_BYTES, live, WEIGHTS_AT)
+    if STORAGE == FLOAT32 or STORAGE == FLOAT64:  # noqa: SIM109
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], w, mask=inside)
     else:
-        ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+        ids = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
         id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-        seed = table_word(tables_ptr, table, live, _SEED)
-        key = stream_key(seed, table_word(tables_ptr, table, live, _SALT))
-        first = table_word(tables_ptr, table, live, _FIRST_COLUMN).to(tl.int32) + COLUMN
+        seed = table_word(tables_ptr, table, live, SEED_AT)
+        key = stream_key(seed, table_word(tables_ptr, table, live, SALT_AT))
+        first = table_word(tables_ptr, table, live, FIRST_COLUMN_AT).to(tl.int32) + COLUMN
         if (COLUMN + SHIFT) % 4 == 0 and BLOCK_D % 4 == 0:
             word = quad_words(key, id, (first + start) // 4, domain, BLOCK_D // 4)
         else:
@@ -405,7 +396,7 @@ def store_rows(  # type: ignore[no-untyped-def]
         COLUMN, WEIGHT_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
     )  # fmt: skip
     if VECTORS + SCALARS > 0:
-        address = row_address(chunks_ptr, columns, payload, STATE_BYTES, live, _STATE)
+        address = row_address(chunks_ptr, columns, payload, STATE_BYTES, live, STATE_AT)
         state = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         vectors = state[:, None] + (STATE_COLUMN + column)[None, :]
         if VECTORS > 0:
@@ -425,29 +416,29 @@ def store_rows(  # type: ignore[no-untyped-def]
 def load_stamps(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-def]
     """Last-seen time and count of each row, int64."""
     word = tl.pointer_type(tl.uint32)
-    seen = row_address(chunks_ptr, columns, handle, 4, live, _SEEN).to(word)
-    counts = row_address(chunks_ptr, columns, handle, 4, live, _COUNTS).to(word)
+    seen = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT).to(word)
+    counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
     last = tl.load(seen, mask=live, other=0).to(tl.int64)
     return last, tl.load(counts, mask=live, other=0).to(tl.int64)
 
 
 @triton.jit
 def store_stamps(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, sights
+    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, occurrences
 ):  # fmt: skip
     """Version, last-seen time (the later one) and count (it stays at its largest) of each row."""
     word = tl.pointer_type(tl.uint32)
-    versions = row_address(chunks_ptr, columns, handle, 4, live, _VERSIONS).to(word)
-    seen = row_address(chunks_ptr, columns, handle, 4, live, _SEEN).to(word)
-    counts = row_address(chunks_ptr, columns, handle, 4, live, _COUNTS).to(word)
+    versions = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT).to(word)
+    seen = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT).to(word)
+    counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
     tl.store(versions, (last * 0 + epoch).to(tl.uint32), mask=live)
     tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
-    tl.store(counts, tl.minimum(count + sights, _WORD).to(tl.uint32), mask=live)
+    tl.store(counts, tl.minimum(count + occurrences, _WORD).to(tl.uint32), mask=live)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def settle_rows(  # type: ignore[no-untyped-def]
-    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, sights,
+    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, occurrences,
     out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
@@ -455,35 +446,41 @@ def settle_rows(  # type: ignore[no-untyped-def]
     """
     count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
     last, count = load_stamps(chunks_ptr, columns, handle, good)
-    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, sights)
+    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences)
     tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
     tl.store(places_ptr + out, place.to(tl.int64), mask=live)
 
 
 @triton.jit
 def describe_rows(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, out, sights, table, ids_ptr, sights_ptr, tables_ptr
+    chunks_ptr, columns, handle, live, out, occurrences, table, ids_ptr, occurrences_ptr, tables_ptr
 ):  # fmt: skip
     """Write what rows sums are of, at `out`: ids, occurrences, tables."""
-    ids = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
+    ids = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
     id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     tl.store(ids_ptr + out, id, mask=live)
-    tl.store(sights_ptr + out, sights, mask=live)
+    tl.store(occurrences_ptr + out, occurrences, mask=live)
     tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def run_words(  # type: ignore[no-untyped-def]
-    runs_ptr, room, cursors_ptr, form, first_run, last_run, row, live
-):  # fmt: skip
-    """Handle, first place or piece, items, places of the form's runs; long ones come first."""
+    runs_ptr, room, cursors_ptr, form, first_run, last_run, begin, tile, size, ROWS: tl.constexpr
+):
+    """A tile of the form's runs from `begin` on, `size` of them; long ones come first.
+
+    Returns their numbers, which of them there are, and handle, first place or piece, items, places.
+    """
+    row = tile * ROWS + tl.arange(0, ROWS)
+    live = row < size
+    number = begin + row
     longs = tl.load(cursors_ptr + 4 * form + 1)
-    run = tl.where(row < longs, last_run - row, first_run + row - longs)
+    run = tl.where(number < longs, last_run - number, first_run + number - longs)
     handles, firsts, numbers, lengths = run_columns(runs_ptr, room, run)
     handle = tl.load(handles, mask=live, other=0)
     first = tl.load(firsts, mask=live, other=0)
     items = tl.load(numbers, mask=live, other=0)
-    return handle, first, items, tl.load(lengths, mask=live, other=0)
+    return row, live, handle, first, items, tl.load(lengths, mask=live, other=0)
 
 
 @triton.jit

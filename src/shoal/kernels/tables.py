@@ -45,18 +45,25 @@ CHUNK_WEIGHTS, CHUNK_STATE = 0, 1
 CHUNK_IDS, CHUNK_VERSIONS, CHUNK_SEEN, CHUNK_COUNTS = 2, 3, 4, 5  # int64, then uint32 each
 CHUNK_TABLE, CHUNK_CAPACITY = 6, 7
 
+# The same for kernels, which read no other globals.
+EMPTY, ERASED = tl.constexpr(EMPTY_KEY), tl.constexpr(ERASED_KEY)
+TABLE_LINE, COUNT_LINE = tl.constexpr(TABLE_WORDS), tl.constexpr(COUNT_WORDS)
+ENTRIES_AT, MASK_AT, SALT_AT, SEED_AT, DIRECTORY_AT = map(tl.constexpr, range(5))
+FREE_LIST_AT, WEIGHT_BYTES_AT, STATE_BYTES_AT, FORM_AT, FIRST_COLUMN_AT = map(
+    tl.constexpr, range(5, 10)
+)
+ISSUED_AT, FREE_AT, FRESH_AT, READY_AT, ERASED_AT = map(tl.constexpr, range(5))
+INSERTED_AT, REFUSED_AT, EVICTED_AT, NONFINITE_AT, ALARMED_AT = map(tl.constexpr, range(5, 10))
+WEIGHTS_AT, STATE_AT, IDS_AT, VERSIONS_AT, SEEN_AT, COUNTS_AT, TABLE_AT = map(
+    tl.constexpr, range(7)
+)
+
 _CHUNK_BITS = tl.constexpr(CHUNK_BITS)
 _CHUNK_ROWS = tl.constexpr(CHUNK_ROWS)
 _PLACES = tl.constexpr(CHUNK_ROWS - 1)
 _FIRST_BITS = tl.constexpr(FIRST_BITS)
 _FIRST_ROWS = tl.constexpr(FIRST_ROWS)
 _FULL = tl.constexpr(CHUNK_BITS - FIRST_BITS - 1)  # chunks before the first full one, less one
-_TABLE_WORDS = tl.constexpr(TABLE_WORDS)
-_COUNT_WORDS = tl.constexpr(COUNT_WORDS)
-_DIRECTORY = tl.constexpr(TABLE_DIRECTORY)
-_FREE_LIST = tl.constexpr(TABLE_FREE)
-_FREE = tl.constexpr(COUNT_FREE)
-_FRESH = tl.constexpr(COUNT_FRESH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ def group_of(splits_ptr, groups, at, live, STEPS: tl.constexpr):  # type: ignore
 @triton.jit  # type: ignore[untyped-decorator]
 def table_word(tables_ptr, table, live, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     """A word of each lane's table."""
-    return tl.load(tables_ptr + table.to(tl.int64) * _TABLE_WORDS + WORD, mask=live, other=0)
+    return tl.load(tables_ptr + table.to(tl.int64) * TABLE_LINE + WORD, mask=live, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,13 +161,13 @@ def handle_of(directory, sequence, live):  # type: ignore[no-untyped-def]
 @triton.jit
 def issued_handle(tables_ptr, counters_ptr, table, issue, live):  # type: ignore[no-untyped-def]
     """Handle of the row that a table hands out at each count of `COUNT_ISSUED`."""
-    counts = counters_ptr + table.to(tl.int64) * _COUNT_WORDS
-    free = tl.load(counts + _FREE, mask=live, other=0)
-    fresh = tl.load(counts + _FRESH, mask=live, other=0)
+    counts = counters_ptr + table.to(tl.int64) * COUNT_LINE
+    free = tl.load(counts + FREE_AT, mask=live, other=0)
+    fresh = tl.load(counts + FRESH_AT, mask=live, other=0)
     freed = live & (issue < free)
-    stack = table_word(tables_ptr, table, live, _FREE_LIST).to(tl.pointer_type(tl.int32))
+    stack = table_word(tables_ptr, table, live, FREE_LIST_AT).to(tl.pointer_type(tl.int32))
     reused = tl.load(stack + free - 1 - issue, mask=freed, other=0)
-    directory = table_word(tables_ptr, table, live, _DIRECTORY)
+    directory = table_word(tables_ptr, table, live, DIRECTORY_AT)
     taken = handle_of(directory, fresh + issue - free, live & (issue >= free))
     return tl.where(freed, reused, taken)
 

@@ -21,7 +21,7 @@ from shoal.errors import (
     ShoalError,
     unknown_name,
 )
-from shoal.rules.schedules import Constant, Schedule
+from shoal.rules.schedules import ConstantRate, Schedule
 from shoal.table import shard
 from shoal.table.shard import NanPolicy, Shard, StepContext
 from shoal.table.spec import TableSpec
@@ -95,7 +95,7 @@ class RateGroup:
     @property
     def is_number(self) -> bool:
         """Whether the group's own rate is the same at every step."""
-        return isinstance(self._rate, Constant)
+        return isinstance(self._rate, ConstantRate)
 
     @property
     def written(self) -> bool:
@@ -356,7 +356,7 @@ def bind_rates(
         own = own_rates(specs[name])
         if segment is not None and segment not in own:
             raise unknown_name(f"segment of table {name!r} in rates", segment, own)
-        call = rate if isinstance(rate, Schedule) else Constant(rate)
+        call = rate if isinstance(rate, Schedule) else ConstantRate(rate)
         chosen = bound.setdefault(name, own)
         chosen.update(dict.fromkeys([segment] if segment is not None else own, call))
     return bound
@@ -366,7 +366,8 @@ def own_rates(spec: TableSpec) -> dict[str, Schedule]:
     """The rate of each segment's own rule, by name; 1 for a rule without one."""
     rates = {part.name: getattr(part.optimizer, "lr", 1.0) for part in spec.segments}
     return {
-        name: rate if isinstance(rate, Schedule) else Constant(rate) for name, rate in rates.items()
+        name: rate if isinstance(rate, Schedule) else ConstantRate(rate)
+        for name, rate in rates.items()
     }
 
 

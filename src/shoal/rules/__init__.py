@@ -1,6 +1,6 @@
 """What may happen to a row, as frozen specs with reference arithmetic in plain torch.
 
-Names are reached through their module (`rules.schedules.Constant`, `rules.initializers.Constant`).
+Names are reached through their module (`rules.schedules.Cosine`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from torch import Tensor
 
 from shoal.ids import FidLayout
-from shoal.rules.expiry import BySlot, check_per_slot
-from shoal.rules.rule import Checked, whole
+from shoal.rules.expiry import BySlot, SlotRule
+from shoal.rules.rule import whole
 
 __all__ = ["Admission", "sketch_block"]
 
@@ -18,7 +18,7 @@ _LARGEST_COUNT = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission(Checked):
+class Admission(SlotRule):
     """An id gets a row once it has been seen often enough.
 
     Occurrences of a step are summed over all senders first; then each id is decided once, on its
@@ -41,10 +41,6 @@ class Admission(Checked):
     sketch_width: Annotated[int, whole(1, power_of_two=True)] = 1 << 20
     sketch_depth: Annotated[int, whole(1, 16)] = 4
     fid_layout: FidLayout = "v2"
-
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
-        check_per_slot(self, self.per_slot, self.fid_layout)
 
     @property
     def needed(self) -> BySlot:

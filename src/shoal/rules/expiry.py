@@ -56,23 +56,32 @@ class BySlot:
         return values_N
 
 
-def check_per_slot(owner: object, per_slot: tuple[tuple[int, int], ...], layout: FidLayout) -> None:
-    """Check (slot, value) pairs: slots of the layout, each once; values whole and >= 0.
+class SlotRule(Checked):
+    """A rule whose value may depend on the slot that an id carries.
 
     Raises:
-        ConfigError: a pair is wrong.
+        ConfigError: a (slot, value) pair is wrong: slots of the layout, each once; values whole
+            and >= 0.
     """
-    for slot, value in per_slot:
-        check(owner, "slot in per_slot", slot, whole(0, max_slot(layout)))
-        check(owner, f"per_slot value of slot {slot}", value, whole(0))
-    slots = [slot for slot, _ in per_slot]
-    if len(set(slots)) != len(slots):
-        raise ConfigError(
-            f"per_slot of {type(owner).__name__}",
-            got=slots,
-            allowed="each slot once",
-            remedy="Drop the repeated slot.",
-        )
+
+    __slots__ = ()
+
+    per_slot: tuple[tuple[int, int], ...]
+    fid_layout: FidLayout
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        for slot, value in self.per_slot:
+            check(self, "slot in per_slot", slot, whole(0, max_slot(self.fid_layout)))
+            check(self, f"per_slot value of slot {slot}", value, whole(0))
+        slots = [slot for slot, _ in self.per_slot]
+        if len(set(slots)) != len(slots):
+            raise ConfigError(
+                f"per_slot of {type(self).__name__}",
+                got=slots,
+                allowed="each slot once",
+                remedy="Drop the repeated slot.",
+            )
 
 
 _SECONDS = whole(0)
@@ -82,7 +91,7 @@ Lifetime = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expiry(Checked):
+class Expiry(SlotRule):
     """A row is dropped if and only if now_s - last_seen_s >= its time to live.
 
     Args:
@@ -94,10 +103,6 @@ class Expiry(Checked):
     ttl_s: Lifetime = None
     per_slot: tuple[tuple[int, int], ...] = ()
     fid_layout: FidLayout = "v2"
-
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
-        check_per_slot(self, self.per_slot, self.fid_layout)
 
     @property
     def ttls(self) -> BySlot:

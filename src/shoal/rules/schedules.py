@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.rules.rule import Allowed, Checked, NotNegative, Positive, Steps, at_least, check, whole
 
 __all__ = [
-    "Constant",
+    "ConstantRate",
     "Cosine",
     "Exponential",
     "Piecewise",
@@ -46,7 +46,7 @@ Rate = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Constant(Schedule):
+class ConstantRate(Schedule):
     """The same rate at every step."""
 
     kind = "constant"

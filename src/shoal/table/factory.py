@@ -61,9 +61,9 @@ def remake_shard(
 def shard_copied(shard: Shard) -> tuple[Any, ...]:
     """How pickle, deepcopy and torch.save carry a shard: its rows and counts; no tickets."""
     every = range(len(shard.specs))
-    rows, sights = [shard.export(k) for k in every], [shard.admission_state(k) for k in every]
+    rows, admission = [shard.export(k) for k in every], [shard.admission_state(k) for k in every]
     made = (type(shard), shard.specs, shard.seed, str(shard.device))
-    return _copied, (*made, getattr(shard, "settings", {}), shard.last_step, rows, sights)
+    return _copied, (*made, getattr(shard, "settings", {}), shard.last_step, rows, admission)
 
 
 def _copied(
@@ -74,13 +74,13 @@ def _copied(
     settings: Mapping[str, Any],
     last_step: int,
     rows: Sequence[RowChunk],
-    sights: Sequence[AdmissionState],
+    admission: Sequence[AdmissionState],
 ) -> Shard:
     shard = remake_shard(kind, specs, seed, device, settings)
     shard.last_step = last_step
     for k, chunk in enumerate(rows):
         shard.load(k, chunk)
-    for k, state in enumerate(sights):
+    for k, state in enumerate(admission):
         shard.load_admission_state(k, state)
     return shard
 

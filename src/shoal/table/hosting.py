@@ -387,12 +387,12 @@ def move_in(whole: Shard, part: Shard, placement: Placement, rank: int) -> None:
     """
     indices = {spec.name: k for k, spec in enumerate(part.specs)}
     for k, spec in enumerate(whole.specs):
-        chunk, sights = whole.export(k), whole.admission_state(k)
+        chunk, admission = whole.export(k), whole.admission_state(k)
         for hosted in placement.of(spec.name):
             if rank in hosted.ranks:
                 at = indices[hosted_spec(spec, hosted).name]
                 part.load(at, hosted_rows(spec, hosted, rank, chunk))
-                part.load_admission_state(at, hosted_sights(spec, hosted, rank, sights))
+                part.load_admission_state(at, hosted_admission(spec, hosted, rank, admission))
     part.last_step = whole.last_step
 
 
@@ -412,12 +412,12 @@ def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> 
     )
 
 
-def hosted_sights(
-    spec: TableSpec, hosted: Hosted, rank: int, sights: AdmissionState
+def hosted_admission(
+    spec: TableSpec, hosted: Hosted, rank: int, admission: AdmissionState
 ) -> AdmissionState:
     """A rank's counts of ids without rows. Every rank gets a whole sketch."""
-    kept_P = _kept(spec, hosted, rank, sights.ids)
-    return AdmissionState(sights.ids[kept_P], sights.counts[kept_P], sights.cells)
+    kept_P = _kept(spec, hosted, rank, admission.ids)
+    return AdmissionState(admission.ids[kept_P], admission.counts[kept_P], admission.cells)
 
 
 def _kept(spec: TableSpec, hosted: Hosted, rank: int, ids_R: Tensor) -> Tensor:

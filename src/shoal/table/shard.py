@@ -34,7 +34,6 @@ class StepContext:
             On CUDA "raise" does not wait for the device: rows with a non-finite gradient are
             left alone as under "skip", the others step, and NonFiniteGradient is raised at a
             later method, at the latest at `Shard.check`.
-        deterministic: fixed order of sums (the CPU core's order is always fixed).
     """
 
     global_step: int = 0
@@ -42,7 +41,6 @@ class StepContext:
     learning_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     nan_policy: NanPolicy = "raise"
     nan_clip: float = 1.0
-    deterministic: bool = True
 
     def __post_init__(self) -> None:
         step(self)

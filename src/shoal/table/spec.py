@@ -39,12 +39,8 @@ class Segment:
 
     def __post_init__(self) -> None:
         if not _is_whole(self.dim, 1, MAX_DIM):
-            raise ConfigError(
-                f"dim of segment {self.name!r}",
-                got=repr(self.dim),
-                allowed=f"an int, 1..{MAX_DIM}",
-                remedy="Split wider rows over several tables.",
-            )
+            allowed, remedy = f"an int, 1..{MAX_DIM}", "Split wider rows over several tables."
+            raise _refused(f"dim of segment {self.name!r}", self.dim, allowed, remedy)
         self.optimizer.check_dim(self.dim)
 
     @property
@@ -195,16 +191,9 @@ class HostRows:
 
     def __post_init__(self) -> None:
         if not _is_whole(self.cache_bytes, 0, _MAX_CAPACITY):
-            raise ConfigError(
-                "cache_bytes of host_rows",
-                got=repr(self.cache_bytes),
-                allowed="an int, 0 or more",
-                remedy="Give the device memory to use for rows; 0 keeps none between batches.",
-            )
+            remedy = "Give the device memory to use for rows; 0 keeps none between batches."
+            allowed = "an int, 0 or more"
+            raise _refused("cache_bytes of host_rows", self.cache_bytes, allowed, remedy)
         if self.policy not in get_args(CachePolicy):
-            raise ConfigError(
-                "policy of host_rows",
-                got=repr(self.policy),
-                allowed=", ".join(get_args(CachePolicy)),
-                remedy="Name one of them.",
-            )
+            allowed = ", ".join(get_args(CachePolicy))
+            raise _refused("policy of host_rows", self.policy, allowed, "Name one of them.")

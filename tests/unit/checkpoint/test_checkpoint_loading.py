@@ -70,15 +70,15 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, RowChunk], Job]:
         "a/items": trained(ITEMS, 70).export(),
         "b/tags": trained(TAGS, 30).export(),
     }
-    sights = CpuShard((ITEMS,))
-    table = Table(ITEMS, shard=sights)
+    counting = CpuShard((ITEMS,))
+    table = Table(ITEMS, shard=counting)
     table.find_or_init(torch.arange(40), counts=torch.arange(40) % 2 + 1).end()
     write_by_hand(
         Storage(tmp_path),
         {
             "a": [
                 HandTable(USERS, rows["a/users"], cuts=QUARTERS),
-                HandTable(ITEMS, rows["a/items"], sights=sights.admission_state(0)),
+                HandTable(ITEMS, rows["a/items"], admission=counting.admission_state(0)),
             ],
             "b": [HandTable(TAGS, rows["b/tags"])],
         },
@@ -104,8 +104,8 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     check_equal(job.second.shard.export(0), rows["b/tags"])
     assert found.rows == {"a/users": 500, "a/items": 70, "b/tags": 30}
     assert found.expired == {"a/users": 0, "a/items": 0, "b/tags": 0}
-    sights = job.first.shard.admission_state(1)
-    pairs = dict(zip(sights.ids.tolist(), sights.counts.tolist(), strict=True))
+    admission = job.first.shard.admission_state(1)
+    pairs = dict(zip(admission.ids.tolist(), admission.counts.tolist(), strict=True))
     assert pairs == {id_: id_ % 2 + 1 for id_ in range(40)}
     assert torch.equal(job.net.weight, old.net.weight)
     assert job.optimizer.param_groups[0]["lr"] == 0.1
@@ -291,15 +291,15 @@ def test_sketches_go_to_every_rank(tmp_path: Path) -> None:
     spec = dataclasses.replace(TAGS, admission=admission)
     shard = CpuShard((spec,))
     Table(spec, shard=shard).find_or_init(torch.arange(9)).end()
-    sights = shard.admission_state(0)
-    table = HandTable(spec, trained(TAGS, 5).export(), sights=sights)
+    admission = shard.admission_state(0)
+    table = HandTable(spec, trained(TAGS, 5).export(), admission=admission)
     write_by_hand(Storage(tmp_path), {"b": [table]}, version=9)
     placement = plan_placement((spec,), 2)
     for rank in range(2):
         own = CpuShard(hosted_specs((spec,), placement, rank))
         tables = HostedTables(specs=(spec,), shard=own, placement=placement)
         load(tmp_path, Contents(tables={"b": tables}), collectives=OneOf(rank, 2))
-        assert own.admission_state(0).cells == sights.cells != bytes(len(sights.cells))
+        assert own.admission_state(0).cells == admission.cells != bytes(len(admission.cells))
 
 
 def test_another_optimizer_is_named(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:

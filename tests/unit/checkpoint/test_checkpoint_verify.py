@@ -148,8 +148,8 @@ def test_rows_that_were_written_wrong(tmp_path: Path, what: str, words: str):
         writer.add(0, columns_of(chunk))
         files.append(writer.close())
         tables = (dataclasses.replace(tables[0], rows=60),)
-    sights = [file for file in manifest.files if file.kind == "admission"]
-    recommitted(tmp_path / FULL, manifest, files=(*files, *sights), tables=tables)
+    admission = [file for file in manifest.files if file.kind == "admission"]
+    recommitted(tmp_path / FULL, manifest, files=(*files, *admission), tables=tables)
     report = verify(tmp_path)
     assert any(words in problem.why for problem in report.problems)
     assert verify(tmp_path, rows=False).ok or what == "overlap"

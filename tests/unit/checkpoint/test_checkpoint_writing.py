@@ -43,10 +43,10 @@ def trained(steps: int = 3, home: Home = "cpu", sizes: Sizes = MANY) -> Job:
 
 
 def check_same(found: Job, want: Job) -> None:
-    """All rows and sights are equal, versions too."""
+    """All rows and occurrences are equal, versions too."""
     for k, spec in enumerate(SPECS):
         assert same(found.shard.export(k), want.shard.export(k)), spec.name
-    assert found.outcome().sights == want.outcome().sights
+    assert found.outcome().admission == want.outcome().admission
 
 
 def loaded(url: Path) -> Job:

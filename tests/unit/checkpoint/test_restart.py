@@ -26,7 +26,7 @@ def shard_with(counter: Literal["exact", "sketch"], width: int = 1024) -> CpuSha
     return CpuShard([TableSpec(name="t", segments=(Segment(dim=2),), admission=admission)])
 
 
-def sight(shard: CpuShard, ids: torch.Tensor) -> list[bool]:
+def occurrence(shard: CpuShard, ids: torch.Tensor) -> list[bool]:
     groups = IdGroups(ids, torch.tensor([0, ids.numel()]), torch.zeros(1, dtype=torch.int32))
     ticket = shard.find_or_init(groups, ctx=StepContext())
     admitted: list[bool] = ticket.admitted_N.tolist()
@@ -35,20 +35,22 @@ def sight(shard: CpuShard, ids: torch.Tensor) -> list[bool]:
 
 
 @pytest.mark.parametrize("counter", ["exact", "sketch"])
-def test_sights_survive_a_checkpoint(tmp_path: Path, counter: Literal["exact", "sketch"]) -> None:
+def test_occurrences_survive_a_checkpoint(
+    tmp_path: Path, counter: Literal["exact", "sketch"]
+) -> None:
     before = shard_with(counter)
-    assert sight(before, IDS) == [False] * 3
-    assert sight(before, IDS[:1]) == [False]
+    assert occurrence(before, IDS) == [False] * 3
+    assert occurrence(before, IDS[:1]) == [False]
     save(tmp_path, Contents(tables={"s": HostedTables(before.specs, before)}), step=2, position=0)
     after = shard_with(counter)
     load(tmp_path, Contents(tables={"s": HostedTables(after.specs, after)}))
-    assert sight(after, IDS) == [True, False, False]
+    assert occurrence(after, IDS) == [True, False, False]
     assert after.size(0) == 1
 
 
 def test_counters_of_another_size_are_refused() -> None:
     small, large = shard_with("sketch"), shard_with("sketch", 4096)
-    sight(small, IDS)
+    occurrence(small, IDS)
     with pytest.raises(ShapeError, match="sketch_width"):
         large.load_admission_state(0, small.admission_state(0))
     assert set(large.admission_state(0).cells) == {0}

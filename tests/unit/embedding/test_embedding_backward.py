@@ -184,7 +184,7 @@ class TestTickets:
         torch.testing.assert_close(rows(owner, "users", [3]), before - 1)
 
     @interpreted_too
-    def test_a_recomputed_forward_is_one_sight(self, make_shard: ShardFactory) -> None:
+    def test_a_recomputed_forward_is_one_occurrence(self, make_shard: ShardFactory) -> None:
         spec = table("t", 2, admission=Admission(threshold=2))
         owner = collection(make_shard, None, [Feature("a", "t")], [spec])
         optimizer = SparseOptimizer(owner)
@@ -202,7 +202,9 @@ class TestTickets:
         optimizer.step()
         torch.testing.assert_close(rows(owner, "t", [4]), before - 2 * before)
 
-    def test_the_same_batch_after_a_step_is_a_new_sight(self, make_shard: ShardFactory) -> None:
+    def test_the_same_batch_after_a_step_is_a_new_occurrence(
+        self, make_shard: ShardFactory
+    ) -> None:
         spec = table("t", 2, admission=Admission(threshold=3))
         owner = collection(make_shard, None, [Feature("a", "t")], [spec])
         optimizer = SparseOptimizer(owner)

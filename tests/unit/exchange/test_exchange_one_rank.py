@@ -18,7 +18,7 @@ def rows_in(found: Rows) -> list[tuple[int, tuple[Any, ...]]]:
     return [(id_, row) for id_, row in found.items() if len(row) > 1]
 
 
-def sights_in(found: Rows) -> Rows:
+def occurrences_in(found: Rows) -> Rows:
     return {id_: row for id_, row in found.items() if len(row) == 1}
 
 
@@ -51,4 +51,4 @@ def test_same_as_local(make_shard: ShardFactory) -> None:
             for got, want in zip(mine[id_], numbers, strict=False):
                 np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
             assert mine[id_][-2:] == (last, count)
-        assert sights_in(mine) == sights_in(theirs)
+        assert occurrences_in(mine) == occurrences_in(theirs)

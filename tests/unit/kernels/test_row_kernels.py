@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -17,7 +19,7 @@ from shoal.kernels.rounding import (
     storage_of,
     words_at,
 )
-from shoal.kernels.rows import gather, gather_found
+from shoal.kernels.rows import gather
 from shoal.kernels.tables import COUNT_ISSUED, COUNT_READY, CallGroups
 from shoal.rules.compressors import FixedR8, Float16, OneBit
 from shoal.rules.initializers import (
@@ -128,7 +130,7 @@ def test_the_compiled_core_stores_and_reads_the_same(device: str, dtype: str) ->
     assert tuple(got) == tuple(wanted)
     out = poisoned(64, spec, device)
     core.last_step = 17
-    gather(shard.tables.layout, shard.forms[0], call, handles_N, out, global_step=17)
+    gather(shard.tables.layout, shard.forms[0], call, out, handles_N=handles_N, global_step=17)
     found = core.find(IdGroups(chunk.ids, groups.splits_G1, groups.tables_G))
     assert torch.allclose(out.cpu(), found.weights[0], rtol=0, atol=1e-6)
 
@@ -250,7 +252,7 @@ def test_reads_give_rows_zeros_or_initial_values(device: str, dtype: str, compre
     for initial in (False, True):
         out = poisoned(60, spec, device)
         options = {"initial": initial, "global_step": 100}
-        gather(shard.tables.layout, shard.forms[0], call, handles_N, out, **options)
+        gather(shard.tables.layout, shard.forms[0], call, out, handles_N=handles_N, **options)
         there = (handles_N >= 0).cpu()[:, None] | initial
         wanted = torch.where(there, expected, 0.0)
         if compressed:
@@ -270,11 +272,10 @@ def test_reads_of_any_width(device: str, dim: int, find: bool) -> None:
     call = shard.tables.groups((0, ids))
     out, found_N = poisoned(50, spec, device), torch.zeros(70, dtype=torch.bool, device=device)
     form, layout = shard.forms[0], shard.tables.layout
+    rows: dict[str, Any] = {"found_N": found_N} if find else {"handles_N": handles_N}
+    gather(layout, form, call, out, start=10, stop=60, **rows)
     if find:
-        gather_found(layout, form, call, found_N, out, start=10, stop=60)
         assert found_N.tolist() == [10 <= i < 60 and i % 2 == 0 for i in range(70)]
-    else:
-        gather(layout, form, call, handles_N, out, start=10, stop=60)
     expected = initial_weights(spec, ids)
     expected[1::2] = 0
     assert torch.equal(out.cpu(), expected[10:60])
@@ -295,10 +296,8 @@ def test_groups_of_other_forms_are_left_alone(device: str, find: bool) -> None:
         out = poisoned(rows, specs[number], device)
         out_rows_G = torch.tensor(starts, device=device)
         form, layout = shard.forms[number], shard.tables.layout
-        if find:
-            gather_found(layout, form, call, found_N, out, out_rows_G)
-        else:
-            gather(layout, form, call, handles_N, out, out_rows_G, initial=True)
+        read: dict[str, Any] = {"found_N": found_N} if find else {"handles_N": handles_N}
+        gather(layout, form, call, out, out_rows_G=out_rows_G, initial=not find, **read)
         expected = torch.zeros(rows, specs[number].dim)
         for (table, group), at in zip(parts, starts, strict=True):
             if at >= 0 and group:
@@ -316,5 +315,5 @@ def test_reading_nothing(device: str) -> None:
     call: CallGroups = shard.tables.groups((0, []))
     none = torch.empty(0, dtype=torch.int32, device=device)
     out = poisoned(0, spec, device)
-    gather(shard.tables.layout, shard.forms[0], call, none, out)
-    gather_found(shard.tables.layout, shard.forms[0], call, none.bool(), out)
+    gather(shard.tables.layout, shard.forms[0], call, out, handles_N=none)
+    gather(shard.tables.layout, shard.forms[0], call, out, found_N=none.bool())

@@ -73,7 +73,7 @@ class Pooled:
             form = self.shard.forms[table]
             out = torch.empty(stop - start, form.dim, dtype=form.real, device=self.shard.device)
             gather(
-                self.shard.tables.layout, form, self.call, self.handles_N, out,
+                self.shard.tables.layout, form, self.call, out, handles_N=self.handles_N,
                 start=start, stop=stop, initial=initial, global_step=3,
             )  # fmt: skip
             rows += list(out.cpu())

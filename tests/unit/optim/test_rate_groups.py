@@ -18,7 +18,7 @@ from shoal.errors import CheckpointError, ConfigError, DTypeError, InputError
 from shoal.optim import JointOptimizer, SparseOptimizer
 from shoal.ragged import KeyedRagged
 from shoal.rules.optimizers import SGD, Adagrad
-from shoal.rules.schedules import Constant, Polynomial, Schedule
+from shoal.rules.schedules import ConstantRate, Polynomial, Schedule
 from shoal.table.spec import Segment, TableSpec
 
 LAST = 6
@@ -157,8 +157,8 @@ class TestSchedules:
         assert sparse.global_step == 1
 
     def test_a_constant_may_be_written(self) -> None:
-        owner = tables(Constant(0.5))
-        sparse = SparseOptimizer(owner, rates={"t": Constant(0.25)})
+        owner = tables(ConstantRate(0.5))
+        sparse = SparseOptimizer(owner, rates={"t": ConstantRate(0.25)})
         assert sparse.param_groups[0]["lr"] == 0.25
         sparse.param_groups[0]["lr"] = 1.0
         assert fall(owner, sparse) == pytest.approx(1.0)

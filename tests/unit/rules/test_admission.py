@@ -1,4 +1,4 @@
-"""Admission thresholds and the counters of sights."""
+"""Admission thresholds and the counters of occurrences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decide(admission: Admission, counter: Counter, ids: list[int]) -> list[bool]
         (3, "after", 4),
     ],
 )
-def test_sights_needed(threshold: int, on: str, required: int) -> None:
+def test_occurrences_needed(threshold: int, on: str, required: int) -> None:
     admission = Admission(threshold=threshold, on=on)  # type: ignore[arg-type]
     assert admission.required(0) == required
     assert admission.required_N(torch.tensor([5, -1])).tolist() == [required] * 2
@@ -49,24 +49,24 @@ def test_sights_needed(threshold: int, on: str, required: int) -> None:
 )
 def test_threshold_three_over_four_steps(counter: str, on: str, expected: list[bool]) -> None:
     admission = Admission(threshold=3, on=on, counter=counter, sketch_width=1 << 10)  # type: ignore[arg-type]
-    sights = make_counter(admission, "t")
-    assert [decide(admission, sights, [7])[0] for _ in range(4)] == expected
+    counters = make_counter(admission, "t")
+    assert [decide(admission, counters, [7])[0] for _ in range(4)] == expected
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_repeats_in_a_step_count_and_are_decided_once(counter: str) -> None:
     # Monolith decides per occurrence (0,0,1 in step 2); all occurrences of a step share one here.
     admission = Admission(threshold=3, on="after", counter=counter, sketch_width=1 << 10)  # type: ignore[arg-type]
-    sights = make_counter(admission, "t")
-    steps = [decide(admission, sights, [1, 3 << 17, 1]) for _ in range(4)]
+    counters = make_counter(admission, "t")
+    steps = [decide(admission, counters, [1, 3 << 17, 1]) for _ in range(4)]
     assert steps == [[False] * 3, [True, False, True], [True, False, True], [True] * 3]
 
 
 def test_thresholds_above_fifteen_admit() -> None:
     admission = Admission(threshold=1000)
-    sights = make_counter(admission, "t")
-    assert sights.add(torch.tensor([4]), torch.tensor([999])).tolist() == [999]
-    assert decide(admission, sights, [4]) == [True]
+    counters = make_counter(admission, "t")
+    assert counters.add(torch.tensor([4]), torch.tensor([999])).tolist() == [999]
+    assert decide(admission, counters, [4]) == [True]
 
 
 @pytest.mark.parametrize(("layout", "shift"), [("v1", 54), ("v2", 48)])
@@ -83,34 +83,34 @@ def test_slots_of_negative_v1_ids() -> None:
 
 
 def test_exact_counter_forgets() -> None:
-    sights = make_counter(Admission(), "t")
+    counters = make_counter(Admission(), "t")
     ids_U = torch.tensor([1, 2])
-    sights.add(ids_U, torch.tensor([3, 4]))
-    sights.forget(torch.tensor([1, 99]))
-    assert sights.add(ids_U, torch.tensor([1, 1])).tolist() == [1, 5]
+    counters.add(ids_U, torch.tensor([3, 4]))
+    counters.forget(torch.tensor([1, 99]))
+    assert counters.add(ids_U, torch.tensor([1, 1])).tolist() == [1, 5]
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_all_ids_count_and_empty_input_is_fine(counter: str) -> None:
-    sights = make_counter(Admission(counter=counter, sketch_width=64), "t")  # type: ignore[arg-type]
+    counters = make_counter(Admission(counter=counter, sketch_width=64), "t")  # type: ignore[arg-type]
     extremes_U = torch.tensor([-(1 << 63), -1, 0, (1 << 63) - 1])
-    assert (sights.add(extremes_U, torch.ones(4, dtype=torch.int64)) >= 1).all()
+    assert (counters.add(extremes_U, torch.ones(4, dtype=torch.int64)) >= 1).all()
     empty_U = torch.zeros(0, dtype=torch.int64)
-    assert sights.add(empty_U, empty_U).shape == (0,)
+    assert counters.add(empty_U, empty_U).shape == (0,)
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_counts_stop_at_the_largest_u32(counter: str) -> None:
-    sights = make_counter(Admission(counter=counter, sketch_width=64), "t")  # type: ignore[arg-type]
+    counters = make_counter(Admission(counter=counter, sketch_width=64), "t")  # type: ignore[arg-type]
     id_U, many_U = torch.tensor([1]), torch.tensor([(1 << 32) - 2])
-    sights.add(id_U, many_U)
-    assert sights.add(id_U, many_U).tolist() == [(1 << 32) - 1]
+    counters.add(id_U, many_U)
+    assert counters.add(id_U, many_U).tolist() == [(1 << 32) - 1]
 
 
 def test_sketch_never_counts_too_few() -> None:
-    sights = make_counter(Admission(counter="sketch", sketch_width=64, sketch_depth=3), "t")
+    counters = make_counter(Admission(counter="sketch", sketch_width=64, sketch_depth=3), "t")
     counts_U = torch.randint(1, 9, (500,), generator=torch.Generator().manual_seed(0))
-    totals_U = sights.add(torch.arange(500), counts_U)
+    totals_U = counters.add(torch.arange(500), counts_U)
     assert (totals_U >= counts_U).all()
 
 

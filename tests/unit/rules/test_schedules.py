@@ -10,7 +10,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.rules.optimizers import SGD, Adagrad, RuleContext
 from shoal.rules.schedules import (
-    Constant,
+    ConstantRate,
     Cosine,
     Exponential,
     Piecewise,
@@ -110,7 +110,7 @@ def test_warmup_of_a_schedule_multiplies_it() -> None:
     assert [ours(step) for step in (0, 2, 4, 6)] == pytest.approx([0.2, 0.6 * 0.25, 0.5**4, 0.5**6])
 
 
-@pytest.mark.parametrize(("lr", "rate"), [(0.3, 0.3), (1, 1.0), (Constant(0.2), 0.2)])
+@pytest.mark.parametrize(("lr", "rate"), [(0.3, 0.3), (1, 1.0), (ConstantRate(0.2), 0.2)])
 def test_as_rate(lr: float | Schedule, rate: float) -> None:
     assert as_rate(lr, 7) == rate
     assert isinstance(as_rate(lr, 7), float)
@@ -119,7 +119,7 @@ def test_as_rate(lr: float | Schedule, rate: float) -> None:
 @pytest.mark.parametrize(
     ("schedule", "settings", "names"),
     [
-        (Constant, {"value": -1}, "value"),
+        (ConstantRate, {"value": -1}, "value"),
         (Polynomial, {"initial": 1, "decay_steps": 0}, "decay_steps"),
         (Polynomial, {"initial": 1, "decay_steps": 2.5}, "decay_steps"),
         (Polynomial, {"initial": 1, "decay_steps": 1, "power": 0}, "power"),

@@ -212,7 +212,7 @@ def test_joint_steps_all_or_none(sparse_first: bool, read: bool) -> None:
 
 @pytest.mark.parametrize("kind", WITH_INTERPRETED)
 @pytest.mark.parametrize("counter", ["exact", "sketch"])
-def test_copies_carry_sights(kind: str, counter: Any) -> None:
+def test_copies_carry_occurrences(kind: str, counter: Any) -> None:
     admission = Admission(threshold=3, counter=counter, sketch_width=64, sketch_depth=2)
     spec = TableSpec(name="t", segments=(Segment(dim=1),), admission=admission)
     shard = shard_factory(kind)([spec])

@@ -71,10 +71,12 @@ def test_every_update_of_eight_threads_arrives_once() -> None:
     stop.set()
     for reader in readers:
         reader.join()
-    sights = torch.bincount(torch.cat([b for k in range(4) for b in batches(k)]), minlength=IDS)
+    occurrences = torch.bincount(
+        torch.cat([b for k in range(4) for b in batches(k)]), minlength=IDS
+    )
     weights, found = table.find(torch.arange(IDS))
-    assert torch.equal(found, sights > 0)
-    assert torch.equal(weights[:, 0], -sights.float())
+    assert torch.equal(found, occurrences > 0)
+    assert torch.equal(weights[:, 0], -occurrences.float())
 
 
 def test_eviction_beside_training_and_reading_leaves_a_possible_table() -> None:
@@ -103,9 +105,11 @@ def test_eviction_beside_training_and_reading_leaves_a_possible_table() -> None:
     chunk = table.export()
     assert len(set(chunk.ids.tolist())) == len(table) == chunk.ids.numel()
     assert_whole(chunk.weights)
-    # No row can have lost more than every sight of its id.
-    sights = torch.bincount(torch.cat([b for k in range(4) for b in batches(k)]), minlength=IDS)
+    # No row can have lost more than every occurrence of its id.
+    occurrences = torch.bincount(
+        torch.cat([b for k in range(4) for b in batches(k)]), minlength=IDS
+    )
     assert (chunk.weights[:, 0] <= 0).all()
-    assert (-chunk.weights[:, 0] <= sights[chunk.ids]).all()
+    assert (-chunk.weights[:, 0] <= occurrences[chunk.ids]).all()
     table.evict(10_000)
     assert len(table) == 0

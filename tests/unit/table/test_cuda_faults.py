@@ -18,7 +18,7 @@ from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import admission
 from shoal.table.cuda import memory as device_memory
-from shoal.table.cuda.calls import forms_of
+from shoal.table.cuda.calls import ShardTables, forms_of
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import Shard, StepContext
@@ -91,9 +91,9 @@ def state_of(shard: Shard) -> list[Any]:
     """All that users see of a shard."""
     found: list[Any] = [(s.rows, s.inserted, s.refused, s.evicted) for s in shard.stats()]
     for table in range(len(shard.specs)):
-        chunk, sights = shard.export(table), shard.admission_state(table)
+        chunk, admission = shard.export(table), shard.admission_state(table)
         found.append([getattr(chunk, name).tolist() for name in RowChunk.__slots__[1:]])
-        found.append([sights.ids.tolist(), sights.counts.tolist(), sights.cells])
+        found.append([admission.ids.tolist(), admission.counts.tolist(), admission.cells])
     return found
 
 
@@ -184,7 +184,7 @@ def test_free_lists_grow_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard.find_or_init(BOTH, ctx=StepContext()).admitted_N.all()
 
 
-def test_no_room_for_sights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_occurrences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_FIRST_SLOTS", 16)
     spec = TableSpec(name="c", segments=SPECS[0].segments, admission=Admission(threshold=3))
     shard = CudaShard([spec], device=DEVICE)
@@ -207,10 +207,8 @@ def test_pages_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
             return empty(*shape, **of)
         raise RuntimeError("CUDA error: out of memory")
 
-    forms, form_of = forms_of(SPECS)
-    memory = DeviceMemory(
-        SPECS, forms, form_of, seed=0, device=torch.device(DEVICE), host_rows=True
-    )
+    tables = ShardTables(tuple(SPECS), *forms_of(SPECS), torch.device(DEVICE))
+    memory = DeviceMemory(tables, seed=0, host_rows=True)
     room = memory.rows_room_K.tolist()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)

@@ -1,4 +1,4 @@
-"""Faults of a GPU shard in the middle of a verb: rows, sights and bounds are right afterwards."""
+"""Faults of a GPU shard in the middle of a method: rows, counts and bounds are right afterwards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("owner", "name"), [(admission, "sent"), (index, "count_refused")])
-def test_sights_of_a_call_without_memory_do_not_count(
+def test_occurrences_of_a_call_without_memory_do_not_count(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     monkeypatch.setattr(admission, "_FIRST_SLOTS", 16)

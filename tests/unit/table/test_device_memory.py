@@ -9,7 +9,7 @@ import torch
 from shoal.kernels import index
 from shoal.kernels.tables import CHUNK_ROWS, FIRST_ROWS, CallGroups
 from shoal.rules.optimizers import SGD
-from shoal.table.cuda.calls import forms_of
+from shoal.table.cuda.calls import ShardTables, forms_of
 from shoal.table.cuda.memory import DeviceMemory, chunks_for
 from shoal.table.spec import Segment, TableSpec
 
@@ -21,8 +21,7 @@ def memory_of(**limits: int | None) -> DeviceMemory:
         TableSpec(name=name, segments=(Segment(dim=4, optimizer=SGD()),), capacity_rows=limit)
         for name, limit in limits.items()
     ]
-    forms, form_of = forms_of(specs)
-    return DeviceMemory(specs, forms, form_of, seed=1, device=DEVICE)
+    return DeviceMemory(ShardTables(tuple(specs), *forms_of(specs), DEVICE), seed=1)
 
 
 def insert(memory: DeviceMemory, ids: torch.Tensor, table: int = 0) -> torch.Tensor:

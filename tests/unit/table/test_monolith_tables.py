@@ -64,7 +64,7 @@ class TestExpiry:
 
 
 class TestAdmission:
-    """2.9 with threshold 3, which Monolith passes on the fourth sight."""
+    """2.9 with threshold 3, which Monolith passes on the fourth occurrence."""
 
     RULE = Admission(threshold=3, on="after")
 
@@ -75,7 +75,7 @@ class TestAdmission:
                 one.apply([id_], rows(-1.0))
             near(one.lookup([0, 1]), rows(*expected))
 
-    def test_one_decision_for_all_sights_of_a_step(self, make_shard: ShardFactory) -> None:
+    def test_one_decision_for_all_occurrences_of_a_step(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, lr=0.1, admission=self.RULE)
         for expected in ((0, 0), (0.2, 0), (0.4, 0), (0.6, 0.1)):
             one.apply([0, 0, 1], rows(-1.0, -1.0, -1.0))
@@ -89,7 +89,7 @@ class TestAdmission:
             passed = [bool(one.find_or_init([id_]).admitted_N) for id_ in ids]
             assert passed == [bool(flag) for flag in expected]
 
-    def test_counts_stand_for_sights(self, make_shard: ShardFactory) -> None:
+    def test_counts_stand_for_occurrences(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, admission=self.RULE)
         one.apply([5, 6], rows(1.0, 1.0), counts=[3, 4])
         near(one.lookup([5, 6]), rows(0, -1))

@@ -307,24 +307,17 @@ class CpuShard:
             for g, t in enumerate(groups.tables_G.tolist())
         ]
 
-    def _rates(self, ctx: StepContext) -> list[float]:
+    def _step(self, ctx: StepContext) -> tuple[Any, ...]:
+        """What the core knows of a step: learning rates, step, time, NaN policy, threads."""
         checks.rates(ctx, self._specs)
-        return self._rate_list.at(ctx.global_step, ctx.learning_rates)
+        rates = self._rate_list.at(ctx.global_step, ctx.learning_rates)
+        policy = (_NAN_POLICY[ctx.nan_policy], ctx.nan_clip)
+        return rates, ctx.global_step, ctx.event_time_s, *policy, self._lanes()
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records, one optimizer step per admitted row."""
         native, kept = self._records(records)
-        refusals.worded(
-            lambda: self._core.apply(
-                native,
-                self._rates(ctx),
-                ctx.global_step,
-                ctx.event_time_s,
-                _NAN_POLICY[ctx.nan_policy],
-                ctx.nan_clip,
-                self._lanes(),
-            )
-        )
+        refusals.worded(lambda: self._core.apply(native, *self._step(ctx)))
         del kept
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
@@ -391,12 +384,7 @@ class CpuShard:
                 counts,
                 [address(g) for g in ready],
                 [address(s) for s in latest],
-                self._rates(ctx),
-                ctx.global_step,
-                ctx.event_time_s,
-                _NAN_POLICY[ctx.nan_policy],
-                ctx.nan_clip,
-                self._lanes(),
+                *self._step(ctx),
             )
         )
 

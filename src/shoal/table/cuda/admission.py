@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
-from shoal.kernels.admission import SIDE_CELLS, move_sights
+from shoal.kernels.admission import SIDE_CELLS, move_counters
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
@@ -57,7 +57,7 @@ class _Exact:
 
 
 @dataclass
-class _Report:
+class _CounterReport:
     """Tallies on their way to the host, and the ids handed in to each table since."""
 
     tallies_KC: Tensor
@@ -65,7 +65,7 @@ class _Report:
     since: dict[int, int] = field(default_factory=dict)
 
 
-class Sights:
+class AdmissionCounters:
     """Admission counters of all tables of a shard; not thread-safe.
 
     Args:
@@ -97,14 +97,14 @@ class Sights:
             for table in self._all(admission.SKETCH)
         }
         words = [self._words(k, self._exact.get(k)) for k in range(len(tables))]
-        self._tables = admission.SightTables(
+        self._tables = admission.CounterTables(
             torch.tensor(words, dtype=torch.int64, device="cpu")
-            .reshape(-1, admission.SIGHT_WORDS)
+            .reshape(-1, admission.COUNTER_WORDS)
             .to(self._device),
             torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
-        self._report: _Report | None = None
+        self._report: _CounterReport | None = None
         # Reports follow one another in the stream, so they may land in one place.
         self._landing_KC = torch.zeros(
             len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
@@ -133,19 +133,19 @@ class Sights:
         for table in sizes.keys() & self._exact.keys():
             self._make_room(table, sizes[table])
         admitted_N = torch.empty_like(wanted_N)
-        admission.add_sights(self._tables, call, counts_N, wanted_N)
+        admission.add_occurrences(self._tables, call, counts_N, wanted_N)
         self._ask()
         admission.admit(self._tables, call, wanted_N, admitted_N)
         return admitted_N
 
     def undo(self, call: CallGroups, counts_N: Tensor | None, wanted_N: Tensor) -> None:
         """Take back what `add` with these arguments counted, for a call that is refused."""
-        admission.add_sights(self._tables, call, counts_N, wanted_N, undo=True)
+        admission.add_occurrences(self._tables, call, counts_N, wanted_N, undo=True)
 
     def forget(self, call: CallGroups, admitted_N: Tensor) -> None:
         """Free what is kept of ids that get a row; a sketch keeps all."""
         if self._exact:
-            admission.forget_sights(self._tables, call, admitted_N)
+            admission.forget_occurrences(self._tables, call, admitted_N)
 
     def counts_any(self, tables: Iterable[int]) -> bool:
         """Whether any of these tables may refuse an id."""
@@ -213,20 +213,20 @@ class Sights:
         return [table for table, own in enumerate(self._kinds) if own == kind]
 
     def _words(self, table: int, exact: _Exact | None) -> list[int]:
-        words = [0] * admission.SIGHT_WORDS
+        words = [0] * admission.COUNTER_WORDS
         rule, values = self._rules[table], self._values[table]
-        words[admission.SIGHT_KIND] = self._kinds[table]
-        words[admission.SIGHT_SALT] = to_signed(salt(self._names[table]))
-        words[admission.SIGHT_VALUES] = values.values_L.data_ptr()
-        words[admission.SIGHT_SHIFT], words[admission.SIGHT_SLOTS] = values.shift, values.mask
+        words[admission.COUNTER_KIND] = self._kinds[table]
+        words[admission.COUNTER_SALT] = to_signed(salt(self._names[table]))
+        words[admission.COUNTER_VALUES] = values.values_L.data_ptr()
+        words[admission.COUNTER_SHIFT], words[admission.COUNTER_SLOTS] = values.shift, values.mask
         if exact is not None:
-            words[admission.SIGHT_KEYS] = exact.keys.data_ptr()
-            words[admission.SIGHT_CELLS] = exact.cells.data_ptr()
-            words[admission.SIGHT_MASK] = exact.slots - 1
+            words[admission.COUNTER_KEYS] = exact.keys.data_ptr()
+            words[admission.COUNTER_CELLS] = exact.cells.data_ptr()
+            words[admission.COUNTER_MASK] = exact.slots - 1
         if table in self._sketches:
-            words[admission.SIGHT_CELLS] = self._sketches[table].data_ptr()
-            words[admission.SIGHT_MASK] = rule.sketch_width - 1
-            words[admission.SIGHT_DEPTH] = rule.sketch_depth
+            words[admission.COUNTER_CELLS] = self._sketches[table].data_ptr()
+            words[admission.COUNTER_MASK] = rule.sketch_width - 1
+            words[admission.COUNTER_DEPTH] = rule.sketch_depth
         return words
 
     def _make_room(self, table: int, new: int) -> None:
@@ -247,7 +247,7 @@ class Sights:
         index.taken = kept
         words = sent(self._words(table, index), self._device)
         self._replace(table, index, words)
-        move_sights(
+        move_counters(
             source.keys,
             source.cells,
             index.keys,
@@ -272,13 +272,13 @@ class Sights:
             return
         tallies_KC = self._tables.tallies_KC
         if tallies_KC.device.type != "cuda":
-            self._report = _Report(tallies_KC.clone(), None)
+            self._report = _CounterReport(tallies_KC.clone(), None)
             return
         host_KC = self._landing_KC
         host_KC.copy_(tallies_KC, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(tallies_KC.device))
-        self._report = _Report(host_KC, arrived)
+        self._report = _CounterReport(host_KC, arrived)
 
     def _hear(self) -> None:
         """Tighten the bounds by tallies that have arrived."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory
 from shoal.kernels import cache
-from shoal.kernels.cache import CacheMaps, Pool
+from shoal.kernels.cache import CacheMaps
 from shoal.kernels.gradients import Runs
 from shoal.kernels.launch import retire
 from shoal.kernels.tables import (
@@ -74,12 +74,12 @@ class CacheStats:
     written_back: rows that went home. slots, bytes: its size now.
     """
 
-    hits: int = 0
-    misses: int = 0
-    in_place: int = 0
-    written_back: int = 0
-    slots: int = 0
-    bytes: int = 0
+    hits: int
+    misses: int
+    in_place: int
+    written_back: int
+    slots: int
+    bytes: int
 
 
 class RowCache:
@@ -130,7 +130,7 @@ class RowCache:
         storage = self._allocated(slots_F)
         for place, (cached, slots) in enumerate(zip(self._forms, slots_F, strict=True)):
             chunks = -(-slots // CHUNK_ROWS)
-            pools.append(Pool(first, slots))
+            pools.append(range(first, first + slots))
             first += chunks * CHUNK_ROWS
             starts = np.arange(chunks, dtype=np.int64) * CHUNK_ROWS
             part = np.zeros((CHUNK_WORDS, chunks), dtype=np.int64)
@@ -216,7 +216,7 @@ class RowCache:
 
     def _cover(self, rows_F: Sequence[int]) -> None:
         """Make the staging area large enough for a batch, if the device has room."""
-        slots_F = [pool.slots for pool in self._maps.pools]
+        slots_F = [len(pool) for pool in self._maps.pools]
         if self._full or all(rows <= slots for rows, slots in zip(rows_F, slots_F, strict=True)):
             return
         self.empty()
@@ -298,6 +298,6 @@ class RowCache:
             misses=misses,
             in_place=misses - tallies[cache.TALLY_PLACED],
             written_back=tallies[cache.TALLY_WRITTEN],
-            slots=sum(pool.slots for pool in self._maps.pools),
+            slots=sum(map(len, self._maps.pools)),
             bytes=sum(part.numel() for part in self._storage),
         )

@@ -97,7 +97,7 @@ _PLANS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledPlan:
+class DevicePlan:
     """A pool plan for certain tables: how to pool, how gradients come back, what comes out.
 
     `plan` is held so that its identity stays its own.
@@ -123,9 +123,9 @@ class PlanCache:
         self._forms = tuple(forms)
         self._form_of = tuple(form_of)
         self._device = device
-        self._kept: dict[tuple[int, tuple[int, ...]], CompiledPlan] = {}
+        self._kept: dict[tuple[int, tuple[int, ...]], DevicePlan] = {}
 
-    def of(self, plan: PoolPlan, tables: tuple[int, ...]) -> CompiledPlan:
+    def of(self, plan: PoolPlan, tables: tuple[int, ...]) -> DevicePlan:
         """Check a plan against the tables of its groups; its compiled form.
 
         Raises:
@@ -142,7 +142,7 @@ class PlanCache:
             self._kept[key] = kept
         return kept
 
-    def _made(self, plan: PoolPlan, tables: tuple[int, ...]) -> CompiledPlan:
+    def _made(self, plan: PoolPlan, tables: tuple[int, ...]) -> DevicePlan:
         dims = [form.dim for form in (self._forms[index] for index in self._form_of)]
         reals = [form.real for form in (self._forms[index] for index in self._form_of)]
         dtypes = checks.plan(plan, tables, dims, reals)
@@ -151,7 +151,7 @@ class PlanCache:
             PooledGroup(pool, forms_G[g].dim, self._form_of[tables[g]])
             for g, pool in enumerate(plan.pools)
         )
-        return CompiledPlan(plan, pool_lines(plan, forms_G, self._device), groups, dtypes)
+        return DevicePlan(plan, pool_lines(plan, forms_G, self._device), groups, dtypes)
 
 
 _SHAPES_KEPT = 256
@@ -196,19 +196,10 @@ class CallShape:
 
 
 class CallShapes:
-    """Makes `CallShape`s and keeps those of late, so that steady batches send nothing.
+    """Makes a shard's `CallShape`s; keeps those of late, so that steady batches send nothing."""
 
-    Args:
-        forms, form_of: the shard's row forms, and the index of each table's.
-        device: the shard's.
-    """
-
-    def __init__(
-        self, forms: Sequence[RowForm], form_of: Sequence[int], device: torch.device
-    ) -> None:
-        self._forms = tuple(forms)
-        self._form_of = tuple(form_of)
-        self._device = device
+    def __init__(self, tables: ShardTables) -> None:
+        self._forms, self._form_of, self._device = tables.forms, tables.form_of, tables.device
         self._kept: dict[tuple[bytes, bytes], CallShape] = {}
 
     def of(self, groups: IdGroups) -> CallShape:

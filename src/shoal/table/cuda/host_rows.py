@@ -12,7 +12,7 @@ from shoal.kernels.gradients import Runs
 from shoal.table.cuda.cache import CachedForm, RowCache
 from shoal.table.cuda.calls import ShardTables
 from shoal.table.cuda.memory import DeviceMemory
-from shoal.table.cuda.ticket import Held, LiveTickets
+from shoal.table.cuda.ticket import HeldRows, LiveTickets
 from shoal.table.spec import HostRows
 
 _log = logging.getLogger("shoal.table")
@@ -56,9 +56,9 @@ class RowsOnHost:
             setting.policy,
         )
 
-    def looked_up(self, runs: Runs) -> Held:
+    def looked_up(self, runs: Runs) -> HeldRows:
         """Start to bring the rows of a lookup to the device; what its ticket is to hold."""
-        held = Held(self._admit(runs))
+        held = HeldRows(self._admit(runs))
         if self._prefetched:
             self._prefetched.popleft()
         return held
@@ -81,7 +81,7 @@ class RowsOnHost:
         held = [ticket.held.tick for ticket in self._tickets.live() if ticket.held is not None]
         return min([*held, *self._prefetched], default=None)
 
-    def places_N(self, handles_N: Tensor, rooms: Sequence[int], held: Held | None) -> Tensor:
+    def places_N(self, handles_N: Tensor, rooms: Sequence[int], held: HeldRows | None) -> Tensor:
         """Payload handles of positions; those of no ticket bring their rows now."""
         if held is None:
             self._admit(self._runs_of(handles_N, rooms))

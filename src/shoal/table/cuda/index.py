@@ -18,7 +18,7 @@ from shoal.kernels.initial_values import device_form
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.table import native
-from shoal.table.cuda.admission import Sights
+from shoal.table.cuda.admission import AdmissionCounters
 from shoal.table.cuda.calls import CallShape, ShardTables, probed
 from shoal.table.cuda.counters import Counts
 from shoal.table.cuda.eviction import (
@@ -41,7 +41,7 @@ _JOBS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Trim:
+class _TrimJobs:
     """What trimming some tables takes, on the device: jobs, and budgets as `overdrafts` reads."""
 
     jobs_EW: Tensor
@@ -71,7 +71,9 @@ class Index:
     ) -> None:
         specs = tables.specs
         self.tickets = tickets
-        self.admission = Sights([(s.hash_name, s.admission) for s in specs], tables.device)
+        self.admission = AdmissionCounters(
+            [(s.hash_name, s.admission) for s in specs], tables.device
+        )
         self._tables = tables
         self._memory = memory
         self._history = history
@@ -85,7 +87,7 @@ class Index:
             [np.iinfo(np.int64).max if s.capacity_rows is None else s.capacity_rows for s in specs],
             dtype=np.int64,
         )
-        self._trims: dict[tuple[int, ...], _Trim] = {}
+        self._trims: dict[tuple[int, ...], _TrimJobs] = {}
         # Most rows beyond its budget that each table holds because a trim ran out of memory.
         self._over_K: Counts = np.zeros(len(specs), dtype=np.int64)
 
@@ -177,10 +179,12 @@ class Index:
         self._erase(gone_M, size_1)
         self._over_K[rows_of] = 0
 
-    def _made_trim(self, tables: tuple[int, ...]) -> _Trim:
+    def _made_trim(self, tables: tuple[int, ...]) -> _TrimJobs:
         capacity_E = self._capacity_K[list(tables)]
         budgets_EW = np.stack([np.array(tables), capacity_E, capacity_E // _AHEAD], axis=1)
-        return _Trim(self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device))
+        return _TrimJobs(
+            self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
+        )
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
         scored = [

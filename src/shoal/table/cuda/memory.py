@@ -47,8 +47,8 @@ from shoal.kernels.tables import (
     ShardLayout,
 )
 from shoal.table import native
+from shoal.table.cuda.calls import ShardTables
 from shoal.table.cuda.counters import CounterReader, Counts
-from shoal.table.spec import TableSpec
 
 PIECE_BYTES = 64 << 20
 _FIRST_PIECE_BYTES = 1 << 20
@@ -127,7 +127,7 @@ METADATA_BYTES = 20  # of a row: id, version, last-seen time, count
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChunkBlock:
     """One allocation of several chunks: bytes of weights and of state, metadata in arrays."""
 
     weights: Tensor
@@ -162,7 +162,7 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
 
 def new_block(
     form: RowForm, sizes: Sequence[int], device: torch.device, host: PageLocked | None
-) -> Block:
+) -> ChunkBlock:
     """Allocate chunks; contents are whatever was there.
 
     host: where weights and state come from if not from the device.
@@ -181,7 +181,7 @@ def new_block(
     def words(dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, dtype=dtype, device=device)
 
-    return Block(
+    return ChunkBlock(
         large(form.weight_bytes),
         large(form.state_bytes),
         words(torch.int64),
@@ -192,7 +192,7 @@ def new_block(
 
 
 def chunk_columns(
-    block: Block, sizes: Sequence[int], form: RowForm, table: int
+    block: ChunkBlock, sizes: Sequence[int], form: RowForm, table: int
 ) -> NDArray[np.int64]:
     """The columns of `ShardLayout.chunks_WC` for the chunks of a block."""
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
@@ -222,7 +222,7 @@ class TableMemory:
         self.entries: Tensor = index.new_entries(_FIRST_SLOTS, device)
         self.directory: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
         self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.blocks: list[Block] = []
+        self.blocks: list[ChunkBlock] = []
         self.chunks: list[int] = []
         self.rows = 0  # that its chunks have room for
 
@@ -249,7 +249,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AllocatedGrowth:
     """A growth, the number of its first chunk, and what was allocated for it.
 
     blocks: each with the sizes of its chunks, in their order.
@@ -257,7 +257,7 @@ class Part:
 
     growth: Growth
     first: int
-    blocks: tuple[tuple[Block, tuple[int, ...]], ...]
+    blocks: tuple[tuple[ChunkBlock, tuple[int, ...]], ...]
     directory: Tensor | None
     entries: Tensor | None
 
@@ -288,10 +288,8 @@ class DeviceMemory:
     """Everything a GPU shard allocates for its tables.
 
     Args:
-        specs: the tables.
-        forms, form_of: distinct row forms, and the index of each table's.
+        tables: what the shard hosts, and where.
         seed: of the initial values.
-        device: where.
         host_rows: keep weights and state in pinned host memory, which kernels reach through
             the same addresses.
 
@@ -300,17 +298,9 @@ class DeviceMemory:
         counters: what the host knows of the device's counters.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[TableSpec],
-        forms: Sequence[RowForm],
-        form_of: Sequence[int],
-        *,
-        seed: int,
-        device: torch.device,
-        host_rows: bool = False,
-    ) -> None:
-        self.device = device
+    def __init__(self, tables: ShardTables, *, seed: int, host_rows: bool = False) -> None:
+        device = self.device = tables.device
+        specs, forms, form_of = tables.specs, tables.forms, tables.form_of
         self._host = PageLocked(device) if host_rows else None
         self._tables = [TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
@@ -489,7 +479,7 @@ class DeviceMemory:
             "(capacity_rows with on_full='lru' or 'lfu').",
         )
 
-    def _allocated(self, growth: Growth, first: int) -> Part:
+    def _allocated(self, growth: Growth, first: int) -> AllocatedGrowth:
         """Everything on the device that a growth needs; its chunks are numbered from `first`."""
         table, form, directory = self._tables[growth.table], growth.form, None
         blocks = tuple(
@@ -500,7 +490,7 @@ class DeviceMemory:
             numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
             directory = sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
         entries = index.new_entries(growth.slots, self.device) if growth.slots else None
-        return Part(growth, first, blocks, directory, entries)
+        return AllocatedGrowth(growth, first, blocks, directory, entries)
 
     def _groups_of(self, growth: Growth) -> list[tuple[int, ...]]:
         """Chunks that share an allocation."""
@@ -511,7 +501,7 @@ class DeviceMemory:
         row_bytes = max(growth.form.weight_bytes, growth.form.state_bytes)
         return [tuple(sizes) for sizes in grouped(growth.sizes, row_bytes)]
 
-    def _columns_with(self, parts: Sequence[Part]) -> Counts:
+    def _columns_with(self, parts: Sequence[AllocatedGrowth]) -> Counts:
         last = max(part.first + len(part.growth.sizes) for part in parts)
         wide = self._columns_WC.shape[1]
         while wide < last:
@@ -526,7 +516,7 @@ class DeviceMemory:
                 at += len(sizes)
         return columns_WC
 
-    def _lines_with(self, parts: Sequence[Part]) -> Counts:
+    def _lines_with(self, parts: Sequence[AllocatedGrowth]) -> Counts:
         lines_KT = self._lines_KT.copy()
         for part in parts:
             line = lines_KT[part.growth.table]
@@ -537,7 +527,7 @@ class DeviceMemory:
                 line[TABLE_MASK] = part.growth.slots - 1
         return lines_KT
 
-    def _take(self, part: Part) -> None:
+    def _take(self, part: AllocatedGrowth) -> None:
         table, growth = self._tables[part.growth.table], part.growth
         if part.directory is not None:
             retire(table.directory)

@@ -14,7 +14,7 @@ from shoal.table import checks
 from shoal.table.cuda.calls import CallShape, PlanCache, ShardTables, probed
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
-from shoal.table.cuda.ticket import Held
+from shoal.table.cuda.ticket import HeldRows
 
 
 class Reader:
@@ -45,13 +45,13 @@ class Reader:
         outs = self._outs(shape)
         for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
             rows_G = None if len(shape.tables) == 1 else starts_G
-            rows.gather_found(
+            rows.gather(
                 self._memory.layout,
                 self._tables.forms[form],
                 call,
-                found_N,
                 out,
-                rows_G,
+                out_rows_G=rows_G,
+                found_N=found_N,
                 global_step=global_step,
             )
         return self._by_group(shape, outs), found_N
@@ -64,7 +64,7 @@ class Reader:
         global_step: int,
         *,
         initial: bool,
-        held: Held | None = None,
+        held: HeldRows | None = None,
     ) -> tuple[Tensor, ...]:
         """Rows of handles, one [n_g, D_g] per group; -1 reads as zeros or as the initial value.
 
@@ -76,15 +76,15 @@ class Reader:
                 self._memory.layout,
                 self._tables.forms[form],
                 call,
-                places_N,
                 out,
-                None if len(shape.forms) == 1 else starts_G,
+                out_rows_G=None if len(shape.forms) == 1 else starts_G,
+                handles_N=places_N,
                 initial=initial,
                 global_step=global_step,
             )
         return self._by_group(shape, outs)
 
-    def _places_N(self, shape: CallShape, handles_N: Tensor, held: Held | None) -> Tensor:
+    def _places_N(self, shape: CallShape, handles_N: Tensor, held: HeldRows | None) -> Tensor:
         """Where the rows of these handles are read: at home, but for a cache's rows."""
         if self._host is None:
             return handles_N
@@ -116,7 +116,7 @@ class Reader:
         global_step: int,
         *,
         initial: bool,
-        held: Held | None = None,
+        held: HeldRows | None = None,
     ) -> tuple[Tensor, ...]:
         """`rows`, pooled: one [B, width] per output."""
         compiled = self.plans.of(plan, shape.tables)

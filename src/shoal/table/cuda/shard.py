@@ -97,14 +97,7 @@ class CudaShard:
         self._host_rows = host_rows
         self._last_step = 0
         with native.enough_memory("indexes of a GPU shard", where):
-            self._memory = DeviceMemory(
-                tables.specs,
-                tables.forms,
-                tables.form_of,
-                seed=seed,
-                device=where,
-                host_rows=host_rows is not None,
-            )
+            self._memory = DeviceMemory(tables, seed=seed, host_rows=host_rows is not None)
         if where.type == "cuda":
             # Pinned memory goes back to torch at once, but kernels may yet write to it.
             weakref.finalize(self._memory, torch.cuda.synchronize, where).atexit = False
@@ -112,7 +105,7 @@ class CudaShard:
         if host_rows is not None:
             host = RowsOnHost(tables, memory, tickets, host_rows)
         self._host = host
-        self._shapes = CallShapes(tables.forms, tables.form_of, where)
+        self._shapes = CallShapes(tables)
         self._turns = Turns(where)
         self._history = History(tables, memory, self._turns, host)
         self._index = Index(tables, memory, self._history, host, tickets)
@@ -219,15 +212,15 @@ class CudaShard:
     def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Read the ticket's rows now: one [n_g, D_g] per group."""
         with self._turns:
-            own = self._own(ticket)
-            return self._reader.rows(
-                own.shape,
-                own.shape.groups(own.groups.ids_N),
-                own.handles_N,
-                ctx.global_step,
-                initial=self._index.may_refuse(own.shape.tables),
-                held=own.held,
-            )
+            own, call, initial = self._to_read(ticket)
+            rows = (own.shape, call, own.handles_N, ctx.global_step)
+            return self._reader.rows(*rows, initial=initial, held=own.held)
+
+    def _to_read(self, ticket: object) -> tuple[CudaTicket, CallGroups, bool]:
+        """A ticket, its groups, and whether some of its ids may have no row."""
+        own = self._own(ticket)
+        refused = self._index.may_refuse(own.shape.tables)
+        return own, own.shape.groups(own.groups.ids_N), refused
 
     def gather_pooled(
         self,
@@ -240,17 +233,10 @@ class CudaShard:
     ) -> tuple[Tensor, ...]:
         """Read and pool the ticket's rows now: one [B, width] per output."""
         with self._turns:
-            own = self._own(ticket)
+            own, call, initial = self._to_read(ticket)
+            bags = (plan, offsets_GB1, weights_N, ctx.global_step)
             return self._reader.pooled(
-                own.shape,
-                own.shape.groups(own.groups.ids_N),
-                own.handles_N,
-                plan,
-                offsets_GB1,
-                weights_N,
-                ctx.global_step,
-                initial=self._index.may_refuse(own.shape.tables),
-                held=own.held,
+                own.shape, call, own.handles_N, *bags, initial=initial, held=own.held
             )
 
     def prefetch(self, groups: IdGroups) -> None:
@@ -604,7 +590,7 @@ class CudaShard:
     def cache_stats(self) -> CacheStats:
         """What the cache of rows on the host did so far; all 0 without one."""
         with self._turns:
-            return CacheStats() if self._host is None else self._host.cache.stats()
+            return CacheStats(0, 0, 0, 0, 0, 0) if self._host is None else self._host.cache.stats()
 
     # What changed
 

@@ -17,7 +17,7 @@ from shoal.uncompiled import uncompiled
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRows:
     """What a ticket holds in a cache: its tick, and payload handles as of some `moves`."""
 
     tick: int
@@ -68,7 +68,7 @@ class CudaTicket:
         event_time_s: int,
         runs: Callable[[torch.cuda.Stream | None], Runs],
         stream: torch.cuda.Stream | None,
-        held: Held | None,
+        held: HeldRows | None,
     ) -> None:
         self.shard = shard
         self.groups = groups

@@ -1,6 +1,8 @@
 #pragma once
-// The distribution operations, bound one family a file. Addresses arrive checked by shoal.ops.
+// What the files that bind the core to Python share. Tensors arrive as addresses that Python has
+// checked.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +10,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "buffers.h"
 
 namespace shoal {
 
@@ -17,14 +21,14 @@ using Sizes = std::vector<std::int64_t>;
 using Release = nanobind::call_guard<nanobind::gil_scoped_release>;
 
 template <class T>
-T* at_address(Address address) {
+T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
 template <class T>
 std::vector<T*> all_at(const Addresses& addresses) {
-  std::vector<T*> result;
-  for (const Address address : addresses) result.push_back(at_address<T>(address));
+  std::vector<T*> result(addresses.size());
+  for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at<T>(addresses[i]);
   return result;
 }
 
@@ -53,6 +57,20 @@ struct Wired<function> {
   }
 };
 
+// A torch tensor over pooled memory, which returns to the pool with the tensor.
+template <class T, class... Size>
+nanobind::ndarray<nanobind::pytorch, T> pooled(Size... shape) {
+  auto* block = new Block(Buffers::instance().take((shape * ... * sizeof(T))));
+  const nanobind::capsule owner(block, [](void* p) noexcept {
+    auto* returned = static_cast<Block*>(p);
+    Buffers::instance().give_back(std::move(*returned));
+    delete returned;
+  });
+  return nanobind::ndarray<nanobind::pytorch, T>(block->data(), {shape...}, owner);
+}
+
+void bind_checksums(nanobind::module_& m);
+void bind_shared_memory(nanobind::module_& m);
 void bind_ids_ops(nanobind::module_& m);
 void bind_rows_ops(nanobind::module_& m);
 void bind_segment_ops(nanobind::module_& m);
