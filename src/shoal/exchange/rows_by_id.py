@@ -173,41 +173,6 @@ def check_call(
     return [checks.grads(rows, shapes, device) for rows in values]
 
 
-def flat_values(
-    groups: IdGroups, parts: Sequence[Tensor], real: torch.dtype, specs: Sequence[TableSpec]
-) -> Tensor:
-    """Rows of the groups of one dtype, one after the other; no parts: nobody has ids."""
-    tables = groups.tables_G.tolist()
-    own = [
-        part.reshape(-1)
-        for part, table in zip(parts, tables, strict=bool(parts))
-        if real_dtype(specs[table]) is real
-    ]
-    return torch.cat([torch.empty(0, dtype=real, device=groups.ids_N.device), *own])
-
-
-def by_position(packed: Packed, replies: Sequence[Tensor], other: int) -> Tensor:
-    """What the owners of each id's first columns replied, int32 [N]; else `other`."""
-    numbers_N = torch.full_like(packed.rows.groups.ids_N, other, dtype=torch.int32)
-    for position_n, first_n, data in zip(packed.positions, packed.firsts, replies, strict=True):
-        numbers_N[position_n[first_n]] = data[first_n].to(torch.int32)
-    return numbers_N
-
-
-def rows_by_position(
-    packed: Packed, replies: Sequence[Tensor], specs: Sequence[TableSpec]
-) -> tuple[Tensor, ...]:
-    """Rows [n, D] of each group, of the flat rows that came back for each buffer."""
-    device = packed.rows.groups.ids_N.device
-    flats = {
-        real: torch.zeros(count, dtype=real, device=device)
-        for real, count in packed.rows.floats.items()
-    }
-    for elements_E, data in zip(packed.elements, replies, strict=True):
-        flats[data.dtype][elements_E] = data
-    return tuple(packed.rows.split(flats, specs))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
     """A call that reached this rank: its ids, and sets of rows [n, D] of their groups."""
@@ -259,8 +224,16 @@ class RowsOverRanks:
         buffers = [*reply_buffers(call.transfer, rows)[0], *self._numbers(call, found.found_N)[0]]
         replies = send_rows(self._collectives, buffers, None, what=_REPLIES).wait()
         packed, half = call.packed, len(self._plan.buffers)
-        there_N = by_position(packed, replies[half:], 0)
-        return Found(rows_by_position(packed, replies[:half], self.specs), there_N != 0)
+        flats = {
+            real: torch.zeros(count, dtype=real, device=self.device)
+            for real, count in packed.rows.floats.items()
+        }
+        for layout, elements_E, data in zip(
+            self._plan.buffers, packed.elements, replies[:half], strict=True
+        ):
+            flats[layout.real][elements_E] = data
+        there_N = self._by_position(call, replies[half:], 0)
+        return Found(tuple(packed.rows.split(flats, self.specs)), there_N != 0)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins, of ranks the highest."""
@@ -293,7 +266,7 @@ class RowsOverRanks:
         )
         away, home = self._numbers(call, status[0])
         replies = send_rows(self._collectives, away, None, what=_REPLIES).wait()
-        return by_position(call.packed, (*replies, *home), -1)
+        return self._by_position(call, (*replies, *home), -1)
 
     def apply_ids(
         self,
@@ -474,7 +447,7 @@ class RowsOverRanks:
         found = collectives.all_to_all(transfer.id_parts(dtype), what=method)
         rows = [
             RowBuffer(
-                flat_values(groups, parts, layout.real, self.specs)[elements_E],
+                self._flat(groups, parts, layout.real)[elements_E],
                 layout.dims,
                 *transfer.sizes_of(layout),
                 to_all=buffer.to_all,
@@ -504,6 +477,24 @@ class RowsOverRanks:
         ones = [(1,) * len(layout.tables) for layout in self._plan.buffers]
         rows = torch.split(numbers_N.to(torch.int32), sizes)
         return reply_buffers(call.transfer, rows, ones)
+
+    def _by_position(self, call: Arrived, replies: Sequence[Tensor], other: int) -> Tensor:
+        """What the owners of each id's first columns replied, int32 [N]; else `other`."""
+        packed = call.packed
+        numbers_N = torch.full_like(packed.rows.groups.ids_N, other, dtype=torch.int32)
+        for position_n, first_n, data in zip(packed.positions, packed.firsts, replies, strict=True):
+            numbers_N[position_n[first_n]] = data[first_n]
+        return numbers_N
+
+    def _flat(self, groups: IdGroups, parts: Sequence[Tensor], real: torch.dtype) -> Tensor:
+        """Rows of the groups of one dtype, one after the other; no parts: nobody has ids."""
+        tables = groups.tables_G.tolist()
+        own = [
+            part.reshape(-1)
+            for part, table in zip(parts, tables, strict=bool(parts))
+            if real_dtype(self.specs[table]) is real
+        ]
+        return torch.cat([torch.empty(0, dtype=real, device=self.device), *own])
 
     def _together(self, method: str, work: Callable[[], T]) -> list[T]:
         """Do this rank's part, then learn how the others' went."""

@@ -29,16 +29,10 @@ from shoal.exchange.partition import (
 from shoal.exchange.received import ReceivedRows
 from shoal.exchange.received_plan import HostedColumns
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
-from shoal.exchange.rows_by_id import (
-    Packed,
-    by_position,
-    check_call,
-    flat_values,
-    pack,
-    rows_by_position,
-)
+from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
 from shoal.lookup import PoolPlan
+from shoal.placement import hash_ids, ranks_of
 from shoal.ps.messages import (
     REALS,
     UPDATES,
@@ -205,7 +199,6 @@ class RowsOverServers:
         self.last_step = 0
         self.wire = wire or Wire()
         self.placement = spread_over(self.specs, servers.count)
-        self._plan = self.send_plan(tuple(range(len(self.specs))))
 
     def send_plan(self, tables_G: tuple[int, ...]) -> SendPlan:
         """The buffers of calls whose groups are of these tables."""
@@ -213,12 +206,8 @@ class RowsOverServers:
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
-        packed, replies = self._call("find", groups, (), None, StepContext())
-        rows = [part.rows for part in replies]
-        found = [part.flags[0] for part in replies]
-        there_N = by_position(packed, _joined(packed.outgoing, found, ids=True), 0)
-        flats = _joined(packed.outgoing, rows)
-        return Found(rows_by_position(packed, flats, self.specs), there_N != 0)
+        split, answers = self._call("find", groups, (), None, StepContext())
+        return Found(split.rows(answers), split.flags(answers, False, torch.bool))
 
     def apply_ids(
         self,
@@ -230,9 +219,8 @@ class RowsOverServers:
         seen_weights: Sequence[Tensor] | None = None,
     ) -> None:
         """One optimizer step per row; missing ids are inserted (admission applies)."""
-        counted_N = torch.ones_like(groups.ids_N) if counts_N is None else counts_N
         values = [grads] if seen_weights is None else [grads, seen_weights]
-        self._call("apply", groups, values, counted_N, ctx)
+        self._call("apply", groups, values, counts_N, ctx)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins."""
@@ -246,9 +234,8 @@ class RowsOverServers:
         """Initial value and state again: int32 [N] in input order: 1 existed, 0 inserted,
         -1 of a table that does not exist.
         """
-        packed, replies = self._call("reinitialize", groups, (), None, ctx)
-        status = _joined(packed.outgoing, [part.flags[0] for part in replies], ids=True)
-        return by_position(packed, status, -1)
+        split, answers = self._call("reinitialize", groups, (), None, ctx)
+        return split.flags(answers, -1, torch.int32)
 
     def evict(self, now_s: int) -> int:
         """Drop rows expired at event time `now_s`; how many."""
@@ -326,14 +313,14 @@ class RowsOverServers:
             for (start, stop), table, grad in zip(
                 cuts, ticket.groups.tables_G.tolist(), record.grads, strict=True
             ):
+                ids_n, count_n = ticket.groups.ids_N[start:stop], counts_N[start:stop] * once
                 keep_n = ticket.admitted_N[start:stop]
-                parts = (
-                    ticket.groups.ids_N[start:stop][keep_n],
-                    grad[keep_n] * record.scale if record.scale != 1.0 else grad[keep_n],
-                    counts_N[start:stop][keep_n] * once,
-                )
-                tables.setdefault(table, []).append(parts)
-        found = {table: _summed(parts) for table, parts in sorted(tables.items())}
+                if not keep_n.all():
+                    ids_n, grad, count_n = ids_n[keep_n], grad[keep_n], count_n[keep_n]
+                grad = grad if record.scale == 1.0 else grad * record.scale
+                tables.setdefault(table, []).append((ids_n, grad, count_n))
+        distinct = len(records) == 1  # a lookup's ids are
+        found = {k: _summed(parts, distinct=distinct) for k, parts in sorted(tables.items())}
         return SummedGrads(
             tuple(found),
             tuple(part[0] for part in found.values()),
@@ -357,30 +344,20 @@ class RowsOverServers:
         for record in records:
             record.ticket.end()
 
-    def ask(
-        self,
-        head: Head,
-        outgoing: Outgoing,
-        sets: Sequence[Sequence[Tensor]],
-        *,
-        counted: bool,
-    ) -> list[Answer]:
-        """Ids and sets of flat rows of each buffer to their servers; what each replies."""
+    def ask(self, head: Head, parts: Sequence[_Part], *, counted: bool, sets: int) -> list[Answer]:
+        """Each server's part of a call; what it replies. Who has no ids is not asked."""
         reply = self.wire.rows if head.method in ("find", "lookup") else None
         kind = self.wire.grads if head.method == "apply" else None
-        head = head.model_copy(
-            update={"counted": counted, "sets": len(sets), "wire": kind, "reply": reply}
-        )
-        parts = _by_server(outgoing, sets, self.servers.count)
+        same = {"counted": counted, "sets": sets, "wire": kind, "reply": reply}
         requests: list[Asked | None] = []
         for part in parts:
-            if not sum(part.sizes) and head.method != "hello":
+            if not part.ids_n.numel():
                 requests.append(None)
                 continue
+            own = head.model_copy(update={**same, "tables": part.tables, "sizes": part.sizes})
             frames = [memory(part.ids_n)]
             if counted:
                 frames.append(memory(part.counts_n.to(torch.int32)))
-            own = head.model_copy(update={"tables": part.tables, "sizes": part.sizes})
             segments = [own.segments(self.specs, real) for real in REALS]
             for flats in part.sets:
                 frames += rows_to_frames(segments, flats, kind)
@@ -398,20 +375,13 @@ class RowsOverServers:
         values: Sequence[Sequence[Tensor]],
         counts_N: Tensor | None,
         ctx: StepContext,
-    ) -> tuple[Packed, list[Answer]]:
+    ) -> tuple[_Split, list[Answer]]:
         named = "apply_ids" if method == "apply" else method
         ready = check_call(named, groups, values, counts_N, ctx, self.specs, _CPU)
-        counted_N = torch.zeros_like(groups.ids_N) if counts_N is None else counts_N
-        packed = pack(self._plan, groups, counted_N, self.specs, to_all=True)
-        sets = [
-            [
-                flat_values(groups, parts, layout.real, self.specs)[elements_E]
-                for layout, elements_E in zip(self._plan.buffers, packed.elements, strict=True)
-            ]
-            for parts in ready
-        ]
-        head = head_of(method, ctx)
-        return packed, self.ask(head, packed.outgoing, sets, counted=counts_N is not None)
+        split = _Split(groups, self.specs, self.servers.count)
+        parts = split.parts(counts_N, ready)
+        counted = counts_N is not None
+        return split, self.ask(head_of(method, ctx), parts, counted=counted, sets=len(ready))
 
     def _all(self, method: Method, argument: int = 0, id: int = 0) -> list[Reply]:
         head = Head(method=method, argument=argument, id=id)
@@ -446,38 +416,116 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a server replied: flat rows of each buffer, and flags of each id."""
+    """What a server replied: flat rows of each dtype of `REALS`, and flags of each id."""
 
     rows: list[Tensor]
     flags: list[Tensor]
 
 
-def _by_server(outgoing: Outgoing, sets: Sequence[Sequence[Tensor]], servers: int) -> list[_Part]:
+class _Split:
+    """A call's groups by server: which of their positions go to which, in order.
+
+    Groups of tables that do not exist go nowhere.
+    """
+
+    def __init__(self, groups: IdGroups, specs: Sequence[TableSpec], servers: int) -> None:
+        self.groups, self.specs, self.servers = groups, specs, servers
+        cuts = pairwise(groups.splits_G1.tolist())
+        found = enumerate(zip(cuts, groups.tables_G.tolist(), strict=True))
+        self.spans = [(n, *cut, k) for n, (cut, k) in found if 0 <= k < len(specs)]
+        self.orders: list[Tensor | None] = []  # None: as they are, for one server has all
+        self.sizes: list[list[int]] = []
+        for _, start, stop, table in self.spans:
+            hashes_n = hash_ids(specs[table].hash_name, groups.ids_N[start:stop])
+            owner_n = ranks_of(hashes_n, servers)
+            sizes = torch.bincount(owner_n, minlength=servers).tolist()
+            self.sizes.append(sizes)
+            alone = max(sizes) == stop - start
+            self.orders.append(None if alone else owner_n.argsort(stable=True))
+
+    def parts(self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]) -> list[_Part]:
+        """Each server's share of ids, occurrences and rows."""
+        ids = self._by_server(self._of_groups(self.groups.ids_N))
+        counts = ids if counts_N is None else self._by_server(self._of_groups(counts_N))
+        rows = [self._by_server([one[n] for n, *_ in self.spans]) for one in sets]
+        tables = tuple(table for *_, table in self.spans)
+        return [
+            _Part(
+                tables,
+                tuple(sizes[server] for sizes in self.sizes),
+                _cat(ids[server]),
+                _cat(counts[server]),
+                [_by_real(one[server]) for one in rows],
+            )
+            for server in range(self.servers)
+        ]
+
+    def rows(self, answers: Sequence[Answer]) -> tuple[Tensor, ...]:
+        """Rows [n, D] of each group."""
+        pieces: list[list[Tensor]] = [[] for _ in self.spans]
+        for server, answer in enumerate(answers):
+            for real, flat in zip(REALS, answer.rows, strict=True):
+                own = [
+                    (g, self.sizes[g][server], self.specs[table].dim)
+                    for g, (*_, table) in enumerate(self.spans)
+                    if real_dtype(self.specs[table]) is real
+                ]
+                cut = torch.split(flat, [n * dim for _, n, dim in own])
+                for (g, n, dim), piece in zip(own, cut, strict=True):
+                    pieces[g].append(piece.view(n, dim))
+        return tuple(self._in_order(g, parts) for g, parts in enumerate(pieces))
+
+    def flags(self, answers: Sequence[Answer], other: int, dtype: torch.dtype) -> Tensor:
+        """Each position's flag; `other` of groups that went nowhere."""
+        flags_N = torch.full_like(self.groups.ids_N, other, dtype=dtype)
+        sizes = [[one[server] for one in self.sizes] for server in range(self.servers)]
+        cut = [torch.split(a.flags[0], cut) for a, cut in zip(answers, sizes, strict=True)]
+        for g, (_, start, stop, _) in enumerate(self.spans):
+            flags_N[start:stop] = self._in_order(g, [parts[g] for parts in cut])
+        return flags_N
+
+    def _of_groups(self, values_N: Tensor) -> list[Tensor]:
+        return [values_N[start:stop] for _, start, stop, _ in self.spans]
+
+    def _by_server(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Of each server, its part of each group's values."""
+        cut = [
+            torch.split(part if order is None else part[order], sizes)
+            for part, order, sizes in zip(values, self.orders, self.sizes, strict=True)
+        ]
+        return [[parts[server] for parts in cut] for server in range(self.servers)]
+
+    def _in_order(self, group: int, parts: Sequence[Tensor]) -> Tensor:
+        order, joined = self.orders[group], _cat(parts)
+        if order is None:
+            return joined
+        return torch.empty_like(joined).index_copy_(0, order, joined)
+
+
+def _by_real(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of each dtype of `REALS`, one after the other."""
+    own = [[part.reshape(-1) for part in parts if part.dtype is real] for real in REALS]
+    return [
+        _cat(some) if some else torch.empty(0, dtype=r) for some, r in zip(own, REALS, strict=True)
+    ]
+
+
+def _parts_of(outgoing: Outgoing) -> list[_Part]:
+    """Each server's share of a lookup's distinct ids, by buffer and table."""
     layouts = outgoing.plan.buffers
     sizes = [buffer.sizes_WK.sum(1).tolist() for buffer in outgoing.buffers]
-    floats = [
-        (buffer.sizes_WK @ layout.dims_K).tolist()
-        for layout, buffer in zip(layouts, outgoing.buffers, strict=True)
-    ]
     ids = [torch.split(b.ids_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
     counts = [torch.split(b.counts_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
-    rows = [[torch.split(flat, cut) for flat, cut in zip(one, floats, strict=True)] for one in sets]
-    reals = [layout.real for layout in layouts]
     return [
         _Part(
             tuple(table.table for layout in layouts for table in layout.tables),
             tuple(n for buffer in outgoing.buffers for n in buffer.sizes_WK[server].tolist()),
             _cat([part[server] for part in ids]),
             _cat([part[server] for part in counts]),
-            [_by_real(reals, [flat[server] for flat in one]) for one in rows],
+            [],
         )
-        for server in range(servers)
+        for server in range(outgoing.plan.world_size)
     ]
-
-
-def _by_real(reals: Sequence[torch.dtype], flats: Sequence[Tensor]) -> list[Tensor]:
-    own = dict(zip(reals, flats, strict=True))
-    return [own.get(real, torch.empty(0, dtype=real)) for real in REALS]
 
 
 def _answer(
@@ -502,24 +550,6 @@ def _answer(
     )
 
 
-def _joined(outgoing: Outgoing, answers: Sequence[Any], *, ids: bool = False) -> list[Tensor]:
-    """Of each buffer, what all servers replied, one after the other.
-
-    answers: each server's flat rows by dtype; with `ids`, a flag of each id.
-    """
-    joined = []
-    for number, layout in enumerate(outgoing.plan.buffers):
-        if not ids:
-            joined.append(_cat([answer[REALS.index(layout.real)] for answer in answers]))
-            continue
-        parts = []
-        for server, flags in enumerate(answers):
-            sizes = [int(buffer.sizes_WK[server].sum()) for buffer in outgoing.buffers]
-            parts.append(flags[sum(sizes[:number]) : sum(sizes[: number + 1])])
-        joined.append(_cat(parts))
-    return joined
-
-
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
@@ -537,10 +567,12 @@ def _chunk(spec: TableSpec, frames: Frames) -> RowChunk:
     return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
 
 
-def _summed(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids in order of first appearance, sums and counts; one part of distinct ids as it is."""
-    ids, grads, counts = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    if len(parts) == 1:
+def _summed(
+    parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, distinct: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, sums and counts."""
+    ids, grads, counts = (_cat(columns) for columns in zip(*parts, strict=True))
+    if distinct:
         return ids, grads, counts
     unique, at_N = torch.unique(ids, return_inverse=True)
     sums = torch.zeros(len(unique), grads.shape[1], dtype=grads.dtype).index_add_(0, at_N, grads)
@@ -595,8 +627,10 @@ class ServerExchange:
         outgoing = sending.outgoing
         assert outgoing is not None
         method: Method = "lookup" if sending.insert else "find"
-        answers = self._rows.ask(head_of(method, sending.ctx), outgoing, (), counted=sending.insert)
-        groups, counts_N = _groups(outgoing)
+        parts = _parts_of(outgoing)
+        head = head_of(method, sending.ctx)
+        answers = self._rows.ask(head, parts, counted=sending.insert, sets=0)
+        groups, counts_N = _groups(parts)
         if sending.insert:
             admitted_N, found_N = (
                 torch.cat([answer.flags[k] for answer in answers]) for k in range(2)
@@ -606,7 +640,8 @@ class ServerExchange:
             )
         else:
             ticket = ReadTicket(groups, counts_N)
-        rows = _joined(outgoing, [answer.rows for answer in answers])
+        reals = [REALS.index(layout.real) for layout in outgoing.plan.buffers]
+        rows = [_cat([answer.rows[real] for answer in answers]) for real in reals]
         sizes = Sizes(outgoing.buffers[0].sizes_WK, outgoing.buffers[0].sizes_WK)
         return Route(
             sending.request,
@@ -679,9 +714,8 @@ def _transfer(route: Route) -> ServerTransfer:
     return route.transfer
 
 
-def _groups(outgoing: Outgoing) -> tuple[IdGroups, Tensor]:
-    """Groups by server, buffer and table, and how often each id occurs."""
-    parts = _by_server(outgoing, (), outgoing.plan.world_size)
+def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
+    """All servers' groups, one after the other, and how often each id occurs."""
     sizes = torch.tensor([0, *(n for part in parts for n in part.sizes)])
     tables = torch.tensor([k for part in parts for k in part.tables], dtype=torch.int32)
     groups = IdGroups(_cat([part.ids_n for part in parts]), sizes.cumsum(0), tables)
