@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import errors
@@ -55,6 +56,30 @@ class Secret:
     """
 
     token: str = field(repr=False)
+
+    @classmethod
+    def of_file(cls, path: str | None) -> Secret | None:
+        """What a file holds, but for blanks around it; None of no file.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        if path is None:
+            return None
+        try:
+            token = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            token, reason = "", str(error)
+        else:
+            reason = "an empty file"
+        if not token:
+            raise ConfigError(
+                "file of a token",
+                got=f"{path}: {reason}",
+                allowed="a file with a text of any length",
+                remedy="Give servers and workers one file that only they can read.",
+            )
+        return cls(token)
 
     def _server_key(self) -> bytes:
         from zmq.utils import z85

@@ -334,12 +334,12 @@ class RowsOverServers:
         """`apply` with sums that the caller may have changed; ends the records' tickets."""
         sizes = [ids.numel() for ids in summed.ids]
         groups = IdGroups(
-            torch.cat([torch.empty(0, dtype=torch.int64), *summed.ids]),
-            torch.tensor([0, *sizes]).cumsum(0),
-            torch.tensor(summed.tables, dtype=torch.int32),
+            torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *summed.ids]),
+            torch.tensor([0, *sizes], device="cpu").cumsum(0),
+            torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
         )
         latest_s = max([ctx.event_time_s, *(_time(record) for record in records)])
-        counts_N = torch.cat([torch.empty(0, dtype=torch.int64), *summed.counts])
+        counts_N = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *summed.counts])
         self.apply_ids(groups, summed.sums, counts_N, ctx=replace(ctx, event_time_s=latest_s))
         for record in records:
             record.ticket.end()
@@ -506,7 +506,8 @@ def _by_real(parts: Sequence[Tensor]) -> list[Tensor]:
     """Rows of each dtype of `REALS`, one after the other."""
     own = [[part.reshape(-1) for part in parts if part.dtype is real] for real in REALS]
     return [
-        _cat(some) if some else torch.empty(0, dtype=r) for some, r in zip(own, REALS, strict=True)
+        _cat(some) if some else torch.empty(0, dtype=r, device="cpu")
+        for some, r in zip(own, REALS, strict=True)
     ]
 
 
@@ -538,8 +539,8 @@ def _answer(
     flag = torch.int32 if method == "reinitialize" else torch.bool
     flags = {"find": 1, "lookup": 2, "reinitialize": 1}[method]
     if not frames:
-        none = [torch.empty(0, dtype=real) for real in REALS]
-        return Answer(none, [torch.empty(0, dtype=flag)] * flags)
+        none = [torch.empty(0, dtype=real, device="cpu") for real in REALS]
+        return Answer(none, [torch.empty(0, dtype=flag, device="cpu")] * flags)
     head = Head(method="find", tables=part.tables, sizes=part.sizes)
     rows: list[Tensor] = []
     if method != "reinitialize":
@@ -575,8 +576,8 @@ def _summed(
     if distinct:
         return ids, grads, counts
     unique, at_N = torch.unique(ids, return_inverse=True)
-    sums = torch.zeros(len(unique), grads.shape[1], dtype=grads.dtype).index_add_(0, at_N, grads)
-    return unique, sums, torch.zeros(len(unique), dtype=torch.int64).index_add_(0, at_N, counts)
+    sums = grads.new_zeros(len(unique), grads.shape[1]).index_add_(0, at_N, grads)
+    return unique, sums, counts.new_zeros(len(unique)).index_add_(0, at_N, counts)
 
 
 def _time(record: GradRecord) -> int:
@@ -716,9 +717,10 @@ def _transfer(route: Route) -> ServerTransfer:
 
 def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
     """All servers' groups, one after the other, and how often each id occurs."""
-    sizes = torch.tensor([0, *(n for part in parts for n in part.sizes)])
-    tables = torch.tensor([k for part in parts for k in part.tables], dtype=torch.int32)
-    groups = IdGroups(_cat([part.ids_n for part in parts]), sizes.cumsum(0), tables)
+    sizes = torch.tensor([0, *(n for part in parts for n in part.sizes)], device="cpu")
+    tables = [k for part in parts for k in part.tables]
+    tables_G = torch.tensor(tables, dtype=torch.int32, device="cpu")
+    groups = IdGroups(_cat([part.ids_n for part in parts]), sizes.cumsum(0), tables_G)
     return groups, _cat([part.counts_n for part in parts])
 
 
