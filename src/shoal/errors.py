@@ -13,6 +13,7 @@ ShoalError
 ├── TicketError           a ticket was used after its end or by another shard
 ├── CheckpointError       saved state is missing, damaged or of another model
 ├── CollectiveFailed      ranks did not finish a collective together          (RuntimeError)
+├── ServerLost            a server gave no answer in time            (RuntimeError)
 ├── OutOfDeviceMemory     a device allocation failed; the shard is unchanged
 └── DeviceUnavailable     a requested device or backend is not available
 
@@ -36,6 +37,7 @@ __all__ = [
     "LaunchError",
     "NonFiniteGradient",
     "OutOfDeviceMemory",
+    "ServerLost",
     "ShapeError",
     "ShoalError",
     "TableFull",
@@ -114,6 +116,10 @@ class CollectiveFailed(ShoalError, RuntimeError):
 
     The ranks no longer agree on what was sent, so the job ends here and resumes from a checkpoint.
     """
+
+
+class ServerLost(ShoalError, RuntimeError):
+    """A server gave no answer in time: it is down, or cannot be reached."""
 
 
 class OutOfDeviceMemory(ShoalError, MemoryError):

@@ -495,8 +495,22 @@ def _by_default(value: Any) -> Any:
     return {"default": value} if isinstance(value, str) else value
 
 
+class ServersSettings(Section):
+    """Parameter servers that hold the model's rows, under `distributed.path=ps`.
+
+    `addresses` in order of the servers' indices; `token_file` holds what the servers were given.
+    A request without a reply within `reply_s` is sent again, `repeats` times.
+    """
+
+    addresses: tuple[str, ...] = ()
+    token_file: str | None = None
+    reply_s: Seconds = 30.0
+    repeats: Few = 5
+
+
 class DistributedSettings(Section):
-    """What matters when a run has several ranks; one rank alone reads `staleness` only.
+    """What matters when a run has several ranks; one rank alone reads `staleness` and what
+    concerns parameter servers.
 
     `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's.
     """
@@ -508,7 +522,8 @@ class DistributedSettings(Section):
     per_sender_steps: bool = False
     staleness: Few = 0
     wire: WireSettings = Field(default_factory=WireSettings)
-    path: Literal["auto", "torch", "shared_memory", "mpi"] = "auto"
+    path: Literal["auto", "torch", "shared_memory", "mpi", "ps"] = "auto"
+    servers: ServersSettings = Field(default_factory=ServersSettings)
     dense: Literal["ddp", "fsdp2"] = "ddp"
     timeout_s: Seconds | None = None
     pin_cores: bool = True

@@ -242,7 +242,8 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: holds one or more `EmbeddingCollection`s, or none. Collections that share a shard
-            continue to share one.
+            continue to share one; those that were distributed before, over parameter servers,
+            stay as they are.
         placement: where tables are: a `Placement` of all tables; or table name -> "row_wise",
             "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel" (others
             row-wise); None splits the rows of all tables over all ranks.
@@ -299,9 +300,12 @@ class DistributedModelParallel(nn.Module):
         self._splits_dense = False
         self._dense = Calls()
         launch = self.mesh.launch
-        families = families_of(
-            self.collections(), placement, self.mesh.world_size, launch.local_world_size
-        )
+        own = {
+            name: part
+            for name, part in self.collections().items()
+            if not part.distributed  # by their owner before: on servers, say, that all ranks share
+        }
+        families = families_of(own, placement, self.mesh.world_size, launch.local_world_size)
         if self.mesh.world_size > 1:
             self._require_same_tables(families)
             self._require_same_dense()

@@ -141,6 +141,38 @@ def pack(
     return Packed(Outgoing(plan, buffers, groups.ids_N[:0]), rows, places, elements, firsts)
 
 
+def check_call(
+    method: str,
+    groups: IdGroups,
+    values: Sequence[Sequence[Tensor]],
+    counts_N: Tensor | None,
+    ctx: StepContext,
+    specs: Sequence[TableSpec],
+    device: torch.device,
+) -> list[Sequence[Tensor]]:
+    """What a shard would check, before anything is sent; the values, as they are sent.
+
+    Raises:
+        InputError: what a shard of these tables on this device refuses.
+    """
+    scalars.event_time(ctx.event_time_s)
+    if groups.ids_N.device != device:
+        remedy = "Move them to the shard's device."
+        raise DTypeError("device of ids", got=groups.ids_N.device, allowed=device, remedy=remedy)
+    if method != "reinitialize":
+        for table in groups.tables_G.tolist():
+            checks.table_index(table, len(specs))
+    if counts_N is not None:
+        checks.counts(groups, counts_N)
+    checks.rates(ctx, specs)
+    if not values:
+        return []
+    sizes: list[int] = groups.splits_G1.diff().tolist()
+    named = [specs[table] for table in groups.tables_G.tolist()]
+    shapes = [((n, spec.dim), real_dtype(spec)) for n, spec in zip(sizes, named, strict=True)]
+    return [checks.grads(rows, shapes, device) for rows in values]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
     """A call that reached this rank: its ids, and sets of rows [n, D] of their groups."""
@@ -391,7 +423,7 @@ class RowsOverRanks:
         wrong: ShoalError | None = None
         here, ready = groups, list(values)
         try:
-            ready = self._checked(method, groups, values, counts_N, ctx)
+            ready = check_call(method, groups, values, counts_N, ctx, self.specs, self.device)
         except ShoalError as error:
             wrong = error
             here = IdGroups(
@@ -436,33 +468,6 @@ class RowsOverRanks:
             ),
             replace(ctx, event_time_s=known.time_s),
         )
-
-    def _checked(
-        self,
-        method: str,
-        groups: IdGroups,
-        values: Sequence[Sequence[Tensor]],
-        counts_N: Tensor | None,
-        ctx: StepContext,
-    ) -> list[Sequence[Tensor]]:
-        """What a shard would check, before anything is sent."""
-        scalars.event_time(ctx.event_time_s)
-        if groups.ids_N.device != self.device:
-            remedy = "Move them to the shard's device."
-            got, allowed = groups.ids_N.device, self.device
-            raise DTypeError("device of ids", got=got, allowed=allowed, remedy=remedy)
-        if method != "reinitialize":
-            for table in groups.tables_G.tolist():
-                checks.table_index(table, len(self.specs))
-        if counts_N is not None:
-            checks.counts(groups, counts_N)
-        checks.rates(ctx, self.specs)
-        if not values:
-            return []
-        sizes: list[int] = groups.splits_G1.diff().tolist()
-        specs = [self.specs[table] for table in groups.tables_G.tolist()]
-        shapes = [((n, spec.dim), real_dtype(spec)) for n, spec in zip(sizes, specs, strict=True)]
-        return [checks.grads(rows, shapes, self.device) for rows in values]
 
     def _numbers(
         self, call: Arrived, numbers_N: Tensor

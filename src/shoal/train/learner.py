@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
+from shoal.comm.transport import Secret
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_host_rows
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
@@ -22,8 +23,10 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec, plan_placement
+from shoal.table.spec import TableSpec
 from shoal.train.ranks import ALONE, Ranks
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -73,6 +76,7 @@ class Learner:
         model: Batch -> logits; a `DistributedModelParallel` over several ranks.
         optimizer: of the dense module.
         joint: steps rows and dense weights.
+        served: its rows are on parameter servers, which save them.
         nan_policy: of the run.
     """
 
@@ -88,6 +92,9 @@ class Learner:
             host_rows=build_host_rows(config),
             seed=config.seed,
         )
+        self.served = name == config.model.kind and config.distributed.path == "ps"
+        if self.served:
+            self.tables.distribute(_connected(parts.tables, config))
         self.module = parts.module.to(config.device)
         self.steps = 0
         self.nan_policy = config.nan_policy
@@ -108,6 +115,7 @@ class Learner:
         if ranks.mesh is None:
             return Scorer(self.tables, self.module, config)
         mesh, settings = ranks.mesh, config.distributed
+        path = "auto" if settings.path == "ps" else settings.path
         if settings.dense == "fsdp2" and config.amp == "float16":
             raise ConfigError(
                 "amp under distributed.dense=fsdp2",
@@ -116,13 +124,13 @@ class Learner:
                 remedy="Set amp=bfloat16, or distributed.dense=ddp.",
             )
         if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
-            self._moments = mesh.collectives(
-                f"batch normalisation of {self.name}", path=settings.path
-            )
+            self._moments = mesh.collectives(f"batch normalisation of {self.name}", path=path)
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, config),
-            plan_placement(
+            None
+            if self.served
+            else plan_placement(
                 tuple(self.tables.tables.values()),
                 mesh.world_size,
                 default=settings.placement.default,
@@ -134,7 +142,7 @@ class Learner:
             per_sender_steps=settings.per_sender_steps,
             wire=Wire(settings.wire.rows, settings.wire.grads),
             dense=settings.dense,
-            exchange_path=settings.path,
+            exchange_path=path,
         )
 
     def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
@@ -239,6 +247,30 @@ class Learner:
         return sum(stats.bytes_total for stats in self.tables.shard.stats())
 
 
+def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
+    """The parameter servers of a run; each process is a worker of its own.
+
+    Raises:
+        ConfigError: a run without addresses, on a GPU, or with another model's servers.
+        ServerLost: a server does not answer.
+    """
+    settings = config.distributed.servers
+    if not settings.addresses or config.device != "cpu":
+        raise ConfigError(
+            "distributed.servers under distributed.path=ps",
+            got=f"addresses {list(settings.addresses)} and device {config.device!r}",
+            allowed="tcp://HOST:PORT of every server, in order, and device=cpu",
+            remedy="Start `shoal ps CONFIG --index I --of N` for each, and name what they print.",
+        )
+    return connect(
+        settings.addresses,
+        specs,
+        wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
+        patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
+        secret=Secret.of_file(settings.token_file),
+    )
+
+
 def window_weight(batch: Batch) -> float:
     """What a batch weighs in a loss: its examples, or the sum of their weights."""
     return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
@@ -281,7 +313,7 @@ def contents_of(
         trains: with the optimizers.
     """
     return Contents(
-        tables={one.name: one.tables.hosted for one in learners},
+        tables={one.name: one.tables.hosted for one in learners if not one.served},
         modules={one.name: one.module for one in learners},
         optimizers={one.name: one.optimizer for one in learners} if trains else {},
         state=state or {},

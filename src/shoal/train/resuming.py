@@ -113,6 +113,7 @@ _FREE = (
     "data.epochs",
     "distributed.placement",
     "distributed.path",
+    "distributed.servers",
     "distributed.dense",
     "distributed.timeout_s",
     "distributed.pin_cores",

@@ -1,0 +1,355 @@
+"""Requests with large payloads between processes: a server's threads, a client's calls.
+
+Carried by ZeroMQ (decision 0020): it frames, reconnects, bounds queues and encrypts. A request is
+a head (small bytes) and frames of raw memory; so is a reply, or it is an error of Shoal's tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal import errors
+from shoal.errors import ConfigError, ServerLost, ShoalError
+
+if TYPE_CHECKING:
+    import zmq
+
+Frames = list[memoryview]
+Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
+"""(head, frames) of a request -> those of its reply; called by several threads at once."""
+
+_DONE, _FAILED = b"\0", b"\1"
+_NUMBER = 8  # bytes of a request's number
+_LINGER_MS = 1000
+_QUIET_MS = 200  # how often a thread looks whether it should end
+
+
+def _package() -> Any:
+    try:
+        import zmq
+    except ImportError:
+        raise ConfigError(
+            "connection to a server",
+            got="no package pyzmq",
+            allowed="pyzmq 25 or later",
+            remedy="pip install 'shoal[ps]'.",
+        ) from None
+    return zmq
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A token that server and clients share: it encrypts and authenticates (CurveZMQ).
+
+    The server's key pair is made from it, so only who knows the token can connect, and only to a
+    server that knows it.
+    """
+
+    token: str = field(repr=False)
+
+    @classmethod
+    def of_file(cls, path: str | None) -> Secret | None:
+        """What a file holds, but for blanks around it; None of no file.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        if path is None:
+            return None
+        try:
+            token = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            token, reason = "", str(error)
+        else:
+            reason = "an empty file"
+        if not token:
+            raise ConfigError(
+                "file of a token",
+                got=f"{path}: {reason}",
+                allowed="a file with a text of any length",
+                remedy="Give servers and workers one file that only they can read.",
+            )
+        return cls(token)
+
+    def _server_key(self) -> bytes:
+        from zmq.utils import z85
+
+        return z85.encode(hashlib.sha256(b"shoal server " + self.token.encode()).digest())
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Let only clients in that know it."""
+        socket.curve_secretkey = self._server_key()
+        socket.curve_server = True
+
+    def join(self, socket: zmq.Socket[bytes]) -> None:
+        """Connect only to servers that know it."""
+        zmq = _package()
+        socket.curve_serverkey = zmq.curve_public(self._server_key())
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+
+
+class Server:
+    """Answers requests of any number of clients, several at once, in the order they come.
+
+    While `waiting` requests wait for a thread, no more are read: senders' queues fill and they
+    wait. An error of a handler is its caller's; a malformed message is dropped.
+
+    Args:
+        address: "tcp://HOST:PORT"; port 0 takes a free one.
+        handler: makes replies; frames are good until it returns.
+        threads: handlers at work at once.
+        most_bytes: of a frame; who sends more is disconnected before memory is taken.
+        waiting: requests that may wait for a thread.
+        secret: what clients must know; None: anybody may connect.
+
+    Attributes:
+        address: with the port that was taken.
+
+    Raises:
+        ConfigError: the address is taken or none of this machine, or pyzmq is missing.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        handler: Handler,
+        *,
+        threads: int = 4,
+        most_bytes: int = 1 << 31,
+        waiting: int = 64,
+        secret: Secret | None = None,
+    ) -> None:
+        zmq = _package()
+        self._context = zmq.Context()
+        self._handler = handler
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.maxmsgsize = most_bytes
+        self._socket.router_handover = True
+        if secret is not None:
+            secret.guard(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                "address of a server",
+                got=f"{address}: {error.strerror}",
+                allowed="tcp://HOST:PORT of this machine with a port that is free, or port 0",
+                remedy="Choose another, or stop who has it.",
+            ) from None
+        self.address: str = self._socket.last_endpoint.decode()
+        self._work: queue.Queue[list[Any] | None] = queue.Queue(waiting)
+        self._replies = self._context.socket(zmq.PULL)
+        self._replies.bind("inproc://replies")
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads)]
+        self._door = threading.Thread(target=self._turn, daemon=True)
+        for thread in (*self._threads, self._door):
+            thread.start()
+
+    def stop(self) -> None:
+        """Read no more requests, answer those that were read, and close. May be called twice."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._door.join()
+            self._context.term()
+
+    def _turn(self) -> None:
+        """Requests in, replies out: the one thread that has the socket."""
+        zmq = _package()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._replies, zmq.POLLIN)
+        open_requests, ending = 0, False
+        while not ending or open_requests:
+            full = ending or self._work.full()
+            poller.modify(self._socket, 0 if full else zmq.POLLIN)
+            ready = dict(poller.poll(_QUIET_MS))
+            if self._replies in ready:
+                reply = self._replies.recv_multipart(copy=False)
+                open_requests -= 1
+                with contextlib.suppress(zmq.ZMQError):  # the client is gone
+                    self._socket.send_multipart(reply, copy=False)
+            if self._socket in ready and not full:
+                request = self._socket.recv_multipart(copy=False)
+                if len(request) >= 3 and len(request[1]) == _NUMBER:
+                    self._work.put(request)
+                    open_requests += 1
+            ending = self._stopping.is_set()
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._replies.close(linger=0)
+        self._socket.close(linger=_LINGER_MS)
+
+    def _serve(self) -> None:
+        zmq = _package()
+        out = self._context.socket(zmq.PUSH)
+        out.connect("inproc://replies")
+        while (request := self._work.get()) is not None:
+            who, number, head, *frames = request
+            try:
+                replied, data = self._handler(head.bytes, [frame.buffer for frame in frames])
+                parts = [_DONE, replied, *data]
+            except Exception as error:  # noqa: BLE001 - the caller's
+                parts = [_FAILED, _described(error)]
+            out.send_multipart([who.bytes, number.bytes, *parts], copy=False)
+            del request, frames
+        out.close(linger=_LINGER_MS)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request under way."""
+
+    server: int
+    parts: list[Any]
+    future: Future[tuple[bytes, Frames]]
+    deadline: float
+
+
+class Client:
+    """Calls to some servers; any thread may call. A server that comes back is connected again.
+
+    Args:
+        addresses: "tcp://HOST:PORT" of each server.
+        secret: what the servers were given.
+
+    Raises:
+        ConfigError: an address that is none, or pyzmq is missing.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, secret: Secret | None = None) -> None:
+        zmq = _package()
+        self._context = zmq.Context()
+        self._secret = secret
+        self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._bell = self._context.socket(zmq.PUSH)
+        self._lock = threading.Lock()
+        bell = self._context.socket(zmq.PULL)
+        bell.bind("inproc://bell")
+        self._bell.connect("inproc://bell")
+        sockets = [self._connected(address) for address in addresses]
+        self._thread = threading.Thread(target=self._turn, args=(bell, sockets), daemon=True)
+        self._thread.start()
+
+    def _connected(self, address: str) -> Any:
+        zmq = _package()
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        if self._secret is not None:
+            self._secret.join(socket)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                "address of a server",
+                got=f"{address}: {error.strerror}",
+                allowed="tcp://HOST:PORT",
+                remedy="Give the address that the server prints.",
+            ) from None
+        return socket
+
+    def call(
+        self, server: int, head: bytes, frames: Sequence[Any] = (), *, timeout_s: float
+    ) -> Future[tuple[bytes, Frames]]:
+        """Send a request; frames must stay as they are until the reply is there.
+
+        The future's result is the reply; its exception the error that the server raised, or
+        `ServerLost` when none came in time.
+        """
+        call = _Call(server, [head, *frames], Future(), time.monotonic() + timeout_s)
+        self._asked.put(call)
+        with self._lock:
+            self._bell.send(b"")
+        return call.future
+
+    def close(self) -> None:
+        """Give up what is under way. May be called twice."""
+        if self._thread.is_alive():
+            self._asked.put(None)
+            with self._lock:
+                self._bell.send(b"")
+            self._thread.join()
+            self._bell.close(linger=0)
+            self._context.term()
+
+    def _turn(self, bell: Any, sockets: list[Any]) -> None:
+        """The one thread that has the sockets."""
+        zmq = _package()
+        poller = zmq.Poller()
+        for socket in (bell, *sockets):
+            poller.register(socket, zmq.POLLIN)
+        numbers = iter(range(1 << 62))
+        calls: dict[bytes, _Call] = {}
+        going = True
+        while going:
+            soonest = min((call.deadline for call in calls.values()), default=None)
+            wait_ms = None if soonest is None else max(0, int(1e3 * (soonest - time.monotonic())))
+            ready = dict(poller.poll(wait_ms))
+            if bell in ready:
+                bell.recv()
+                call = self._asked.get()
+                if call is None:
+                    going = False
+                else:
+                    number = next(numbers).to_bytes(_NUMBER, "little")
+                    calls[number] = call
+                    sockets[call.server].send_multipart([number, *call.parts], copy=False)
+            for socket in sockets:
+                if socket in ready:
+                    _settle(calls, socket.recv_multipart(copy=False))
+            now = time.monotonic()
+            for number in [n for n, call in calls.items() if call.deadline <= now]:
+                _fail(calls.pop(number), "no reply in time")
+        for call in calls.values():
+            _fail(call, "a client that was closed")
+        for socket in (bell, *sockets):
+            socket.close(linger=0)
+
+
+def _settle(calls: dict[bytes, _Call], reply: list[Any]) -> None:
+    number, status, head, *frames = reply
+    call = calls.pop(number.bytes, None)
+    if call is None:  # given up before
+        return
+    if status.bytes == _DONE:
+        call.future.set_result((head.bytes, [frame.buffer for frame in frames]))
+    else:
+        call.future.set_exception(_raised(head.bytes))
+
+
+def _fail(call: _Call, got: str) -> None:
+    call.future.set_exception(
+        ServerLost(
+            f"call to server {call.server}",
+            got=got,
+            allowed="a reply",
+            remedy="Look whether the server runs and its address is right.",
+        )
+    )
+
+
+def _described(error: Exception) -> bytes:
+    kind = type(error).__name__ if isinstance(error, ShoalError) else "ShoalError"
+    text = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+    return json.dumps([kind, text]).encode()
+
+
+def _raised(described: bytes) -> ShoalError:
+    kind, text = json.loads(described)
+    made: Any = getattr(errors, kind, None)
+    known = isinstance(made, type) and issubclass(made, ShoalError)
+    return made(text) if known else ShoalError(text)

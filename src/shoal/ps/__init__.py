@@ -1,0 +1,1 @@
+"""Parameter servers: processes that hold rows, and what workers have of them."""

@@ -1,0 +1,122 @@
+"""A server's own checkpoints: full ones and deltas in turn, and the newest one when it starts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load
+from shoal.errors import CheckpointError
+from shoal.ps.server import TableServer
+from shoal.table.hosting import HostedTables
+from shoal.table.values import Cursor
+
+_log = logging.getLogger(__name__)
+_TABLES = "tables"
+
+
+def store_of(url: str | Path, index: int, of: int) -> str:
+    """The folder of one server's checkpoints below that of all."""
+    return f"{url}/server-{index}-of-{of}"
+
+
+class ServerSaver:
+    """Saves a server's rows every so often, and what it knows of its workers, while it serves.
+
+    Use as a context: it loads the newest checkpoint there is first, and saves once more at the
+    end. A server that died loses the updates since its last save; they are counted when its
+    workers come back.
+
+    Args:
+        server: whose rows; they are empty.
+        url: folder of all servers' stores.
+        every_s: seconds from one save to the next.
+        full_every: every so many saves is a full one, the others are deltas.
+        keep_full: full checkpoints that are kept.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged or of other tables.
+    """
+
+    def __init__(
+        self,
+        server: TableServer,
+        url: str | Path,
+        *,
+        every_s: float = 60.0,
+        full_every: int = 20,
+        keep_full: int = 2,
+    ) -> None:
+        self._server = server
+        self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)
+        self._every_s, self._full_every = every_s, full_every
+        self._tables = HostedTables(server.shard.specs, server.shard)
+        self._newest: Manifest | None = None
+        self._cursors: dict[str, Cursor] | None = None
+        self._deltas = 0
+        self._saves = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> ServerSaver:
+        self._restore()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+        self.save()
+
+    def save(self) -> Manifest:
+        """Save now; serving continues meanwhile.
+
+        Raises:
+            CheckpointError: the storage refuses.
+        """
+        delta = self._cursors is not None and self._deltas + 1 < self._full_every
+        self._saves += 1
+        with self._server.between_updates() as state:
+            saving = begin(
+                self._store.url,
+                Contents(tables={_TABLES: self._tables}, state=state),
+                step=self._saves,
+                position=0,
+                kind="delta" if delta else "full",
+                parent=self._newest if delta else None,
+                since=self._cursors if delta else None,
+            )
+        self._newest = saving.wait()
+        self._cursors = dict(saving.cursors)
+        saving.release()
+        self._deltas = self._deltas + 1 if delta else 0
+        self._store.retain()
+        return self._newest
+
+    def _restore(self) -> None:
+        newest = self._store.latest()
+        if newest is None:
+            return
+        loaded = load(f"{self._store.url}/{newest.name}", Contents(tables={_TABLES: self._tables}))
+        self._server.resume(loaded.state)
+        self._newest = loaded.manifest
+        self._cursors = None if loaded.cursors is None else dict(loaded.cursors)
+        self._saves = newest.step
+        self._deltas = len(self._store.chain(newest.name)) - 1
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._every_s):
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self.save()
+        except CheckpointError as error:
+            _log.error("a save failed; the next one holds what it would have: %s", error)

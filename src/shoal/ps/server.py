@@ -1,0 +1,309 @@
+"""A parameter server: one process's share of all tables, for any number of workers at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.transport import Frames, Secret, Server
+from shoal.errors import InputError, ShoalError
+from shoal.exchange.partition import flat
+from shoal.placement import Placement, row_wise
+from shoal.ps.messages import REALS, Head, groups_of, memory, rows_of_frames, rows_to_frames, tensor
+from shoal.table.factory import make_shard
+from shoal.table.hosting import hosted_specs
+from shoal.table.rows import real_dtype
+from shoal.table.shard import IdGroups, Shard
+from shoal.table.spec import TableSpec
+
+Reply = tuple[bytes, list[memoryview]]
+
+
+def spread_over(specs: Sequence[TableSpec], servers: int) -> Placement:
+    """Where rows are: every table by hash over all servers."""
+    placed = [one for spec in specs for one in row_wise(spec.name, spec.dim, servers)]
+    return Placement(servers, tuple(placed))
+
+
+class _Worker:
+    """What a server knows of one worker's updates."""
+
+    __slots__ = ("applied", "lock", "lost", "refused")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.applied = 0
+        self.lost = 0
+        self.refused: ShoalError | None = None  # the last update, if it was
+
+
+class _Gate:
+    """Lets any number of updates in, or one snapshot point: then no update is half done."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Waits for a snapshot point, which takes milliseconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Waits for the updates inside, and keeps others out."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
+class TableServer:
+    """Rows of all tables whose ids fall to this server; a handler of requests (`Server`).
+
+    Lookups and updates run side by side. An update that comes again, for its reply was lost, is
+    not applied again: each worker numbers its own, and they are applied in order. Numbers that
+    never came, say for they were applied by a server that died before it saved, are counted.
+
+    Args:
+        specs: all tables, the same for all servers and workers.
+        index, of: this server among all.
+        seed: of initial values, the same for all servers.
+
+    Raises:
+        ConfigError: no such server.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], *, index: int, of: int, seed: int = 0) -> None:
+        self.specs = tuple(specs)
+        self.shard: Shard = make_shard(
+            hosted_specs(specs, spread_over(specs, of), index), seed=seed
+        )
+        self.index, self.of = index, of
+        self._workers: dict[str, _Worker] = {}
+        self._known = threading.Lock()
+        self._gate = _Gate()
+        self._methods: dict[str, Callable[[Head, Frames], Reply]] = {
+            "hello": self._hello,
+            "find": self._find,
+            "lookup": self._lookup,
+            "apply": self._apply,
+            "assign": self._assign,
+            "assign_add": self._assign_add,
+            "reinitialize": self._reinitialize,
+            "evict": lambda head, _: _number(self.shard.evict(head.argument)),
+            "cut": lambda *_: _number(self.shard.cut()),
+            "clear": self._clear,
+            "size": lambda head, _: _number(self.shard.size(self._table(head))),
+            "stats": lambda *_: (json.dumps([asdict(s) for s in self.shard.stats()]).encode(), []),
+            "entry": self._entry,
+            "export": self._export,
+        }
+
+    def serve(
+        self, address: str, *, threads: int = 4, secret: Secret | None = None, waiting: int = 64
+    ) -> Server:
+        """Answer requests at an address until the server is stopped."""
+        return Server(address, self, threads=threads, secret=secret, waiting=waiting)
+
+    def __call__(self, head: bytes, frames: Frames) -> Reply:
+        """The reply to a request.
+
+        Raises:
+            ShoalError: the request is wrong, or a shard refuses it; nothing was changed.
+        """
+        parsed = Head.of(head)
+        return self._methods[parsed.method](parsed, frames)
+
+    @contextmanager
+    def between_updates(self) -> Iterator[dict[str, Any]]:
+        """No update is under way inside; gives what to save with the rows."""
+        with self._gate.closed(), self._known:
+            yield {"workers": {name: one.applied for name, one in self._workers.items()}}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved with the rows that were loaded."""
+        for name, applied in state["workers"].items():
+            self._worker(name).applied = int(applied)
+
+    def _hello(self, head: Head, frames: Frames) -> Reply:
+        worker = self._worker(head.worker)
+        said = {
+            "index": self.index,
+            "of": self.of,
+            "seed": self.shard.seed,
+            "tables": [repr(spec) for spec in self.specs],
+            "applied": worker.applied,
+            "lost": worker.lost,
+        }
+        return json.dumps(said).encode(), []
+
+    def _find(self, head: Head, frames: Frames) -> Reply:
+        found = self.shard.find(self._groups(head, frames))
+        return b"", [*self._rows(head, found.weights), memory(found.found_N)]
+
+    def _lookup(self, head: Head, frames: Frames) -> Reply:
+        """Find or insert, and read; nothing is held: the update brings the ids again."""
+        groups, ctx = self._groups(head, frames), head.context()
+        ticket = self.shard.find_or_init(groups, self._counts(head, frames), ctx=ctx)
+        try:
+            rows = self.shard.gather(ticket, ctx=ctx)
+            flags = [memory(ticket.admitted_N), memory(ticket.found_N)]
+        finally:
+            ticket.end()
+        return b"", [*self._rows(head, rows), *flags]
+
+    def _apply(self, head: Head, frames: Frames) -> Reply:
+        groups, counts_N = self._groups(head, frames), self._counts(head, frames)
+        sets = self._sets(head, frames)
+        seen = sets[1] if len(sets) > 1 else None
+        with self._update(head) as fresh:
+            if fresh:
+                ctx = head.context()
+                self.shard.apply_ids(groups, sets[0], counts_N, ctx=ctx, seen_weights=seen)
+        return b"", []
+
+    def _assign(self, head: Head, frames: Frames) -> Reply:
+        groups, (rows,) = self._groups(head, frames), self._sets(head, frames)
+        with self._update(head) as fresh:
+            if fresh:
+                self.shard.assign(groups, rows, ctx=head.context())
+        return b"", []
+
+    def _assign_add(self, head: Head, frames: Frames) -> Reply:
+        groups, (deltas,) = self._groups(head, frames), self._sets(head, frames)
+        with self._update(head) as fresh:
+            if fresh:
+                self.shard.assign_add(groups, deltas, ctx=head.context())
+        return b"", []
+
+    def _reinitialize(self, head: Head, frames: Frames) -> Reply:
+        """Repeated, every id existed: the status that the first reply had is not known here."""
+        groups = self._groups(head, frames)
+        status_N = torch.ones(groups.ids_N.numel(), dtype=torch.int32, device="cpu")
+        with self._update(head) as fresh:
+            if fresh:
+                status_N = self.shard.reinitialize(groups, ctx=head.context())
+        return b"", [memory(status_N)]
+
+    def _clear(self, head: Head, frames: Frames) -> Reply:
+        self.shard.clear(self._table(head))
+        return b"", []
+
+    def _entry(self, head: Head, frames: Frames) -> Reply:
+        entry = self.shard.entry(self._table(head), head.id)
+        if entry is None:
+            return b"", []
+        head_bytes = json.dumps([entry.version, entry.last_seen_s, entry.count]).encode()
+        return head_bytes, [memory(entry.weights), memory(entry.state)]
+
+    def _export(self, head: Head, frames: Frames) -> Reply:
+        chunk = self.shard.export(self._table(head))
+        columns = chunk.ids, chunk.weights, chunk.state, chunk.versions, chunk.last_seen_s
+        return b"", [memory(column) for column in (*columns, chunk.counts)]
+
+    def _groups(self, head: Head, frames: Frames) -> IdGroups:
+        wanted = 1 + head.counted + len(REALS) * head.sets
+        if len(frames) != wanted:
+            raise InputError(
+                f"frames of a request to {head.method}",
+                got=len(frames),
+                allowed=wanted,
+                remedy="Run one version of Shoal on workers and servers.",
+            )
+        return groups_of(head, frames[0], self.specs)
+
+    def _counts(self, head: Head, frames: Frames) -> Tensor | None:
+        if not head.counted:
+            return None
+        return tensor(frames[1], torch.int32, sum(head.sizes), "occurrences").long()
+
+    def _sets(self, head: Head, frames: Frames) -> list[list[Tensor]]:
+        """Rows [n, D] of each group, in sets."""
+        segments = [head.segments(self.specs, real) for real in REALS]
+        sets, first = [], 1 + head.counted
+        for start in range(first, len(frames), len(REALS)):
+            flats = rows_of_frames(segments, frames[start : start + len(REALS)], head.wire)
+            parts = {
+                real: iter(_split(whole, pieces))
+                for real, whole, pieces in zip(REALS, flats, segments, strict=True)
+            }
+            sets.append([next(parts[real_dtype(self.specs[table])]) for table in head.tables])
+        return sets
+
+    def _rows(self, head: Head, rows: Sequence[Tensor]) -> list[memoryview]:
+        segments = [head.segments(self.specs, real) for real in REALS]
+        device = torch.device("cpu")
+        own = [[row for row in rows if row.dtype is real] for real in REALS]
+        flats = [flat(part, real, device) for real, part in zip(REALS, own, strict=True)]
+        return rows_to_frames(segments, flats, head.reply)
+
+    def _table(self, head: Head) -> int:
+        if head.argument >= len(self.specs):
+            raise InputError(
+                f"table of a request to {head.method}",
+                got=head.argument,
+                allowed=f"0..{len(self.specs) - 1}",
+                remedy="Give workers and servers the same tables.",
+            )
+        return head.argument
+
+    def _worker(self, name: str) -> _Worker:
+        with self._known:
+            return self._workers.setdefault(name, _Worker())
+
+    @contextmanager
+    def _update(self, head: Head) -> Iterator[bool]:
+        """Whether an update is to be applied: not if it was before; in the order of its worker."""
+        worker = self._worker(head.worker)
+        with worker.lock, self._gate.updating():
+            if head.number and head.number <= worker.applied:
+                if head.number == worker.applied and worker.refused is not None:
+                    raise worker.refused
+                yield False
+                return
+            worker.refused = None
+            try:
+                yield True
+            except ShoalError as error:
+                worker.refused = error
+                raise
+            finally:
+                if head.number:
+                    worker.lost += head.number - worker.applied - 1
+                    worker.applied = head.number
+
+
+def _number(value: int) -> Reply:
+    return json.dumps(value).encode(), []
+
+
+def _split(flat_E: Tensor, segments: Sequence[tuple[int, int]]) -> list[Tensor]:
+    ends = [0]
+    for rows, width in segments:
+        ends.append(ends[-1] + rows * width)
+    pairs = zip(pairwise(ends), segments, strict=True)
+    return [flat_E[start:stop].view(rows, width) for (start, stop), (rows, width) in pairs]
