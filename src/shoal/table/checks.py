@@ -97,19 +97,27 @@ def unfit_groups(splits: Sequence[int], tables: Sequence[int], known: int, ids: 
 
 def groups(value: IdGroups, tables: int) -> Any:
     """Check ids, splits and table indices of a call; returns them as the core takes them."""
-    ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
-    flat("ids", ids_N)
-    flat("splits of ids", splits_G1)
-    if tables_G.dtype is not torch.int32:
-        flat("tables of ids", tables_G, dtype=torch.int32)
-    count = tables_G.numel()
+    ids_N, splits_G1, tables_G = value
+    ids, splits = _flat_address("ids", ids_N), _flat_address("splits of ids", splits_G1)
+    groups = _flat_address("tables of ids", tables_G, torch.int32)
+    n, count = ids_N.numel(), tables_G.numel()
     if splits_G1.numel() == count + 1:
-        places = address(ids_N), address(splits_G1), address(tables_G)
         try:
-            return _core.Groups(ids_N.numel(), count, *places, tables)
+            return _core.Groups(n, count, ids, splits, groups, tables)
         except ValueError:
             pass
-    raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, ids_N.numel())
+    raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, n)
+
+
+def _flat_address(what: str, value: Tensor, dtype: torch.dtype = torch.int64) -> int:
+    """`flat` and `address` in one look, for what small lookups hand in."""
+    plain = type(value) is Tensor and value.dtype is dtype and value.is_cpu and value.dim() == 1
+    if plain and value.is_contiguous() and not value.is_neg():
+        found = value.data_ptr()
+        if found or not value.numel():
+            return found
+    flat(what, value, dtype=dtype)
+    return address(value)
 
 
 def counts(value: IdGroups, counts_N: Tensor | None) -> int:

@@ -103,8 +103,8 @@ class Table:
 
     def find(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Read rows: weights [N, D], zeros where missing, and bool [N]; never inserts."""
-        found = self._shard.find(self._groups(ids))
-        return found.weights[0], found.found_N
+        weights, found_N = self._shard.find(self._groups(ids))
+        return weights[0], found_N
 
     def lookup(self, ids: Ids) -> Tensor:
         """`find` without the flags: weights [N, D], zeros where missing."""
@@ -250,19 +250,10 @@ class Table:
         return cast(Shard, self._shard)
 
     def _groups(self, ids: Ids) -> IdGroups:
-        ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
-        check_dense("ids", ids_N)
-        if ids_N.dtype is not torch.int64:
-            raise _dtype("ids", ids_N, torch.int64)
-        if ids_N.dim() != 1:
-            raise _shape("ids", ids_N, "[N]")
-        if ids_N.is_neg() or not ids_N.is_contiguous():
-            ids_N = ids_N.resolve_neg().contiguous()
+        ids_N = ids if type(ids) is Tensor and _ready(ids) else _checked_ids(ids)
         if self._device is not None:
             ids_N = _sent(ids_N, self._device)
-        return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)
-
-    def _splits_of(self, n: int) -> Tensor:
+        n = ids_N.shape[0]
         # A small tensor costs more to build than the lookup of a small batch.
         splits = self._splits.get(n)
         if splits is None:
@@ -270,7 +261,7 @@ class Table:
             if len(self._splits) >= _SPLITS_KEPT:
                 self._splits.clear()
             self._splits[n] = splits
-        return splits
+        return IdGroups(ids_N, splits, self._tables_G)
 
     def _rows(self, rows: Rows, groups: IdGroups, name: str) -> Tensor:
         want = (groups.ids_N.shape[0], self._spec.dim)
@@ -313,6 +304,23 @@ class Table:
                 remedy="Pass a float to use one rate for all.",
             )
         return {self._spec.name: tuple(float(rate) for rate in rates)}
+
+
+def _ready(ids: Tensor) -> bool:
+    """Whether a shard can read ids as they are."""
+    if ids.dtype is not torch.int64 or ids.layout is not torch.strided or ids.dim() != 1:
+        return False
+    return ids.is_contiguous() and not ids.is_neg()
+
+
+def _checked_ids(ids: Ids) -> Tensor:
+    ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
+    check_dense("ids", ids_N)
+    if ids_N.dtype is not torch.int64:
+        raise _dtype("ids", ids_N, torch.int64)
+    if ids_N.dim() != 1:
+        raise _shape("ids", ids_N, "[N]")
+    return ids_N.resolve_neg().contiguous()
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address, empty_rows, fresh_address
+from shoal.address import address, empty_flags, empty_rows, fresh_address
 from shoal.errors import ConfigError, InputError
 from shoal.lookup import PoolPlan
 from shoal.table import checks, native, rows, shard
@@ -57,14 +57,14 @@ class CpuTicket:
     @property
     def admitted_N(self) -> Tensor:
         """bool [N]: the id has a row."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        flags_N = empty_flags(self.groups.ids_N.numel())
         self.core.admitted(address(flags_N))
         return flags_N
 
     @property
     def found_N(self) -> Tensor:
         """bool [N]: the id had a row before this lookup."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
+        flags_N = empty_flags(self.groups.ids_N.numel())
         self.core.found(address(flags_N))
         return flags_N
 
@@ -192,11 +192,11 @@ class CpuShard:
         core = self._groups(groups)
         if out is None:
             outputs = self._per_group(groups)
+            places = [fresh_address(o) for o in outputs]
         else:
             checks.single_output(out, groups, self._dims, self._reals)
-            outputs = [out]
-        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool, device="cpu")
-        places = [fresh_address(o) if out is None else address(o) for o in outputs]
+            outputs, places = [out], [address(out)]
+        found_N = empty_flags(groups.ids_N.numel())
         self._core.find(core, places, fresh_address(found_N), self._lanes())
         return Found(tuple(outputs), found_N)
 
