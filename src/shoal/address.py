@@ -37,6 +37,16 @@ def address(tensor: Tensor) -> int:
     raise _without_values(tensor)
 
 
+def vector_address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """`address` of a plain vector of a dtype; -1 for anything else, which wants a closer look."""
+    plain = type(tensor) is Tensor and tensor.dtype is dtype and tensor.is_cpu
+    if plain and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_neg():
+        found = tensor.data_ptr()
+        if found or not tensor.numel():
+            return found
+    return -1
+
+
 def fresh_address(tensor: Tensor) -> int:
     """`address` of a CPU tensor that Shoal has just allocated: it is dense, if it has values."""
     found = tensor.data_ptr() if type(tensor) is Tensor else 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SavedFile
-from shoal.checkpoint.row_files import Columns, Layout, RowFileWriter
+from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from shoal.placement import Hosted
@@ -41,7 +42,7 @@ class TableRows:
     """
 
     key: str
-    layout: Layout
+    layout: RowLayout
     counts: Tensor
     slices: tuple[Hosted, ...] = ()
 
@@ -94,7 +95,7 @@ class FilePlan:
     start: int
     stop: int
     rows: int
-    layout: Layout
+    layout: RowLayout
 
 
 def bits_for(total_rows: int) -> int:
@@ -141,7 +142,7 @@ def split(
         CheckpointError: a histogram that is too coarse, or not one.
     """
     plans: list[FilePlan] = []
-    shared: dict[Layout, int] = {}  # the file that small tables of a layout go to
+    shared: dict[RowLayout, int] = {}  # the file that small tables of a layout go to
     for table in tables:
         counts, rows, row_bytes = _counts_of(table), table.rows, table.layout.row_bytes
         if not rows:
@@ -208,8 +209,7 @@ def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:
             yield first << shift, last << shift, rows
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class HashSpan(NamedTuple):
     """Hashes [start, stop) of a table, which is an index into the plan's tables."""
 
     table: int
@@ -217,15 +217,14 @@ class Span:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a file's writer gets at a time: some spans of one table each, in the file's order.
 
     travels: another rank than the writer may have rows of it.
     """
 
     file: int
-    spans: tuple[Span, ...]
+    spans: tuple[HashSpan, ...]
     travels: bool
 
 
@@ -321,7 +320,7 @@ def _pieces(
                 found.append(Piece(number, (), False))
                 size = 0
             last, size = found[-1], size + wanted
-            spans = (*last.spans, Span(index, start, stop))
+            spans = (*last.spans, HashSpan(index, start, stop))
             found[-1] = Piece(number, spans, last.travels or travels)
     return found
 

@@ -83,27 +83,23 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
     Every table a record names is in the result, also with no ids. Ids come in rising order.
     dims_K: row dim of each table of the shard.
     """
-    ids: dict[int, list[Tensor]] = {}
-    grads: dict[int, list[Tensor]] = {}
-    counts: dict[int, list[Tensor]] = {}
+    found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # ids, gradients, counts
     counted: set[int] = set()
     for record in records:
         groups = record.ticket.groups
         tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
         rows = position_grads(record, [dims_K[k] for k in tables])
         # One lookup is one occurrence of its ids, however many losses read it.
-        sights = 0 if id(record.ticket) in counted else 1
+        if id(record.ticket) in counted:
+            counts_N = torch.zeros_like(groups.ids_N)
+        else:
+            counts_N = _counts(record.ticket)
         counted.add(id(record.ticket))
-        counts_N = _counts(record.ticket) if sights else None
         for g, k in enumerate(tables):
-            ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
-            grads.setdefault(k, []).append(rows[g])
-            seen = slice(cuts[g], cuts[g + 1])
-            counts.setdefault(k, []).append(
-                torch.full_like(ids[k][-1], sights) if counts_N is None else counts_N[seen]
-            )
-    order = tuple(sorted(ids))
-    summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
+            own = slice(cuts[g], cuts[g + 1])
+            found.setdefault(k, []).append((groups.ids_N[own], rows[g], counts_N[own]))
+    order = tuple(sorted(found))
+    summed = [_sum(*map(torch.cat, zip(*found[k], strict=True))) for k in order]
     return SummedGrads(
         tables=order,
         ids=tuple(part[0] for part in summed),
@@ -134,9 +130,10 @@ def sums_finite(records: Sequence[GradRecord]) -> bool | None:
     return True if total <= limit / 4 else None
 
 
-def _counts(ticket: Ticket) -> Tensor | None:
-    """Occurrences that each position of a lookup without rows stands for; None: 1 each."""
-    return ticket.counts_N if isinstance(ticket, ReadTicket) else None
+def _counts(ticket: Ticket) -> Tensor:
+    """Occurrences that each position of a lookup stands for: 1, unless others counted them."""
+    known = ticket.counts_N if isinstance(ticket, ReadTicket) else None
+    return torch.ones_like(ticket.groups.ids_N) if known is None else known
 
 
 def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,6 +170,7 @@ class GradientLedger:
         global_step: optimizer steps done; the optimizer keeps it current.
         generation: times `apply` ended tickets.
         revision: times something was written or cleared.
+        event_time_s: latest event time of the step's lookups that have a gradient.
     """
 
     def __init__(
@@ -199,13 +197,17 @@ class GradientLedger:
         self._routes: weakref.WeakValueDictionary[tuple[int, int], Route] = (
             weakref.WeakValueDictionary()
         )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing recorded."""
         self._written: list[Route] = []
         self._pending: list[PendingRecords] = []
         self._resolved = 0
         # Records that are applied together; several lists where each sender steps on its own.
         self._turns: list[list[GradRecord]] = []
         self._versions: list[tuple[GradRecord, tuple[int, ...]]] = []
-        self._event_time_s = 0
+        self.event_time_s = 0
         self._summed: SummedGrads | None = None
         self._summed_records = 0
 
@@ -247,11 +249,6 @@ class GradientLedger:
         """The step's records, turn by turn, in the order backward wrote them; waits for them."""
         self._resolve()
         return tuple(record for turn in self._turns for record in turn)
-
-    @property
-    def event_time_s(self) -> int:
-        """Latest event time of the step's lookups that have a gradient."""
-        return self._event_time_s
 
     def context(self, event_time_s: int) -> StepContext:
         """The context of a lookup at this time in the present step."""
@@ -305,8 +302,7 @@ class GradientLedger:
         self.revision += 1
         if self.collectives is None:
             self._resolve()
-        if route.event_time_s > self._event_time_s:
-            self._event_time_s = route.event_time_s
+        self.event_time_s = max(self.event_time_s, route.event_time_s)
 
     def take_over(self, other: GradientLedger) -> None:
         """Add another accumulator's records and routes of the same shard, and empty it."""
@@ -422,14 +418,7 @@ class GradientLedger:
         for route in self._written:
             self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
         self.revision += 1
-        self._written = []
-        self._pending = []
-        self._resolved = 0
-        self._turns = []
-        self._versions = []
-        self._event_time_s = 0
-        self._summed = None
-        self._summed_records = 0
+        self._forget()
 
     def _resolve(self) -> None:
         """Wait for what was written since the last time."""

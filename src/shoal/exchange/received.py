@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShapeError
-from shoal.exchange.received_plan import BankLayout, Block, HostedColumns, compile_plan
+from shoal.exchange.received_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.launch import sent
 from shoal.lookup import PoolPlan
 from shoal.ops import (
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _SIZES_KEPT = 64
 _UNIT = 16  # bytes that rows of a shard's memory are multiples of
 _MOST = 1 << 31  # rows or positions, exclusive, that kernels number
+# First position of each block, and what `pool` is given: offsets of rows, the ordered batch.
+_Positions = tuple[Sequence[int], Tensor, KeyedRagged]
 
 
 class ReceivedRows:
@@ -137,9 +139,9 @@ class ReceivedRows:
             ]
             if layout.blocks:
                 if weighted:
-                    buffers = self._scaled(layout, rows, starts, offsets_N, ordered)
+                    buffers = self._scaled(layout, rows, (starts, offsets_N, ordered))
                 else:
-                    buffers = [rows[bank] for bank in layout.banks]
+                    buffers = [rows[buffer] for buffer in layout.buffers]
                 # Rare, and only there: implementations add pooled rows to what others wrote.
                 forward = reference.layout_forward if tables.sequences_add else layout_forward
                 cells = self._cells_of(layout, ordered.batch_size, device)
@@ -185,7 +187,7 @@ class ReceivedRows:
         made: dict[int, Tensor] = {}
         for layout in self._compiled.layouts:
             own = [grads[output] for output in layout.outputs]
-            floats = [sizes[bank] for bank in layout.banks]
+            floats = [sizes[buffer] for buffer in layout.buffers]
             spread = [torch.zeros(size, dtype=layout.dtype, device=device) for size in floats]
             if layout.blocks:
                 tables = layout.weighted if weighted else layout.tables
@@ -198,9 +200,9 @@ class ReceivedRows:
                 call = tables.on(device).call(*index, cells, [ordered.batch_size])
                 spread = layout_backward(own, None, floats, *call)
             if layout.blocks and weighted:
-                spread = self._summed(layout, spread, sizes, starts, offsets_N, ordered)
-            made.update(zip(layout.banks, spread, strict=True))
-        return tuple(made[bank] for bank in range(len(self._reals)))
+                spread = self._summed(layout, spread, sizes, (starts, offsets_N, ordered))
+            made.update(zip(layout.buffers, spread, strict=True))
+        return tuple(made[buffer] for buffer in range(len(self._reals)))
 
     def _dense_on(self, device: torch.device) -> DenseRows:
         found = self._dense.get(device)
@@ -213,12 +215,12 @@ class ReceivedRows:
         return found
 
     def _starts(
-        self, banks: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
+        self, buffers: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
     ) -> list[int]:
         """First position of each block, and the end; checks what costs nothing."""
         cuts = ordered.host_splits.tolist()
-        if len(cuts) != self._groups + 1 or len(banks) != len(self._reals):
-            got = f"{len(cuts) - 1} features and {len(banks)} receive buffers"
+        if len(cuts) != self._groups + 1 or len(buffers) != len(self._reals):
+            got = f"{len(cuts) - 1} features and {len(buffers)} receive buffers"
             allowed = f"{self._groups} and {len(self._reals)}"
             raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
         starts = cuts
@@ -236,7 +238,7 @@ class ReceivedRows:
         if got != want:
             raise _shape("gradients", got, want, "Give one per output, in its shape.")
 
-    def _blocks(self, starts: Sequence[int]) -> list[tuple[Block, int, int]]:
+    def _blocks(self, starts: Sequence[int]) -> list[tuple[FeatureBlock, int, int]]:
         """Each block, its first position and the one after its last."""
         return list(zip(self._compiled.blocks, starts[:-1], starts[1:], strict=True))
 
@@ -271,7 +273,7 @@ class ReceivedRows:
         moved_KB = begins_FB.index_select(0, groups_K) + moves_K[:, None]
         return rows_N, buffer_N, torch.cat([moved_KB.view(-1), starts_K1[-1:]])
 
-    def _factors(self, layout: BankLayout, ordered: KeyedRagged) -> Tensor:
+    def _factors(self, layout: OutputsLayout, ordered: KeyedRagged) -> Tensor:
         """[N, 1]: what each position's row counts for, in the order of the batch."""
         assert ordered.weights_N is not None
         lengths_GB = ordered.lengths
@@ -286,52 +288,43 @@ class ReceivedRows:
         return (shares_N * weights_N)[:, None]
 
     def _scaled(
-        self,
-        layout: BankLayout,
-        rows: Sequence[Tensor],
-        starts: Sequence[int],
-        offsets_N: Tensor,
-        ordered: KeyedRagged,
+        self, layout: OutputsLayout, rows: Sequence[Tensor], at: _Positions
     ) -> list[Tensor]:
         """Each block's rows times their factors, by position; nothing for those of other dtypes."""
+        starts, offsets_N, ordered = at
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         found = []
         for block, start, stop in self._blocks(starts):
             hosted, first = self._hosted[block.hosted], firsts[block.group]
-            if hosted.bank not in layout.banks:
+            if hosted.buffer not in layout.buffers:
                 found.append(factors_N.new_empty(0))
                 continue
             taken = [offsets_N[start:stop]], [hosted.width]
-            (rows_nD,) = fused_gather_embeddings_by_input(rows[hosted.bank], *taken)
+            (rows_nD,) = fused_gather_embeddings_by_input(rows[hosted.buffer], *taken)
             found.append(rows_nD * factors_N[first : first + stop - start])
         return found
 
     def _summed(
-        self,
-        layout: BankLayout,
-        spread: Sequence[Tensor],
-        sizes: Sequence[int],
-        starts: Sequence[int],
-        offsets_N: Tensor,
-        ordered: KeyedRagged,
+        self, layout: OutputsLayout, spread: Sequence[Tensor], sizes: Sequence[int], at: _Positions
     ) -> list[Tensor]:
         """Gradients by position times their factors, summed per row: one flat [size] per buffer."""
+        starts, offsets_N, ordered = at
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         summed = []
-        for bank in layout.banks:
+        for buffer in layout.buffers:
             parts, offsets, widths = [], [], []
             for (block, start, stop), grad in zip(self._blocks(starts), spread, strict=True):
                 hosted, first = self._hosted[block.hosted], firsts[block.group]
-                if hosted.bank == bank:
+                if hosted.buffer == buffer:
                     factors_n = factors_N[first : first + stop - start]
                     parts.append(grad.view(-1, hosted.width) * factors_n)
                     offsets.append(offsets_N[start:stop])
                     widths.append(hosted.width)
-            flat = sizes[bank], parts, offsets, widths
+            flat = sizes[buffer], parts, offsets, widths
             summed.append(
                 fused_gather_embeddings_by_input_gradient(*flat)
                 if parts
-                else factors_N.new_zeros(sizes[bank])
+                else factors_N.new_zeros(sizes[buffer])
             )
         return summed
 
@@ -349,7 +342,7 @@ class ReceivedRows:
             )
         return found
 
-    def _cells_of(self, layout: BankLayout, size: int, device: torch.device) -> Tensor:
+    def _cells_of(self, layout: OutputsLayout, size: int, device: torch.device) -> Tensor:
         """int64 [1, features, 3]: a cell per example; made once per batch size."""
         key = (layout.dtype, size, device)
         found = self._cells.get(key)

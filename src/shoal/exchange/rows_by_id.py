@@ -391,7 +391,8 @@ class RowsOverRanks:
         wrong: ShoalError | None = None
         here, ready = groups, list(values)
         try:
-            ready = self._checked(method, groups, values, counts_N, ctx)
+            self._check_ids(method, groups, counts_N, ctx)
+            ready = self._checked_values(groups, values)
         except ShoalError as error:
             wrong = error
             here = IdGroups(
@@ -437,14 +438,9 @@ class RowsOverRanks:
             replace(ctx, event_time_s=known.time_s),
         )
 
-    def _checked(
-        self,
-        method: str,
-        groups: IdGroups,
-        values: Sequence[Sequence[Tensor]],
-        counts_N: Tensor | None,
-        ctx: StepContext,
-    ) -> list[Sequence[Tensor]]:
+    def _check_ids(
+        self, method: str, groups: IdGroups, counts_N: Tensor | None, ctx: StepContext
+    ) -> None:
         """What a shard would check, before anything is sent."""
         scalars.event_time(ctx.event_time_s)
         if groups.ids_N.device != self.device:
@@ -457,6 +453,10 @@ class RowsOverRanks:
         if counts_N is not None:
             checks.counts(groups, counts_N)
         checks.rates(ctx, self.specs)
+
+    def _checked_values(
+        self, groups: IdGroups, values: Sequence[Sequence[Tensor]]
+    ) -> list[Sequence[Tensor]]:
         if not values:
             return []
         sizes: list[int] = groups.splits_G1.diff().tolist()

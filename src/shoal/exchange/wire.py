@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,18 +100,10 @@ def decode(
 def _encode_bytes(rows_E: Tensor, segments: Segments) -> Tensor:
     size = sum(wire_elements(rows, width, "int8") for rows, width in segments)
     wire = torch.empty(size, dtype=torch.uint8, device=rows_E.device)
-    read = written = 0
-    for rows, width in segments:
-        if not rows * width:  # rows of no columns: scales alone
-            size = wire_elements(rows, width, "int8")
-            wire[written : written + size] = 0
-            written += size
+    for values_ND, row_bytes in _runs(rows_E, wire, segments):
+        if not values_ND.numel():  # rows of no columns: scales alone
+            row_bytes.zero_()
             continue
-        values_ND = rows_E[read : read + rows * width].view(rows, width)
-        read += rows * width
-        size = wire_elements(rows, width, "int8")
-        row_bytes = wire[written : written + size].view(rows, _SCALE_BYTES + width)
-        written += size
         scales_N1, steps_ND = _quantised(values_ND)
         row_bytes[:, :_SCALE_BYTES] = scales_N1.view(torch.uint8)
         row_bytes[:, _SCALE_BYTES:] = steps_ND.view(torch.uint8)
@@ -141,22 +133,27 @@ def _quantised(values_ND: Tensor) -> tuple[Tensor, Tensor]:
 def _decode_bytes(wire: Tensor, segments: Segments, real: torch.dtype) -> Tensor:
     size = sum(rows * width for rows, width in segments)
     rows_E = torch.empty(size, dtype=real, device=wire.device)
-    read = written = 0
-    for rows, width in segments:
-        size = wire_elements(rows, width, "int8")
-        row_bytes = wire[read : read + size].view(rows, _SCALE_BYTES + width)
-        read += size
-        if not rows * width:
+    for values_ND, row_bytes in _runs(rows_E, wire, segments):
+        if not values_ND.numel():
             continue
-        scale_bytes = torch.empty((rows, _SCALE_BYTES), dtype=torch.uint8, device=wire.device)
-        scale_bytes.copy_(row_bytes[:, :_SCALE_BYTES])  # at an address a float may have
+        # Copied to an address that a float may have.
+        scale_bytes = row_bytes[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
         scales_N1 = scale_bytes.view(torch.float32).to(real)
         steps_ND = row_bytes[:, _SCALE_BYTES:].view(torch.int8).to(real)
-        values_ND = rows_E[written : written + rows * width].view(rows, width)
         torch.mul(steps_ND, scales_N1, out=values_ND)
         values_ND.masked_fill_(steps_ND == 0, 0.0)  # 0 x infinity
-        written += rows * width
     return rows_E
+
+
+def _runs(rows_E: Tensor, wire: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows [N, D] of each run and their bytes [N, 4 + D], scale first: views."""
+    sizes = (
+        [rows * width for rows, width in segments],
+        [wire_elements(rows, width, "int8") for rows, width in segments],
+    )
+    parts = zip(*map(torch.split, (rows_E, wire), sizes), segments, strict=True)
+    for values, row_bytes, (rows, width) in parts:
+        yield values.view(rows, width), row_bytes.view(rows, _SCALE_BYTES + width)
 
 
 def _merged(segments: Segments) -> list[tuple[int, int]]:

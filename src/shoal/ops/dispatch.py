@@ -106,8 +106,7 @@ def operator(
     triton: str,
     fake: Implementation,
     check: Implementation | None = None,
-    backward: Implementation | None = None,
-    setup: Implementation | None = None,
+    gradient: tuple[Implementation, Implementation] | None = None,
     from_host: bool = False,
 ) -> Callable[..., Any]:
     """Define `shoal::<schema>` and return the callable overload.
@@ -120,8 +119,8 @@ def operator(
         check: raises for bad values in index and offset tensors; takes the operator's arguments.
             Runs before the reference and before Triton (on CUDA only when `set_bounds_checks` is
             on). The core checks values itself, in its own pass, and raises the same errors.
-        backward, setup: as `torch.library.register_autograd` takes them; neither for operators on
-            ids alone.
+        gradient: backward and setup_context, as `torch.library.register_autograd` takes them;
+            none for operators on ids alone.
         from_host: its launcher sends addresses or sizes from the host, so that a captured CUDA
             graph must not contain it; `torch.compile` then splits its graphs there.
     """
@@ -153,7 +152,8 @@ def operator(
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"shoal::{name}", fake, lib=_LIBRARY)
-    if backward is not None:
+    if gradient is not None:
+        backward, setup = gradient
         torch.library.register_autograd(
             f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
         )

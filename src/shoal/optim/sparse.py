@@ -183,6 +183,14 @@ def load_groups(groups: Iterable[RateGroup], saved: Iterable[Mapping[str, Any]],
             one.show(step)
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that `step` was given; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def not_copied(what: str) -> ConfigError:
     """What pickle, deepcopy and torch.save of a part of a sparse optimizer raise."""
     remedy = "Make a new optimizer over the copied modules and load the state."
@@ -528,10 +536,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 was changed, and the records stay until `zero_grad`. Tables on CUDA leave the bad
                 rows alone, step the others, and `check` raises.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         contexts = [
             StepContext(
                 global_step=self.global_step,

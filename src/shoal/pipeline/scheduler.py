@@ -99,7 +99,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class BatchLoaded:
     """The answer to "load"; found is False at the end of this rank's data."""
 
     index: int
@@ -121,7 +121,7 @@ class Done:
     command: Command
 
 
-Event = Loaded | Settled | Done
+Event = BatchLoaded | Settled | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
     Raises:
         ShoalError: an event that answers nothing that is out.
     """
-    if isinstance(event, Loaded):
+    if isinstance(event, BatchLoaded):
         return _released(_loaded(state, event))
     if isinstance(event, Settled):
         _check_running(state, event, "settle", event.index)
@@ -218,7 +218,7 @@ def _may_load(state: State) -> bool:
     return state.loads < state.trained + state.settings.in_flight
 
 
-def _loaded(state: State, event: Loaded) -> State:
+def _loaded(state: State, event: BatchLoaded) -> State:
     if not state.answered <= event.index < state.loads:
         raise _unexpected(event, f"loads {state.answered}..{state.loads - 1}, in order")
     state = replace(state, answered=event.index + 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address
+from shoal.address import address, vector_address
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import salt
 from shoal.lookup import POOLINGS, PoolPlan, check_sums
@@ -98,8 +98,13 @@ def unfit_groups(splits: Sequence[int], tables: Sequence[int], known: int, ids: 
 def groups(value: IdGroups, tables: int) -> Any:
     """Check ids, splits and table indices of a call; returns them as the core takes them."""
     ids_N, splits_G1, tables_G = value
-    ids, splits = _flat_address("ids", ids_N), _flat_address("splits of ids", splits_G1)
-    groups = _flat_address("tables of ids", tables_G, torch.int32)
+    ids, splits = vector_address(ids_N, torch.int64), vector_address(splits_G1, torch.int64)
+    groups = vector_address(tables_G, torch.int32)
+    if ids < 0 or splits < 0 or groups < 0:
+        flat("ids", ids_N)
+        flat("splits of ids", splits_G1)
+        flat("tables of ids", tables_G, dtype=torch.int32)
+        ids, splits, groups = address(ids_N), address(splits_G1), address(tables_G)
     n, count = ids_N.numel(), tables_G.numel()
     if splits_G1.numel() == count + 1:
         try:
@@ -107,17 +112,6 @@ def groups(value: IdGroups, tables: int) -> Any:
         except ValueError:
             pass
     raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, n)
-
-
-def _flat_address(what: str, value: Tensor, dtype: torch.dtype = torch.int64) -> int:
-    """`flat` and `address` in one look, for what small lookups hand in."""
-    plain = type(value) is Tensor and value.dtype is dtype and value.is_cpu and value.dim() == 1
-    if plain and value.is_contiguous() and not value.is_neg():
-        found = value.data_ptr()
-        if found or not value.numel():
-            return found
-    flat(what, value, dtype=dtype)
-    return address(value)
 
 
 def counts(value: IdGroups, counts_N: Tensor | None) -> int:

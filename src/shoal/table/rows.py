@@ -51,8 +51,7 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
 
 def pointers(chunk: RowChunk) -> list[int]:
     """Where the columns of a chunk lie, in the order the core takes them."""
-    whole = (chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts)
-    return [address(t) for t in (*whole, chunk.weights, chunk.state)]
+    return [address(column) for column in chunk.columns]
 
 
 def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint.plan import TableRows, bits_for, split
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.errors import CheckpointError
 
-LAYOUT = Layout.rows(1, 0, "float32")  # 24 bytes a row
-OTHER = Layout.rows(2, 0, "float32")
+LAYOUT = RowLayout.rows(1, 0, "float32")  # 24 bytes a row
+OTHER = RowLayout.rows(2, 0, "float32")
 WHOLE = (0, 1 << 64)
 
 
-def table(key: str, rows: int, layout: Layout = LAYOUT, bits: int = 0) -> TableRows:
+def table(key: str, rows: int, layout: RowLayout = LAYOUT, bits: int = 0) -> TableRows:
     """Rows spread evenly."""
     bits = max(bits, bits_for(rows))
     counts = torch.full((1 << bits,), rows >> bits)

@@ -58,7 +58,7 @@ def assert_spreads(impl: Implementation, case: Received, seed: int = 5) -> None:
     left = [part.cpu().clone() for part in spread]
     for columns, places in zip(case.hosted, case.places, strict=True):
         for place in places.values():
-            left[columns.bank][place : place + columns.width] = 0
+            left[columns.buffer][place : place + columns.width] = 0
     assert all(not part.any() for part in left)
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.pipeline.scheduler import (
+    BatchLoaded,
     Command,
     Done,
     Event,
     Facts,
-    Loaded,
     Settings,
     Settled,
     State,
@@ -60,7 +60,7 @@ class World:
         if self.loads and (self.main is None or self.order()):
             index = self.loads.popleft()
             self.dry = self.dry or index >= self.found
-            return Loaded(index, index < self.found)
+            return BatchLoaded(index, index < self.found)
         command, self.main = self.main, None
         assert command is not None
         if command.action != "evict":
@@ -301,6 +301,6 @@ def test_settings_out_of_range(change: dict[str, int]) -> None:
 
 def test_an_event_that_answers_nothing_is_refused() -> None:
     state, _ = start(Settings())
-    for event in (Done(Command("apply", 0)), Settled(0, Facts()), Loaded(9, True)):
+    for event in (Done(Command("apply", 0)), Settled(0, Facts()), BatchLoaded(9, True)):
         with pytest.raises(ShoalError, match="event of a pipeline"):
             advance(state, event)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
 from shoal.checkpoint.matching import saved_table
 from shoal.checkpoint.plan import TableRows, bits_for, write_tables
-from shoal.checkpoint.row_files import Columns, Layout, sketch_path, write_whole
+from shoal.checkpoint.row_files import Columns, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError, DataError
@@ -61,7 +61,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ForeignSource:
     """An opened foreign file or folder.
 
     Args:
@@ -74,7 +74,7 @@ class Source:
     entries: Callable[[frozenset[str]], Iterator[tuple[str, Entries]]]
 
 
-def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> Source:
+def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> ForeignSource:
     """A source of tables that are each read on their own."""
 
     def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
@@ -82,7 +82,7 @@ def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]])
             if offered.name in wanted:
                 yield from ((offered.name, rows) for rows in read())
 
-    return Source(tuple(offered for offered, _ in tables), entries)
+    return ForeignSource(tuple(offered for offered, _ in tables), entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -343,7 +343,7 @@ def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:
 
 def receive(
     url: str,
-    source: Source,
+    source: ForeignSource,
     forms: Mapping[str, TableForm],
     *,
     created_s: int,
@@ -403,7 +403,7 @@ def _write(
     tables = [replace(table, rows=rows.rows(k), deleted=0) for k, table in enumerate(tables)]
     bits = bits_for(sum(table.rows for table in tables))
     counted = [
-        TableRows(table.key, Layout.of(table), rows.histogram(k, bits))
+        TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits))
         for k, table in enumerate(tables)
     ]
     files = [*write_tables(folder, counted, rows.read), *_sketches(folder, tables)]
