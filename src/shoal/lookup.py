@@ -22,6 +22,7 @@ from shoal.errors import ConfigError
 Pooling = Literal["sum", "mean", "first_n"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "first_n")
 Join = Literal["concat", "stack", "addn"]
+LayoutKind = Literal["none", "concat", "stack", "addn"]
 
 # Of `LookupTables.features_F`.
 SUM, DIVIDED, MEAN, FIRST_N, BY_ROW = 0, 1, 2, 3, 8

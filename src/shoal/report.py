@@ -83,7 +83,7 @@ class Series:
         return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """A titled chart with labelled axes. `y_from_zero` starts the y axis at 0."""
 

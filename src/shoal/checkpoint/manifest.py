@@ -149,7 +149,7 @@ class SavedTable:
         return sum(segment.state_width for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
     """A file, its path below the checkpoint's folder.
 

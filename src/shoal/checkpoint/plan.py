@@ -13,7 +13,6 @@ from torch import Tensor
 from shoal.checkpoint.manifest import SavedFile
 from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError
 from shoal.placement import Hosted
 from shoal.table.shard import HASHES
 
@@ -137,9 +136,6 @@ def split(
 
     Args:
         folder: of the files: "rows", "deleted" or "admission".
-
-    Raises:
-        CheckpointError: a histogram that is too coarse, or not one.
     """
     plans: list[FilePlan] = []
     shared: dict[RowLayout, int] = {}  # the file that small tables of a layout go to
@@ -184,16 +180,7 @@ def write_tables(
 
 def _counts_of(table: TableRows) -> Tensor:
     """The histogram by as many bits as its rows ask for, whatever finer one it was given by."""
-    counts, cells = table.counts, len(table.counts)
-    bits = bits_for(table.rows)
-    if cells & (cells - 1) or cells < 1 << bits or bool((counts < 0).any()):
-        raise CheckpointError(
-            f"histogram of table {table.key!r}",
-            got=f"{cells} cells for {table.rows} rows",
-            allowed=f"2^n counts, n at least {bits}",
-            remedy="Count with bits_for(rows).",
-        )
-    return counts.view(1 << bits, -1).sum(1)
+    return table.counts.view(1 << bits_for(table.rows), -1).sum(1)
 
 
 def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -130,8 +130,7 @@ class OtherRankFailed(CheckpointError):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedTable:
+class ShardedTable(NamedTuple):
     """Rows or ids of a whole table as its slices lie on ranks.
 
     Args:

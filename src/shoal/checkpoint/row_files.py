@@ -18,6 +18,7 @@ from shoal import _core
 from shoal.checkpoint.manifest import FileKind, SavedFile, SavedTable
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
 from shoal.errors import CheckpointError, ShoalError
+from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES
 from shoal.table.shard import HASHES
 from shoal.table.values import RowChunk
 
@@ -32,12 +33,6 @@ Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
 
 _BATCH_BYTES = 8 << 20
 _NAMING = ("table", "id")  # columns
-_WEIGHTS = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 _ARROW = {torch.int64: "uint32", torch.bfloat16: "int16", torch.float16: "float16"} | {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -126,19 +121,18 @@ class RowLayout:
         Raises:
             CheckpointError: a dtype that rows do not have, or a negative width.
         """
-        if dtype not in _WEIGHTS or dim < 0 or state_width < 0:
+        if dtype not in WEIGHT_DTYPES or dim < 0 or state_width < 0:
             raise CheckpointError(
                 "layout of a row",
                 got=f"dim={dim}, state_width={state_width}, dtype={dtype!r}",
-                allowed=f"widths of 0 or more and a dtype of {', '.join(_WEIGHTS)}",
+                allowed=f"widths of 0 or more and a dtype of {', '.join(WEIGHT_DTYPES)}",
                 remedy="Load it with the version that wrote it.",
             )
-        state = torch.float64 if dtype == "float64" else torch.float32
         return RowLayout(
             (
                 *(Field(name) for name in ("id", "version", "last_seen_s", "count")),
-                Field("weights", _WEIGHTS[dtype], dim),
-                Field("state", state, state_width),
+                Field("weights", WEIGHT_DTYPES[dtype], dim),
+                Field("state", REAL_DTYPES[dtype], state_width),
             )
         )
 

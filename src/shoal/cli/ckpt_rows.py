@@ -40,15 +40,15 @@ from shoal.table.spec import RowDType, Segment, TableSpec
 _COLLECTION = "embeddings"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
     """The command line."""
 
     source: Path
     out: str
     form: str
-    tables: tuple[str, ...]
     collection: str | None
+    tables: tuple[str, ...]
     config: str | None
     optimizer: str | None
     dtype: str | None

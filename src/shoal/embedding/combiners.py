@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.lookup import Pooling
 from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
-
-Pooling = Literal["sum", "mean", "first_n"]
 
 
 @runtime_checkable

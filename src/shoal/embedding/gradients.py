@@ -18,6 +18,7 @@ from shoal.exchange.request import PendingRecords, Route
 from shoal.lookup import Pool, PoolPlan
 from shoal.ops import segment_sum
 from shoal.ragged import KeyedRagged
+from shoal.table.rows import real_dtype
 from shoal.table.shard import (
     GradRecord,
     IdGroups,
@@ -457,12 +458,9 @@ class GradientLedger:
         if not missing:
             return summed
         # A lookup without ids has an empty gradient, not none.
-        device = self.shard.device
         none = tuple(_no_ids(self.shard) for _ in missing)
-        sums = []
-        for spec in (self.shard.specs[k] for k in missing):
-            dtype = torch.float64 if spec.dtype == "float64" else torch.float32
-            sums.append(torch.empty(0, spec.dim, dtype=dtype, device=device))
+        specs, device = [self.shard.specs[k] for k in missing], self.shard.device
+        sums = [torch.empty(0, one.dim, dtype=real_dtype(one), device=device) for one in specs]
         return SummedGrads(
             tables=summed.tables + tuple(missing),
             ids=summed.ids + none,

@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
 from shoal.errors import ConfigError, unknown_name
-from shoal.lookup import Columns, Joined, PoolPlan, join, plan_of
+from shoal.lookup import Columns, Joined, LayoutKind, PoolPlan, join, plan_of
 from shoal.table.spec import TableSpec
 
-LayoutKind = Literal["none", "concat", "stack", "addn"]
-KINDS: tuple[LayoutKind, ...] = ("none", "concat", "stack", "addn")
+KINDS = get_args(LayoutKind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError
 from shoal.exchange.received_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.launch import sent
 from shoal.lookup import PoolPlan
@@ -48,8 +47,7 @@ class ReceivedRows:
         dense: rows lie side by side in their receive buffer, and some position reads each.
 
     Raises:
-        ConfigError: a feature's table is not hosted, or its columns are not covered once.
-        ShapeError, DTypeError: the plan does not fit its tables.
+        ConfigError, ShapeError, DTypeError: the plan does not fit its tables.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class ReceivedRows:
             or checks_bounds()
         ):
             return None
-        starts = self._starts(self._reals, offsets_N, ordered)
+        starts = self._starts(ordered)
         lengths = [b - a for a, b in itertools.pairwise(starts)]
         rows = self._dense_on(device)
         return rows.places(offsets_N, ordered, lengths, self._block_of, backward=backward)
@@ -120,10 +118,9 @@ class ReceivedRows:
             places: of this batch; found here if None.
 
         Raises:
-            ShapeError: offsets_N of another length, or another number of buffers or features.
             InputError: a row leaves its buffer (on CUDA only under `ops.set_bounds_checks`).
         """
-        starts = self._starts(rows, offsets_N, ordered)
+        starts = self._starts(ordered)
         if places is None:
             places = self.places(offsets_N, ordered, backward=False)
         if places is not None:
@@ -133,11 +130,11 @@ class ReceivedRows:
         made: dict[int, Tensor] = {}
         for layout in self._compiled.layouts:
             tables = layout.weighted if weighted else layout.tables
-            outputs = [
-                torch.zeros(ordered.batch_size, self._widths[o], dtype=layout.dtype, device=device)
-                for o in layout.outputs
-            ]
-            if layout.blocks:
+            if not layout.blocks:
+                size, dtype = ordered.batch_size, layout.dtype
+                widths = [self._widths[output] for output in layout.outputs]
+                outputs = [torch.zeros(size, w, dtype=dtype, device=device) for w in widths]
+            else:
                 if weighted:
                     buffers = self._scaled(layout, rows, (starts, offsets_N, ordered))
                 else:
@@ -173,10 +170,9 @@ class ReceivedRows:
             offsets_N, ordered, places: as given to `pool`.
 
         Raises:
-            ShapeError, InputError: as `pool`; gradients that are not the outputs' shapes.
+            InputError: as `pool`.
         """
-        starts = self._starts(sizes, offsets_N, ordered)
-        self._check_grads(grads, ordered)
+        starts = self._starts(ordered)
         if places is None:
             places = self.places(offsets_N, ordered)
         if places is not None:
@@ -214,29 +210,13 @@ class ReceivedRows:
             found = self._dense.setdefault(device, made)
         return found
 
-    def _starts(
-        self, buffers: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
-    ) -> list[int]:
-        """First position of each block, and the end; checks what costs nothing."""
-        cuts = ordered.host_splits.tolist()
-        if len(cuts) != self._groups + 1 or len(buffers) != len(self._reals):
-            got = f"{len(cuts) - 1} features and {len(buffers)} receive buffers"
-            allowed = f"{self._groups} and {len(self._reals)}"
-            raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
-        starts = cuts
-        if not self._compiled.straight:
-            lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
-            starts = list(itertools.accumulate(lengths, initial=0))
-        if offsets_N.shape != (starts[-1],):
-            remedy = "Give one per position of every hosted table."
-            raise _shape("offsets of rows", tuple(offsets_N.shape), (starts[-1],), remedy)
-        return starts
-
-    def _check_grads(self, grads: Sequence[Tensor], ordered: KeyedRagged) -> None:
-        got = [tuple(grad.shape) for grad in grads]
-        want = [(ordered.batch_size, width) for width in self._widths]
-        if got != want:
-            raise _shape("gradients", got, want, "Give one per output, in its shape.")
+    def _starts(self, ordered: KeyedRagged) -> list[int]:
+        """First position of each block, and the end."""
+        cuts: list[int] = ordered.host_splits.tolist()
+        if self._compiled.straight:
+            return cuts
+        lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
+        return list(itertools.accumulate(lengths, initial=0))
 
     def _blocks(self, starts: Sequence[int]) -> list[tuple[FeatureBlock, int, int]]:
         """Each block, its first position and the one after its last."""
@@ -366,7 +346,3 @@ def _one_memory(
         and hosted[0].width * reals[0].itemsize % _UNIT == 0
         and all(pool.slices for pool in plan.pools)
     )
-
-
-def _shape(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
-    return ShapeError(f"ReceivedRows: {what}", got=got, allowed=allowed, remedy=remedy)

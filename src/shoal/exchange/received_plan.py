@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.errors import ConfigError
 from shoal.lookup import LookupTables, Output, Pool, PoolPlan, Slice, compile_tables
 from shoal.table import checks
 
@@ -91,13 +90,11 @@ def compile_plan(
     """Compile for rows of `hosted` tables in receive buffers of the given dtypes.
 
     Raises:
-        ConfigError: a feature's table is not hosted, its columns are not covered once, a buffer
-            does not exist, or slices of a plan overlap without adding.
+        ConfigError: slices of a plan overlap without adding.
         ShapeError, DTypeError: a plan that does not fit its tables, as shards have it.
     """
     tables = [int(table) for table in tables_G]
-    dims, table_reals = _tables(tables, hosted, reals)
-    dtypes = checks.plan(plan, tables, dims, table_reals)
+    dtypes = checks.plan(plan, tables, *_tables(hosted, reals))
     blocks = tuple(
         FeatureBlock(group, number)
         for number, columns in enumerate(hosted)
@@ -121,39 +118,14 @@ def compile_plan(
 
 
 def _tables(
-    tables: Sequence[int], hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
+    hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
 ) -> tuple[list[int], list[torch.dtype]]:
-    """Dim and dtype of each table that the hosted columns make up."""
-    for columns in hosted:
-        if not 0 <= columns.buffer < len(reals):
-            allowed = f"0..{len(reals) - 1}"
-            raise ConfigError(
-                "receive buffer of a hosted table",
-                columns.buffer,
-                allowed,
-                "Name each buffer's dtype.",
-            )
-    many = 1 + max([*tables, *(columns.table for columns in hosted)], default=-1)
+    """Dim and dtype of each table that the hosted columns make up, as a placement has them."""
+    many = 1 + max((columns.table for columns in hosted), default=-1)
     dims, table_reals = [0] * many, [torch.float32] * many
-    for table in range(many):
-        own = sorted((c.start, c.stop, c.buffer) for c in hosted if c.table == table)
-        for start, stop, buffer in own:
-            if start != dims[table] or stop <= start:
-                got = [(left, right) for left, right, _ in own]
-                remedy = "Every column is hosted once."
-                raise ConfigError(
-                    f"columns of hosted table {table}", got, "side by side from 0", remedy
-                )
-            dims[table], table_reals[table] = stop, reals[buffer]
-            if reals[buffer] != reals[own[0][2]]:
-                kinds = sorted({str(reals[b]) for _, _, b in own})
-                remedy = "Rows have one dtype."
-                raise ConfigError(f"dtypes of hosted table {table}", kinds, "one", remedy)
-    for table in tables:
-        if dims[table] == 0:
-            raise ConfigError(
-                f"table {table} of a feature", "not hosted", "hosted", "Place all tables."
-            )
+    for columns in hosted:
+        dims[columns.table] = max(dims[columns.table], columns.stop)
+        table_reals[columns.table] = reals[columns.buffer]
     return dims, table_reals
 
 

@@ -12,11 +12,20 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.kernels.launch import sent
-from shoal.lookup import Columns, Joined, LookupTables, Pooling, compile_tables, join, plan_of
+from shoal.lookup import (
+    Columns,
+    Joined,
+    LayoutKind,
+    LookupTables,
+    Pooling,
+    compile_tables,
+    join,
+    plan_of,
+)
 from shoal.ragged import KeyedRagged
 
 PoolingType = Literal["sum", "mean", "firstn"]
-OutType = Literal["concat", "stack", "addn", "none"]
+OutType = LayoutKind
 
 _POOLINGS: dict[PoolingType, Pooling] = {"sum": "sum", "mean": "mean", "firstn": "first_n"}
 

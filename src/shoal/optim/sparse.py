@@ -23,6 +23,7 @@ from shoal.errors import (
 )
 from shoal.rules.schedules import Constant, Schedule
 from shoal.table import shard
+from shoal.table.rows import real_dtype
 from shoal.table.shard import NanPolicy, Shard, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
@@ -221,9 +222,8 @@ class TableGradient(_Proxy):
 
     def __new__(cls, ledger: GradientLedger, table: int) -> TableGradient:
         spec = ledger.shard.specs[table]
-        dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         device = ledger.shard.device
-        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=dtype, device=device))
+        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=real_dtype(spec), device=device))
         made._ledger, made._table = ledger, table
         return made
 

@@ -13,6 +13,7 @@ from shoal.address import check_dense
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
+from shoal.table.rows import real_dtype
 from shoal.table.shard import IdGroups, RowsById, Shard, StepContext, Ticket
 from shoal.table.spec import HostRows, TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
@@ -78,7 +79,7 @@ class Table:
         home = self._shard.device
         # None: nothing is moved, and the shard says what it thinks of tensors on a device.
         self._device = None if home.type == "cpu" else home
-        self._dtype = torch.float64 if self._spec.dtype == "float64" else torch.float32
+        self._dtype = real_dtype(self._spec)
         self._tables_G = torch.tensor([self._index], dtype=torch.int32, device="cpu")
         self._splits: dict[int, Tensor] = {}
 
@@ -250,7 +251,13 @@ class Table:
         return cast(Shard, self._shard)
 
     def _groups(self, ids: Ids) -> IdGroups:
-        ids_N = ids if type(ids) is Tensor and _ready(ids) else _checked_ids(ids)
+        # As a shard can read them: every other form is looked at closely.
+        if type(ids) is Tensor and ids.dtype is torch.int64 and ids.layout is torch.strided:
+            ids_N = ids
+        else:
+            ids_N = _checked_ids(ids)
+        if ids_N.dim() != 1 or not ids_N.is_contiguous() or ids_N.is_neg():
+            ids_N = _checked_ids(ids_N)
         if self._device is not None:
             ids_N = _sent(ids_N, self._device)
         n = ids_N.shape[0]
@@ -304,13 +311,6 @@ class Table:
                 remedy="Pass a float to use one rate for all.",
             )
         return {self._spec.name: tuple(float(rate) for rate in rates)}
-
-
-def _ready(ids: Tensor) -> bool:
-    """Whether a shard can read ids as they are."""
-    if ids.dtype is not torch.int64 or ids.layout is not torch.strided or ids.dim() != 1:
-        return False
-    return ids.is_contiguous() and not ids.is_neg()
 
 
 def _checked_ids(ids: Ids) -> Tensor:

@@ -139,7 +139,7 @@ def test_rows_that_were_written_wrong(tmp_path: Path, what: str, words: str):
     ends = (0, 1 << 63) if what == "range" else ends
     folder = root.child(FULL)
     writer = RowFileWriter(folder, "rows/00000.arrow", LAYOUT, ["m/a"], ends)
-    writer.add(0, chunk if what != "more" else table("a", 31).rows.columns)
+    writer.add(0, (chunk if what != "more" else table("a", 31).rows).columns)
     saved = writer.close()
     files = [dataclasses.replace(saved, rows=30)]
     tables = manifest.tables

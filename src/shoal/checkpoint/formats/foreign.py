@@ -21,16 +21,9 @@ from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids
+from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES, real_dtype
 from shoal.table.shard import HASHES, LAST_VERSION
 from shoal.table.spec import TableSpec
-
-WEIGHT_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-STATE_DTYPES = {name: torch.float32 for name in WEIGHT_DTYPES} | {"float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +88,7 @@ class TableForm:
 
 def form_of(collection: str, spec: TableSpec) -> TableForm:
     """The form of a table's rows; their state, where they have none, is the rules' initial one."""
-    dtype = STATE_DTYPES[spec.dtype]
+    dtype = real_dtype(spec)
     parts = [segment.optimizer.init_state(segment.dim, dtype) for segment in spec.segments]
     return TableForm(
         table=saved_table(collection, spec, rows=0, deleted=0),
@@ -179,7 +172,7 @@ class CollectedRows:
         if form.table.state_width:
             state = form.initial_state if entries.state is None else entries.state
             assert state is not None
-            rows["state"] = state.to(STATE_DTYPES[form.table.dtype]).numpy()
+            rows["state"] = state.to(REAL_DTYPES[form.table.dtype]).numpy()
         self._waiting[table].append(rows)
         self._bytes[table] += rows.nbytes
         if sum(self._bytes) > self._run_bytes:
@@ -222,7 +215,7 @@ class CollectedRows:
         rows = self._merged(table, start, stop)
         words = (rows[name].astype(np.int64) for name in ("id", "version", "last_seen_s", "count"))
         weights = torch.from_numpy(rows["weights"].copy())
-        state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype], device="cpu")
+        state = torch.empty(len(rows), 0, dtype=REAL_DTYPES[form.dtype], device="cpu")
         return (
             *map(torch.from_numpy, words),
             weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
