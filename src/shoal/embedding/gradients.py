@@ -99,14 +99,23 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         for g, k in enumerate(tables):
             own = slice(cuts[g], cuts[g + 1])
             found.setdefault(k, []).append((groups.ids_N[own], rows[g], counts_N[own]))
-    order = tuple(sorted(found))
-    summed = [_sum(*map(torch.cat, zip(*found[k], strict=True))) for k in order]
-    return SummedGrads(
-        tables=order,
-        ids=tuple(part[0] for part in summed),
-        sums=tuple(part[1] for part in summed),
-        counts=tuple(part[2] for part in summed),
+    return _summed_of(
+        {k: _sum(*map(torch.cat, zip(*found[k], strict=True))) for k in sorted(found)}
     )
+
+
+Sums = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""Of each table its ids [U], sums [U, D] and counts [U]."""
+
+
+def _by_table(summed: SummedGrads) -> Sums:
+    columns = zip(summed.ids, summed.sums, summed.counts, strict=True)
+    return dict(zip(summed.tables, columns, strict=True))
+
+
+def _summed_of(parts: Sums) -> SummedGrads:
+    ids, sums, counts = zip(*parts.values(), strict=True) if parts else ((), (), ())
+    return SummedGrads(tuple(parts), ids, sums, counts)
 
 
 def sums_finite(records: Sequence[GradRecord]) -> bool | None:
@@ -351,23 +360,17 @@ class GradientLedger:
         Raises:
             ShapeError: not the shape of the sums they replace.
         """
-        if not self._pending:
-            if sums_UD is None:
-                return
+        if not self._pending and sums_UD is None:
+            return
+        parts = _by_table(self.summed()) if self._pending else {}
+        old = parts.get(table)
+        if sums_UD is None:
+            parts.pop(table, None)
+        elif old is None or old[1].shape != sums_UD.shape:
             raise _no_sums(table, sums_UD)
-        summed = self.summed()
-        kept = [i for i, k in enumerate(summed.tables) if sums_UD is not None or k != table]
-        sums = [sums_UD if summed.tables[i] == table else summed.sums[i] for i in kept]
-        if sums_UD is not None:
-            old = self.sums_of(table)
-            if old is None or old.shape != sums_UD.shape:
-                raise _no_sums(table, sums_UD)
-        self._summed = SummedGrads(
-            tables=tuple(summed.tables[i] for i in kept),
-            ids=tuple(summed.ids[i] for i in kept),
-            sums=tuple(part for part in sums if part is not None),
-            counts=tuple(summed.counts[i] for i in kept),
-        )
+        else:
+            parts[table] = (old[0], sums_UD, old[2])
+        self._summed = _summed_of(parts)
 
     def finite(self) -> bool:
         """Whether this rank's gradients and their sums per row, as applied, are finite.
@@ -458,15 +461,12 @@ class GradientLedger:
         if not missing:
             return summed
         # A lookup without ids has an empty gradient, not none.
-        none = tuple(_no_ids(self.shard) for _ in missing)
-        specs, device = [self.shard.specs[k] for k in missing], self.shard.device
-        sums = [torch.empty(0, one.dim, dtype=real_dtype(one), device=device) for one in specs]
-        return SummedGrads(
-            tables=summed.tables + tuple(missing),
-            ids=summed.ids + none,
-            sums=summed.sums + tuple(sums),
-            counts=summed.counts + none,
-        )
+        parts, none = _by_table(summed), _no_ids(self.shard)
+        for k in missing:
+            spec = self.shard.specs[k]
+            sums_UD = torch.empty(0, spec.dim, dtype=real_dtype(spec), device=none.device)
+            parts[k] = (none, sums_UD, none.clone())
+        return _summed_of(parts)
 
     def _apply_ids(self, summed: SummedGrads, ctx: StepContext) -> None:
         sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], device="cpu")
@@ -499,27 +499,16 @@ def _no_ids(shard: Shard) -> Tensor:
 
 def _merge(old: SummedGrads, fresh: SummedGrads, whole: SummedGrads) -> SummedGrads:
     """Add fresh sums to old ones that may have been changed; `whole` has all ids and counts."""
-    tables, ids, sums, counts = [], [], [], []
-    for k, ids_U, sums_UD, counts_U in zip(
-        whole.tables, whole.ids, whole.sums, whole.counts, strict=True
-    ):
-        if k in old.tables and k in fresh.tables:
-            i, j = old.tables.index(k), fresh.tables.index(k)
+    before, after, parts = _by_table(old), _by_table(fresh), {}
+    for k, (ids_U, sums_UD, counts_U) in _by_table(whole).items():
+        if k in before and k in after:
             joined = torch.zeros_like(sums_UD)
-            joined[_positions(ids_U, old.ids[i])] += old.sums[i]
-            joined[_positions(ids_U, fresh.ids[j])] += fresh.sums[j]
-            part = (ids_U, joined, counts_U)
-        elif k in old.tables or k in fresh.tables:
-            source = old if k in old.tables else fresh
-            i = source.tables.index(k)
-            part = (source.ids[i], source.sums[i], source.counts[i])
-        else:
-            continue
-        tables.append(k)
-        ids.append(part[0])
-        sums.append(part[1])
-        counts.append(part[2])
-    return SummedGrads(tuple(tables), tuple(ids), tuple(sums), tuple(counts))
+            for ids_V, sums_VD, _ in (before[k], after[k]):
+                joined[_positions(ids_U, ids_V)] += sums_VD
+            parts[k] = (ids_U, joined, counts_U)
+        elif k in before or k in after:
+            parts[k] = before.get(k) or after[k]
+    return _summed_of(parts)
 
 
 def _positions(ids_U: Tensor, wanted_V: Tensor) -> Tensor:
