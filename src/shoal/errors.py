@@ -18,7 +18,8 @@ ShoalError
 └── DeviceUnavailable     a requested device or backend is not available
 
 A message reports what was wrong, what was got, what is allowed and how to fix it. The classes take
-these four parts: `raise ShapeError("grads of table 'user'", got=..., allowed=..., remedy=...)`.
+these four parts, by name or in this order:
+`raise ShapeError("grads of table 'user'", got=..., allowed=..., remedy=...)`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ShoalError(Exception):
     """
 
     def __init__(
-        self, what: object = "", *, got: object = None, allowed: object = None, remedy: str = ""
+        self, what: object = "", got: object = None, allowed: object = None, remedy: str = ""
     ) -> None:
         text = describe(str(what), got=got, allowed=allowed, remedy=remedy) if remedy else what
         super().__init__(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -42,13 +42,10 @@ def to_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-@overload
-def mix64(word: int) -> int: ...
-@overload
-def mix64(word: Tensor) -> Tensor: ...
+Word = TypeVar("Word", int, Tensor)  # an id, or the ids of a tensor
 
 
-def mix64(word: int | Tensor) -> int | Tensor:
+def mix64(word: Word) -> Word:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words.
 
     An int is taken modulo 2^64 and gives 0..2^64-1. An int64 tensor of any shape is read as
@@ -119,7 +116,8 @@ def make_fid(slot: int | Tensor, signature: int | Tensor, layout: FidLayout = "v
     """
     _, width = _bits(layout)
     _check_slots(slot, layout)
-    low = _bits_of(signature) & ((1 << width) - 1)
+    bits: Any = signature
+    low: int | Tensor = _bits_of(bits) & ((1 << width) - 1)
     high = slot << width
     if isinstance(high, Tensor):
         return high | low
@@ -127,37 +125,19 @@ def make_fid(slot: int | Tensor, signature: int | Tensor, layout: FidLayout = "v
     return _signed(high | low) if isinstance(low, int) else _signed(high) | low
 
 
-@overload
-def slot_of(fids: int, layout: FidLayout = ...) -> int: ...
-@overload
-def slot_of(fids: Tensor, layout: FidLayout = ...) -> Tensor: ...
-
-
-def slot_of(fids: int | Tensor, layout: FidLayout = "v2") -> int | Tensor:
+def slot_of(fids: Word, layout: FidLayout = "v2") -> Word:
     """Slot of an id, or of each id of an int64 tensor."""
     _, width = _bits(layout)
     return (_bits_of(fids) >> width) & max_slot(layout)
 
 
-@overload
-def signature_of(fids: int, layout: FidLayout = ...) -> int: ...
-@overload
-def signature_of(fids: Tensor, layout: FidLayout = ...) -> Tensor: ...
-
-
-def signature_of(fids: int | Tensor, layout: FidLayout = "v2") -> int | Tensor:
+def signature_of(fids: Word, layout: FidLayout = "v2") -> Word:
     """Bits below the slot: 54 (v1) or 48 (v2) of them."""
     _, width = _bits(layout)
     return _bits_of(fids) & ((1 << width) - 1)
 
 
-@overload
-def switch_slot(fids: int, slot: int, layout: FidLayout = ...) -> int: ...
-@overload
-def switch_slot(fids: Tensor, slot: int, layout: FidLayout = ...) -> Tensor: ...
-
-
-def switch_slot(fids: int | Tensor, slot: int, layout: FidLayout = "v2") -> int | Tensor:
+def switch_slot(fids: Word, slot: int, layout: FidLayout = "v2") -> Word:
     """The same signatures under another slot.
 
     Raises:
@@ -166,13 +146,7 @@ def switch_slot(fids: int | Tensor, slot: int, layout: FidLayout = "v2") -> int 
     return make_fid(slot, fids, layout)
 
 
-@overload
-def convert_v1_to_v2(fids: int) -> int: ...
-@overload
-def convert_v1_to_v2(fids: Tensor) -> Tensor: ...
-
-
-def convert_v1_to_v2(fids: int | Tensor) -> int | Tensor:
+def convert_v1_to_v2(fids: Word) -> Word:
     """Move a v1 id to the v2 layout: same slot, and the low 48 of its 54 signature bits.
 
     Two v1 ids that differ only in signature bits 48..53 become one.
@@ -329,15 +303,7 @@ def _check_slots(slot: int | Tensor, layout: FidLayout) -> None:
         raise InputError(f"slot of a {layout} id", got=slot, allowed=f"0..{top}", remedy=remedy)
 
 
-@overload
-def _bits_of(value: int) -> int: ...
-@overload
-def _bits_of(value: Tensor) -> Tensor: ...
-@overload
-def _bits_of(value: int | Tensor) -> int | Tensor: ...
-
-
-def _bits_of(value: int | Tensor) -> int | Tensor:
+def _bits_of(value: Word) -> Word:
     """The 64 bits of an id: a tensor unchanged, an int as unsigned."""
     if not isinstance(value, int):
         check_dense("ids", value)

@@ -22,6 +22,7 @@ from shoal.errors import ConfigError
 Pooling = Literal["sum", "mean", "first_n"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "first_n")
 Join = Literal["concat", "stack", "addn"]
+LayoutKind = Literal["none", "concat", "stack", "addn"]
 
 # Of `LookupTables.features_F`.
 SUM, DIVIDED, MEAN, FIRST_N, BY_ROW = 0, 1, 2, 3, 8
@@ -357,17 +358,17 @@ def join(name: str, kind: Join, parts: Sequence[Columns], *, layout: str = "") -
         lengths = [part.length for part in parts]
         if len(set(lengths)) > 1:
             got = [length or "pooled" for length in lengths]
-            raise _unfit(f"lengths {what}", got, "one length", "Use a layout for each length.")
+            raise ConfigError(f"lengths {what}", got, "one length", "Use a layout for each length.")
         widths = [shape[-1] for shape in shapes]
         columns = itertools.accumulate(widths[:-1], initial=0)
         places = tuple((p, column, sum(widths)) for p, column in zip(parts, columns, strict=True))
         return Joined(name, (*shapes[0][:-1], sum(widths)), places)
     if kind == "addn" and any(part.length for part in parts):
         remedy = "Pool them with a sum, or use a stack layout for sequences."
-        raise _unfit(f"pooling {what}", "sequences", "sum or mean", remedy)
+        raise ConfigError(f"pooling {what}", "sequences", "sum or mean", remedy)
     if len(set(shapes)) > 1:
         remedy = "Use a concat layout for slices of different widths, or 'none'."
-        raise _unfit(f"shapes {what}", shapes, "one shape", remedy)
+        raise ConfigError(f"shapes {what}", shapes, "one shape", remedy)
     width = shapes[0][-1]
     if kind == "addn":
         return Joined(name, (width,), tuple((part, 0, width) for part in parts), added=True)
@@ -401,7 +402,3 @@ def plan_of(poolings: Sequence[tuple[Pooling, int]], inputs: Sequence[Joined]) -
 
 def _feature_of(place: tuple[Columns, int, int]) -> int:
     return place[0].feature
-
-
-def _unfit(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)

@@ -94,7 +94,7 @@ class Chart:
     y_from_zero: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """What the page shows.
 

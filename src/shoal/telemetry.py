@@ -1,6 +1,6 @@
 """What a run reports about itself: scalar sinks and the progress line.
 
-Everything that reads, formats or writes happens when `Progress.due` is true, at most twice a
+Everything that reads, formats or writes happens when `ProgressLine.due` is true, at most twice a
 second.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from shoal.errors import ConfigError, describe
@@ -218,7 +217,7 @@ class ProgressState:
     saving: str | None = None
 
 
-class Progress:
+class ProgressLine:
     """A live bar on a terminal; elsewhere a plain line every `plain_interval_s`.
 
     Use it as a context manager; ask `due()` each step and `show` a state when it is.
@@ -243,7 +242,7 @@ class Progress:
         self._started = self._next = 0.0
         self._last: tuple[float, ProgressState] = (0.0, ProgressState(examples=0))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         self._started = self._clock()
         self._next = self._started + self._interval_s
         self._last = (self._started, ProgressState(examples=0))
@@ -251,12 +250,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

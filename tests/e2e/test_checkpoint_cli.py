@@ -21,7 +21,7 @@ from shoal.checkpoint import CheckpointStore, Contents
 from shoal.checkpoint.formats import parquet
 from shoal.checkpoint.formats.monolith import frame
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.cli import app
 from shoal.table.facade import Table
@@ -29,8 +29,8 @@ from shoal.table.hosting import HostedTables
 from shoal.table.spec import Segment, TableSpec
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
-LAYOUT = Layout.rows(dim=3, state_width=3, dtype="float32")
-SMALL = Layout.rows(dim=2, state_width=0, dtype="bfloat16")
+LAYOUT = RowLayout.rows(dim=3, state_width=3, dtype="float32")
+SMALL = RowLayout.rows(dim=2, state_width=0, dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def refused(*arguments: object) -> str:
 
 
 def table(
-    name: str, ids: Tensor, layout: Layout = LAYOUT, *, salt: int = 0, **others: Tensor
+    name: str, ids: Tensor, layout: RowLayout = LAYOUT, *, salt: int = 0, **others: Tensor
 ) -> HandTable:
     rows = rows_of(name, ids, layout, salt=salt, key=f"m/{name}")
     return HandTable(name, layout, rows, **{k: by_hash(name, ids) for k, ids in others.items()})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.loading_rows import Tally
+from shoal.checkpoint.loading_rows import LoadTally
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import Adagrad, Adam
 from shoal.table.cpu.shard import CpuShard
@@ -82,5 +82,7 @@ class OneOf:
         told, own = value
         mine = (told, own)
         none: dict[str, int] = {}
-        empty = dataclasses.replace(own, rows=none, expired=none) if isinstance(own, Tally) else own
+        empty = (
+            dataclasses.replace(own, rows=none, expired=none) if isinstance(own, LoadTally) else own
+        )
         return [mine if rank == self.rank else (None, empty) for rank in range(self.world_size)]

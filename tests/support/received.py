@@ -93,7 +93,7 @@ class Received:
     def grads_of(self, spread: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Of each hosted table, each id's part of the flat gradients."""
         return [
-            {id_: spread[c.bank][place : place + c.width] for id_, place in places.items()}
+            {id_: spread[c.buffer][place : place + c.width] for id_, place in places.items()}
             for c, places in zip(self.hosted, self.places, strict=True)
         ]
 
@@ -188,12 +188,14 @@ def _flat(
         own: dict[int, int] = {}
         for id_ in ids.tolist():
             if not dense and int(torch.randint(4, (), generator=draw)) == 0:
-                parts[columns.bank].append(torch.full((3,), torch.nan, dtype=reals[columns.bank]))
-            own[id_] = sum(part.numel() for part in parts[columns.bank])
+                parts[columns.buffer].append(
+                    torch.full((3,), torch.nan, dtype=reals[columns.buffer])
+                )
+            own[id_] = sum(part.numel() for part in parts[columns.buffer])
             entry = shard.entry(columns.table, id_)
             assert entry is not None
-            row = entry.weights[columns.start : columns.stop].to(reals[columns.bank])
-            parts[columns.bank].append(row)
+            row = entry.weights[columns.start : columns.stop].to(reals[columns.buffer])
+            parts[columns.buffer].append(row)
         places.append(own)
     flat = tuple(
         torch.cat([*own, torch.empty(0, dtype=real)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import contents, dense
 from shoal.checkpoint.manifest import SCHEMA, Manifest, Parent, SavedFile, commit
 from shoal.checkpoint.matching import saved_table
-from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of, write_whole
+from shoal.checkpoint.row_files import RowFileWriter, RowLayout, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.placement import hash_ids, sort_key
@@ -102,8 +102,8 @@ def write_by_hand(
     return Parent(folder=name, id=manifest.id)
 
 
-def _layout(table: HandTable) -> Layout:
-    return Layout.rows(table.spec.dim, table.spec.state_width, table.spec.dtype)
+def _layout(table: HandTable) -> RowLayout:
+    return RowLayout.rows(table.spec.dim, table.spec.state_width, table.spec.dtype)
 
 
 def _ordered(table: HandTable, ids: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _row_files(folder: Storage, key: str, table: HandTable, number: int) -> list
         if inside:
             path = f"rows/{number + len(files):05d}.arrow"
             writer = RowFileWriter(folder, path, _layout(table), [key], (start, stop))
-            writer.add(0, columns_of(chunk_where(table.rows, torch.tensor(inside))))
+            writer.add(0, chunk_where(table.rows, torch.tensor(inside)).columns)
             files.append(writer.close())
     return files
 
@@ -128,7 +128,7 @@ def _row_files(folder: Storage, key: str, table: HandTable, number: int) -> list
 def _other_files(folder: Storage, key: str, table: HandTable, number: int) -> list[SavedFile]:
     files = []
     if table.deleted.numel():
-        path, layout = f"deleted/{number:05d}.arrow", Layout.ids(counted=False)
+        path, layout = f"deleted/{number:05d}.arrow", RowLayout.ids(counted=False)
         deleted = RowFileWriter(folder, path, layout, [key], kind="deleted")
         deleted.add(0, (table.deleted[_ordered(table, table.deleted)],))
         files.append(deleted.close())
@@ -137,7 +137,7 @@ def _other_files(folder: Storage, key: str, table: HandTable, number: int) -> li
         files.append(write_whole(folder, path, "sketch", table.admission.cells, [key]))
     elif table.admission is not None:
         order = _ordered(table, table.admission.ids)
-        path, layout = f"admission/{number:05d}.arrow", Layout.ids(counted=True)
+        path, layout = f"admission/{number:05d}.arrow", RowLayout.ids(counted=True)
         admission = RowFileWriter(folder, path, layout, [key], kind="admission")
         admission.add(0, (table.admission.ids[order], table.admission.counts[order]))
         files.append(admission.close())
@@ -148,5 +148,5 @@ def _grouped_file(folder: Storage, tables: Mapping[str, HandTable]) -> SavedFile
     layout = _layout(next(iter(tables.values())))
     writer = RowFileWriter(folder, "rows/grouped.arrow", layout, list(tables))
     for index, table in enumerate(tables.values()):
-        writer.add(index, columns_of(chunk_where(table.rows, _ordered(table, table.rows.ids))))
+        writer.add(index, chunk_where(table.rows, _ordered(table, table.rows.ids)).columns)
     return writer.close()

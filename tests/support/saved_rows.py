@@ -19,7 +19,7 @@ from shoal.checkpoint.manifest import (
     commit,
 )
 from shoal.checkpoint.plan import TableRows, split
-from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of, sketch_path, write_whole
+from shoal.checkpoint.row_files import RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.placement import hash_ids, sort_key
@@ -34,7 +34,7 @@ def by_hash(table: str, ids: Tensor) -> Tensor:
 
 
 def rows_of(
-    table: str, ids: Tensor, layout: Layout, *, salt: int = 0, key: str | None = None
+    table: str, ids: Tensor, layout: RowLayout, *, salt: int = 0, key: str | None = None
 ) -> RowChunk:
     """Rows whose values follow from their id and the salt, ordered by hash."""
     ids = by_hash(table, ids)
@@ -102,7 +102,7 @@ class HandTable:
     """A table to be saved: rows (`rows_of`) and deleted ids, ordered by hash."""
 
     name: str
-    layout: Layout
+    layout: RowLayout
     rows: RowChunk
     deleted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     admission: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -148,7 +148,7 @@ def save_by_hand(
         counted = []
         for t in tables:
             ids = {"rows": t.rows.ids, "deleted": t.deleted, "admission": t.admission}[what]
-            layout = t.layout if what == "rows" else Layout.ids(counted=what == "admission")
+            layout = t.layout if what == "rows" else RowLayout.ids(counted=what == "admission")
             counted.append(TableRows(t.key, layout, histogram(t.name, ids, 8)))
         return split(counted, what, file_bytes=file_bytes, small_bytes=small_bytes)
 
@@ -159,7 +159,7 @@ def save_by_hand(
             rows = by_key[key].rows
             inside = between(by_key[key].name, rows.ids, plan.start, plan.stop)
             parts = {name: getattr(rows, name)[inside] for name in FIELDS}
-            writer.add(k, columns_of(RowChunk(table=key, **parts)))
+            writer.add(k, RowChunk(table=key, **parts).columns)
         files.append(writer.close())
     for what in ("deleted", "admission"):
         for plan in plans(what):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal import telemetry
-from shoal.telemetry import FanOut, JsonLines, Progress, ProgressState, TensorBoard
+from shoal.telemetry import FanOut, JsonLines, ProgressLine, ProgressState, TensorBoard
 
 
 class FakeClock:
@@ -56,10 +56,10 @@ def test_fan_out_writes_to_and_closes_each_sink(tmp_path: Path):
         both.write(2, {"x": 1.0})
 
 
-def plain_run(clock: FakeClock) -> tuple[Progress, io.StringIO]:
+def plain_run(clock: FakeClock) -> tuple[ProgressLine, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=40)
-    return Progress(console, "train", 2000, plain_interval_s=5, clock=clock), out
+    return ProgressLine(console, "train", 2000, plain_interval_s=5, clock=clock), out
 
 
 def test_plain_progress_is_one_readable_line_per_interval():
@@ -108,7 +108,7 @@ def test_terminal_progress_draws_a_bar_at_most_twice_a_second():
     clock = FakeClock()
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80)
-    with Progress(console, "train", 100, clock=clock) as progress:
+    with ProgressLine(console, "train", 100, clock=clock) as progress:
         clock.now += 0.4
         assert not progress.due()
         clock.now += 0.1

@@ -15,7 +15,7 @@ from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable
 from shoal.checkpoint.plan import ascends, bounds, histogram
 from shoal.checkpoint.row_files import (
     Columns,
-    Layout,
+    RowLayout,
     batches,
     check_streaming,
     damaged,
@@ -69,7 +69,7 @@ class Chain:
 
     Args:
         store, name: the last link.
-        keys: tables that must have one form along the chain; None: all.
+        check: whether all tables must have one form along the chain; else see `check_forms`.
 
     Attributes:
         links: the full one first.
@@ -77,12 +77,10 @@ class Chain:
 
     Raises:
         CheckpointError: a link is missing or of another chain (`CheckpointStore.chain`), or a
-            table of `keys` (all, if None) has several forms along the chain.
+            table has several forms along the chain.
     """
 
-    def __init__(
-        self, store: CheckpointStore, name: str, keys: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, store: CheckpointStore, name: str, *, check: bool = True) -> None:
         manifests = store.chain(name)
         folders = [one.parent.folder for one in manifests if one.parent is not None]
         self.links = tuple(
@@ -91,8 +89,19 @@ class Chain:
         )
         self.last = self.links[-1]
         self.tables = self.last.manifest.tables
+        self._files: dict[tuple[int, str], _RangedFile] = {}
+        self._open = lru_cache(maxsize=_OPEN)(_RangedFile.reader)
+        if check:
+            self.check_forms({table.key for table in self.tables})
+
+    def check_forms(self, keys: Collection[str]) -> None:
+        """Check that tables have one form along the chain.
+
+        Raises:
+            CheckpointError: one has several.
+        """
         for table in self.tables:
-            for link in self.links if keys is None or table.key in keys else ():
+            for link in self.links if table.key in keys else ():
                 own = link.table(table.key) or table
                 if _form(own) != _form(table):
                     raise CheckpointError(
@@ -102,8 +111,6 @@ class Chain:
                         remedy="After a change of a table, deltas start from a new full "
                         "checkpoint: load an older one of the chain, or a full one.",
                     )
-        self._files: dict[tuple[int, str], _RangedFile] = {}
-        self._open = lru_cache(maxsize=_OPEN)(_RangedFile.reader)
 
     def index(self, key: str) -> int:
         """Index of a table by its key, "collection/table"."""
@@ -132,7 +139,7 @@ class Chain:
 
     def read(self, table: int, start: int, stop: int) -> Columns:
         """Rows with `start <= h < stop`, ordered by h."""
-        layout = Layout.of(self.tables[table])
+        layout = RowLayout.of(self.tables[table])
         found = list(self._counting(table, start, stop, ids_only=False))
         columns = joined(layout, [columns for _, columns in found])
         keys = torch.cat([columns[0][:0], *(keys for keys, _ in found)])
@@ -313,7 +320,7 @@ class _RangedFile:
         file, layout = self.storage.open_arrow(self.saved.path), layout_of(self.saved, self.tables)
         return open_batches(self.storage, self.saved, layout, file, ids_only=ids_only)
 
-    def _indexed(self, layout: Layout, reader: Any) -> Iterator[tuple[int, int, int, int]]:
+    def _indexed(self, layout: RowLayout, reader: Any) -> Iterator[tuple[int, int, int, int]]:
         for number, table, batch in batches(self.storage, self.saved, reader):
             ends = layout.to_columns(batch, _copied)[0][[0, -1]]
             first, last = self._keys(table, ends).tolist()

@@ -138,8 +138,9 @@ class _Load:
     ) -> None:
         self._contents, self._ranks, self._resumes = contents, ranks, options.state
         specs = {key: hosting.specs for key, hosting in contents.tables.items()}
-        self.matches = match_tables(store.manifest(name).tables, specs, options)
-        chain = Chain(store, name, {match.saved.key for match in self.matches})
+        chain = Chain(store, name, check=False)
+        self.matches = match_tables(chain.tables, specs, options)
+        chain.check_forms({match.saved.key for match in self.matches})
         self._storage, self.manifest = chain.last.storage, chain.last.manifest
         for match in self.matches:
             check_capacity(match, chain.fewest_rows(match.saved.key), options.now_s)

@@ -19,11 +19,10 @@ from shoal.checkpoint.matching import SegmentMatch, TableMatch
 from shoal.checkpoint.rank_rows import slices_of
 from shoal.checkpoint.row_files import (
     Columns,
-    Layout,
     ReadBuffer,
+    RowLayout,
     check_sizes,
     chunk_of,
-    columns_of,
     layout_of,
     read_checked,
     read_rows,
@@ -116,7 +115,7 @@ def _unfit(before: Tensor, after: Tensor) -> int:
 
 
 def _kept(chunk: RowChunk, kept_R: Tensor) -> RowChunk:
-    return chunk_of(chunk.table, selected(columns_of(chunk), kept_R))
+    return chunk_of(chunk.table, selected(chunk.columns, kept_R))
 
 
 class Trim:
@@ -173,14 +172,18 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Target:
-    """A table of this rank's shard that gets rows of a matched one: a slice, or all of it."""
+    """A table of this rank's shard that gets rows of a matched one: a slice, or all of it.
+
+    trim: chooses rows where the table has no room for all; None: it has, or did not say yet.
+    """
 
     match: TableMatch
     shard: Shard
     table: int
     hosted: Hosted
+    trim: Trim | None = None
 
     def meets(self, file: SavedFile, rank: int) -> bool:
         """Whether a file may have rows for it."""
@@ -206,7 +209,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class LoadTally:
     """Rows loaded and rows left out as expired, by key; each counted on one rank.
 
     trimmed: rows were left out since an evicting table has no room for them.
@@ -256,10 +259,9 @@ class RowLoader:
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
-        self._trims: dict[Target, Trim] = {}
         self._weighing = False
 
-    def load(self) -> Tally:
+    def load(self) -> LoadTally:
         """Load everything.
 
         Raises:
@@ -269,24 +271,25 @@ class RowLoader:
         """
         for link in self._chain.links:
             check_sizes(link.storage, filter(self._wanted, link.manifest.files))
+        trims: list[Trim] = []
         try:
             self._pass()
         except TableFull:
             # A table at its budget, split over other ranks, has more rows here and fewer there.
-            self._trims = _trims(joined.from_iterable(self._targets.values()))
-            if not self._trims:
+            trims = _choose(joined.from_iterable(self._targets.values()))
+            if not trims:
                 raise
             self.clear()
             self._weighing = True
             self._pass()
             self._weighing = False
-            for trim in self._trims.values():
+            for trim in trims:
                 trim.weighed()
             self._pass()
         if self._unfit:
             raise _does_not_fit(self._unfit)
         self._load_admission()
-        return Tally(dict(self._rows), dict(self._expired), bool(self._trims))
+        return LoadTally(dict(self._rows), dict(self._expired), bool(trims))
 
     def clear(self) -> None:
         """Empty the tables again."""
@@ -356,7 +359,7 @@ class RowLoader:
                 if adapted.unfit:
                     self._unfit[last.key] += adapted.unfit
             rows = target.rows(adapted.chunk, self._rank)
-            trim = self._trims.get(target)
+            trim = target.trim
             if trim is not None and self._weighing:
                 trim.weigh(rows)
             if self._weighing:
@@ -378,7 +381,9 @@ class RowLoader:
                 cells = read_checked(storage, file).numpy().tobytes()
                 parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
             elif file.kind == "admission":
-                for index, (ids_P, counts_P) in read_rows(storage, file, Layout.ids(counted=True)):
+                for index, (ids_P, counts_P) in read_rows(
+                    storage, file, RowLayout.ids(counted=True)
+                ):
                     found = AdmissionState(ids_P, counts_P, b"")
                     parts.setdefault(file.tables[index], []).append(found)
         for target in joined.from_iterable(self._targets.values()):
@@ -415,13 +420,14 @@ def _ahead(
             yield result
 
 
-def _trims(targets: Iterable[Target]) -> dict[Target, Trim]:
-    """A choice of rows for each table that may leave some out."""
-    found = {}
+def _choose(targets: Iterable[Target]) -> list[Trim]:
+    """Have rows chosen for each table that may leave some out."""
+    found = []
     for target in targets:
         spec = target.shard.specs[target.table]
         if spec.capacity_rows is not None and spec.on_full != "raise":
-            found[target] = Trim(spec.capacity_rows, spec.on_full)
+            target.trim = Trim(spec.capacity_rows, spec.on_full)
+            found.append(target.trim)
     return found
 
 

@@ -94,7 +94,7 @@ FileKind = Literal["rows", "deleted", "admission", "sketch", "dense", "state"]
 """Of ids without a row "admission" has exact counts, "sketch" a table's sketch of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SavedSegment:
     """Columns of a saved table. `optimizer` is the rule's kind; `state_width` its floats a row."""
 
@@ -104,7 +104,7 @@ class SavedSegment:
     optimizer: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SavedTable:
     """A whole table as it was saved.
 
@@ -169,7 +169,7 @@ class SavedFile:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Parent:
     """What a delta is relative to: another checkpoint in the same store."""
 

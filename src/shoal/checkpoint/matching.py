@@ -41,7 +41,7 @@ class LoadOptions:
     state: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SegmentMatch:
     """Columns of a table, and the saved ones that fill them.
 
@@ -58,7 +58,7 @@ class SegmentMatch:
     state_source: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TableMatch:
     """A table to load, and what it was saved as.
 

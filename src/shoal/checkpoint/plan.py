@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SavedFile
-from shoal.checkpoint.row_files import Columns, Layout, RowFileWriter
+from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError
 from shoal.placement import Hosted
 from shoal.table.shard import HASHES
 
@@ -41,7 +41,7 @@ class TableRows:
     """
 
     key: str
-    layout: Layout
+    layout: RowLayout
     counts: Tensor
     slices: tuple[Hosted, ...] = ()
 
@@ -94,7 +94,7 @@ class FilePlan:
     start: int
     stop: int
     rows: int
-    layout: Layout
+    layout: RowLayout
 
 
 def bits_for(total_rows: int) -> int:
@@ -136,12 +136,9 @@ def split(
 
     Args:
         folder: of the files: "rows", "deleted" or "admission".
-
-    Raises:
-        CheckpointError: a histogram that is too coarse, or not one.
     """
     plans: list[FilePlan] = []
-    shared: dict[Layout, int] = {}  # the file that small tables of a layout go to
+    shared: dict[RowLayout, int] = {}  # the file that small tables of a layout go to
     for table in tables:
         counts, rows, row_bytes = _counts_of(table), table.rows, table.layout.row_bytes
         if not rows:
@@ -183,16 +180,7 @@ def write_tables(
 
 def _counts_of(table: TableRows) -> Tensor:
     """The histogram by as many bits as its rows ask for, whatever finer one it was given by."""
-    counts, cells = table.counts, len(table.counts)
-    bits = bits_for(table.rows)
-    if cells & (cells - 1) or cells < 1 << bits or bool((counts < 0).any()):
-        raise CheckpointError(
-            f"histogram of table {table.key!r}",
-            got=f"{cells} cells for {table.rows} rows",
-            allowed=f"2^n counts, n at least {bits}",
-            remedy="Count with bits_for(rows).",
-        )
-    return counts.view(1 << bits, -1).sum(1)
+    return table.counts.view(1 << bits_for(table.rows), -1).sum(1)
 
 
 def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:
@@ -208,8 +196,7 @@ def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:
             yield first << shift, last << shift, rows
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class HashSpan(NamedTuple):
     """Hashes [start, stop) of a table, which is an index into the plan's tables."""
 
     table: int
@@ -217,15 +204,14 @@ class Span:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a file's writer gets at a time: some spans of one table each, in the file's order.
 
     travels: another rank than the writer may have rows of it.
     """
 
     file: int
-    spans: tuple[Span, ...]
+    spans: tuple[HashSpan, ...]
     travels: bool
 
 
@@ -321,7 +307,7 @@ def _pieces(
                 found.append(Piece(number, (), False))
                 size = 0
             last, size = found[-1], size + wanted
-            spans = (*last.spans, Span(index, start, stop))
+            spans = (*last.spans, HashSpan(index, start, stop))
             found[-1] = Piece(number, spans, last.travels or travels)
     return found
 

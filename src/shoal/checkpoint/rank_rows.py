@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.plan import (
+    HashSpan,
     Piece,
-    Span,
     TableRows,
     WritingPlan,
     bits_for,
@@ -21,7 +21,7 @@ from shoal.checkpoint.plan import (
     histogram,
     speakers,
 )
-from shoal.checkpoint.row_files import Columns, Layout, columns_of, joined, selected
+from shoal.checkpoint.row_files import Columns, RowLayout, joined, selected
 from shoal.comm.collectives import Collectives, Part
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted, hash_ids, sort_key
@@ -82,7 +82,7 @@ class RowSlice:
 
     def read(self, start: int, stop: int) -> Columns:
         """See `SliceSource`."""
-        return columns_of(self.snapshot.read(self.table, start, stop))
+        return self.snapshot.read(self.table, start, stop).columns
 
 
 class IdSlice:
@@ -130,8 +130,7 @@ class OtherRankFailed(CheckpointError):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardedTable:
+class ShardedTable(NamedTuple):
     """Rows or ids of a whole table as its slices lie on ranks.
 
     Args:
@@ -144,16 +143,16 @@ class ShardedTable:
 
     key: str
     spec: TableSpec
-    layout: Layout
+    layout: RowLayout
     slices: tuple[LocalSlice, ...]
     sources: tuple[SliceSource | None, ...]
 
-    def layout_of(self, number: int) -> Layout:
+    def layout_of(self, number: int) -> RowLayout:
         """Of a slice's rows."""
         spec = self.slices[number].spec
         if self.layout.named:
             return self.layout
-        return Layout.rows(spec.dim, spec.state_width, spec.dtype)
+        return RowLayout.rows(spec.dim, spec.state_width, spec.dtype)
 
 
 class ShardedRows:
@@ -338,20 +337,20 @@ class ShardedRows:
             ) from error
         return got
 
-    def _asked(self, piece: Piece, writer: int) -> Iterator[tuple[Span, int, tuple[int, ...]]]:
+    def _asked(self, piece: Piece, writer: int) -> Iterator[tuple[HashSpan, int, tuple[int, ...]]]:
         """Each span with each slice of its table, and the ranks that hand it in."""
         for span in piece.spans:
             for number, one in enumerate(self.tables[span.table].slices):
                 yield span, number, speakers(one.hosted, writer, span.start, span.stop)
 
-    def _read(self, span: Span, number: int) -> Columns:
+    def _read(self, span: HashSpan, number: int) -> Columns:
         table = self.tables[span.table]
         source = table.sources[number]
         if source is None:
             raise AssertionError(f"rank {self._rank} has no rows of slice {number} of {table.key}")
         return source.read(span.start, span.stop)
 
-    def _joined(self, span: Span, found: Sequence[list[Columns]]) -> Columns:
+    def _joined(self, span: HashSpan, found: Sequence[list[Columns]]) -> Columns:
         """Parts of ranks put behind each other, which is by hash, then slices side by side.
 
         Weights and state are joined, versions, times and counts are the largest of any slice.
@@ -383,7 +382,7 @@ def _packed(parts: Sequence[Columns]) -> Tensor:
     return torch.cat(flat)
 
 
-def _unpacked(data: Tensor, layouts: Sequence[Layout], rows_X: Sequence[int]) -> list[Columns]:
+def _unpacked(data: Tensor, layouts: Sequence[RowLayout], rows_X: Sequence[int]) -> list[Columns]:
     parts, at = [], 0
     for layout, rows in zip(layouts, rows_X, strict=False):
         part = []
@@ -396,7 +395,7 @@ def _unpacked(data: Tensor, layouts: Sequence[Layout], rows_X: Sequence[int]) ->
     return parts
 
 
-def _bytes(layout: Layout, rows: int) -> int:
+def _bytes(layout: RowLayout, rows: int) -> int:
     sizes = (rows * field.row_bytes for field in layout.fields)
     return sum(size + -size % _ALIGNED for size in sizes)
 

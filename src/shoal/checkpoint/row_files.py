@@ -18,6 +18,7 @@ from shoal import _core
 from shoal.checkpoint.manifest import FileKind, SavedFile, SavedTable
 from shoal.checkpoint.storage import Buffer, DurableFile, Storage
 from shoal.errors import CheckpointError, ShoalError
+from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES
 from shoal.table.shard import HASHES
 from shoal.table.values import RowChunk
 
@@ -32,12 +33,6 @@ Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
 
 _BATCH_BYTES = 8 << 20
 _NAMING = ("table", "id")  # columns
-_WEIGHTS = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 _ARROW = {torch.int64: "uint32", torch.bfloat16: "int16", torch.float16: "float16"} | {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -113,44 +108,43 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The columns of a file, ids first. `named`: also a file of one table names it in each row."""
 
     fields: tuple[Field, ...]
     named: bool = False
 
     @staticmethod
-    def rows(dim: int, state_width: int, dtype: str) -> Layout:
+    def rows(dim: int, state_width: int, dtype: str) -> RowLayout:
         """Of rows; state is float64 for float64 tables, else float32.
 
         Raises:
             CheckpointError: a dtype that rows do not have, or a negative width.
         """
-        if dtype not in _WEIGHTS or dim < 0 or state_width < 0:
+        if dtype not in WEIGHT_DTYPES or dim < 0 or state_width < 0:
             raise CheckpointError(
                 "layout of a row",
                 got=f"dim={dim}, state_width={state_width}, dtype={dtype!r}",
-                allowed=f"widths of 0 or more and a dtype of {', '.join(_WEIGHTS)}",
+                allowed=f"widths of 0 or more and a dtype of {', '.join(WEIGHT_DTYPES)}",
                 remedy="Load it with the version that wrote it.",
             )
-        state = torch.float64 if dtype == "float64" else torch.float32
-        return Layout(
+        return RowLayout(
             (
                 *(Field(name) for name in ("id", "version", "last_seen_s", "count")),
-                Field("weights", _WEIGHTS[dtype], dim),
-                Field("state", state, state_width),
+                Field("weights", WEIGHT_DTYPES[dtype], dim),
+                Field("state", REAL_DTYPES[dtype], state_width),
             )
         )
 
     @staticmethod
-    def of(table: SavedTable) -> Layout:
+    def of(table: SavedTable) -> RowLayout:
         """Of a saved table's rows."""
-        return Layout.rows(table.dim, table.state_width, table.dtype)
+        return RowLayout.rows(table.dim, table.state_width, table.dtype)
 
     @staticmethod
-    def ids(*, counted: bool) -> Layout:
+    def ids(*, counted: bool) -> RowLayout:
         """Of deleted ids, or of counted ones."""
-        return Layout((Field("id"), Field("count")) if counted else (Field("id"),), named=True)
+        return RowLayout((Field("id"), Field("count")) if counted else (Field("id"),), named=True)
 
     @property
     def row_bytes(self) -> int:
@@ -223,16 +217,8 @@ class Layout:
                 )
 
 
-def columns_of(chunk: RowChunk) -> Columns:
-    """A chunk's rows in the order of a layout of rows."""
-    return (
-        *(chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts),
-        *(chunk.weights, chunk.state),
-    )
-
-
 def chunk_of(table: str, columns: Columns) -> RowChunk:
-    """Back from `columns_of`."""
+    """Rows of a layout of rows as a chunk, whose `columns` they are."""
     ids, versions, last_seen_s, counts, weights, state = columns
     return RowChunk(table, ids, weights, state, versions, last_seen_s, counts)
 
@@ -242,18 +228,18 @@ def selected(columns: Columns, rows: Tensor | slice) -> Columns:
     return tuple(column[rows] for column in columns)
 
 
-def joined(layout: Layout, parts: Sequence[Columns]) -> Columns:
+def joined(layout: RowLayout, parts: Sequence[Columns]) -> Columns:
     """The rows of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
     return tuple(map(torch.cat, zip(*parts, strict=True))) if parts else layout.empty(0)
 
 
-def layout_of(saved: SavedFile, tables: Iterable[SavedTable]) -> Layout:
+def layout_of(saved: SavedFile, tables: Iterable[SavedTable]) -> RowLayout:
     """Of a file of rows or ids among these tables."""
     if saved.kind != "rows":
-        return Layout.ids(counted=saved.kind == "admission")
-    return next(Layout.of(table) for table in tables if table.key in saved.tables)
+        return RowLayout.ids(counted=saved.kind == "admission")
+    return next(RowLayout.of(table) for table in tables if table.key in saved.tables)
 
 
 class ReadBuffer:
@@ -404,7 +390,7 @@ class RowFileWriter:
         self,
         storage: Storage,
         path: str,
-        layout: Layout,
+        layout: RowLayout,
         tables: Sequence[str],
         ranges: tuple[int, int] = (0, HASHES),
         kind: FileKind = "rows",
@@ -491,7 +477,7 @@ class RowFileWriter:
 def read_rows(
     storage: Storage,
     saved: SavedFile,
-    layout: Layout,
+    layout: RowLayout,
     buffer: ReadBuffer | None = None,
     *,
     version: int | None = None,
@@ -533,7 +519,7 @@ def read_rows(
 
 
 def open_batches(
-    storage: Storage, saved: SavedFile, layout: Layout, source: Any, *, ids_only: bool = False
+    storage: Storage, saved: SavedFile, layout: RowLayout, source: Any, *, ids_only: bool = False
 ) -> Any:
     """What reads the record batches of a file of rows or ids, or only their ids.
 

@@ -64,7 +64,7 @@ def take_snapshot_point(
     Raises:
         CheckpointError: a rank could not; nothing is held then.
     """
-    held = _Held(contents, since)
+    held = _OpenPoint(contents, since)
     try:
         what = "snapshot point of a job"
         versions = set().union(*together(collectives, what, lambda: held.take(0)))
@@ -88,7 +88,7 @@ def take_snapshot_point(
         raise
 
 
-class _Held:
+class _OpenPoint:
     """The snapshots of one rank's shards."""
 
     def __init__(self, contents: Contents, since: Mapping[str, Cursor] | None) -> None:

@@ -20,8 +20,8 @@ from shoal.checkpoint.dense import DenseReader
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
 from shoal.checkpoint.plan import TableRows, ascends, bits_for, bounds, write_tables
 from shoal.checkpoint.row_files import (
-    Layout,
     ReadBuffer,
+    RowLayout,
     check_streaming,
     checked_pieces,
     damaged,
@@ -210,7 +210,7 @@ _PIECE_BYTES = 8 << 20
 _HASHED = ("rows", "deleted", "admission")  # kinds of files that are in order of hash
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TableDiff:
     """Rows of one table in two checkpoints.
 
@@ -284,7 +284,7 @@ def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None)
         if key not in keys_b:
             continue
         one, other = rows_a.tables[rows_a.index(key)], rows_b.tables[rows_b.index(key)]
-        if (Layout.of(one), one.hash_name) == (Layout.of(other), other.hash_name):
+        if (RowLayout.of(one), one.hash_name) == (RowLayout.of(other), other.hash_name):
             compared.append(_compared(key, rows_a, rows_b))
         else:
             reshaped.append(key)
@@ -395,7 +395,7 @@ def _write_full(folder: Storage, chain: Chain) -> Manifest:
     last, counted = chain.last.manifest, []
     for k, table in enumerate(chain.tables):
         counts = chain.histogram(k, bits_for(chain.most_rows(table.key)))
-        counted.append(TableRows(table.key, Layout.of(table), counts))
+        counted.append(TableRows(table.key, RowLayout.of(table), counts))
     files = [*write_tables(folder, counted, chain.read)]
     copied = ("admission", "sketch", "dense", "state")
     files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]

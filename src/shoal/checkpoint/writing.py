@@ -29,7 +29,7 @@ from shoal.checkpoint.rank_rows import (
     SliceSource,
     slices_of,
 )
-from shoal.checkpoint.row_files import Columns, Layout, RowFileWriter, sketch_path, write_whole
+from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.snapshot_point import SnapshotPoint
 from shoal.checkpoint.storage import Storage
 from shoal.comm.collectives import Collectives
@@ -399,7 +399,7 @@ class JobWriter:
             key, snapshot = f"{name}/{spec.name}", self._point.snapshots[name]
             slices = slices_of(hosted, spec, self._collectives.rank)
             if kind == "rows":
-                layout = Layout.rows(spec.dim, spec.state_width, spec.dtype)
+                layout = RowLayout.rows(spec.dim, spec.state_width, spec.dtype)
                 rows = (None if k.table is None else RowSlice(snapshot, k.table) for k in slices)
                 yield ShardedTable(key, spec, layout, slices, tuple(rows))
                 continue
@@ -412,7 +412,7 @@ class JobWriter:
                     continue
                 if (here := self._point.admission.get((name, spec.name))) is not None:
                     source = IdSlice(spec.hash_name, functools.partial(_counters, here))
-            ids = Layout.ids(counted=kind == "admission")
+            ids = RowLayout.ids(counted=kind == "admission")
             yield ShardedTable(key, spec, ids, slices[:1], (source,))
 
     def _write_sketches(self) -> _Written:

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
-from shoal.checkpoint.row_files import Columns, Layout, read_rows
+from shoal.checkpoint.row_files import Columns, RowLayout, read_rows
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.cli.shell import Debug, clean_errors, console, option, print_line
@@ -223,22 +223,18 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
     out.print(_files(found["files"]))
 
 
+_SHOWN = ("version", "seed", "world_size", "created_s", "packages", "last_steps")
+
+
 def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
     """All of it as plain values; reads the rows of the tables of these names, or of all."""
     chain = place.chain()
     manifest = chain.last.manifest
     return {
         "checkpoint": place.url,
-        "kind": manifest.kind,
-        "id": manifest.id,
-        "step": manifest.step,
+        **{name: getattr(manifest, name) for name in ("kind", "id", "step")},
         "samples": manifest.position,
-        "version": manifest.version,
-        "seed": manifest.seed,
-        "world_size": manifest.world_size,
-        "created_s": manifest.created_s,
-        "packages": manifest.packages,
-        "last_steps": manifest.last_steps,
+        **{name: getattr(manifest, name) for name in _SHOWN},
         "chain": [
             {"kind": one.kind, "step": one.step, "id": one.id, "bytes": _bytes(one)}
             for one in (link.manifest for link in chain.links)
@@ -270,7 +266,7 @@ def _table(chain: Chain, index: int) -> dict[str, Any]:
 
 def _pending(link: Link, key: str) -> int:
     """Ids without a row that are counted."""
-    layout = Layout.ids(counted=True)
+    layout = RowLayout.ids(counted=True)
     return sum(
         len(columns[0])
         for file in link.manifest.files
@@ -659,7 +655,7 @@ def import_(
         from shoal.cli import ckpt_rows
 
         ckpt_rows.import_rows(
-            ckpt_rows.Request(
+            ckpt_rows.ImportRequest(
                 source=source,
                 out=out,
                 form=form,

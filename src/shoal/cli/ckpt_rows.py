@@ -16,8 +16,8 @@ from rich.console import Console
 
 from shoal import config as settings
 from shoal.checkpoint.formats import (
+    ForeignSource,
     Offered,
-    Source,
     TableForm,
     form_of,
     open_embeddings,
@@ -41,14 +41,14 @@ _COLLECTION = "embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ImportRequest:
     """The command line."""
 
     source: Path
     out: str
     form: str
-    tables: tuple[str, ...]
     collection: str | None
+    tables: tuple[str, ...]
     config: str | None
     optimizer: str | None
     dtype: str | None
@@ -60,7 +60,7 @@ class Request:
     last_seen_s: int | None
 
 
-def import_rows(request: Request, *, out: Console) -> None:
+def import_rows(request: ImportRequest, *, out: Console) -> None:
     """Write the checkpoint and say what is in it.
 
     Raises:
@@ -94,7 +94,7 @@ def import_rows(request: Request, *, out: Console) -> None:
     print_line(out, f"checkpoint: {where}")
 
 
-def _chosen(request: Request, offered: Mapping[str, Offered]) -> tuple[str, ...]:
+def _chosen(request: ImportRequest, offered: Mapping[str, Offered]) -> tuple[str, ...]:
     """Names of the tables to import; "collection/table" is good for any that says its own."""
     keys = {one.saved.key: name for name, one in offered.items() if one.saved is not None}
     names = {**keys, **{name: name for name in offered}}
@@ -109,7 +109,7 @@ def _check_apart(forms: Mapping[str, TableForm]) -> None:
     there: dict[str, str] = {}
     for name, form in forms.items():
         if (other := there.setdefault(form.table.key, name)) != name:
-            raise _refused(
+            raise ConfigError(
                 "tables that come in",
                 f"{other} and {name} as {form.table.key}",
                 "a name for each",
@@ -117,11 +117,11 @@ def _check_apart(forms: Mapping[str, TableForm]) -> None:
             )
 
 
-def _check(request: Request) -> None:
+def _check(request: ImportRequest) -> None:
     if request.form not in _FORMATS:
         raise unknown_name("format to import", request.form, _FORMATS)
     if request.config is not None and (request.optimizer or request.dtype):
-        raise _refused(
+        raise ConfigError(
             "what the rows become",
             "--config with --optimizer or --dtype",
             "one of the two",
@@ -130,30 +130,30 @@ def _check(request: Request) -> None:
     if request.dtype is not None and request.dtype not in get_args(RowDType):
         raise unknown_name("dtype", request.dtype, get_args(RowDType))
     if request.keys and request.form != "embedding":
-        raise _refused("--key", f"--format {request.form}", "embedding", "Leave --key out.")
+        raise ConfigError("--key", f"--format {request.form}", "embedding", "Leave --key out.")
     for name in ("seed", "last_seen_s"):
         value = getattr(request, name)
         if value is not None and not 0 <= value < 1 << 32:
             option = f"--{name.replace('_', '-')}"
-            raise _refused(option, value, "0..2^32 - 1", "Give a whole number.")
+            raise ConfigError(option, value, "0..2^32 - 1", "Give a whole number.")
 
 
-def _open(request: Request) -> Source:
+def _open(request: ImportRequest) -> ForeignSource:
     return _FORMATS[request.form](request)
 
 
-def _open_parquet(request: Request) -> Source:
+def _open_parquet(request: ImportRequest) -> ForeignSource:
     named = request.tables[0] if len(request.tables) == 1 else None
     return open_parquet(request.source, named, ids=request.id_column, vectors=request.vector_column)
 
 
-def _open_monolith(request: Request) -> Source:
+def _open_monolith(request: ImportRequest) -> ForeignSource:
     return open_monolith(request.source, request.tables[0] if len(request.tables) == 1 else None)
 
 
-def _open_embeddings(request: Request) -> Source:
+def _open_embeddings(request: ImportRequest) -> ForeignSource:
     if not request.tables or (request.keys and len(request.keys) != len(request.tables)):
-        raise _refused(
+        raise ConfigError(
             "--table and --key",
             f"{len(request.tables)} and {len(request.keys)} of them",
             "a --table or more, and a --key for each or none",
@@ -163,22 +163,22 @@ def _open_embeddings(request: Request) -> Source:
     return open_embeddings(request.source, dict(zip(request.tables, keys, strict=True)))
 
 
-def _open_text(request: Request) -> Source:
+def _open_text(request: ImportRequest) -> ForeignSource:
     return open_text(request.source, _one_table(request))
 
 
-def _open_npz(request: Request) -> Source:
+def _open_npz(request: ImportRequest) -> ForeignSource:
     return open_npz(request.source, _one_table(request))
 
 
-def _one_table(request: Request) -> str:
+def _one_table(request: ImportRequest) -> str:
     if len(request.tables) != 1:
         what = f"--table with --format {request.form}"
-        raise _refused(what, len(request.tables), "one", "Name the table that the rows become.")
+        raise ConfigError(what, len(request.tables), "one", "Name the table that the rows become.")
     return request.tables[0]
 
 
-_FORMATS: Mapping[str, Callable[[Request], Source]] = {
+_FORMATS: Mapping[str, Callable[[ImportRequest], ForeignSource]] = {
     "parquet": _open_parquet,
     "monolith": _open_monolith,
     "embedding": _open_embeddings,
@@ -187,7 +187,7 @@ _FORMATS: Mapping[str, Callable[[Request], Source]] = {
 }
 
 
-def _form(request: Request, config: RunConfig | None, offered: Offered) -> TableForm:
+def _form(request: ImportRequest, config: RunConfig | None, offered: Offered) -> TableForm:
     saved = offered.saved
     table_name = saved.name if saved else offered.name
     collection = request.collection or (saved.collection if saved else None)
@@ -197,7 +197,7 @@ def _form(request: Request, config: RunConfig | None, offered: Offered) -> Table
     elif request.optimizer is not None:
         form = form_of(collection or _COLLECTION, _spec(request, offered, table_name))
     elif saved is None:
-        raise _refused(
+        raise ConfigError(
             f"optimizer of table {offered.name!r}",
             "none",
             "--optimizer RULE, or --config FILE",
@@ -210,7 +210,7 @@ def _form(request: Request, config: RunConfig | None, offered: Offered) -> Table
     return form
 
 
-def _seed(request: Request, config: RunConfig | None, tables: Sequence[Offered]) -> int:
+def _seed(request: ImportRequest, config: RunConfig | None, tables: Sequence[Offered]) -> int:
     if request.seed is not None:
         return request.seed
     if config is not None:
@@ -218,11 +218,11 @@ def _seed(request: Request, config: RunConfig | None, tables: Sequence[Offered])
     seeds = {table.seed for table in tables if table.seed is not None}
     if len(seeds) > 1:
         got = ", ".join(map(str, sorted(seeds)))
-        raise _refused("seeds of the tables", got, "one", "Name one with --seed.")
+        raise ConfigError("seeds of the tables", got, "one", "Name one with --seed.")
     return seeds.pop() if seeds else 0
 
 
-def _spec(request: Request, offered: Offered, name: str) -> TableSpec:
+def _spec(request: ImportRequest, offered: Offered, name: str) -> TableSpec:
     from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     text = request.optimizer or ""
@@ -230,16 +230,16 @@ def _spec(request: Request, offered: Offered, name: str) -> TableSpec:
         rule = build(safe_load(text), OPTIMIZERS)
     except YAMLError as error:
         allowed = "a rule's name, or {kind: name, ...}"
-        raise _refused("--optimizer", repr(text), allowed, "Correct it.") from error
+        raise ConfigError("--optimizer", repr(text), allowed, "Correct it.") from error
     dtype = request.dtype or (offered.saved.dtype if offered.saved else "float32")
     segment = Segment(dim=offered.dim, optimizer=rule)
     return TableSpec(name=name, segments=(segment,), dtype=dtype)  # type: ignore[arg-type]
 
 
-def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
+def _check_fits(request: ImportRequest, offered: Offered, form: TableForm) -> None:
     """State that comes along must be that of the rules named."""
     if form.table.dim != offered.dim:
-        raise _refused(
+        raise ConfigError(
             f"columns of table {offered.name!r}",
             f"{offered.dim} in {request.source}",
             f"{form.table.dim}, as the config has it",
@@ -250,16 +250,12 @@ def _check_fits(request: Request, offered: Offered, form: TableForm) -> None:
     ours = [(one.dim, one.optimizer, one.state_width) for one in form.table.segments]
     theirs = [(one.dim, one.optimizer, one.state_width) for one in offered.saved.segments]
     if ours != theirs:
-        raise _refused(
+        raise ConfigError(
             f"optimizers of table {offered.name!r}",
             ", ".join(f"{dim} columns with {rule}" for dim, rule, _ in theirs),
             ", ".join(f"{dim} columns with {rule}" for dim, rule, _ in ours),
             "Leave the state behind with --weights-only, or keep the optimizers.",
         )
-
-
-def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def export(

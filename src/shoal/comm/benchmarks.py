@@ -31,7 +31,7 @@ _CPU_SHARE = 8  # ids and rows on the CPU are that much shorter in real use
 _LENGTHS = 3  # of an all-to-all: whole, half, a quarter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BenchmarkSettings:
     """What `bps_comm_benchmark` runs.
 

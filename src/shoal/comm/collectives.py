@@ -420,9 +420,9 @@ class Call:
 
     def look(self) -> None:
         """Between short waits: fail if ranks wait for each other in different calls."""
-        told = self._owner.watched.look(self._number)
-        if told is not None:
-            raise self.failed(told, remedy=ALIKE)
+        found = self._owner.watched.look(self._number)
+        if found is not None:
+            raise self.failed(found, remedy=ALIKE)
 
     def failed(self, reason: str, **remedy: str) -> CollectiveFailed:
         """The error, or an earlier one; later collectives of the same ranks raise it at once."""

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.comm import launch
 from shoal.comm.launchers import SWITCH, choice
@@ -17,8 +17,7 @@ from shoal.errors import DeviceUnavailable
 _log = logging.getLogger("shoal.comm")
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One variable.
 
     Args:

@@ -108,14 +108,14 @@ class Watchdog:
         now_s = time.monotonic()
         if self._waiting != wait:
             self._waiting, self._next_s = wait, now_s + _PATIENCE_S
-            if self._counted and not self._tell(still):
+            if self._counted and not self._report(still):
                 return None
         if now_s < self._next_s:
             return None
         self._next_s = now_s + _LOOK_S
         if not self._counted:
             # Others read what this rank wrote once it counts.
-            if not self._tell(still):
+            if not self._report(still):
                 return None
             self._counted = self._ask("add", "ranks", 1) is not None
         if self._ask("add", "ranks", 0) != self._world_size:
@@ -123,7 +123,7 @@ class Watchdog:
         said = [self._ask("get", str(rank)) for rank in range(self._world_size)]
         return None if None in said else _different([json.loads(one) for one in said])
 
-    def _tell(self, still: Callable[[], bool]) -> bool:
+    def _report(self, still: Callable[[], bool]) -> bool:
         """Write what this rank waits for; False: it has begun another call meanwhile."""
         assert self._waiting is not None
         group, number = self._waiting

@@ -350,7 +350,7 @@ def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
         **settings.model_dump(include=shared),
     )
-    if isinstance(settings, tree.CsvSource):
+    if isinstance(settings, tree.CsvFiles):
         return CsvSource(paths, recipe)
     return ParquetSource(paths, recipe)
 

@@ -23,7 +23,10 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from shoal.comm.mesh import Path
 from shoal.errors import ConfigError, UnknownName, unknown_name
+from shoal.exchange.all_to_all import GradReduce
+from shoal.exchange.wire import WireKind
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
@@ -31,6 +34,7 @@ from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform, Zeros
 from shoal.rules.optimizers import Adagrad, Optimizer
 from shoal.rules.schedules import Schedule
+from shoal.table.shard import NanPolicy
 from shoal.table.spec import MAX_DIM, MAX_THREADS, CachePolicy, OnFull, RowDType
 
 Registry = Mapping[str, type]
@@ -276,13 +280,13 @@ class FileSource(Section):
     weight: str | None = None
 
 
-class ParquetSource(FileSource):
+class ParquetFiles(FileSource):
     """Parquet files, read a row group at a time."""
 
     kind: Literal["parquet"] = "parquet"
 
 
-class CsvSource(FileSource):
+class CsvFiles(FileSource):
     """CSV files with a header line; a list of ids is text with blanks between them."""
 
     kind: Literal["csv"] = "csv"
@@ -305,7 +309,7 @@ class SyntheticSource(Section):
 
 
 SourceSettings = Annotated[
-    FlightsSource | ParquetSource | CsvSource | SyntheticSource, Field(discriminator="kind")
+    FlightsSource | ParquetFiles | CsvFiles | SyntheticSource, Field(discriminator="kind")
 ]
 
 
@@ -474,7 +478,6 @@ class OutputSettings(Section):
 Sharding = Literal[
     "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
 ]
-WireKind = Literal["bfloat16", "float16", "int8"]
 
 
 class PlacementSettings(Section):
@@ -518,12 +521,16 @@ class DistributedSettings(Section):
     placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
         default_factory=PlacementSettings
     )
-    grad_reduce: Literal["mean", "sum"] = "mean"
+    grad_reduce: GradReduce = "mean"
     per_sender_steps: bool = False
     staleness: Few = 0
     wire: WireSettings = Field(default_factory=WireSettings)
+<<<<<<< HEAD
     path: Literal["auto", "torch", "shared_memory", "mpi", "ps"] = "auto"
     servers: ServersSettings = Field(default_factory=ServersSettings)
+=======
+    path: Path = "auto"
+>>>>>>> upper
     dense: Literal["ddp", "fsdp2"] = "ddp"
     timeout_s: Seconds | None = None
     pin_cores: bool = True
@@ -559,7 +566,7 @@ class RunConfig(Section):
     clip_norm: PositiveFloat | None = None
     accumulation: Count = 1
     amp: Literal["none", "bfloat16", "float16"] = "none"
-    nan_policy: Literal["raise", "skip", "clip"] = "raise"
+    nan_policy: NanPolicy = "raise"
     nan_clip: Annotated[float, Field(gt=0, le=3e38)] = 1.0
     evict_every_s: Count = 86_400
     profile: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,8 +170,7 @@ class Flights:
     examples: TensorSource
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Legs:
+class _Legs(NamedTuple):
     """All scheduled flights, columns [N] of the file in numbers."""
 
     departure_s: _Array

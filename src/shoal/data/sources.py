@@ -73,16 +73,7 @@ class Subset:
             raise InputError("rows of a subset", got=got, allowed=f"0..{size - 1}", remedy=remedy)
         self._source = source
         self._rows_N = rows_N
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the id features, in batch order."""
-        return self._source.features
-
-    @property
-    def num_dense(self) -> int:
-        """Dense columns."""
-        return self._source.num_dense
+        self.features, self.num_dense = source.features, source.num_dense
 
     def __len__(self) -> int:
         return self._rows_N.numel()
@@ -234,6 +225,8 @@ class CsvSource:
 
     paths: tuple[str | Path, ...]
     recipe: Recipe
+    features: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    num_dense: int = field(init=False, repr=False, compare=False)
     _examples: TensorSource = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -241,17 +234,10 @@ class CsvSource:
         for path in _some_paths(self.paths):
             table = _read_csv(path, self.recipe)
             parts.append(encode(table, self.recipe, str(path), spelled=True))
-        object.__setattr__(self, "_examples", join(parts))
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the id features, in batch order."""
-        return self._examples.features
-
-    @property
-    def num_dense(self) -> int:
-        """Dense columns."""
-        return self._examples.num_dense
+        examples = join(parts)
+        object.__setattr__(self, "_examples", examples)
+        object.__setattr__(self, "features", examples.features)
+        object.__setattr__(self, "num_dense", examples.num_dense)
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -73,7 +73,7 @@ class Requests:
         if missing:
             got = f"keys {list(batch.keys)} without {missing}"
             remedy = "A feature without ids is a key with empty lists."
-            raise _bad("batch", got, f"all of {list(self._keys)}", remedy)
+            raise InputError("batch", got, f"all of {list(self._keys)}", remedy)
         return batch.select(self._keys)
 
     def _check_lengths(self, batch: KeyedRagged, limits_F: Tensor) -> None:
@@ -103,7 +103,7 @@ def _plain_weights(ordered: KeyedRagged, weights_N: Tensor) -> KeyedRagged:
     """Weights as shards take them: float32, contiguous."""
     if weights_N.requires_grad:
         remedy = "Detach them; weights are data here."
-        raise _bad("weights of a batch", "weights that require grad", "plain numbers", remedy)
+        raise InputError("weights of a batch", "weights that require grad", "plain numbers", remedy)
     if weights_N.dtype is torch.float32 and weights_N.is_contiguous():
         return ordered
     return replace(ordered, weights_N=weights_N.to(torch.float32).contiguous())
@@ -120,10 +120,6 @@ def _sent(ordered: KeyedRagged, device: torch.device) -> KeyedRagged:
         got = ordered.values_N.device
         raise DTypeError("device of a batch", got=got, allowed=device, remedy=remedy)
     return ordered.pin_memory().to(device, non_blocking=True)
-
-
-def _bad(what: str, got: object, allowed: object, remedy: str) -> InputError:
-    return InputError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 class BegunLookups:
@@ -209,7 +205,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
         if torch.is_grad_enabled():
-            raise _bad(
+            raise InputError(
                 "backward with create_graph=True through an embedding lookup",
                 "a second derivative with respect to table rows",
                 "first derivatives",
@@ -226,7 +222,7 @@ class Lookup(torch.autograd.Function):
             raise _late("a graph whose gradient was applied", "backward before step()", remedy)
         if ctx.versions != _versions(route):
             remedy = "Build a new batch instead of changing one."
-            raise _bad("ids of a batch", "a change in place since forward", "none", remedy)
+            raise InputError("ids of a batch", "a change in place since forward", "none", remedy)
         ctx.generation = ledger.generation
         ledger.write(route, owner.exchange.back(route, _complete(grads, route, ctx.dtypes)))
         if not torch._C._autograd._get_current_graph_task_keep_graph():

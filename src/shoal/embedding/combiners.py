@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.lookup import Pooling
 from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
-
-Pooling = Literal["sum", "mean", "first_n"]
 
 
 @runtime_checkable
@@ -40,8 +39,8 @@ class Combiner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceSum:
-    """Sum of an example's rows, [B, D]; zeros without ids."""
+class _Reduced:
+    """All of an example's rows as one, [B, D]; zeros without ids."""
 
     pooling: ClassVar[Pooling] = "sum"
 
@@ -60,31 +59,21 @@ class ReduceSum:
         Raises:
             ShapeError: not one row per id.
         """
-        return segment_sum(embeddings_ND, ragged.offsets_B1)
+        reduce = segment_mean if self.pooling == "mean" else segment_sum
+        return reduce(embeddings_ND, ragged.offsets_B1)
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceMean:
+class ReduceSum(_Reduced):
+    """Sum of an example's rows, [B, D]; zeros without ids."""
+
+    __slots__ = ()
+
+
+class ReduceMean(_Reduced):
     """Mean of an example's rows, [B, D]; zeros without ids."""
 
+    __slots__ = ()
     pooling: ClassVar[Pooling] = "mean"
-
-    @property
-    def max_seq_length(self) -> int:
-        """0: all rows are reduced to one."""
-        return 0
-
-    def output_shape(self, dim: int) -> tuple[int | None, ...]:
-        """(None, D)."""
-        return (None, dim)
-
-    def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
-        """Pool rows [N, D] to [B, D].
-
-        Raises:
-            ShapeError: not one row per id.
-        """
-        return segment_mean(embeddings_ND, ragged.offsets_B1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from shoal.exchange.request import PendingRecords, Route
 from shoal.lookup import Pool, PoolPlan
 from shoal.ops import segment_sum
 from shoal.ragged import KeyedRagged
+from shoal.table.rows import real_dtype
 from shoal.table.shard import (
     GradRecord,
     IdGroups,
@@ -83,33 +84,38 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
     Every table a record names is in the result, also with no ids. Ids come in rising order.
     dims_K: row dim of each table of the shard.
     """
-    ids: dict[int, list[Tensor]] = {}
-    grads: dict[int, list[Tensor]] = {}
-    counts: dict[int, list[Tensor]] = {}
+    found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # ids, gradients, counts
     counted: set[int] = set()
     for record in records:
         groups = record.ticket.groups
         tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
         rows = position_grads(record, [dims_K[k] for k in tables])
         # One lookup is one occurrence of its ids, however many losses read it.
-        sights = 0 if id(record.ticket) in counted else 1
+        if id(record.ticket) in counted:
+            counts_N = torch.zeros_like(groups.ids_N)
+        else:
+            counts_N = _counts(record.ticket)
         counted.add(id(record.ticket))
-        counts_N = _counts(record.ticket) if sights else None
         for g, k in enumerate(tables):
-            ids.setdefault(k, []).append(groups.ids_N[cuts[g] : cuts[g + 1]])
-            grads.setdefault(k, []).append(rows[g])
-            seen = slice(cuts[g], cuts[g + 1])
-            counts.setdefault(k, []).append(
-                torch.full_like(ids[k][-1], sights) if counts_N is None else counts_N[seen]
-            )
-    order = tuple(sorted(ids))
-    summed = [_sum(torch.cat(ids[k]), torch.cat(grads[k]), torch.cat(counts[k])) for k in order]
-    return SummedGrads(
-        tables=order,
-        ids=tuple(part[0] for part in summed),
-        sums=tuple(part[1] for part in summed),
-        counts=tuple(part[2] for part in summed),
+            own = slice(cuts[g], cuts[g + 1])
+            found.setdefault(k, []).append((groups.ids_N[own], rows[g], counts_N[own]))
+    return _summed_of(
+        {k: _sum(*map(torch.cat, zip(*found[k], strict=True))) for k in sorted(found)}
     )
+
+
+Sums = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""Of each table its ids [U], sums [U, D] and counts [U]."""
+
+
+def _by_table(summed: SummedGrads) -> Sums:
+    columns = zip(summed.ids, summed.sums, summed.counts, strict=True)
+    return dict(zip(summed.tables, columns, strict=True))
+
+
+def _summed_of(parts: Sums) -> SummedGrads:
+    ids, sums, counts = zip(*parts.values(), strict=True) if parts else ((), (), ())
+    return SummedGrads(tuple(parts), ids, sums, counts)
 
 
 def sums_finite(records: Sequence[GradRecord]) -> bool | None:
@@ -134,9 +140,10 @@ def sums_finite(records: Sequence[GradRecord]) -> bool | None:
     return True if total <= limit / 4 else None
 
 
-def _counts(ticket: Ticket) -> Tensor | None:
-    """Occurrences that each position of a lookup without rows stands for; None: 1 each."""
-    return ticket.counts_N if isinstance(ticket, ReadTicket) else None
+def _counts(ticket: Ticket) -> Tensor:
+    """Occurrences that each position of a lookup stands for: 1, unless others counted them."""
+    known = ticket.counts_N if isinstance(ticket, ReadTicket) else None
+    return torch.ones_like(ticket.groups.ids_N) if known is None else known
 
 
 def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,6 +180,7 @@ class GradientLedger:
         global_step: optimizer steps done; the optimizer keeps it current.
         generation: times `apply` ended tickets.
         revision: times something was written or cleared.
+        event_time_s: latest event time of the step's lookups that have a gradient.
     """
 
     def __init__(
@@ -199,13 +207,17 @@ class GradientLedger:
         self._routes: weakref.WeakValueDictionary[tuple[int, int], Route] = (
             weakref.WeakValueDictionary()
         )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing recorded."""
         self._written: list[Route] = []
         self._pending: list[PendingRecords] = []
         self._resolved = 0
         # Records that are applied together; several lists where each sender steps on its own.
         self._turns: list[list[GradRecord]] = []
         self._versions: list[tuple[GradRecord, tuple[int, ...]]] = []
-        self._event_time_s = 0
+        self.event_time_s = 0
         self._summed: SummedGrads | None = None
         self._summed_records = 0
 
@@ -247,11 +259,6 @@ class GradientLedger:
         """The step's records, turn by turn, in the order backward wrote them; waits for them."""
         self._resolve()
         return tuple(record for turn in self._turns for record in turn)
-
-    @property
-    def event_time_s(self) -> int:
-        """Latest event time of the step's lookups that have a gradient."""
-        return self._event_time_s
 
     def context(self, event_time_s: int) -> StepContext:
         """The context of a lookup at this time in the present step."""
@@ -305,8 +312,7 @@ class GradientLedger:
         self.revision += 1
         if self.collectives is None:
             self._resolve()
-        if route.event_time_s > self._event_time_s:
-            self._event_time_s = route.event_time_s
+        self.event_time_s = max(self.event_time_s, route.event_time_s)
 
     def take_over(self, other: GradientLedger) -> None:
         """Add another accumulator's records and routes of the same shard, and empty it."""
@@ -354,23 +360,17 @@ class GradientLedger:
         Raises:
             ShapeError: not the shape of the sums they replace.
         """
-        if not self._pending:
-            if sums_UD is None:
-                return
+        if not self._pending and sums_UD is None:
+            return
+        parts = _by_table(self.summed()) if self._pending else {}
+        old = parts.get(table)
+        if sums_UD is None:
+            parts.pop(table, None)
+        elif old is None or old[1].shape != sums_UD.shape:
             raise _no_sums(table, sums_UD)
-        summed = self.summed()
-        kept = [i for i, k in enumerate(summed.tables) if sums_UD is not None or k != table]
-        sums = [sums_UD if summed.tables[i] == table else summed.sums[i] for i in kept]
-        if sums_UD is not None:
-            old = self.sums_of(table)
-            if old is None or old.shape != sums_UD.shape:
-                raise _no_sums(table, sums_UD)
-        self._summed = SummedGrads(
-            tables=tuple(summed.tables[i] for i in kept),
-            ids=tuple(summed.ids[i] for i in kept),
-            sums=tuple(part for part in sums if part is not None),
-            counts=tuple(summed.counts[i] for i in kept),
-        )
+        else:
+            parts[table] = (old[0], sums_UD, old[2])
+        self._summed = _summed_of(parts)
 
     def finite(self) -> bool:
         """Whether this rank's gradients and their sums per row, as applied, are finite.
@@ -422,14 +422,7 @@ class GradientLedger:
         for route in self._written:
             self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
         self.revision += 1
-        self._written = []
-        self._pending = []
-        self._resolved = 0
-        self._turns = []
-        self._versions = []
-        self._event_time_s = 0
-        self._summed = None
-        self._summed_records = 0
+        self._forget()
 
     def _resolve(self) -> None:
         """Wait for what was written since the last time."""
@@ -468,18 +461,12 @@ class GradientLedger:
         if not missing:
             return summed
         # A lookup without ids has an empty gradient, not none.
-        device = self.shard.device
-        none = tuple(_no_ids(self.shard) for _ in missing)
-        sums = []
-        for spec in (self.shard.specs[k] for k in missing):
-            dtype = torch.float64 if spec.dtype == "float64" else torch.float32
-            sums.append(torch.empty(0, spec.dim, dtype=dtype, device=device))
-        return SummedGrads(
-            tables=summed.tables + tuple(missing),
-            ids=summed.ids + none,
-            sums=summed.sums + tuple(sums),
-            counts=summed.counts + none,
-        )
+        parts, none = _by_table(summed), _no_ids(self.shard)
+        for k in missing:
+            spec = self.shard.specs[k]
+            sums_UD = torch.empty(0, spec.dim, dtype=real_dtype(spec), device=none.device)
+            parts[k] = (none, sums_UD, none.clone())
+        return _summed_of(parts)
 
     def _apply_ids(self, summed: SummedGrads, ctx: StepContext) -> None:
         sizes = torch.tensor([0, *(ids.numel() for ids in summed.ids)], device="cpu")
@@ -512,27 +499,16 @@ def _no_ids(shard: Shard) -> Tensor:
 
 def _merge(old: SummedGrads, fresh: SummedGrads, whole: SummedGrads) -> SummedGrads:
     """Add fresh sums to old ones that may have been changed; `whole` has all ids and counts."""
-    tables, ids, sums, counts = [], [], [], []
-    for k, ids_U, sums_UD, counts_U in zip(
-        whole.tables, whole.ids, whole.sums, whole.counts, strict=True
-    ):
-        if k in old.tables and k in fresh.tables:
-            i, j = old.tables.index(k), fresh.tables.index(k)
+    before, after, parts = _by_table(old), _by_table(fresh), {}
+    for k, (ids_U, sums_UD, counts_U) in _by_table(whole).items():
+        if k in before and k in after:
             joined = torch.zeros_like(sums_UD)
-            joined[_positions(ids_U, old.ids[i])] += old.sums[i]
-            joined[_positions(ids_U, fresh.ids[j])] += fresh.sums[j]
-            part = (ids_U, joined, counts_U)
-        elif k in old.tables or k in fresh.tables:
-            source = old if k in old.tables else fresh
-            i = source.tables.index(k)
-            part = (source.ids[i], source.sums[i], source.counts[i])
-        else:
-            continue
-        tables.append(k)
-        ids.append(part[0])
-        sums.append(part[1])
-        counts.append(part[2])
-    return SummedGrads(tuple(tables), tuple(ids), tuple(sums), tuple(counts))
+            for ids_V, sums_VD, _ in (before[k], after[k]):
+                joined[_positions(ids_U, ids_V)] += sums_VD
+            parts[k] = (ids_U, joined, counts_U)
+        elif k in before or k in after:
+            parts[k] = before.get(k) or after[k]
+    return _summed_of(parts)
 
 
 def _positions(ids_U: Tensor, wanted_V: Tensor) -> Tensor:

@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
 from shoal.errors import ConfigError, unknown_name
-from shoal.lookup import Columns, Joined, PoolPlan, join, plan_of
+from shoal.lookup import Columns, Joined, LayoutKind, PoolPlan, join, plan_of
 from shoal.table.spec import TableSpec
 
-LayoutKind = Literal["none", "concat", "stack", "addn"]
-KINDS: tuple[LayoutKind, ...] = ("none", "concat", "stack", "addn")
+KINDS = get_args(LayoutKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Feature:
         if type(self.combiner) not in COMBINERS:
             allowed = "a ReduceSum(), ReduceMean() or FirstN(length)"
             remedy = "For another pooling, take the rows with FirstN and pool them in the model."
-            raise _wrong(f"combiner of feature {self.name!r}", self.combiner, allowed, remedy)
+            raise ConfigError(f"combiner of feature {self.name!r}", self.combiner, allowed, remedy)
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
                 f"max_length of feature {self.name!r}",
@@ -81,7 +80,7 @@ class Layout:
             remedy = "Monolith's NONE, CONCAT, STACK and ADDN are written in lower case."
             raise unknown_name(f"kind of layout {self.name!r}", self.kind, KINDS, remedy=remedy)
         if not self.slices:
-            raise _wrong(f"slices of layout {self.name!r}", "none", "one or more", "Name one.")
+            raise ConfigError(f"slices of layout {self.name!r}", "none", "one or more", "Name one.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,9 @@ def compile_layouts(
     unused = [feature.name for i, feature in enumerate(features) if i not in used]
     if unused:
         remedy = "Add it to a layout, or drop the feature."
-        raise _wrong("features without a layout", unused, "each in one or more layouts", remedy)
+        raise ConfigError(
+            "features without a layout", unused, "each in one or more layouts", remedy
+        )
     poolings = [(f.combiner.pooling, f.combiner.max_seq_length) for f in features]
     outputs: list[Joined] = []
     joined: dict[str, tuple[str, ...]] = {}
@@ -170,12 +171,12 @@ def compile_layouts(
 
 def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]) -> dict[str, int]:
     if not features:
-        raise _wrong("features", "none", "one or more", "Declare Feature(name, table).")
+        raise ConfigError("features", "none", "one or more", "Declare Feature(name, table).")
     positions: dict[str, int] = {}
     for feature in features:
         if feature.name in positions:
             remedy = "Name each feature once; use several slices to read it twice."
-            raise _wrong("feature names", f"{feature.name!r} twice", "distinct names", remedy)
+            raise ConfigError("feature names", f"{feature.name!r} twice", "distinct names", remedy)
         if feature.table not in tables:
             raise unknown_name(f"table of feature {feature.name!r}", feature.table, tables)
         positions[feature.name] = len(positions)
@@ -201,8 +202,4 @@ def _check_names(names: list[str]) -> None:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         remedy = "Rename a layout, or read a segment of a feature in one 'none' layout only."
-        raise _wrong("names of model inputs", f"{twice} twice", "distinct names", remedy)
-
-
-def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
+        raise ConfigError("names of model inputs", f"{twice} twice", "distinct names", remedy)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -198,8 +199,7 @@ def compile_send_plan(
 _WHAT = "exchange of ids: owners"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SendBuffer:
+class SendBuffer(NamedTuple):
     """Ids of one buffer layout.
 
     Args:
@@ -295,8 +295,9 @@ def partition(plan: SendPlan, ordered: KeyedRagged) -> Outgoing:
         if not layout.replicated:
             ranks, rule = plan.world_size, "hash_ranges"
             ranges = plan.ranges_on(layout, device)
-        spans = _spans(layout, ordered.values_N, cuts)
-        ids, counts, sizes, offsets_n = _reordered(*spans, layout.dims, ranks, rule, ranges)
+        spans, starts_K1 = _spans(layout, ordered.values_N, cuts)
+        found = _reordered(spans, starts_K1, list(layout.dims), ranks, rule, ranges)
+        ids, counts, sizes, offsets_n = found
         sizes_WK = sizes.view(ranks, -1).expand(plan.world_size, -1)
         buffers.append(SendBuffer(ids, counts, sizes_WK, layout.replicated))
         offsets.append(offsets_n)
@@ -322,38 +323,20 @@ def _span(features: Sequence[int], values_N: Tensor, cuts: Sequence[int]) -> Ten
     return torch.cat([values_N[cuts[f] : cuts[f + 1]] for f in features])
 
 
-def _reordered(
-    spans: list[Tensor],
-    starts_K1: Tensor | None,
-    dims: Sequence[int],
-    ranks: int,
-    rule: str,
-    ranges_K: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, counts, sizes and offsets; on CUDA into buffers that are trimmed later."""
-    if spans[0].is_cpu:
-        found = fused_reorder(spans, starts_K1, list(dims), ranks, rule, ranges_K, _WHAT)
-        ids_U, counts_U, sizes_WK, offsets_N = found
-        return ids_U, counts_U, sizes_WK, offsets_N
+def _reordered(spans: list[Tensor], *how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, counts, sizes and offsets; on CUDA into buffers that are trimmed later.
+
+    how: as `fused_reorder` takes it: starts, dims, ranks, the rule and its ranges.
+    """
+    like, (_, dims, ranks, *_) = spans[0], how
+    if like.is_cpu:
+        return fused_reorder(spans, *how, _WHAT)  # type: ignore[no-any-return]
     size = sum(span.numel() for span in spans)
-    like = spans[0]
     ids_N, counts_N, offsets_N = (like.new_empty(size) for _ in range(3))
     sizes_WK, size_1 = like.new_empty(ranks * len(dims)), like.new_empty(1)
-    fused_reorder_into(
-        spans,
-        starts_K1,
-        list(dims),
-        ranks,
-        rule,
-        ranges_K,
-        ids_N,
-        counts_N,
-        sizes_WK,
-        offsets_N,
-        size_1,
-        _WHAT,
-    )
-    return ids_N, counts_N, sizes_WK, offsets_N
+    outs = ids_N, counts_N, sizes_WK, offsets_N
+    fused_reorder_into(spans, *how, *outs, size_1, _WHAT)
+    return outs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError
-from shoal.exchange.received_plan import BankLayout, Block, HostedColumns, compile_plan
+from shoal.exchange.received_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.launch import sent
 from shoal.lookup import PoolPlan
 from shoal.ops import (
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 _SIZES_KEPT = 64
 _UNIT = 16  # bytes that rows of a shard's memory are multiples of
 _MOST = 1 << 31  # rows or positions, exclusive, that kernels number
+# First position of each block, and what `pool` is given: offsets of rows, the ordered batch.
+_Positions = tuple[Sequence[int], Tensor, KeyedRagged]
 
 
 class ReceivedRows:
@@ -46,8 +47,7 @@ class ReceivedRows:
         dense: rows lie side by side in their receive buffer, and some position reads each.
 
     Raises:
-        ConfigError: a feature's table is not hosted, or its columns are not covered once.
-        ShapeError, DTypeError: the plan does not fit its tables.
+        ConfigError, ShapeError, DTypeError: the plan does not fit its tables.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ReceivedRows:
             or checks_bounds()
         ):
             return None
-        starts = self._starts(self._reals, offsets_N, ordered)
+        starts = self._starts(ordered)
         lengths = [b - a for a, b in itertools.pairwise(starts)]
         rows = self._dense_on(device)
         return rows.places(offsets_N, ordered, lengths, self._block_of, backward=backward)
@@ -118,10 +118,9 @@ class ReceivedRows:
             places: of this batch; found here if None.
 
         Raises:
-            ShapeError: offsets_N of another length, or another number of buffers or features.
             InputError: a row leaves its buffer (on CUDA only under `ops.set_bounds_checks`).
         """
-        starts = self._starts(rows, offsets_N, ordered)
+        starts = self._starts(ordered)
         if places is None:
             places = self.places(offsets_N, ordered, backward=False)
         if places is not None:
@@ -131,15 +130,15 @@ class ReceivedRows:
         made: dict[int, Tensor] = {}
         for layout in self._compiled.layouts:
             tables = layout.weighted if weighted else layout.tables
-            outputs = [
-                torch.zeros(ordered.batch_size, self._widths[o], dtype=layout.dtype, device=device)
-                for o in layout.outputs
-            ]
-            if layout.blocks:
+            if not layout.blocks:
+                size, dtype = ordered.batch_size, layout.dtype
+                widths = [self._widths[output] for output in layout.outputs]
+                outputs = [torch.zeros(size, w, dtype=dtype, device=device) for w in widths]
+            else:
                 if weighted:
-                    buffers = self._scaled(layout, rows, starts, offsets_N, ordered)
+                    buffers = self._scaled(layout, rows, (starts, offsets_N, ordered))
                 else:
-                    buffers = [rows[bank] for bank in layout.banks]
+                    buffers = [rows[buffer] for buffer in layout.buffers]
                 # Rare, and only there: implementations add pooled rows to what others wrote.
                 forward = reference.layout_forward if tables.sequences_add else layout_forward
                 cells = self._cells_of(layout, ordered.batch_size, device)
@@ -171,10 +170,9 @@ class ReceivedRows:
             offsets_N, ordered, places: as given to `pool`.
 
         Raises:
-            ShapeError, InputError: as `pool`; gradients that are not the outputs' shapes.
+            InputError: as `pool`.
         """
-        starts = self._starts(sizes, offsets_N, ordered)
-        self._check_grads(grads, ordered)
+        starts = self._starts(ordered)
         if places is None:
             places = self.places(offsets_N, ordered)
         if places is not None:
@@ -185,7 +183,7 @@ class ReceivedRows:
         made: dict[int, Tensor] = {}
         for layout in self._compiled.layouts:
             own = [grads[output] for output in layout.outputs]
-            floats = [sizes[bank] for bank in layout.banks]
+            floats = [sizes[buffer] for buffer in layout.buffers]
             spread = [torch.zeros(size, dtype=layout.dtype, device=device) for size in floats]
             if layout.blocks:
                 tables = layout.weighted if weighted else layout.tables
@@ -198,9 +196,9 @@ class ReceivedRows:
                 call = tables.on(device).call(*index, cells, [ordered.batch_size])
                 spread = layout_backward(own, None, floats, *call)
             if layout.blocks and weighted:
-                spread = self._summed(layout, spread, sizes, starts, offsets_N, ordered)
-            made.update(zip(layout.banks, spread, strict=True))
-        return tuple(made[bank] for bank in range(len(self._reals)))
+                spread = self._summed(layout, spread, sizes, (starts, offsets_N, ordered))
+            made.update(zip(layout.buffers, spread, strict=True))
+        return tuple(made[buffer] for buffer in range(len(self._reals)))
 
     def _dense_on(self, device: torch.device) -> DenseRows:
         found = self._dense.get(device)
@@ -212,31 +210,15 @@ class ReceivedRows:
             found = self._dense.setdefault(device, made)
         return found
 
-    def _starts(
-        self, banks: Sequence[object], offsets_N: Tensor, ordered: KeyedRagged
-    ) -> list[int]:
-        """First position of each block, and the end; checks what costs nothing."""
-        cuts = ordered.host_splits.tolist()
-        if len(cuts) != self._groups + 1 or len(banks) != len(self._reals):
-            got = f"{len(cuts) - 1} features and {len(banks)} receive buffers"
-            allowed = f"{self._groups} and {len(self._reals)}"
-            raise _shape("what is pooled", got, allowed, "Use the plan's own batch and rows.")
-        starts = cuts
-        if not self._compiled.straight:
-            lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
-            starts = list(itertools.accumulate(lengths, initial=0))
-        if offsets_N.shape != (starts[-1],):
-            remedy = "Give one per position of every hosted table."
-            raise _shape("offsets of rows", tuple(offsets_N.shape), (starts[-1],), remedy)
-        return starts
+    def _starts(self, ordered: KeyedRagged) -> list[int]:
+        """First position of each block, and the end."""
+        cuts: list[int] = ordered.host_splits.tolist()
+        if self._compiled.straight:
+            return cuts
+        lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
+        return list(itertools.accumulate(lengths, initial=0))
 
-    def _check_grads(self, grads: Sequence[Tensor], ordered: KeyedRagged) -> None:
-        got = [tuple(grad.shape) for grad in grads]
-        want = [(ordered.batch_size, width) for width in self._widths]
-        if got != want:
-            raise _shape("gradients", got, want, "Give one per output, in its shape.")
-
-    def _blocks(self, starts: Sequence[int]) -> list[tuple[Block, int, int]]:
+    def _blocks(self, starts: Sequence[int]) -> list[tuple[FeatureBlock, int, int]]:
         """Each block, its first position and the one after its last."""
         return list(zip(self._compiled.blocks, starts[:-1], starts[1:], strict=True))
 
@@ -271,7 +253,7 @@ class ReceivedRows:
         moved_KB = begins_FB.index_select(0, groups_K) + moves_K[:, None]
         return rows_N, buffer_N, torch.cat([moved_KB.view(-1), starts_K1[-1:]])
 
-    def _factors(self, layout: BankLayout, ordered: KeyedRagged) -> Tensor:
+    def _factors(self, layout: OutputsLayout, ordered: KeyedRagged) -> Tensor:
         """[N, 1]: what each position's row counts for, in the order of the batch."""
         assert ordered.weights_N is not None
         lengths_GB = ordered.lengths
@@ -286,52 +268,43 @@ class ReceivedRows:
         return (shares_N * weights_N)[:, None]
 
     def _scaled(
-        self,
-        layout: BankLayout,
-        rows: Sequence[Tensor],
-        starts: Sequence[int],
-        offsets_N: Tensor,
-        ordered: KeyedRagged,
+        self, layout: OutputsLayout, rows: Sequence[Tensor], at: _Positions
     ) -> list[Tensor]:
         """Each block's rows times their factors, by position; nothing for those of other dtypes."""
+        starts, offsets_N, ordered = at
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         found = []
         for block, start, stop in self._blocks(starts):
             hosted, first = self._hosted[block.hosted], firsts[block.group]
-            if hosted.bank not in layout.banks:
+            if hosted.buffer not in layout.buffers:
                 found.append(factors_N.new_empty(0))
                 continue
             taken = [offsets_N[start:stop]], [hosted.width]
-            (rows_nD,) = fused_gather_embeddings_by_input(rows[hosted.bank], *taken)
+            (rows_nD,) = fused_gather_embeddings_by_input(rows[hosted.buffer], *taken)
             found.append(rows_nD * factors_N[first : first + stop - start])
         return found
 
     def _summed(
-        self,
-        layout: BankLayout,
-        spread: Sequence[Tensor],
-        sizes: Sequence[int],
-        starts: Sequence[int],
-        offsets_N: Tensor,
-        ordered: KeyedRagged,
+        self, layout: OutputsLayout, spread: Sequence[Tensor], sizes: Sequence[int], at: _Positions
     ) -> list[Tensor]:
         """Gradients by position times their factors, summed per row: one flat [size] per buffer."""
+        starts, offsets_N, ordered = at
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         summed = []
-        for bank in layout.banks:
+        for buffer in layout.buffers:
             parts, offsets, widths = [], [], []
             for (block, start, stop), grad in zip(self._blocks(starts), spread, strict=True):
                 hosted, first = self._hosted[block.hosted], firsts[block.group]
-                if hosted.bank == bank:
+                if hosted.buffer == buffer:
                     factors_n = factors_N[first : first + stop - start]
                     parts.append(grad.view(-1, hosted.width) * factors_n)
                     offsets.append(offsets_N[start:stop])
                     widths.append(hosted.width)
-            flat = sizes[bank], parts, offsets, widths
+            flat = sizes[buffer], parts, offsets, widths
             summed.append(
                 fused_gather_embeddings_by_input_gradient(*flat)
                 if parts
-                else factors_N.new_zeros(sizes[bank])
+                else factors_N.new_zeros(sizes[buffer])
             )
         return summed
 
@@ -349,7 +322,7 @@ class ReceivedRows:
             )
         return found
 
-    def _cells_of(self, layout: BankLayout, size: int, device: torch.device) -> Tensor:
+    def _cells_of(self, layout: OutputsLayout, size: int, device: torch.device) -> Tensor:
         """int64 [1, features, 3]: a cell per example; made once per batch size."""
         key = (layout.dtype, size, device)
         found = self._cells.get(key)
@@ -373,7 +346,3 @@ def _one_memory(
         and hosted[0].width * reals[0].itemsize % _UNIT == 0
         and all(pool.slices for pool in plan.pools)
     )
-
-
-def _shape(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
-    return ShapeError(f"ReceivedRows: {what}", got=got, allowed=allowed, remedy=remedy)

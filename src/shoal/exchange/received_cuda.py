@@ -99,7 +99,7 @@ class DenseRows:
         groups = CallGroups(ordered.values_N, splits_G1, self._tables_G)
         if not backward:
             return Places(handles_N, groups, None, None)
-        rooms = (handles_N.numel(),)
+        sizes = (handles_N.numel(),)
         main = self._present()
         # Events and side streams go by the present device.
         here: AbstractContextManager[object]
@@ -110,8 +110,8 @@ class DenseRows:
             if main is not None and self._last is not None:
                 # What is recorded is written again only after who has read it.
                 main.wait_stream(self._last)
-            runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), rooms, main)
-        bags_N = gradients.bags_of(ordered.offsets_FB1, ordered.batch_size, rooms[0])
+            runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), sizes, main)
+        bags_N = gradients.bags_of(ordered.offsets_FB1, ordered.batch_size, sizes[0])
         return Places(handles_N, groups, bags_N, runs)
 
     def pool(self, rows_E: Tensor, places: Places, ordered: KeyedRagged) -> tuple[Tensor, ...]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.errors import ConfigError
 from shoal.lookup import LookupTables, Output, Pool, PoolPlan, Slice, compile_tables
 from shoal.table import checks
 
@@ -26,13 +25,13 @@ class HostedColumns:
     Args:
         table: the table, by the number that a request's `tables_G` has for it.
         start, stop: a received row is `stop - start` floats.
-        bank: the flat buffer its rows lie in.
+        buffer: the flat buffer its rows lie in.
     """
 
     table: int
     start: int
     stop: int
-    bank: int
+    buffer: int
 
     @property
     def width(self) -> int:
@@ -41,7 +40,7 @@ class HostedColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FeatureBlock:
     """Positions of one feature in one hosted table; blocks follow each other hosted-major."""
 
     group: int
@@ -49,12 +48,12 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BankLayout:
+class OutputsLayout:
     """The outputs of one dtype.
 
     Args:
         dtype: of the outputs and the buffers.
-        banks: numbers of the buffers, in the order the layout counts them.
+        buffers: numbers of the buffers, in the order the layout counts them.
         outputs: the plan's outputs, in the order the layout counts them.
         blocks: what the plan reads of which block, in the plan's order: a feature of the tables.
         tables: how the blocks are pooled.
@@ -62,7 +61,7 @@ class BankLayout:
     """
 
     dtype: torch.dtype
-    banks: tuple[int, ...]
+    buffers: tuple[int, ...]
     outputs: tuple[int, ...]
     blocks: tuple[int, ...]
     tables: LookupTables
@@ -70,14 +69,14 @@ class BankLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompiledPlan:
+class ReceivedPlan:
     """A pool plan over received rows. blocks_K as the positions lie; buffers_K: each block's
     buffer, by its layout's count; straight: positions lie as the request's own.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[FeatureBlock, ...]
     buffers_K: tuple[int, ...]
-    layouts: tuple[BankLayout, ...]
+    layouts: tuple[OutputsLayout, ...]
     dtypes: tuple[torch.dtype, ...]
     straight: bool
 
@@ -87,78 +86,57 @@ def compile_plan(
     tables_G: Sequence[int],
     hosted: Sequence[HostedColumns],
     reals: Sequence[torch.dtype],
-) -> CompiledPlan:
+) -> ReceivedPlan:
     """Compile for rows of `hosted` tables in receive buffers of the given dtypes.
 
     Raises:
-        ConfigError: a feature's table is not hosted, its columns are not covered once, a buffer
-            does not exist, or slices of a plan overlap without adding.
+        ConfigError: slices of a plan overlap without adding.
         ShapeError, DTypeError: a plan that does not fit its tables, as shards have it.
     """
     tables = [int(table) for table in tables_G]
-    dims, table_reals = _tables(tables, hosted, reals)
-    dtypes = checks.plan(plan, tables, dims, table_reals)
+    dtypes = checks.plan(plan, tables, *_tables(hosted, reals))
     blocks = tuple(
-        Block(group, number)
+        FeatureBlock(group, number)
         for number, columns in enumerate(hosted)
         for group, table in enumerate(tables)
         if table == columns.table
     )
-    banks = {dtype: tuple(b for b, real in enumerate(reals) if real == dtype) for dtype in _REALS}
+    of_dtype = {
+        dtype: tuple(b for b, real in enumerate(reals) if real == dtype) for dtype in _REALS
+    }
     buffers = []
     for block in blocks:
-        bank = hosted[block.hosted].bank
-        buffers.append(banks[reals[bank]].index(bank))
+        buffer = hosted[block.hosted].buffer
+        buffers.append(of_dtype[reals[buffer]].index(buffer))
     layouts = tuple(
-        _layout(plan, hosted, blocks, dtype, banks[dtype], dtypes)
+        _layout(plan, hosted, blocks, dtype, of_dtype[dtype], dtypes)
         for dtype in _REALS
-        if banks[dtype] or dtype in dtypes
+        if of_dtype[dtype] or dtype in dtypes
     )
     straight = [block.group for block in blocks] == list(range(len(tables)))
-    return CompiledPlan(blocks, tuple(buffers), layouts, dtypes, straight)
+    return ReceivedPlan(blocks, tuple(buffers), layouts, dtypes, straight)
 
 
 def _tables(
-    tables: Sequence[int], hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
+    hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
 ) -> tuple[list[int], list[torch.dtype]]:
-    """Dim and dtype of each table that the hosted columns make up."""
-    for columns in hosted:
-        if not 0 <= columns.bank < len(reals):
-            allowed = f"0..{len(reals) - 1}"
-            raise _wrong(
-                "receive buffer of a hosted table",
-                columns.bank,
-                allowed,
-                "Name each buffer's dtype.",
-            )
-    many = 1 + max([*tables, *(columns.table for columns in hosted)], default=-1)
+    """Dim and dtype of each table that the hosted columns make up, as a placement has them."""
+    many = 1 + max((columns.table for columns in hosted), default=-1)
     dims, table_reals = [0] * many, [torch.float32] * many
-    for table in range(many):
-        own = sorted((c.start, c.stop, c.bank) for c in hosted if c.table == table)
-        for start, stop, bank in own:
-            if start != dims[table] or stop <= start:
-                got = [(left, right) for left, right, _ in own]
-                remedy = "Every column is hosted once."
-                raise _wrong(f"columns of hosted table {table}", got, "side by side from 0", remedy)
-            dims[table], table_reals[table] = stop, reals[bank]
-            if reals[bank] != reals[own[0][2]]:
-                kinds = sorted({str(reals[b]) for _, _, b in own})
-                remedy = "Rows have one dtype."
-                raise _wrong(f"dtypes of hosted table {table}", kinds, "one", remedy)
-    for table in tables:
-        if dims[table] == 0:
-            raise _wrong(f"table {table} of a feature", "not hosted", "hosted", "Place all tables.")
+    for columns in hosted:
+        dims[columns.table] = max(dims[columns.table], columns.stop)
+        table_reals[columns.table] = reals[columns.buffer]
     return dims, table_reals
 
 
 def _layout(
     plan: PoolPlan,
     hosted: Sequence[HostedColumns],
-    blocks: Sequence[Block],
+    blocks: Sequence[FeatureBlock],
     dtype: torch.dtype,
-    banks: tuple[int, ...],
+    buffers: tuple[int, ...],
     dtypes: Sequence[torch.dtype],
-) -> BankLayout:
+) -> OutputsLayout:
     outputs = tuple(i for i, of in enumerate(dtypes) if of == dtype)
     numbers = {output: i for i, output in enumerate(outputs)}
     numbered: list[int] = []
@@ -167,14 +145,14 @@ def _layout(
     for number in sorted(range(len(blocks)), key=lambda b: (blocks[b].group, blocks[b].hosted)):
         pool, columns = plan.pools[blocks[number].group], hosted[blocks[number].hosted]
         held = tuple(_held(part, columns, numbers) for part in pool.slices if _meet(part, columns))
-        if held and columns.bank in banks:
+        if held and columns.buffer in buffers:
             numbered.append(number)
             pools.append(replace(pool, slices=held))
     own = [Output(plan.outputs[i].width) for i in outputs]
     sums = [replace(p, pooling="sum") if p.pooling == "mean" else p for p in pools]
-    return BankLayout(
+    return OutputsLayout(
         dtype,
-        banks,
+        buffers,
         outputs,
         tuple(numbered),
         compile_tables(pools, own),
@@ -191,7 +169,3 @@ def _held(part: Slice, columns: HostedColumns, numbers: dict[int, int]) -> Slice
     start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
     place = numbers.get(part.output, 0), part.column + start - part.start
     return Slice(start - columns.start, stop - columns.start, *place, step=part.stride)
-
-
-def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)

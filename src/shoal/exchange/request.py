@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,8 +15,7 @@ from shoal.table.shard import GradRecord, IdGroups, ReadTicket, Shard, StepConte
 from shoal.table.spec import TableSpec
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(NamedTuple):
     """One batch, in the order a plan pools it.
 
     Args:

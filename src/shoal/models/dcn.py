@@ -104,10 +104,7 @@ class DCN(nn.Module):
         self.head = MLP(width + (hidden[-1] if hidden else 0), (), out_features=1)
 
     def forward(
-        self,
-        dense_B: Tensor | None,
-        embeddings_BFD: Tensor,
-        first_order_BF: Tensor | None = None,
+        self, dense_B: Tensor | None, embeddings_BFD: Tensor, first_order_BF: Tensor | None = None
     ) -> Tensor:
         """Logits [B]; first-order weights [B, F], if any, are added.
 

@@ -43,10 +43,7 @@ class DeepFM(nn.Module):
         )
 
     def forward(
-        self,
-        dense_B: Tensor | None,
-        embeddings_BFD: Tensor,
-        first_order_BF: Tensor | None = None,
+        self, dense_B: Tensor | None, embeddings_BFD: Tensor, first_order_BF: Tensor | None = None
     ) -> Tensor:
         """Logits [B] of dense [B, num_dense], embeddings [B, F, D], first-order weights [B, F].
 

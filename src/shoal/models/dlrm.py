@@ -49,10 +49,7 @@ class DLRM(nn.Module):
         self.top = MLP(width, top, out_features=1, dropout=dropout, batch_norm=batch_norm)
 
     def forward(
-        self,
-        dense_B: Tensor | None,
-        embeddings_BFD: Tensor,
-        first_order_BF: Tensor | None = None,
+        self, dense_B: Tensor | None, embeddings_BFD: Tensor, first_order_BF: Tensor | None = None
     ) -> Tensor:
         """Logits [B]; first-order weights [B, F], if any, are added.
 

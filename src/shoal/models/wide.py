@@ -46,10 +46,7 @@ class LogisticRegression(nn.Module):
         self.wide = Wide(self._inputs.num_dense)
 
     def forward(
-        self,
-        dense_B: Tensor | None,
-        embeddings_BFD: Tensor,
-        first_order_BF: Tensor | None = None,
+        self, dense_B: Tensor | None, embeddings_BFD: Tensor, first_order_BF: Tensor | None = None
     ) -> Tensor:
         """Logits [B]. Without first-order weights [B, F], embeddings [B, F, 1] are the weights.
 

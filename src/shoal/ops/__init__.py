@@ -11,10 +11,14 @@ from shoal.ops.flat import (
     fused_gather_embeddings_by_input_gradient,
 )
 from shoal.ops.ids import Dedup, dedup, dedup_into, fused_value_rowids, normalize_merged_split
-from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad
+from shoal.ops.layout import (
+    Layout,
+    fused_embedding_to_layout,
+    fused_embedding_to_layout_grad,
+    pooled_layout,
+)
 from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
 from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.pooled import Layout, pooled_layout
 from shoal.ops.reorder import (
     FusedReorder,
     Reorder,

@@ -54,11 +54,6 @@ def value_error(op: str, what: str, got: object, allowed: object) -> InputError:
     return InputError(f"{op}: {what}", got=got, allowed=allowed, remedy=remedy)
 
 
-def refuse(what: str, got: object, allowed: object, remedy: str) -> ShapeError:
-    """A `ShapeError` of its four parts."""
-    return ShapeError(what, got=got, allowed=allowed, remedy=remedy)
-
-
 def check_rows(op: str, name: str, rows: Tensor, *, floating: bool = False) -> None:
     """Require two dimensions, and a floating dtype if that is asked.
 
@@ -68,7 +63,7 @@ def check_rows(op: str, name: str, rows: Tensor, *, floating: bool = False) -> N
     check_dense(f"{op}: {name}", rows)
     if rows.ndim != 2:
         what = f"{op}: shape of {name}"
-        raise refuse(what, tuple(rows.shape), "[N, D]", "Give one row per id.")
+        raise ShapeError(what, tuple(rows.shape), "[N, D]", "Give one row per id.")
     if floating:
         check_floating(op, name, rows)
 
@@ -113,7 +108,7 @@ def check_lists(op: str, *, least: int = 0, **lists: Sequence[object]) -> int:
         got = ", ".join(f"{name} {length}" for name, length in lengths.items())
         allowed = "one length for all" + (f", {least} or more" if least else "")
         remedy = "Give one entry of each per table."
-        raise refuse(f"{op}: lengths of lists", got, allowed, remedy)
+        raise ShapeError(f"{op}: lengths of lists", got, allowed, remedy)
     return count
 
 
@@ -199,7 +194,9 @@ def check_offsets(op: str, offsets_B1: Tensor) -> None:
     """
     check_ids(op, "offsets", offsets_B1)
     if offsets_B1.shape[0] < 1:
-        raise refuse(f"{op}: shape of offsets", (0,), "[B+1]", "Start them at 0, one more each.")
+        raise ShapeError(
+            f"{op}: shape of offsets", (0,), "[B+1]", "Start them at 0, one more each."
+        )
 
 
 def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
@@ -212,11 +209,13 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
     check_ids(op, "indices", indices_M1, dims=(1, 2))
     if indices_M1.shape[1:] not in ((), (1,)):
         remedy = "Give the row of the result for each value."
-        raise refuse(f"{op}: shape of indices", tuple(indices_M1.shape), "[M] or [M, 1]", remedy)
+        raise ShapeError(
+            f"{op}: shape of indices", tuple(indices_M1.shape), "[M] or [M, 1]", remedy
+        )
     if indices_M1.shape[0] != values_MD.shape[0]:
         allowed = f"{values_MD.shape[0]}, the number of values"
         remedy = "Give one index per value."
-        raise refuse(f"{op}: number of indices", indices_M1.shape[0], allowed, remedy)
+        raise ShapeError(f"{op}: number of indices", indices_M1.shape[0], allowed, remedy)
     if indices_M1.device != values_MD.device:
         one_device(op, indices=indices_M1, values=values_MD)
     return indices_M1.reshape(-1)
@@ -232,7 +231,7 @@ def length_of(op: str, length: Length) -> int:
         sizes = tuple(length)
         if len(sizes) != 1:
             remedy = "Give the number of rows of the result."
-            raise refuse(f"{op}: length", sizes, "B or [B]", remedy)
+            raise ShapeError(f"{op}: length", sizes, "B or [B]", remedy)
         length = sizes[0]
     check_length(op, length, least=0)
     return length  # type: ignore[return-value]
@@ -246,7 +245,7 @@ def check_length(op: str, length: int | torch.SymInt, *, least: int) -> None:
     """
     if length < least:
         remedy = "Give the number of rows to keep." if least else "Give the number of segments."
-        raise refuse(f"{op}: length", length, f"{least} or more", remedy)
+        raise ShapeError(f"{op}: length", length, f"{least} or more", remedy)
 
 
 def check_widths(op: str, widths: Sequence[int], dim: int) -> None:
@@ -257,7 +256,7 @@ def check_widths(op: str, widths: Sequence[int], dim: int) -> None:
     """
     if not widths or min(widths) < 0 or sum(widths) != dim:
         allowed = f"one or more widths that sum to {dim}"
-        raise refuse(f"{op}: split widths", list(widths), allowed, "Split the whole row.")
+        raise ShapeError(f"{op}: split widths", list(widths), allowed, "Split the whole row.")
 
 
 def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
@@ -280,13 +279,15 @@ def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
     """The error for the first offset that is not allowed."""
     got = int(offsets_B1[at])
     if at == 0 and got != 0:
-        return refuse(f"{op}: first offset", got, "0", "Start offsets at 0.")
+        return ShapeError(f"{op}: first offset", got, "0", "Start offsets at 0.")
     if at == offsets_B1.numel() - 1 and got != rows:
         allowed = f"{got}, the last offset"
-        return refuse(f"{op}: number of rows", rows, allowed, "Give one row per id.")
+        return ShapeError(f"{op}: number of rows", rows, allowed, "Give one row per id.")
     before = int(offsets_B1[at - 1])
     allowed = f"{before} to {rows}" if before <= rows else f"at most {rows}"
-    return refuse(f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows.")
+    return ShapeError(
+        f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows."
+    )
 
 
 def read_index(op: str, index_M: Tensor, length: int, indices_sorted: bool) -> None:
@@ -332,7 +333,7 @@ def check_dims(op: str, name: str, dims: Sequence[int]) -> None:
     """
     for k, dim in enumerate(dims):
         if dim < 1:
-            raise refuse(f"{op}: {name}[{k}]", dim, "1 or more", "Leave empty tables out.")
+            raise ShapeError(f"{op}: {name}[{k}]", dim, "1 or more", "Leave empty tables out.")
 
 
 def check_flat(op: str, name: str, flat_E: Tensor) -> None:
@@ -343,7 +344,7 @@ def check_flat(op: str, name: str, flat_E: Tensor) -> None:
     """
     check_dense(f"{op}: {name}", flat_E)
     if flat_E.ndim != 1:
-        raise refuse(f"{op}: {name}", tuple(flat_E.shape), "[E]", "Call .flatten().")
+        raise ShapeError(f"{op}: {name}", tuple(flat_E.shape), "[E]", "Call .flatten().")
 
 
 def check_gradients(
@@ -359,7 +360,7 @@ def check_gradients(
         check_rows(op, f"grads[{k}]", grad, floating=True)
         if tuple(grad.shape) != (offsets_N.shape[0], dim):
             allowed = f"[{offsets_N.shape[0]}, {dim}]"
-            raise refuse(f"{op}: grads[{k}]", tuple(grad.shape), allowed, "One row per offset.")
+            raise ShapeError(f"{op}: grads[{k}]", tuple(grad.shape), allowed, "One row per offset.")
     check_same_dtype(op, "grads", grads)
 
 
@@ -405,7 +406,7 @@ def map_error(
         return InputError(what, got=got, allowed=allowed, remedy=_REMEDY)
     if fault == 2:
         remedy = "Give the rows of pos, in its order, each as wide as its table."
-        return refuse(f"{op}: length of value", length, f"{at}, rows of pos by dims", remedy)
+        return ShapeError(f"{op}: length of value", length, f"{at}, rows of pos by dims", remedy)
     ends = positions_N.numel() if fault == 1 else offsets_V.numel()
     name = "pos.offsets_B1" if fault == 1 else "value_offset splits"
     allowed = f"0, never falling, {ends} at the end"

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shoal import _core
 from shoal.errors import DeviceUnavailable, InputError, unknown_name
@@ -105,8 +106,7 @@ def operator(
     triton: str,
     fake: Implementation,
     check: Implementation | None = None,
-    backward: Implementation | None = None,
-    setup: Implementation | None = None,
+    gradient: tuple[Implementation, Implementation] | None = None,
     from_host: bool = False,
 ) -> Callable[..., Any]:
     """Define `shoal::<schema>` and return the callable overload.
@@ -119,8 +119,8 @@ def operator(
         check: raises for bad values in index and offset tensors; takes the operator's arguments.
             Runs before the reference and before Triton (on CUDA only when `set_bounds_checks` is
             on). The core checks values itself, in its own pass, and raises the same errors.
-        backward, setup: as `torch.library.register_autograd` takes them; neither for operators on
-            ids alone.
+        gradient: backward and setup_context, as `torch.library.register_autograd` takes them;
+            none for operators on ids alone.
         from_host: its launcher sends addresses or sizes from the host, so that a captured CUDA
             graph must not contain it; `torch.compile` then splits its graphs there.
     """
@@ -152,11 +152,53 @@ def operator(
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"shoal::{name}", fake, lib=_LIBRARY)
-    if backward is not None:
+    if gradient is not None:
+        backward, setup = gradient
         torch.library.register_autograd(
             f"shoal::{name}", backward, setup_context=setup, lib=_LIBRARY
         )
-    return getattr(torch.ops.shoal, name).default  # type: ignore[no-any-return]
+    overload: Callable[..., Any] = getattr(torch.ops.shoal, name).default
+    writes = "!" in schema  # the dispatcher counts the versions of what is written to
+
+    def call(*args: Any) -> Any:
+        if writes or torch.compiler.is_compiling() or not _straight_to_core(args):
+            return overload(*args)
+        return core(*args)
+
+    return call
+
+
+# What the dispatcher sees when no mode, transform, tracer or autocast is on, and of a CPU tensor.
+_NO_MODES = torch._C._dispatch_tls_local_include_set()
+_CPU_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu"))
+
+
+def _straight_to_core(args: Iterable[Any]) -> bool:
+    """Whether an operator would only run its core: it costs a small operation more than the core.
+
+    Then nothing is forced, profiled, transformed or differentiated, and all tensors are plain.
+    """
+    return (
+        _FORCED.get() is None
+        and torch._C._dispatch_tls_local_include_set() == _NO_MODES
+        and not torch._C._autograd._profiler_enabled()
+        and forward_ad._current_level < 0
+        and _all_plain(args, torch.is_grad_enabled())
+    )
+
+
+def _all_plain(args: Iterable[Any], grad: bool) -> bool:
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor:
+            if (grad and arg.requires_grad) or torch._C._dispatch_keys(arg) != _CPU_KEYS:
+                return False
+        elif kind is list or kind is tuple:
+            if not _all_plain(arg, grad):
+                return False
+        elif isinstance(arg, Tensor):
+            return False
+    return True
 
 
 def _run(work: Implementation, check: Implementation | None, args: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError
+from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.ops.checks import (
     bad_flat_offset,
     check_devices,
@@ -23,7 +23,6 @@ from shoal.ops.checks import (
     check_map_values,
     check_same_dtype,
     map_error,
-    refuse,
 )
 from shoal.ops.dispatch import fresh, operator, widened
 from shoal.ops.reference import rows as reference
@@ -180,8 +179,7 @@ gather_flat = operator(
     check=lambda flat_E, offsets, dims: check_flat_offsets(
         _GATHER_OFFSETS, offsets, dims, flat_E.numel()
     ),
-    backward=_gather_backward,
-    setup=_setup_gather,
+    gradient=(_gather_backward, _setup_gather),
 )
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
@@ -193,8 +191,7 @@ scatter_flat = operator(
     check=lambda grads, offsets, size, scale: check_flat_offsets(
         _SCATTER_OFFSETS, offsets, [grad.shape[1] for grad in grads], size
     ),
-    backward=_scatter_backward,
-    setup=_setup_scatter,
+    gradient=(_scatter_backward, _setup_scatter),
 )
 _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_splits_U1, int[] dims"
 fill_offsets = operator(
@@ -214,8 +211,7 @@ sum_offsets = operator(
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
     check=_check_sum,
-    backward=_sum_backward,
-    setup=_setup_sum,
+    gradient=(_sum_backward, _setup_sum),
 )
 
 
@@ -326,7 +322,7 @@ def fused_gather_embeddings_by_input_gradient(
     check_devices(op, grads=grads, embedding_offsets=offsets)
     length = size.numel() if isinstance(size, Tensor) else size
     if length < 0:
-        raise refuse(f"{op}: size", length, "0 or more", "Give the length of the buffer.")
+        raise ShapeError(f"{op}: size", length, "0 or more", "Give the length of the buffer.")
     flat_E: Tensor = scatter_flat(grads, offsets, length, float(scale))
     return flat_E
 
@@ -368,12 +364,14 @@ def fill_with_offset_map(
     check_same_dtype(op, "value and value_buffer", [value, value_buffer])
     if len(dims) != pos.batch_size:
         got, allowed = len(dims), f"{pos.batch_size}, the tables of pos"
-        raise refuse(f"{op}: number of dims", got, allowed, "Give one width per table.")
+        raise ShapeError(f"{op}: number of dims", got, allowed, "Give one width per table.")
     check_dims(op, "dims", dims)
     if splits_U1.shape[0] < 1:
-        raise refuse(f"{op}: value_offset splits", "[0]", "[U+1]", "Splits start with a 0.")
+        raise ShapeError(f"{op}: value_offset splits", "[0]", "[U+1]", "Splits start with a 0.")
     if not value_buffer.is_contiguous():
-        raise refuse(f"{op}: value_buffer", "strides", "contiguous", "Make it with torch.empty.")
+        raise ShapeError(
+            f"{op}: value_buffer", "strides", "contiguous", "Make it with torch.empty."
+        )
     check_devices(
         op,
         pos=pos.values,
@@ -417,7 +415,7 @@ def finalize_shared_tensor(
     fits = known == buffer_E.numel() if free == 0 else known > 0 and buffer_E.numel() % known == 0
     if free > 1 or not fits:
         sizes, allowed = tuple(shape), f"a shape of {buffer_E.numel()} elements, one -1 allowed"
-        raise refuse(f"{op}: shape", sizes, allowed, "Give the length of the buffer.")
+        raise ShapeError(f"{op}: shape", sizes, allowed, "Give the length of the buffer.")
     return buffer_E.view(tuple(shape))
 
 
@@ -478,7 +476,9 @@ def aligned_flat_split(
         sizes += [tensor.numel(), -tensor.numel() % unit]
     if sum(sizes) != flat.shape[0] or not flat.is_contiguous():
         got, allowed = flat.shape[0], f"{sum(sizes)} elements side by side"
-        raise refuse(f"{op}: length of flat", got, allowed, "Split what aligned_flat_concat made.")
+        raise ShapeError(
+            f"{op}: length of flat", got, allowed, "Split what aligned_flat_concat made."
+        )
     parts = torch.split(flat, sizes)[::2]
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -491,5 +491,5 @@ def _unit(op: str, tensor: Tensor, alignment_bytes: int) -> int:
     size = tensor.element_size()
     if alignment_bytes < 1 or alignment_bytes % size:
         allowed = f"a positive multiple of {size}, the bytes of an element"
-        raise refuse(f"{op}: alignment_bytes", alignment_bytes, allowed, "Use 256.")
+        raise ShapeError(f"{op}: alignment_bytes", alignment_bytes, allowed, "Use 256.")
     return alignment_bytes // size

@@ -9,21 +9,23 @@ packed tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from shoal import _core
 from shoal.address import address, fresh_address
-from shoal.errors import InputError
+from shoal.errors import InputError, ShapeError, unknown_name
 from shoal.lookup import LayoutCall
 from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
-from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex
+from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, OutType
 from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.reference import layout as reference
+
+Layout = OutType
 
 
 def fused_embedding_to_layout(
@@ -98,6 +100,37 @@ def fused_embedding_to_layout_grad(
         )
     )
     return reshaped(grads, embeddings_list)
+
+
+def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Lay pooled slices out as a model reads them.
+
+    Slices are [B, D] each or [B, L, D] each. "none": as they are, one output per slice;
+    "concat": [B, sum D] or [B, L, sum D]; "stack": [B, n, D] or [B, n, L, D]; "addn": their sum
+    [B, D].
+
+    Raises:
+        UnknownName: no such layout.
+        ShapeError: no slices, shapes the layout cannot join, or "addn" of sequences.
+    """
+    if layout not in get_args(Layout):
+        raise unknown_name("layout", layout, get_args(Layout))
+    shapes = [tuple(part.shape) for part in slices]
+    joined = {shape[:-1] for shape in shapes} if layout == "concat" else set(shapes)
+    if not shapes or len(shapes[0]) not in (2, 3):
+        raise ShapeError(f"slices of {layout}", shapes, "[B, D] or [B, L, D]", "Pool them first.")
+    if layout == "none":
+        return tuple(slices)
+    if len(joined) > 1:
+        allowed = "equal shapes" if layout != "concat" else "shapes equal but for D"
+        raise ShapeError(f"slices of {layout}", shapes, allowed, "Use layout 'none'.")
+    if layout == "concat":
+        return (torch.cat(list(slices), dim=-1),)
+    if layout == "stack":
+        return (torch.stack(list(slices), dim=1),)
+    if len(shapes[0]) == 3:
+        raise ShapeError("slices of addn", shapes, "[B, D]", "Pool sequences before adding.")
+    return (torch.stack(list(slices)).sum(dim=0),)
 
 
 def _output_shapes(batch_sizes: Sequence[int], shapes: Sequence[int]) -> list[list[int]]:
@@ -239,8 +272,7 @@ layout_forward = operator(
     triton="layout:layout_forward",
     fake=_fake_forward,
     check=check_layout,
-    backward=_backward_of_forward,
-    setup=_setup_forward,
+    gradient=(_backward_of_forward, _setup_forward),
 )
 
 layout_backward = operator(
@@ -251,6 +283,5 @@ layout_backward = operator(
     triton="layout:layout_backward",
     fake=_fake_backward,
     check=_check_backward,
-    backward=_backward_of_backward,
-    setup=_setup_backward,
+    gradient=(_backward_of_backward, _setup_backward),
 )

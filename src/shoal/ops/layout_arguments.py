@@ -44,7 +44,7 @@ def gradient_arguments(
     index = _index(buffers, offsets, feature_cfgs, op)
     if len(index.batch_sizes) != 1:
         got, remedy = len(index.batch_sizes), "Several requests in one call are for serving."
-        raise _bad(InputError, f"{op}: requests", got, "one", remedy)
+        raise InputError(f"{op}: requests", got, "one", remedy)
     plan = feature_cfgs.plan.on(buffers[0].device)
     grads = _grads(layout_tensors_grad, buffers[0], plan, index.batch_size, op)
     sizes = [buffer.numel() for buffer in buffers]
@@ -74,31 +74,31 @@ def _index(
     if index.rows_N.device != buffers[0].device:
         allowed = f"{buffers[0].device}, as embeddings_list"
         remedy = "Move them with .to()."
-        raise _bad(DTypeError, f"{op}: device of offsets", index.rows_N.device, allowed, remedy)
+        raise DTypeError(f"{op}: device of offsets", index.rows_N.device, allowed, remedy)
     features = len(feature_cfgs.features)
     if index.cells_RF.shape[1] != features:
         got, remedy = index.cells_RF.shape[1], "Make the index with the same feature_cfgs."
-        raise _bad(ShapeError, f"{op}: features of cells_RF", got, features, remedy)
+        raise ShapeError(f"{op}: features of cells_RF", got, features, remedy)
     return index
 
 
 def _check_tensors(name: str, tensors: Sequence[Tensor], op: str) -> None:
     if not tensors:
-        raise _bad(InputError, f"{op}: {name}", "no tensors", "one or more", "Pass the rows.")
+        raise InputError(f"{op}: {name}", "no tensors", "one or more", "Pass the rows.")
     first = tensors[0]
     for i, tensor in enumerate(tensors):
         check_dense(f"{op}: {name}[{i}]", tensor)
         if not tensor.is_floating_point() or tensor.dtype != first.dtype:
             allowed = "one floating dtype" if i == 0 else f"{first.dtype}, as {name}[0]"
-            raise _bad(DTypeError, f"{op}: dtype of {name}[{i}]", tensor.dtype, allowed, "Cast it.")
+            raise DTypeError(f"{op}: dtype of {name}[{i}]", tensor.dtype, allowed, "Cast it.")
         if tensor.device != first.device:
             allowed = f"{first.device}, as {name}[0]"
             what = f"{op}: device of {name}[{i}]"
-            raise _bad(DTypeError, what, tensor.device, allowed, "Move it with .to().")
+            raise DTypeError(what, tensor.device, allowed, "Move it with .to().")
     narrow = first.dtype not in (torch.float32, torch.float64)
     if narrow and first.device.type == "cpu":
         allowed = "float32 or float64 on the CPU"
-        raise _bad(DTypeError, f"{op}: dtype of {name}[0]", first.dtype, allowed, "Call .float().")
+        raise DTypeError(f"{op}: dtype of {name}[0]", first.dtype, allowed, "Call .float().")
 
 
 def _grads(
@@ -107,9 +107,7 @@ def _grads(
     """The gradients; one that is missing becomes an empty tensor, which counts as zeros."""
     outputs = len(plan.shapes) // 3
     if len(given) != outputs:
-        raise _bad(
-            ShapeError, f"{op}: layout_tensors_grad", len(given), outputs, "Pass one per output."
-        )
+        raise ShapeError(f"{op}: layout_tensors_grad", len(given), outputs, "Pass one per output.")
     grads = []
     for i, grad in enumerate(given):
         if grad is None:
@@ -118,10 +116,10 @@ def _grads(
         want = (size, *(n for n in plan.shapes[3 * i : 3 * i + 3] if n))
         what = f"of layout_tensors_grad[{i}]"
         if tuple(grad.shape) != want:
-            raise _bad(ShapeError, f"{op}: shape {what}", tuple(grad.shape), want, "As the output.")
+            raise ShapeError(f"{op}: shape {what}", tuple(grad.shape), want, "As the output.")
         if grad.dtype != like.dtype or grad.device != like.device:
             got, allowed = (grad.dtype, str(grad.device)), (like.dtype, str(like.device))
-            raise _bad(DTypeError, f"{op}: dtype and device {what}", got, allowed, "As the rows.")
+            raise DTypeError(f"{op}: dtype and device {what}", got, allowed, "As the rows.")
         grads.append(grad)
     return grads
 
@@ -134,11 +132,5 @@ def _scale(scale: float | Tensor | None, like: Tensor, op: str) -> Tensor | None
     if scale.numel() != 1 or scale.device != like.device:
         got = f"{scale.numel()} elements on {scale.device}"
         allowed = f"1 element on {like.device}"
-        raise _bad(ShapeError, f"{op}: layout_tensors_grad_scale", got, allowed, "Pass a scalar.")
+        raise ShapeError(f"{op}: layout_tensors_grad_scale", got, allowed, "Pass a scalar.")
     return scale.detach().reshape(()).to(like.dtype)
-
-
-def _bad(
-    kind: type[InputError], what: str, got: object, allowed: object, remedy: str
-) -> InputError:
-    return kind(what, got=got, allowed=allowed, remedy=remedy)

@@ -12,14 +12,21 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.kernels.launch import sent
-from shoal.lookup import Columns, Joined, LookupTables, Pooling, compile_tables, join, plan_of
+from shoal.lookup import (
+    Columns,
+    Joined,
+    LayoutKind,
+    LookupTables,
+    Pooling,
+    compile_tables,
+    join,
+    plan_of,
+)
 from shoal.ragged import KeyedRagged
 
 PoolingType = Literal["sum", "mean", "firstn"]
-OutType = Literal["concat", "stack", "addn", "none"]
+OutType = LayoutKind
 
-POOLINGS: dict[PoolingType, int] = {"sum": 0, "mean": 1, "firstn": 3}
-OUT_TYPES: dict[OutType, int] = {"concat": 0, "stack": 1, "addn": 2, "none": 3}
 _POOLINGS: dict[PoolingType, Pooling] = {"sum": "sum", "mean": "mean", "firstn": "first_n"}
 
 
@@ -45,12 +52,12 @@ class FeatureConfig:
             raise unknown_name("pooling_type", self.pooling_type, get_args(PoolingType))
         if not self.slice_dims or min(self.slice_dims) < 1:
             remedy = "Give the width of each slice of the row."
-            raise _wrong("slice_dims", self.slice_dims, "one or more, each at least 1", remedy)
+            raise ConfigError("slice_dims", self.slice_dims, "one or more, each at least 1", remedy)
         least = 1 if self.pooling_type == "firstn" else 0
         if self.max_sequence_length < least:
             what = f"max_sequence_length with {self.pooling_type!r}"
             remedy = "It is the number of rows a firstn feature keeps."
-            raise _wrong(what, self.max_sequence_length, f"at least {least}", remedy)
+            raise ConfigError(what, self.max_sequence_length, f"at least {least}", remedy)
 
     @property
     def width(self) -> int:
@@ -78,7 +85,7 @@ class SliceConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             what = f"columns of a slice of {self.feature_name!r}"
-            raise _wrong(what, f"[{self.start}, {self.end})", "0 <= start < end", "Name some.")
+            raise ConfigError(what, f"[{self.start}, {self.end})", "0 <= start < end", "Name some.")
 
     @property
     def width(self) -> int:
@@ -98,7 +105,7 @@ class OutConfig:
         if self.out_type not in get_args(OutType):
             raise unknown_name("out_type", self.out_type, get_args(OutType))
         if not self.slice_configs:
-            raise _wrong("slice_configs", "none", "one or more", "Drop the layout instead.")
+            raise ConfigError("slice_configs", "none", "one or more", "Drop the layout instead.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +132,7 @@ class FeatureConfigs:
         for name in ("feature_configs", "out_configs"):
             given = getattr(self, name)
             if not given:
-                raise _wrong(name, "none", "one or more", "Name what the model reads.")
+                raise ConfigError(name, "none", "one or more", "Name what the model reads.")
             object.__setattr__(self, name, MappingProxyType(dict(given)))
         tables = {config.table for config in self.feature_configs.values()}
         object.__setattr__(self, "features", tuple(sorted(self.feature_configs)))
@@ -160,13 +167,9 @@ class FeatureConfigs:
         if piece.end > config.width:
             what = f"end of a slice of {piece.feature_name!r} in layout {layout!r}"
             remedy = "slice_dims give the row's width."
-            raise _wrong(what, piece.end, f"at most {config.width}", remedy)
+            raise ConfigError(what, piece.end, f"at most {config.width}", remedy)
         number = self.features.index(piece.feature_name)
         return Columns(number, piece.start, piece.end, config.kept)
-
-
-def _wrong(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

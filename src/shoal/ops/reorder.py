@@ -96,18 +96,21 @@ def _spans(what: str, ids: Sequence[Tensor], offsets_K1: Tensor | None) -> list[
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _core_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-    what: str = _WHAT,
-    *,
-    out: Sequence[Tensor] = (),
-) -> Found:
+class _Reordering(NamedTuple):
+    """Arguments of `fused_reorder`."""
+
+    ids: Sequence[Tensor]
+    offsets_K1: Tensor | None
+    dims: Sequence[int]
+    num: int
+    rule: str
+    shards_N: Tensor | None
+    what: str = _WHAT
+
+
+def _core_fused_reorder(*arguments: Any, out: Sequence[Tensor] = ()) -> Found:
     """Into new tensors, or into the heads of those given."""
+    ids, offsets_K1, dims, num, rule, shards_N, what = _Reordering(*arguments)
     spans = _spans(what, ids, offsets_K1)
     offsets_N = out[3] if out else fresh(sum(part.numel() for part in ids), dtype=torch.int64)
     if shards_N is not None:
@@ -134,15 +137,8 @@ def _core_fused_reorder(
     return ids_U, counts_U, sizes_WK, offsets_N
 
 
-def _reference_fused_reorder(
-    ids: Sequence[Tensor],
-    offsets_K1: Tensor | None,
-    dims: Sequence[int],
-    num: int,
-    rule: str,
-    shards_N: Tensor | None,
-    what: str = _WHAT,
-) -> Found:
+def _reference_fused_reorder(*arguments: Any) -> Found:
+    ids, offsets_K1, dims, num, rule, shards_N, what = _Reordering(*arguments)
     spans = _spans(what, ids, offsets_K1)
     if rule == "hash_ranges" and shards_N is not None:
         owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
@@ -167,24 +163,18 @@ def _fake_fused_reorder(
     return tuple(like.new_empty(s) for s in (size, size, num * len(dims), n))  # type: ignore[return-value]
 
 
-def _parts(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Inputs with what errors name, and outputs, of the form with outputs."""
-    return [*arguments[:6], arguments[11] if len(arguments) > 11 else _WHAT], arguments[6:11]
-
-
 def _core_fused_reorder_into(*arguments: Any) -> None:
-    inputs, outs = _parts(arguments)
-    _core_fused_reorder(*inputs, out=outs)
+    _core_fused_reorder(*arguments[:6], *arguments[11:], out=arguments[6:11])
 
 
 def _reference_fused_reorder_into(*arguments: Any) -> None:
-    inputs, outs = _parts(arguments)
-    write_heads(_reference_fused_reorder(*inputs), outs)
+    found = _reference_fused_reorder(*arguments[:6], *arguments[11:])
+    write_heads(found, arguments[6:11])
 
 
 def _check_fused_reorder(*arguments: Any) -> None:
-    ids, offsets_K1, _, num, rule, shards_N = arguments[:6]
     what = arguments[-1] if isinstance(arguments[-1], str) else _WHAT
+    ids, offsets_K1, _, num, rule, shards_N, _ = _Reordering(*arguments[:6])
     if shards_N is not None and rule == "given":
         raise_bad_shards(what, shards_N, num)
     if offsets_K1 is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address
+from shoal.errors import ShapeError
 from shoal.ops.checks import (
     bad_row_index,
     check_devices,
@@ -21,7 +22,6 @@ from shoal.ops.checks import (
     check_rows,
     check_same_dtype,
     missing_id,
-    refuse,
 )
 from shoal.ops.dispatch import fresh, operator, widened
 from shoal.ops.reference import rows as reference
@@ -151,8 +151,7 @@ _gather_rows = operator(
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
     check=_check_gather,
-    backward=_gather_backward,
-    setup=_setup_gather,
+    gradient=(_gather_backward, _setup_gather),
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
@@ -161,8 +160,7 @@ _scatter_rows = operator(
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
     check=_check_scatter,
-    backward=_scatter_backward,
-    setup=_setup_scatter,
+    gradient=(_scatter_backward, _setup_scatter),
 )
 
 
@@ -221,7 +219,7 @@ def scatter_rows(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     _check_grad(op, grad, index)
     check_devices(op, grad=grad, index=index)
     if rows < 0:
-        raise refuse(f"{op}: rows", rows, "0 or more", "Give the number of rows of the result.")
+        raise ShapeError(f"{op}: rows", rows, "0 or more", "Give the number of rows of the result.")
     return _scattered(grad, index, rows, "scatter_rows: index")
 
 
@@ -251,7 +249,7 @@ def map_id_to_embedding(
     for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
         if ids_M.shape[0] != rows_MD.shape[0]:
             got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids[{s}]"
-            raise refuse(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
+            raise ShapeError(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
     check_devices(op, ids=ids, embeddings=shards, input=input)
     index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
     return _gathered(shards, index, f"{op}: input", use_multi_threads)
@@ -302,7 +300,7 @@ def gather_embeddings_by_input(
     _check_shards(op, "embeddings", [embeddings])
     if ids.shape[0] != embeddings.shape[0]:
         got, allowed = embeddings.shape[0], f"{ids.shape[0]}, as many as ids"
-        raise refuse(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
+        raise ShapeError(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
     check_devices(op, ids=ids, embeddings=embeddings, input=input)
     index = _matched([ids], input, f"{op}: input", False, use_multi_threads)
     rows = _gathered([embeddings], index, f"{op}: input", use_multi_threads)
@@ -361,11 +359,15 @@ def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
     check_same_dtype(op, name, shards)
     widths = {rows_MD.shape[1] for rows_MD in shards}
     if len(widths) > 1:
-        raise refuse(f"{op}: widths of {name}", sorted(widths), "one width D", "Group them by D.")
+        raise ShapeError(
+            f"{op}: widths of {name}", sorted(widths), "one width D", "Group them by D."
+        )
 
 
 def _check_grad(op: str, grad: Tensor, index: Tensor) -> None:
     check_floating(op, "grads", grad)
     if grad.ndim != index.ndim + 1 or grad.shape[:-1] != index.shape:
         allowed = f"[*{tuple(index.shape)}, D]"
-        raise refuse(f"{op}: grads", tuple(grad.shape), allowed, "Give one gradient row per index.")
+        raise ShapeError(
+            f"{op}: grads", tuple(grad.shape), allowed, "Give one gradient row per index."
+        )

@@ -103,8 +103,7 @@ _first_n = operator(
     check=lambda source, offsets, length, rows, back: checks.read_offsets(
         "segment_first_n", offsets, rows
     ),
-    backward=_first_n_gradient,
-    setup=_setup_first_n,
+    gradient=(_first_n_gradient, _setup_first_n),
 )
 
 

@@ -374,29 +374,16 @@ def _run_core(
         raise checks.bad_offset(name, cuts[table], values[table].shape[0], bad)
 
 
-def _core_reduce(
-    values_ND: Tensor,
-    offsets_B1: Tensor,
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    mode: str,
-) -> Tensor:
+def _core_reduce(values_ND: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
+    order_N, _, mode = rest
     rows_ND = widened(values_ND)
     out_BD = fresh(offsets_B1.shape[0] - 1, rows_ND.shape[1], dtype=rows_ND.dtype)
     _run_core(f"segment_{mode}", mode, [rows_ND], [offsets_B1], [out_BD], [1], order=order_N)
     return out_BD.to(values_ND.dtype)
 
 
-def _core_spread(
-    grads_BD: Tensor,
-    offsets_B1: Tensor,
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    values_ND: Tensor | None,
-    pooled_BD: Tensor | None,
-    mode: str,
-    rows: int,
-) -> Tensor:
+def _core_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
+    order_N, index_N, values_ND, pooled_BD, mode, rows = rest
     wide_BD = widened(grads_BD)
     out_ND = fresh(rows, wide_BD.shape[1], dtype=wide_BD.dtype)
     _run_core(
@@ -415,32 +402,19 @@ def _core_spread(
     return out_ND.to(grads_BD.dtype)
 
 
-def _reference_reduce(
-    values_ND: Tensor,
-    offsets_B1: Tensor,
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    mode: str,
-) -> Tensor:
+def _reference_reduce(values_ND: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
+    _, index_N, mode = rest
     if index_N is None:
         index_N = reference.row_ids(offsets_B1, values_ND.shape[0])
     return reference.grouped(values_ND, index_N, offsets_B1.diff(), mode)
 
 
-def _reference_spread(
-    grads_BD: Tensor,
-    offsets_B1: Tensor,
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    values_ND: Tensor | None,
-    pooled_BD: Tensor | None,
-    mode: str,
-    rows: int,
-) -> Tensor:
+def _reference_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
+    _, index_N, values_ND, pooled_BD, mode, rows = rest
     if index_N is None:
         index_N = reference.row_ids(offsets_B1, rows)
     if values_ND is not None and pooled_BD is not None:
-        return values_ND * _share_of(grads_BD, pooled_BD)[index_N]
+        return values_ND * _share_of(grads_BD, pooled_BD)[index_N]  # type: ignore[no-any-return]
     over_B1 = reference.divisors(offsets_B1.diff(), mode).to(grads_BD.dtype).unsqueeze(1)
     return (grads_BD / over_B1)[index_N]
 
@@ -493,8 +467,7 @@ segment_reduce = operator(
     triton="segments:reduce",
     fake=lambda values, offsets, *_: values.new_empty(offsets.shape[0] - 1, values.shape[1]),
     check=_check_reduce,
-    backward=_reduce_gradient,
-    setup=_setup_reduce,
+    gradient=(_reduce_gradient, _setup_reduce),
 )
 
 segment_spread = operator(
@@ -504,8 +477,7 @@ segment_spread = operator(
     core=_core_spread,
     triton="segments:spread",
     fake=lambda grads, *rest: grads.new_empty(rest[-1], grads.shape[1]),
-    backward=_spread_gradient,
-    setup=_setup_spread,
+    gradient=(_spread_gradient, _setup_spread),
 )
 
 
@@ -548,20 +520,12 @@ _index_reduce = operator(
     check=lambda values, index, length, in_order, mode, op: checks.read_index(
         op, index, length, in_order
     ),
-    backward=_index_reduce_gradient,
-    setup=_setup_index_reduce,
+    gradient=(_index_reduce_gradient, _setup_index_reduce),
 )
 
 
-def _core_sums(
-    values: list[Tensor],
-    offsets: list[Tensor],
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    widths: list[int],
-    parts: list[int],
-    op: str,
-) -> list[Tensor]:
+def _core_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> list[Tensor]:
+    order_N, _, widths, parts, op = rest
     rows = [widened(rows_ND) for rows_ND in values]
     outs = [
         fresh(offsets[k].shape[0] - 1, width, dtype=rows[0].dtype)
@@ -596,15 +560,8 @@ def _dims(parted: Sequence[Tensor], parts: Sequence[int]) -> list[int]:
     return dims
 
 
-def _reference_sums(
-    values: list[Tensor],
-    offsets: list[Tensor],
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    widths: list[int],
-    parts: list[int],
-    op: str,
-) -> list[Tensor]:
+def _reference_sums(values: list[Tensor], offsets: list[Tensor], *how: Any) -> list[Tensor]:
+    order_N, index_N, widths, parts, _ = how
     outs, rest = [], list(widths)
     for rows_ND, offsets_B1, count in zip(values, offsets, parts, strict=True):
         sums_BD = _reference_reduce(rows_ND, offsets_B1, order_N, index_N, "sum")
@@ -623,14 +580,8 @@ def _reference_sums_backward(
     return outs
 
 
-def _check_sums(
-    values: list[Tensor],
-    offsets: list[Tensor],
-    order_N: Tensor | None,
-    index_N: Tensor | None,
-    *rest: Any,
-) -> None:
-    if index_N is not None:
+def _check_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> None:
+    if rest[1] is not None:  # an index, which was checked as it was grouped
         return
     for k, (rows_ND, offsets_B1) in enumerate(zip(values, offsets, strict=True)):
         checks.read_offsets(checks.table_of(rest[-1], k, values), offsets_B1, rows_ND.shape[0])
@@ -677,8 +628,7 @@ _segment_sums = operator(
         for k, width in zip(_owners(parts), widths, strict=True)
     ],
     check=_check_sums,
-    backward=_sums_gradient,
-    setup=_setup_sums,
+    gradient=(_sums_gradient, _setup_sums),
 )
 
 _segment_sums_backward = operator(
@@ -691,6 +641,5 @@ _segment_sums_backward = operator(
     fake=lambda grads, offsets, rows, parts, op: [
         grads[0].new_empty(count, dim) for count, dim in zip(rows, _dims(grads, parts), strict=True)
     ],
-    backward=_sums_second_gradient,
-    setup=_setup_sums_backward,
+    gradient=(_sums_second_gradient, _setup_sums_backward),
 )

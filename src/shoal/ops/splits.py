@@ -284,6 +284,5 @@ _move_rows = operator(
     triton="ids:move_rows",
     fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),
     check=_check_order_values,
-    backward=_moved_gradient,
-    setup=_setup_moved,
+    gradient=(_moved_gradient, _setup_moved),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shoal.errors import CheckpointError, ConfigError
-from shoal.optim.sparse import SparseOptimizer, not_copied
+from shoal.optim.sparse import SparseOptimizer, evaluated, not_copied
 from shoal.uncompiled import uncompiled
 
 
@@ -62,10 +62,7 @@ class JointOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all members, or none if `check_finite` raises; a closure runs once, before that."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self.check_finite()
         for member in self.optimizers:
             if isinstance(member, SparseOptimizer):

@@ -23,6 +23,7 @@ from shoal.errors import (
 )
 from shoal.rules.schedules import ConstantRate, Schedule
 from shoal.table import shard
+from shoal.table.rows import real_dtype
 from shoal.table.shard import NanPolicy, Shard, StepContext
 from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
@@ -183,6 +184,14 @@ def load_groups(groups: Iterable[RateGroup], saved: Iterable[Mapping[str, Any]],
             one.show(step)
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that `step` was given; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def not_copied(what: str) -> ConfigError:
     """What pickle, deepcopy and torch.save of a part of a sparse optimizer raise."""
     remedy = "Make a new optimizer over the copied modules and load the state."
@@ -213,9 +222,8 @@ class TableGradient(_Proxy):
 
     def __new__(cls, ledger: GradientLedger, table: int) -> TableGradient:
         spec = ledger.shard.specs[table]
-        dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         device = ledger.shard.device
-        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=dtype, device=device))
+        made = super().__new__(cls, torch.empty(0, spec.dim, dtype=real_dtype(spec), device=device))
         made._ledger, made._table = ledger, table
         return made
 
@@ -529,10 +537,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 was changed, and the records stay until `zero_grad`. Tables on CUDA leave the bad
                 rows alone, step the others, and `check` raises.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         contexts = [
             StepContext(
                 global_step=self.global_step,

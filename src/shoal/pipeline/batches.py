@@ -174,7 +174,7 @@ class Reading:
     sent: torch.cuda.Event | None = None
 
 
-class Loader:
+class Prefetcher:
     """Reads one iterator in a thread of its own, in the order asked.
 
     Args:

@@ -12,12 +12,30 @@ import torch
 
 from shoal.comm.collectives import Collectives, Pending
 from shoal.pipeline import batches
-from shoal.pipeline.batches import Loader, Reading
-from shoal.pipeline.scheduler import Command, Done, Event, Loaded, Settings, Settled, advance, start
+from shoal.pipeline.batches import Prefetcher, Reading
+from shoal.pipeline.scheduler import (
+    BatchLoaded,
+    Command,
+    Done,
+    Event,
+    Settings,
+    Settled,
+    advance,
+    start,
+)
 from shoal.pipeline.stages import Stages, Step
 from shoal.pipeline.voting import Ballot, Tally, ballots_of, vote
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A batch in flight."""
+
+    reading: Reading
+    idle: bool = False
+    fetched: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +55,6 @@ class Round:
     batch: Any
     weight: float
     applied: bool = False
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A batch in flight."""
-
-    reading: Reading
-    idle: bool = False
-    fetched: torch.cuda.Event | None = None
 
 
 class Executor:
@@ -94,7 +103,7 @@ class Executor:
             if control.world_size > 1:
                 self._early = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 streams = (*streams, self._early)
-        self._loader = Loader(source, device, stages.weight_of, streams)
+        self._loader = Prefetcher(source, device, stages.weight_of, streams)
         self._slots: dict[int, _Slot] = {}
         self._cast: dict[int, tuple[Pending, int]] = {}
         # What a rank without data trains on: its first batch, or another rank's, without ids.
@@ -166,7 +175,7 @@ class Executor:
         self._slots[reading.index] = _Slot(reading)
         if reading.found and self._empty is None:
             self._empty = batches.emptied(reading.batch)
-        self._happened(Loaded(reading.index, reading.found))
+        self._happened(BatchLoaded(reading.index, reading.found))
 
     def _run(self, command: Command) -> Event:
         if command.action == "settle":

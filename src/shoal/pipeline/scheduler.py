@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError
 
 Action = Literal[
     "load",
@@ -99,7 +99,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class BatchLoaded:
     """The answer to "load"; found is False at the end of this rank's data."""
 
     index: int
@@ -121,7 +121,7 @@ class Done:
     command: Command
 
 
-Event = Loaded | Settled | Done
+Event = BatchLoaded | Settled | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +186,11 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
 
     At most one command other than "load" is out at a time; "load" commands are answered in any
     order among the others, each once.
-
-    Raises:
-        ShoalError: an event that answers nothing that is out.
     """
-    if isinstance(event, Loaded):
+    if isinstance(event, BatchLoaded):
         return _released(_loaded(state, event))
     if isinstance(event, Settled):
-        _check_running(state, event, "settle", event.index)
         return _released(_settled(replace(state, running=None), event))
-    _check_running(state, event, event.command.action, event.command.index)
     return _released(_done(replace(state, running=None), event.command))
 
 
@@ -218,9 +213,7 @@ def _may_load(state: State) -> bool:
     return state.loads < state.trained + state.settings.in_flight
 
 
-def _loaded(state: State, event: Loaded) -> State:
-    if not state.answered <= event.index < state.loads:
-        raise _unexpected(event, f"loads {state.answered}..{state.loads - 1}, in order")
+def _loaded(state: State, event: BatchLoaded) -> State:
     state = replace(state, answered=event.index + 1)
     if event.found:
         return replace(state, held=state.held | {event.index})
@@ -369,20 +362,3 @@ def _facts_of(state: State, window: int) -> Iterator[Facts]:
     size = state.settings.accumulation
     first = max(window * size - state.facts_from, 0)
     yield from state.facts[first : (window + 1) * size - state.facts_from]
-
-
-def _check_running(state: State, event: Event, action: Action, index: int) -> None:
-    running = state.running
-    if running is None or (running.action, running.index) != (action, index):
-        raise _unexpected(event, str(running))
-    if action == "settle" and not isinstance(event, Settled):
-        raise _unexpected(event, "Settled, with what the ranks settled")
-
-
-def _unexpected(event: Event, allowed: str) -> ShoalError:
-    return ShoalError(
-        "event of a pipeline",
-        got=event,
-        allowed=allowed,
-        remedy="Answer each command once, with the event that its action asks for.",
-    )

@@ -107,23 +107,13 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
 
 
 def _check_ranks(ranks: int) -> None:
-    if not 1 <= ranks <= BUCKETS:
-        raise ConfigError(
-            "ranks of a uniform split",
-            got=ranks,
-            allowed=f"1..{BUCKETS}",
-            remedy="Split a table over fewer ranks.",
-        )
+    remedy = "Split a table over fewer ranks."
+    _require(1 <= ranks <= BUCKETS, "ranks of a uniform split", ranks, f"1..{BUCKETS}", remedy)
 
 
 def _check_divisor(divisor: int) -> None:
-    if not 1 <= divisor <= _LARGEST_DIVISOR:
-        raise ConfigError(
-            "divisor of a routing rule",
-            got=divisor,
-            allowed=f"1..{_LARGEST_DIVISOR}",
-            remedy="Pass the number of shards.",
-        )
+    fits, allowed = 1 <= divisor <= _LARGEST_DIVISOR, f"1..{_LARGEST_DIVISOR}"
+    _require(fits, "divisor of a routing rule", divisor, allowed, "Pass the number of shards.")
 
 
 _FORMAT = "shoal-placement"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address
+from shoal.address import address, group_addresses
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import salt
 from shoal.lookup import POOLINGS, PoolPlan, check_sums
@@ -97,19 +97,20 @@ def unfit_groups(splits: Sequence[int], tables: Sequence[int], known: int, ids: 
 
 def groups(value: IdGroups, tables: int) -> Any:
     """Check ids, splits and table indices of a call; returns them as the core takes them."""
-    ids_N, splits_G1, tables_G = value.ids_N, value.splits_G1, value.tables_G
-    flat("ids", ids_N)
-    flat("splits of ids", splits_G1)
-    if tables_G.dtype is not torch.int32:
+    ids_N, splits_G1, tables_G = value
+    places = group_addresses(ids_N, splits_G1, tables_G)
+    if places is None:
+        flat("ids", ids_N)
+        flat("splits of ids", splits_G1)
         flat("tables of ids", tables_G, dtype=torch.int32)
-    count = tables_G.numel()
-    if splits_G1.numel() == count + 1:
         places = address(ids_N), address(splits_G1), address(tables_G)
+    n, count = ids_N.numel(), tables_G.numel()
+    if splits_G1.numel() == count + 1:
         try:
-            return _core.Groups(ids_N.numel(), count, *places, tables)
+            return _core.Groups(n, count, *places, tables)
         except ValueError:
             pass
-    raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, ids_N.numel())
+    raise unfit_groups(splits_G1.tolist(), tables_G.tolist(), tables, n)
 
 
 def counts(value: IdGroups, counts_N: Tensor | None) -> int:

@@ -13,6 +13,7 @@ from shoal.address import check_dense
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
+from shoal.table.rows import real_dtype
 from shoal.table.shard import IdGroups, RowsById, Shard, StepContext, Ticket
 from shoal.table.spec import HostRows, TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
@@ -78,7 +79,7 @@ class Table:
         home = self._shard.device
         # None: nothing is moved, and the shard says what it thinks of tensors on a device.
         self._device = None if home.type == "cpu" else home
-        self._dtype = torch.float64 if self._spec.dtype == "float64" else torch.float32
+        self._dtype = real_dtype(self._spec)
         self._tables_G = torch.tensor([self._index], dtype=torch.int32, device="cpu")
         self._splits: dict[int, Tensor] = {}
 
@@ -103,8 +104,8 @@ class Table:
 
     def find(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Read rows: weights [N, D], zeros where missing, and bool [N]; never inserts."""
-        found = self._shard.find(self._groups(ids))
-        return found.weights[0], found.found_N
+        weights, found_N = self._shard.find(self._groups(ids))
+        return weights[0], found_N
 
     def lookup(self, ids: Ids) -> Tensor:
         """`find` without the flags: weights [N, D], zeros where missing."""
@@ -250,19 +251,16 @@ class Table:
         return cast(Shard, self._shard)
 
     def _groups(self, ids: Ids) -> IdGroups:
-        ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
-        check_dense("ids", ids_N)
-        if ids_N.dtype is not torch.int64:
-            raise _dtype("ids", ids_N, torch.int64)
-        if ids_N.dim() != 1:
-            raise _shape("ids", ids_N, "[N]")
-        if ids_N.is_neg() or not ids_N.is_contiguous():
-            ids_N = ids_N.resolve_neg().contiguous()
+        # As a shard can read them: every other form is looked at closely.
+        if type(ids) is Tensor and ids.dtype is torch.int64 and ids.layout is torch.strided:
+            ids_N = ids
+        else:
+            ids_N = _checked_ids(ids)
+        if ids_N.dim() != 1 or not ids_N.is_contiguous() or ids_N.is_neg():
+            ids_N = _checked_ids(ids_N)
         if self._device is not None:
             ids_N = _sent(ids_N, self._device)
-        return IdGroups(ids_N, self._splits_of(ids_N.shape[0]), self._tables_G)
-
-    def _splits_of(self, n: int) -> Tensor:
+        n = ids_N.shape[0]
         # A small tensor costs more to build than the lookup of a small batch.
         splits = self._splits.get(n)
         if splits is None:
@@ -270,7 +268,7 @@ class Table:
             if len(self._splits) >= _SPLITS_KEPT:
                 self._splits.clear()
             self._splits[n] = splits
-        return splits
+        return IdGroups(ids_N, splits, self._tables_G)
 
     def _rows(self, rows: Rows, groups: IdGroups, name: str) -> Tensor:
         want = (groups.ids_N.shape[0], self._spec.dim)
@@ -313,6 +311,16 @@ class Table:
                 remedy="Pass a float to use one rate for all.",
             )
         return {self._spec.name: tuple(float(rate) for rate in rates)}
+
+
+def _checked_ids(ids: Ids) -> Tensor:
+    ids_N = ids if isinstance(ids, Tensor) else _as_tensor("ids", ids, torch.int64)
+    check_dense("ids", ids_N)
+    if ids_N.dtype is not torch.int64:
+        raise _dtype("ids", ids_N, torch.int64)
+    if ids_N.dim() != 1:
+        raise _shape("ids", ids_N, "[N]")
+    return ids_N.resolve_neg().contiguous()
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

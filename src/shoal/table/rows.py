@@ -15,22 +15,26 @@ from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
 _LINE = 64  # bytes
 
-_WEIGHTS = {
+WEIGHT_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+"""Name of a row dtype -> that of its weights."""
+
+REAL_DTYPES = dict.fromkeys(WEIGHT_DTYPES, torch.float32) | {"float64": torch.float64}
+"""The same -> that of its optimizer state, and of what is computed."""
 
 
 def weight_dtype(spec: TableSpec) -> torch.dtype:
     """Storage dtype of a table's weights."""
-    return _WEIGHTS[spec.dtype]
+    return WEIGHT_DTYPES[spec.dtype]
 
 
 def real_dtype(spec: TableSpec) -> torch.dtype:
     """Dtype in which a table computes and keeps optimizer state."""
-    return torch.float64 if spec.dtype == "float64" else torch.float32
+    return REAL_DTYPES[spec.dtype]
 
 
 def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
@@ -51,8 +55,7 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
 
 def pointers(chunk: RowChunk) -> list[int]:
     """Where the columns of a chunk lie, in the order the core takes them."""
-    whole = (chunk.ids, chunk.versions, chunk.last_seen_s, chunk.counts)
-    return [address(t) for t in (*whole, chunk.weights, chunk.state)]
+    return [address(column) for column in chunk.columns]
 
 
 def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:

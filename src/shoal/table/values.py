@@ -37,6 +37,12 @@ class RowChunk:
     last_seen_s: Tensor
     counts: Tensor
 
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Ids, versions, times, counts, weights and state: the order of files and of the core."""
+        whole = (self.ids, self.versions, self.last_seen_s, self.counts)
+        return (*whole, self.weights, self.state)
+
     def __reduce__(self) -> tuple[type[RowChunk], tuple[str | Tensor, ...]]:
         # Columns may share one block of memory, which torch.save refuses and pickle repeats.
         columns = (self.ids, self.weights, self.state, self.versions, self.last_seen_s, self.counts)

@@ -15,7 +15,7 @@ from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
-from shoal.telemetry import Progress, ProgressState, ScalarSink
+from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
 from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
@@ -176,7 +176,7 @@ def train(
     accumulation: int,
     saver: Saver,
     observer: RunObserver,
-    progress: Progress,
+    progress: ProgressLine,
     sink: ScalarSink,
     *,
     staleness: int | None = None,
@@ -249,7 +249,7 @@ def train(
 
 
 def evaluate_all(
-    learners: Sequence[Learner], batches: Iterable[Batch], progress: Progress, ranks: Ranks
+    learners: Sequence[Learner], batches: Iterable[Batch], progress: ProgressLine, ranks: Ranks
 ) -> dict[str, BinaryResult]:
     """Evaluate all learners on the same batches, by name; nothing is inserted or changed.
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -66,12 +65,7 @@ class RunObserver:
             self._profile.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._profile is not None:
             self._profile.stop()
 

@@ -24,7 +24,7 @@ from shoal.train import folder as folders
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
 from shoal.train.learner import contents_of
-from shoal.train.saving import Chain
+from shoal.train.saving import SavedChain
 
 _log = logging.getLogger("shoal.train")
 
@@ -160,13 +160,15 @@ def find_beginning(
     settings = config.checkpoint
     if resume is not None and settings.resume == "never":
         allowed = "checkpoint.resume=auto or must next to --resume"
-        raise _refused("checkpoint.resume", "never", allowed, "Leave one of them out.")
+        raise CheckpointError("checkpoint.resume", "never", allowed, "Leave one of them out.")
     mine = None
     if resume is not None:
         mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
         if mine is None:
             got = f"no unfinished run {config.name}-* in {config.output.dir}"
-            raise _refused("--resume latest", got, "one that was interrupted", "Name its folder.")
+            raise CheckpointError(
+                "--resume latest", got, "one that was interrupted", "Name its folder."
+            )
     elif _again(attempt) and settings.resume != "never":
         mine = folders.made_by(config, attempt.job)
     url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
@@ -177,7 +179,9 @@ def find_beginning(
     if newest is not None and settings.resume == "never":
         got = f"{url}, which holds {newest}"
         remedy = "Choose another folder, or set checkpoint.resume=auto."
-        raise _refused("checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy)
+        raise CheckpointError(
+            "checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy
+        )
     if newest is None and mine is not None and settings.dir is None:
         _log.warning("no checkpoint of %s: it starts over", mine.path)
     elif newest is None and resume is None and settings.resume != "never" and _again(attempt):
@@ -200,7 +204,7 @@ def job_of(config: RunConfig, folder: RunFolder, examples: int | None = None) ->
     return {"config": to_yaml(config), "folder": where, "examples": examples}
 
 
-def restore(config: RunConfig, beginning: Beginning, course: Course) -> Chain:
+def restore(config: RunConfig, beginning: Beginning, course: Course) -> SavedChain:
     """Fill models and course from the checkpoint to continue from, or models by a warm start.
 
     Returns:
@@ -213,7 +217,7 @@ def restore(config: RunConfig, beginning: Beginning, course: Course) -> Chain:
     if name is None:
         if beginning.warm is not None and settings is not None:
             _fill(beginning.warm, settings, course)
-        return Chain()
+        return SavedChain()
     store = CheckpointStore(beginning.url)
     loaded = load(
         store.folder(name).url,
@@ -232,7 +236,7 @@ def restore(config: RunConfig, beginning: Beginning, course: Course) -> Chain:
                 state["world_size"],
                 ranks.world_size,
             )
-    return Chain(loaded.manifest, loaded.cursors, len(store.chain(name)) - 1)
+    return SavedChain(loaded.manifest, loaded.cursors, len(store.chain(name)) - 1)
 
 
 def _again(attempt: Attempt | None) -> TypeGuard[Attempt]:
@@ -259,7 +263,7 @@ def _from_scratch(
 ) -> Beginning:
     if config.checkpoint.resume == "must":
         got = f"none in {url}" if url else "no checkpoint.dir, and no --resume"
-        raise _refused(
+        raise CheckpointError(
             "checkpoint to continue from (checkpoint.resume=must)",
             got,
             "a committed one",
@@ -296,7 +300,7 @@ def _job_in(url: str, name: str) -> Mapping[str, Any]:
     store = CheckpointStore(url)
     job = read_job(store.folder(name), store.manifest(name)).state
     if not {"config", "folder", "course"} <= job.keys():
-        raise _refused(
+        raise CheckpointError(
             f"checkpoint {url}/{name}",
             "no state of a training run",
             "one that `shoal train` saved",
@@ -356,7 +360,3 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     else:
         yield path, tree
-
-
-def _refused(what: str, got: object, allowed: str, remedy: str) -> CheckpointError:
-    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)

@@ -28,7 +28,7 @@ from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
     JsonLines,
-    Progress,
+    ProgressLine,
     ProgressState,
     ScalarSink,
     TensorBoard,
@@ -77,7 +77,7 @@ def write_predictions(
     path: Path,
     learner: Learner,
     batches: Iterable[Batch],
-    progress: Progress,
+    progress: ProgressLine,
     ranks: Ranks = ALONE,
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
@@ -133,7 +133,7 @@ def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
 Metrics = Mapping[str, Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """A run's data and models on this rank: the run's own, then the baseline that learns.
 
@@ -152,10 +152,10 @@ class _Opened:
         """Examples between two points of the curves."""
         return max(1, self.data.train.examples // self.config.logging.points)
 
-    def progress(self, title: str, examples: int) -> Progress:
+    def progress(self, title: str, examples: int) -> ProgressLine:
         """A progress line for so many examples."""
         interval_s = self.config.logging.plain_interval_s
-        return Progress(self.console, title, examples, plain_interval_s=interval_s)
+        return ProgressLine(self.console, title, examples, plain_interval_s=interval_s)
 
     def print(self, line: str) -> None:
         """Print one line as it is."""

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _log = logging.getLogger("shoal.train")
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class SavedChain:
     """The newest checkpoint of a run, on which a delta may go.
 
     Args:
@@ -70,7 +69,7 @@ class Saver:
         *,
         job: Mapping[str, Any],
         ranks: Ranks,
-        chain: Chain = Chain(),
+        chain: SavedChain = SavedChain(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = CheckpointStore(url, settings.keep_full)
@@ -91,13 +90,8 @@ class Saver:
         self._began_s = self._clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._saving is not None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._saving is not None:
             self._saving.abort()
 
     def due_after(self, step: int) -> bool:
@@ -279,7 +273,7 @@ class Saver:
             return
         manifest = saving.wait()
         deltas = self._chain.deltas + 1 if manifest.kind == "delta" else 0
-        self._chain = Chain(manifest, saving.cursors, deltas)
+        self._chain = SavedChain(manifest, saving.cursors, deltas)
         saving.release()
         self._failures, self._skips = 0, self._skips_begun
         if self._ranks.leads:

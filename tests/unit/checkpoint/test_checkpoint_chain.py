@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.row_files import Layout, chunk_of
+from shoal.checkpoint.row_files import RowLayout, chunk_of
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, folder_name
 from shoal.errors import CheckpointError
 from support.saved_rows import HandTable, between, by_hash, histogram, rows_of, same, save_by_hand
 
-LAYOUT = Layout.rows(3, 2, "float32")
+LAYOUT = RowLayout.rows(3, 2, "float32")
 WHOLE = 1 << 64
 IDS = st.sets(st.integers(-20, 20))
 
@@ -103,16 +103,16 @@ def test_a_table_that_comes_later(tmp_path: Path):
 
 def test_no_more_than_a_piece_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a file of many batches, a narrow range reads those that it meets."""
-    layout = Layout.rows(500, 500, "float32")
+    layout = RowLayout.rows(500, 500, "float32")
     root = Storage(tmp_path)
     many = HandTable("t", layout, rows_of("t", torch.arange(4000), layout))
     links = [save_by_hand(root, [many], step=1)]
     rows = opened(root, links[-1])
     start, stop = 1 << 62, (1 << 62) + (1 << 58)
     read = []
-    convert = Layout.to_columns
+    convert = RowLayout.to_columns
     monkeypatch.setattr(
-        Layout,
+        RowLayout,
         "to_columns",
         lambda self, batch, *a: read.append(batch) or convert(self, batch, *a),
     )
@@ -142,7 +142,7 @@ def test_damage_is_told_before_rows_are_read(tmp_path: Path):
 def test_a_table_that_changed_along_the_chain(tmp_path: Path):
     root = Storage(tmp_path)
     first = save_by_hand(root, [table({1})], step=1)
-    wider = Layout.rows(4, 2, "float32")
+    wider = RowLayout.rows(4, 2, "float32")
     changed = HandTable("t", wider, rows_of("t", torch.arange(2), wider))
     second = save_by_hand(root, [changed], step=2, parent=first)
     with pytest.raises(CheckpointError, match=r"'m/t'.*step-000000000001-full.*\[3\+2"):

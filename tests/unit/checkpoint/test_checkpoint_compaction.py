@@ -15,17 +15,17 @@ import torch
 from shoal.checkpoint import CheckpointStore, compact, diff, plan, verify
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.plan import split
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, by_hash, joined, rows_of, save_by_hand
 
 LAYOUTS = {
-    "big": Layout.rows(4, 2, "float32"),
-    "one": Layout.rows(2, 2, "bfloat16"),
-    "two": Layout.rows(2, 2, "bfloat16"),
-    "late": Layout.rows(1, 0, "float64"),
+    "big": RowLayout.rows(4, 2, "float32"),
+    "one": RowLayout.rows(2, 2, "bfloat16"),
+    "two": RowLayout.rows(2, 2, "bfloat16"),
+    "late": RowLayout.rows(1, 0, "float64"),
 }
 SIZES = {"file_bytes": 3000, "small_bytes": 1500}
 NONE = torch.empty(0, dtype=torch.int64)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from shoal.checkpoint import diff, tools
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from support.saved_rows import HandTable, rows_of, save_by_hand
 
-LAYOUT = Layout.rows(3, 2, "float32")
+LAYOUT = RowLayout.rows(3, 2, "float32")
 
 
-def table(name: str, ids: range, layout: Layout = LAYOUT) -> HandTable:
+def table(name: str, ids: range, layout: RowLayout = LAYOUT) -> HandTable:
     return HandTable(name, layout, rows_of(name, torch.arange(ids.start, ids.stop), layout))
 
 
@@ -57,7 +57,7 @@ def test_a_chain_is_compared_as_what_it_stands_for(tmp_path: Path):
 
 
 def test_tables_of_one_side(tmp_path: Path):
-    wide = Layout.rows(4, 2, "float32")
+    wide = RowLayout.rows(4, 2, "float32")
     save_by_hand(Storage(tmp_path / "a"), [table("x", range(3)), table("t", range(3))], step=1)
     others = [table("t", range(3), wide), table("y", range(2))]
     save_by_hand(Storage(tmp_path / "b"), others, step=1)

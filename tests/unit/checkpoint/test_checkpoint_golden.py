@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from shoal.checkpoint.manifest import SCHEMA
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
@@ -24,7 +24,7 @@ GOLDEN = {
 
 
 def tiny(root: Path) -> Path:
-    layout = Layout.rows(3, 2, "float32")
+    layout = RowLayout.rows(3, 2, "float32")
     tables = [
         HandTable(name, layout, rows_of(name, torch.arange(rows), layout), by_hash(name, gone))
         for name, rows, gone in (

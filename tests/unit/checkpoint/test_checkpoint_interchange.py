@@ -23,10 +23,9 @@ from shoal.checkpoint.formats import (
     open_text,
     write_parquet,
 )
-from shoal.checkpoint.formats.foreign import CollectedRows, Source
+from shoal.checkpoint.formats.foreign import CollectedRows, ForeignSource
 from shoal.checkpoint.formats.monolith import frame, masked_crc32c, read_records
 from shoal.checkpoint.row_files import chunk_of as chunk_of_columns
-from shoal.checkpoint.row_files import columns_of
 from shoal.errors import DataError, UnknownName
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.shard import HASHES
@@ -61,7 +60,7 @@ def snappy(stream: bytes, block: int = 100) -> bytes:
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
-def all_of(source: Source, name: str) -> Entries:
+def all_of(source: ForeignSource, name: str) -> Entries:
     parts = [entries for table, entries in source.entries(frozenset({name})) if table == name]
 
     def joined(field: str) -> Tensor | None:
@@ -278,9 +277,7 @@ def test_parquet_round_trip(tmp_path: Path, dtype: str, optimizer: SGD | Adagrad
     form = form_of("c", spec)
     chunk = chunk_of(1000, 3, spec.state_width, getattr(torch, dtype))
     none = chunk_of(0, 3, spec.state_width)
-    assert (
-        write_parquet(tmp_path / "c.t", form.table, [columns_of(chunk), columns_of(none)]) == 1000
-    )
+    assert write_parquet(tmp_path / "c.t", form.table, [chunk.columns, none.columns]) == 1000
     source = open_parquet(tmp_path / "c.t")
     assert source.tables[0].saved == form.table
     assert source.tables[0].has_state
@@ -296,9 +293,7 @@ def test_parquet_is_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shoal.checkpoint.formats.parquet._FILE_BYTES", 20_000)
     spec = TableSpec(name="t", segments=(Segment(dim=3),), dtype="bfloat16")
     chunk = chunk_of(1000, 3, 3, torch.bfloat16)
-    pieces = [
-        columns_of(rows_of(chunk, slice(start, start + 100))) for start in range(0, 1000, 100)
-    ]
+    pieces = [rows_of(chunk, slice(start, start + 100)).columns for start in range(0, 1000, 100)]
     write_parquet(tmp_path / "t", form_of("c", spec).table, pieces)
     assert len(list((tmp_path / "t").iterdir())) == 2
     read = pq.read_table(tmp_path / "t")
@@ -307,7 +302,7 @@ def test_parquet_is_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read["id"].to_pylist() == chunk.ids.tolist()
     assert read["weights"].to_pylist() == chunk.weights.float().tolist()
     assert read["last_seen_s"].to_pylist() == chunk.last_seen_s.tolist()
-    write_parquet(tmp_path / "w", form_of("c", spec).table, [columns_of(chunk)], weights_only=True)
+    write_parquet(tmp_path / "w", form_of("c", spec).table, [chunk.columns], weights_only=True)
     assert pq.read_table(tmp_path / "w").column_names == ["id", "weights"]
     assert not open_parquet(tmp_path / "w").tables[0].has_state
 

@@ -161,7 +161,7 @@ def test_the_last_version_comes_back_and_none_after_it(tmp_path: Path):
     chunk = chunk_of(3, 2, 0)
     for name, version in (("last", LAST_VERSION), ("beyond", LAST_VERSION + 1)):
         chunk.versions[:] = torch.tensor([1, 2, version])
-        write_parquet(tmp_path / name, form.table, [row_files.columns_of(chunk)])
+        write_parquet(tmp_path / name, form.table, [chunk.columns])
     out = str(tmp_path / "new")
     with pytest.raises(DataError, match=rf"versions 1\.\.{LAST_VERSION + 1}.*of versions out"):
         receive(out, open_parquet(tmp_path / "beyond"), {"t": form}, created_s=1)

@@ -11,14 +11,14 @@ import torch
 
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.manifest import Manifest, commit
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import Entry, folder_name, locate
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, rows_of, save_by_hand
 
-LAYOUT = Layout.rows(2, 1, "float32")
+LAYOUT = RowLayout.rows(2, 1, "float32")
 
 
 def put(root: Storage, step: int, parent: Manifest | None = None) -> Manifest:

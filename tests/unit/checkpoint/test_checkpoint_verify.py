@@ -14,12 +14,12 @@ import torch
 
 from shoal.checkpoint import verify
 from shoal.checkpoint.manifest import MANIFEST, Manifest, commit
-from shoal.checkpoint.row_files import Layout, RowFileWriter, columns_of
+from shoal.checkpoint.row_files import RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
-LAYOUT = Layout.rows(2, 1, "float32")
+LAYOUT = RowLayout.rows(2, 1, "float32")
 FULL, DELTA = "step-000000000001-full", "step-000000000002-delta"
 
 
@@ -139,13 +139,13 @@ def test_rows_that_were_written_wrong(tmp_path: Path, what: str, words: str):
     ends = (0, 1 << 63) if what == "range" else ends
     folder = root.child(FULL)
     writer = RowFileWriter(folder, "rows/00000.arrow", LAYOUT, ["m/a"], ends)
-    writer.add(0, columns_of(chunk if what != "more" else table("a", 31).rows))
+    writer.add(0, (chunk if what != "more" else table("a", 31).rows).columns)
     saved = writer.close()
     files = [dataclasses.replace(saved, rows=30)]
     tables = manifest.tables
     if what == "overlap":
         writer = RowFileWriter(folder, "rows/00001.arrow", LAYOUT, ["m/a"], ends)
-        writer.add(0, columns_of(chunk))
+        writer.add(0, chunk.columns)
         files.append(writer.close())
         tables = (dataclasses.replace(tables[0], rows=60),)
     admission = [file for file in manifest.files if file.kind == "admission"]

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.plan import (
     FilePlan,
-    Span,
+    HashSpan,
     TableRows,
     WritingPlan,
     plan_writing,
     speakers,
     split,
 )
-from shoal.checkpoint.row_files import Layout
+from shoal.checkpoint.row_files import RowLayout
 from shoal.placement import Hosted, column_wise, data_parallel, grid, row_wise, table_wise
 
 HASHES = 1 << 64
-LAYOUT = Layout.rows(8, 8, "float32")
+LAYOUT = RowLayout.rows(8, 8, "float32")
 
 
 def placed(key: str, slices: Sequence[Hosted], rows: int, bits: int = 8) -> TableRows:
@@ -38,7 +38,7 @@ def planned(
     return files, plan_writing(files, tables, world_size, piece_bytes=piece_bytes)
 
 
-def covered(spans: Sequence[Span], table: TableRows) -> int:
+def covered(spans: Sequence[HashSpan], table: TableRows) -> int:
     """Rows in spans, which follow each other."""
     bits = len(table.counts).bit_length() - 1
     for one, other in zip(spans, spans[1:], strict=False):  # noqa: RUF007 - indices matter

@@ -10,17 +10,11 @@ import torch
 
 from shoal.errors import ConfigError, InputError, ShapeError, UnknownName
 from shoal.ops import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
-from shoal.ops.layout_plan import OUT_TYPES, POOLINGS
 from shoal.ragged import KeyedRagged
 
 A = FeatureConfig("t", (1, 4))
 SEQUENCE = FeatureConfig("s", (1, 4), "firstn", 3)
 WHOLE = OutConfig((SliceConfig("a", 0, 5),))
-
-
-def test_numbers_are_those_of_monolith() -> None:
-    assert POOLINGS == {"sum": 0, "mean": 1, "firstn": 3}
-    assert OUT_TYPES == {"concat": 0, "stack": 1, "addn": 2, "none": 3}
 
 
 def test_orders_follow_names() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.pipeline import batches
-from shoal.pipeline.batches import Loader
+from shoal.pipeline.batches import Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def one(_: Any) -> float:
     return 1.0
 
 
-def answer(loader: Loader) -> Any:
+def answer(loader: Prefetcher) -> Any:
     """The next answer, or a failure instead of a hang."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(loader.take()), daemon=True)
@@ -36,7 +36,7 @@ def test_a_source_that_ends_the_process_is_an_answer(raised: BaseException) -> N
         yield torch.zeros(1)
         raise raised
 
-    loader = Loader(source(), CPU, one)
+    loader = Prefetcher(source(), CPU, one)
     loader.ask(0)
     loader.ask(1)
     loader.ask(2)
@@ -49,7 +49,7 @@ def test_only_the_source_says_that_its_data_has_ended() -> None:
     def weigh(_: Any) -> float:
         raise StopIteration
 
-    loader = Loader(iter([torch.zeros(1)]), CPU, weigh)
+    loader = Prefetcher(iter([torch.zeros(1)]), CPU, weigh)
     loader.ask(0)
     got = answer(loader)
     assert not got.found
@@ -69,7 +69,7 @@ def test_a_closed_loader_leaves_the_rest_of_its_source() -> None:
                 assert go.wait(10)
             yield torch.zeros(1)
 
-    loader = Loader(source(), CPU, one)
+    loader = Prefetcher(source(), CPU, one)
     for index in range(4):
         loader.ask(index)
     assert first.wait(10)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
-from shoal.checkpoint.formats.foreign import Entries, Offered, Source, TableForm, form_of, receive
+from shoal.checkpoint.formats.foreign import (
+    Entries,
+    ForeignSource,
+    Offered,
+    TableForm,
+    form_of,
+    receive,
+)
 from shoal.checkpoint.formats.monolith import open_monolith
 from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 
 __all__ = [
     "Entries",
+    "ForeignSource",
     "Offered",
-    "Source",
     "TableForm",
     "form_of",
     "open_embeddings",

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shoal.checkpoint.formats.foreign import (
     Entries,
+    ForeignSource,
     Offered,
-    Source,
     malformed,
     need_file,
     source_of,
@@ -33,7 +33,7 @@ def rows_at_once(dim: int) -> int:
     return max(1, _PIECE_BYTES // (8 * (dim + 4)))
 
 
-def open_npz(path: Path, table: str) -> Source:
+def open_npz(path: Path, table: str) -> ForeignSource:
     """Open an .npz with one array of ids [N], integers, and one of vectors [N, D], floats.
 
     Raises:
@@ -65,7 +65,7 @@ def open_npz(path: Path, table: str) -> Source:
     return source_of([(Offered(name=table, dim=vectors_ND.shape[1]), read)])
 
 
-def open_text(path: Path, table: str) -> Source:
+def open_text(path: Path, table: str) -> ForeignSource:
     """Open lines "id, v1, ..., vD", between them a comma, tab, semicolon or space.
 
     A first line that begins with no number is a header and is skipped, unless fractions follow:
@@ -132,7 +132,7 @@ def _is_whole(field: str) -> bool:
     return field.lstrip("+-").isdigit()
 
 
-def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> Source:
+def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> ForeignSource:
     """Open a file that `torch.save(model.state_dict(), path)` wrote.
 
     Args:

@@ -16,21 +16,14 @@ from torch import Tensor
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
 from shoal.checkpoint.matching import saved_table
 from shoal.checkpoint.plan import TableRows, bits_for, write_tables
-from shoal.checkpoint.row_files import Columns, Layout, sketch_path, write_whole
+from shoal.checkpoint.row_files import Columns, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids
+from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES, real_dtype
 from shoal.table.shard import HASHES, LAST_VERSION
 from shoal.table.spec import TableSpec
-
-WEIGHT_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-STATE_DTYPES = {name: torch.float32 for name in WEIGHT_DTYPES} | {"float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +54,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ForeignSource:
     """An opened foreign file or folder.
 
     Args:
@@ -74,7 +67,7 @@ class Source:
     entries: Callable[[frozenset[str]], Iterator[tuple[str, Entries]]]
 
 
-def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> Source:
+def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> ForeignSource:
     """A source of tables that are each read on their own."""
 
     def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
@@ -82,7 +75,7 @@ def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]])
             if offered.name in wanted:
                 yield from ((offered.name, rows) for rows in read())
 
-    return Source(tuple(offered for offered, _ in tables), entries)
+    return ForeignSource(tuple(offered for offered, _ in tables), entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +88,7 @@ class TableForm:
 
 def form_of(collection: str, spec: TableSpec) -> TableForm:
     """The form of a table's rows; their state, where they have none, is the rules' initial one."""
-    dtype = STATE_DTYPES[spec.dtype]
+    dtype = real_dtype(spec)
     parts = [segment.optimizer.init_state(segment.dim, dtype) for segment in spec.segments]
     return TableForm(
         table=saved_table(collection, spec, rows=0, deleted=0),
@@ -179,7 +172,7 @@ class CollectedRows:
         if form.table.state_width:
             state = form.initial_state if entries.state is None else entries.state
             assert state is not None
-            rows["state"] = state.to(STATE_DTYPES[form.table.dtype]).numpy()
+            rows["state"] = state.to(REAL_DTYPES[form.table.dtype]).numpy()
         self._waiting[table].append(rows)
         self._bytes[table] += rows.nbytes
         if sum(self._bytes) > self._run_bytes:
@@ -222,7 +215,7 @@ class CollectedRows:
         rows = self._merged(table, start, stop)
         words = (rows[name].astype(np.int64) for name in ("id", "version", "last_seen_s", "count"))
         weights = torch.from_numpy(rows["weights"].copy())
-        state = torch.empty(len(rows), 0, dtype=STATE_DTYPES[form.dtype], device="cpu")
+        state = torch.empty(len(rows), 0, dtype=REAL_DTYPES[form.dtype], device="cpu")
         return (
             *map(torch.from_numpy, words),
             weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
@@ -343,7 +336,7 @@ def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:
 
 def receive(
     url: str,
-    source: Source,
+    source: ForeignSource,
     forms: Mapping[str, TableForm],
     *,
     created_s: int,
@@ -403,7 +396,7 @@ def _write(
     tables = [replace(table, rows=rows.rows(k), deleted=0) for k, table in enumerate(tables)]
     bits = bits_for(sum(table.rows for table in tables))
     counted = [
-        TableRows(table.key, Layout.of(table), rows.histogram(k, bits))
+        TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits))
         for k, table in enumerate(tables)
     ]
     files = [*write_tables(folder, counted, rows.read), *_sketches(folder, tables)]

@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
-from shoal.checkpoint.formats.foreign import Entries, Offered, Source, malformed, need_file
+from shoal.checkpoint.formats.foreign import Entries, ForeignSource, Offered, malformed, need_file
 
 _MASK_DELTA = 0xA282EAD8
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
@@ -231,13 +231,13 @@ _ALLOWED = "a dump's base name, one of its files, or the folder of one dump"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _DumpedRow:
     id: int
     weights: bytes
     last_seen_s: int
 
 
-def open_monolith(path: Path, table: str | None) -> Source:
+def open_monolith(path: Path, table: str | None) -> ForeignSource:
     """Open a dump.
 
     Args:
@@ -272,10 +272,12 @@ def open_monolith(path: Path, table: str | None) -> Source:
                     yield name, _entries_of(file, name, records)
 
     dims = _dims(parts)
-    return Source(tuple(Offered(name=name, dim=dim) for name, dim in dims.items() if dim), entries)
+    return ForeignSource(
+        tuple(Offered(name=name, dim=dim) for name, dim in dims.items() if dim), entries
+    )
 
 
-def parse_entry(record: bytes) -> _Entry:
+def parse_entry(record: bytes) -> _DumpedRow:
     """An `EntryDump`: id, weights as little-endian float32, seconds of the last update.
 
     Raises:
@@ -296,7 +298,7 @@ def parse_entry(record: bytes) -> _Entry:
     packed = b"".join(weights)
     if entry_id is None or len(packed) % 4:
         raise ValueError("no id" if entry_id is None else "weights that are not of 4 bytes")
-    return _Entry(entry_id, packed, last_seen_s)
+    return _DumpedRow(entry_id, packed, last_seen_s)
 
 
 def _dims(parts: Sequence[tuple[Path, Sequence[tuple[str, int]]]]) -> dict[str, int]:
@@ -355,7 +357,7 @@ def _entries_of(file: Path, name: str, records: Sequence[bytes]) -> Entries:
     )
 
 
-def _parsed(file: Path, record: bytes) -> _Entry:
+def _parsed(file: Path, record: bytes) -> _DumpedRow:
     try:
         return parse_entry(record)
     except (ValueError, IndexError, struct.error) as error:

@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.checkpoint.formats.dumps import rows_at_once
 from shoal.checkpoint.formats.foreign import (
     Entries,
+    ForeignSource,
     Offered,
-    Source,
     malformed,
     need_file,
     source_of,
@@ -86,7 +86,7 @@ def write_parquet(
 
 def open_parquet(
     path: Path, table: str | None = None, *, ids: str | None = None, vectors: str | None = None
-) -> Source:
+) -> ForeignSource:
     """Open a file, the folder of a table's files, or a folder of such folders.
 
     Args:
@@ -101,7 +101,7 @@ def open_parquet(
     """
     need_file(path, "a Parquet file, or a folder with some")
     folders = [path] if path.is_file() or any(path.glob("*.parquet")) else sorted(path.iterdir())
-    parts = [_Part(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
+    parts = [_TableFiles(folder, table, ids, vectors) for folder in folders if _files_in(folder)]
     if not parts:
         raise malformed(path, "no .parquet files", "a Parquet file or a folder of them", "Check.")
     parts.sort(key=lambda part: part.place)
@@ -114,7 +114,7 @@ def open_parquet(
     return source_of([(part.offered, part.entries) for part in parts])
 
 
-class _Part:
+class _TableFiles:
     """The files of one table."""
 
     def __init__(self, path: Path, table: str | None, ids: str | None, vectors: str | None) -> None:

@@ -98,8 +98,8 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
         if mine.name:
             _core.SharedRegion.unlink(mine.name)
     if group is None or any(errors):
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
-        raise refusal("shared memory of the ranks", told, "memory that all of them can open")
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+        raise refusal("shared memory of the ranks", reasons, "memory that all of them can open")
     group.watch_peers()
     return group
 
@@ -335,8 +335,8 @@ def _from_all(values: Tensor, counts: Sequence[int]) -> _Runs:
 
 def _reason(fault: str, peer: int, theirs: str, blamed: int, detail: str, name: str) -> str:
     if fault == "failed":
-        told = _reason(theirs, blamed, "", 0, "its messages differ", name)
-        return f"rank {peer} gave up ({told})"
+        reason = _reason(theirs, blamed, "", 0, "its messages differ", name)
+        return f"rank {peer} gave up ({reason})"
     call = _calls.get(blamed & 0xFFFFFFFF, "another call")
     return {
         "timeout": f"rank {peer} did not come",

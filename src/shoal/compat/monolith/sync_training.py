@@ -249,7 +249,7 @@ def update_session_config_for_gpu(
     """A configuration that fits this rank.
 
     In synchronous training the visible GPU is the local rank, and MONOLITH_FORCE_GPU_COMPATIBLE
-    (default 1) page-locks host buffers. Under BytePS with a GDR flag a process may take 0.4 of
+    (default 1) pins host buffers. Under BytePS with a GDR flag a process may take 0.4 of
     the GPU and does not grow, since memory is registered ahead; otherwise memory grows.
 
     Raises:

@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.lookup import LayoutCall
+from shoal.lookup import BY_ROW, DIVIDED, FIRST_N, MEAN, LayoutCall
 from shoal.ops.reference.rows import row_ids, segment_first_n, segment_pooled
 
-_MEAN, _FIRSTN = 1, 3
-# A mean as shards take it, and rows that go to the output one by one.
-_SHARES, _BY_ROW = 2, 8
 
-
-class _Feature(NamedTuple):
+class _PooledFeature(NamedTuple):
     """One feature of one request that has cells: its ids, and its slices as plan rows."""
 
     batch: slice
@@ -40,7 +36,7 @@ def _features(
     features: Tensor,
     slices: Tensor,
     batch_sizes: Sequence[int],
-) -> Iterator[_Feature]:
+) -> Iterator[_PooledFeature]:
     plan = slices.tolist()
     edges = list(itertools.accumulate(batch_sizes, initial=0))
     for request, start, stop in zip(cells.tolist(), edges[:-1], edges[1:], strict=True):
@@ -52,7 +48,9 @@ def _features(
             ids = slice(int(own[0]), int(own[-1]))
             splits, chosen = own - own[0], plan[first:last]
             batch = slice(start, stop)
-            yield _Feature(batch, bool(shared), ids, splits, pooling, length, low, high, chosen)
+            yield _PooledFeature(
+                batch, bool(shared), ids, splits, pooling, length, low, high, chosen
+            )
 
 
 def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
@@ -81,13 +79,13 @@ def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
     return outputs
 
 
-def _pooled(feature: _Feature, rows: Tensor) -> Tensor:
+def _pooled(feature: _PooledFeature, rows: Tensor) -> Tensor:
     """[cells, L or 1, columns]."""
-    if feature.pooling == _FIRSTN:
+    if feature.pooling == FIRST_N:
         return segment_first_n(rows, feature.splits, feature.length)
-    if feature.pooling % _BY_ROW == _SHARES:
+    if feature.pooling % BY_ROW == MEAN:
         rows = rows * (1 / feature.splits.diff().to(rows.dtype))[row_ids(feature.splits), None]
-    mode = "mean" if feature.pooling == _MEAN else "sum"
+    mode = "mean" if feature.pooling == DIVIDED else "sum"
     return segment_pooled(rows, feature.splits, mode).unsqueeze(1)
 
 
@@ -104,7 +102,7 @@ def layout_backward(
     ):
         cell_n = row_ids(feature.splits)
         step_n = torch.arange(cell_n.numel(), device=flat.device) - feature.splits[cell_n]
-        kept = step_n < feature.length if feature.pooling == _FIRSTN else step_n >= 0
+        kept = step_n < feature.length if feature.pooling == FIRST_N else step_n >= 0
         counts_n = feature.splits.diff()[cell_n].unsqueeze(1).to(flat.dtype)
         for _, start, width, output, place, step, _, _, _ in feature.slices:
             if grads[output].numel() == 0:
@@ -113,7 +111,7 @@ def layout_backward(
             if scale is not None:
                 grad = grad * scale
             share = grad[cell_n[kept], step_n[kept] if feature.length else 0]
-            if feature.pooling == _MEAN or feature.pooling % _BY_ROW == _SHARES:
+            if feature.pooling == DIVIDED or feature.pooling % BY_ROW == MEAN:
                 share = share / counts_n
             columns = torch.arange(start, start + width, device=flat.device)
             at = begin_N[feature.ids][kept].unsqueeze(1) + columns
@@ -121,7 +119,7 @@ def layout_backward(
     return [part.clone() for part in torch.split(flat, list(sizes))]
 
 
-def _slice_grad(grad: Tensor, feature: _Feature, place: int, step: int, width: int) -> Tensor:
+def _slice_grad(grad: Tensor, feature: _PooledFeature, place: int, step: int, width: int) -> Tensor:
     """[cells, L or 1, columns]; of a shared cell, the sum over the batch."""
     steps = max(feature.length, 1)
     flat = grad.flatten(1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.address import address, empty_rows, fresh_address
+from shoal.address import address, empty_flags, empty_rows, fresh_address
 from shoal.errors import ConfigError, InputError
 from shoal.lookup import PoolPlan
 from shoal.table import checks, native, rows, shard
@@ -57,15 +57,15 @@ class CpuTicket:
     @property
     def admitted_N(self) -> Tensor:
         """bool [N]: the id has a row."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
-        self.core.admitted(address(flags_N))
+        flags_N, place = empty_flags(self.groups.ids_N.numel())
+        self.core.admitted(place)
         return flags_N
 
     @property
     def found_N(self) -> Tensor:
         """bool [N]: the id had a row before this lookup."""
-        flags_N = torch.empty(self.groups.ids_N.numel(), dtype=torch.bool, device="cpu")
-        self.core.found(address(flags_N))
+        flags_N, place = empty_flags(self.groups.ids_N.numel())
+        self.core.found(place)
         return flags_N
 
     def end(self) -> None:
@@ -189,15 +189,15 @@ class CpuShard:
 
     def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
         """Read rows; never inserts. `out` [N, D] receives the rows of a single group."""
-        core = self._groups(groups)
+        core = checks.groups(groups, len(self._specs))
         if out is None:
             outputs = self._per_group(groups)
+            places = [fresh_address(o) for o in outputs]
         else:
             checks.single_output(out, groups, self._dims, self._reals)
-            outputs = [out]
-        found_N = torch.empty(groups.ids_N.numel(), dtype=torch.bool, device="cpu")
-        places = [fresh_address(o) if out is None else address(o) for o in outputs]
-        self._core.find(core, places, fresh_address(found_N), self._lanes())
+            outputs, places = [out], [address(out)]
+        found_N, flags = empty_flags(groups.ids_N.numel())
+        self._core.find(core, places, flags, self._threads or torch.get_num_threads())
         return Found(tuple(outputs), found_N)
 
     def find_pooled(
