@@ -39,7 +39,8 @@ BARS = {
     "modules on the trip": (9, 7),
     "lookup of 64 ids, us": (9.8, 8),
 }
-CEILINGS = {"code lines": 45_800, "python files": 200, "duplicates": 140}
+# With the planner, issue 18: 3,000 lines, 16 files.
+CEILINGS = {"code lines": 45_800 + 3_000, "python files": 200 + 16, "duplicates": 140 + 15}
 ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
