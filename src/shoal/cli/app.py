@@ -6,6 +6,7 @@ import typer
 
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
+from shoal.cli.plan import plan
 from shoal.cli.run import evaluate, predict, train
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app.command(name="train", no_args_is_help=True)(train)
 app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
 app.add_typer(ckpt)
+app.add_typer(plan)
 app.add_typer(bench)
 
 

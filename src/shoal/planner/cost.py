@@ -49,6 +49,13 @@ class Workload:
     replicas: int = 1
 
 
+def dense_work(topology: Topology, batch_size: int, weights: int, **settings: Any) -> Workload:
+    """The workload of a rank whose dense part has so many weights: 6 operations of each an example,
+    16 bytes of each with gradient and optimizer state."""
+    seconds = 6.0 * weights * batch_size / topology.rates.flops
+    return Workload(batch_size=batch_size, dense_s=seconds, dense_bytes=16.0 * weights, **settings)
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """Of each rank that holds a part of a table.

@@ -344,6 +344,13 @@ def options_of(table: TableInput, constraint: Constraint, topology: Topology) ->
             for dtype in dtypes:
                 one = Option(sharding, slices, tier, cache, dtype, ranks)
                 count = one.rank_count(topology)
+                # On one rank, rows that are split are a whole table.
+                if (
+                    one.pinned
+                    and count == 1
+                    and (constraint.sharding or ("table_wise",)) != ("row_wise",)
+                ):
+                    continue
                 fits = (constraint.min_ranks or 1) <= count <= (constraint.max_ranks or world)
                 if fits and _reaches(one, topology):
                     found.append(one)
@@ -355,10 +362,11 @@ def _shardings(
 ) -> Iterator[tuple[Sharding, int]]:
     asked = constraint.sharding
     wanted = constraint.slices
+    least = _LEAST_COLUMNS if asked is None else 1
     columns = [
         count
         for count in table.slices
-        if (table.dim // count >= _LEAST_COLUMNS if wanted is None else count in wanted)
+        if (table.dim // count >= least if wanted is None else count in wanted)
     ]
     whole = wanted is None or 1 in wanted
     for sharding in get_args(Sharding):

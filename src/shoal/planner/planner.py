@@ -16,7 +16,7 @@ from shoal.comm.consensus import as_first_rank
 from shoal.comm.launch import init
 from shoal.comm.launchers import choice
 from shoal.errors import ConfigError, unknown_name
-from shoal.planner.cost import Workload
+from shoal.planner.cost import dense_work
 from shoal.planner.making import make_plan
 from shoal.planner.options import FEATURE, GLOBAL, TableInput, Tier, constraint_of, table_input
 from shoal.planner.plan import Plan, read_plan
@@ -60,7 +60,6 @@ class Planner:
         statistics: of ids by table; a Zipf law over the expected rows of tables without.
         previous: a plan whose types, tiers and ranks its tables keep.
         horizon_samples: examples that tables are to grow for.
-        dense_s: seconds of the dense part of a step.
         time_limit_s: of the search.
     """
 
@@ -71,7 +70,6 @@ class Planner:
     statistics: Mapping[str, TableStatistics] = field(default_factory=dict)
     previous: Plan | None = None
     horizon_samples: float = 0.0
-    dense_s: float = 0.0
     time_limit_s: float = 60.0
 
     def plan(self, model: nn.Module) -> Plan:
@@ -99,10 +97,8 @@ class Planner:
         return make_plan(
             unique,
             self.topology,
-            Workload(
-                batch_size=self.batch_size,
-                dense_s=self.dense_s,
-                dense_bytes=16.0 * sum(one.numel() for one in model.parameters()),
+            dense_work(
+                self.topology, self.batch_size, sum(one.numel() for one in model.parameters())
             ),
             constraints=self._constraints(model, unique, features),
             features=features,

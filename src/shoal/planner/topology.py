@@ -123,6 +123,7 @@ class Rates:
         intra_latency_s, cross_latency_s: seconds of a collective of no bytes.
         id_s: seconds of an owner for an id that reaches it (probe, insert).
         occurrence_s: seconds of a rank for an id of its batch (dedup, pooling, sums of gradients).
+        flops: operations a second of a dense layer.
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
     """
@@ -137,6 +138,7 @@ class Rates:
     cross_latency_s: float
     id_s: float
     occurrence_s: float
+    flops: float
     slice_s: float
     step_s: float = 0.0
 
@@ -181,6 +183,7 @@ ASSUMED: Mapping[DeviceKind, Rates] = {
         cross_latency_s=5e-5,
         id_s=1.5e-10,
         occurrence_s=2.5e-10,
+        flops=1e14,
         slice_s=1e-5,
     ),
     "cpu": Rates(
@@ -194,6 +197,7 @@ ASSUMED: Mapping[DeviceKind, Rates] = {
         cross_latency_s=2e-4,
         id_s=3e-8,
         occurrence_s=3e-8,
+        flops=3e10,
         slice_s=5e-5,
     ),
 }
@@ -330,6 +334,20 @@ def from_environment(
         host_bytes=host,
     )
     return overridden(found, environ)
+
+
+def on_this_host(devices: int, device: str, measured: str | Path | None = None) -> Topology:
+    """So many devices like those of this host, on one node, or on nodes of 8 GPUs.
+
+    Raises:
+        ConfigError: none, not whole nodes, or a variable or file without sense.
+    """
+    here = from_environment(device, measured=measured)
+    local = min(devices, 8) if here.device == "cuda" else devices
+    host = here.host_bytes * here.local_size // max(local, 1)
+    memory = here.device_bytes if here.device == "cuda" else host
+    sized = replace(here, nodes=1, local_size=max(local, 1), device_bytes=memory, host_bytes=host)
+    return sized.with_devices(devices)
 
 
 def overridden(topology: Topology, environ: Mapping[str, str]) -> Topology:

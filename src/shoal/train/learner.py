@@ -23,7 +23,8 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.rules.schedules import as_rate
-from shoal.table.hosting import HostedTables, hosted_spec, plan_placement
+from shoal.table.hosting import HostedTables, hosted_spec
+from shoal.train.placing import planned, settled_placement
 from shoal.train.ranks import ALONE, Ranks
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -74,6 +75,7 @@ class Learner:
         optimizer: of the dense module.
         joint: steps rows and dense weights.
         nan_policy: of the run.
+        plan: where the tables are, if that was planned.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Learner:
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
         self._moments: Collectives | None = None
+        self.plan = None if ranks.mesh is None else planned(config, parts, ranks)
         self.model: nn.Module = self._spread(config, ranks)
         self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(
@@ -122,13 +125,7 @@ class Learner:
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, config),
-            plan_placement(
-                tuple(self.tables.tables.values()),
-                mesh.world_size,
-                default=settings.placement.default,
-                kinds=settings.placement.tables,
-                local_world_size=mesh.launch.local_world_size,
-            ),
+            self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
             mesh=mesh,
             grad_reduce=settings.grad_reduce,
             per_sender_steps=settings.per_sender_steps,

@@ -46,7 +46,7 @@ def test_every_sharding_type_is_an_option() -> None:
         (Constraint(sharding=("column_wise",), slices=(4,)), {("column_wise", 4)}),
         (Constraint(max_ranks=1), {("table_wise", 1)}),
         (Constraint(min_ranks=8, sharding=("row_wise", "grid")), {("row_wise", 1), ("grid", 2)}),
-        (Constraint(ranks=(3,)), {("table_wise", 1), ("row_wise", 1)}),
+        (Constraint(ranks=(3,)), {("table_wise", 1)}),
         (Constraint(ranks=(4, 5, 6, 7), sharding=("table_row_wise", "grid")),
          {("table_row_wise", 1)}),
         (Constraint(max_ranks=1, sharding=("row_wise",)), set()),
