@@ -79,30 +79,26 @@ def seed_plan(problem: Problem) -> State | None:
     return best
 
 
-def greedy_plan(problem: Problem) -> State | None:
-    """TorchRec's greedy proposer: each table's fastest option, by its slowest piece and by the sum
+def greedy_plan(problem: Problem, *, by_piece: bool) -> State | None:
+    """TorchRec's greedy proposer: each table's fastest option, by its slowest piece or by the sum
     of its pieces; where it does not fit, the table with most memory takes its next one."""
-    best: State | None = None
-    for by_piece in (True, False):
-        ranked = []
-        for choices in problem.choices:
-            key = choices.seconds_O if by_piece else choices.work_O
-            ranked.append(list(key.argsort(kind="stable")))
-        at = [0] * len(ranked)
-        for _ in range(10 * len(ranked)):
-            state = _partitioned(problem, [int(row[k]) for row, k in zip(ranked, at, strict=True)])
-            if state is not None:
-                best = state if best is None or state.peak < best.peak else best
-                break
-            sizes = [
-                (float(problem.choices[t].device_O[row[at[t]]]), t)
-                for t, row in enumerate(ranked)
-                if at[t] + 1 < len(row)
-            ]
-            if not sizes:
-                break
-            at[max(sizes)[1]] += 1
-    return best
+    ranked = []
+    for choices in problem.choices:
+        key = choices.seconds_O if by_piece else choices.work_O
+        ranked.append(list(key.argsort(kind="stable")))
+    at = [0] * len(ranked)
+    while True:
+        state = _partitioned(problem, [int(row[k]) for row, k in zip(ranked, at, strict=True)])
+        if state is not None:
+            return state
+        sizes = [
+            (float(problem.choices[t].device_O[row[at[t]]]), t)
+            for t, row in enumerate(ranked)
+            if at[t] + 1 < len(row)
+        ]
+        if not sizes:
+            return None
+        at[max(sizes)[1]] += 1
 
 
 def _partitioned(problem: Problem, options: Sequence[int]) -> State | None:

@@ -178,6 +178,49 @@ def diff(
         _print(read_plan(first).diff(read_plan(second)) or ["no difference"])
 
 
+@plan.command(name="calibrate")
+def calibrate(
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or one GPU, cuda:0.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, option("FOLDER", "Where the file goes; ~/.cache/shoal if left out.", "--out")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few repeats: shows that it runs.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine for plans: memory, tables, links between ranks, whole steps.
+
+    Under a launcher all ranks measure together; rank 0 writes. Pass the file with --topology, or as
+    distributed.topology.
+
+    Examples:
+
+      shoal plan calibrate
+
+      torchrun --nproc-per-node 8 -m shoal.cli plan calibrate --out .
+    """
+    with clean_errors(debug):
+        from shoal.comm import launch
+        from shoal.planner import calibrate as measuring
+        from shoal.train import stepping
+
+        mesh = launch.init(device=device)
+        try:
+            scale = measuring.QUICK if quick else measuring.Scale()
+            found = measuring.measure(mesh, scale=scale)
+            found = stepping.fitted(mesh, found, steps=5 if quick else 30)
+            if mesh.rank == 0:
+                folder = measuring.cache_folder() if out is None else out
+                folder.mkdir(parents=True, exist_ok=True)
+                _print([found.summary(), *measuring.lines_of(found.rates)])
+                print_line(console(), f"wrote {measuring.cached(folder, found)}")
+        finally:
+            launch.shutdown()
+
+
 @plan.command(name="profile-data")
 def profile(
     config: Config,

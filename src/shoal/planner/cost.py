@@ -134,7 +134,11 @@ class CostModel:
         rates, work = self.topology.rates, self.work
         occurrences = work.batch_size * table.statistics.ids_per_sample
         moved = 4.0 * table.dim * occurrences
-        return 2 * occurrences * rates.occurrence_s + 2 * moved / along(rates.gather, 4 * table.dim)
+        return (
+            rates.table_s
+            + 2 * occurrences * rates.occurrence_s
+            + 2 * moved / along(rates.gather, 4 * table.dim)
+        )
 
     def shared_bytes(self, table: TableInput) -> float:
         """Buffers of every rank for its own batch's ids and rows of a table."""

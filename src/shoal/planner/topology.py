@@ -124,6 +124,7 @@ class Rates:
         id_s: seconds of an owner for an id that reaches it (probe, insert).
         occurrence_s: seconds of a rank for an id of its batch (dedup, pooling, sums of gradients).
         flops: operations a second of a dense layer.
+        table_s: seconds of every rank for each table that its batch looks up.
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
     """
@@ -140,6 +141,7 @@ class Rates:
     occurrence_s: float
     flops: float
     slice_s: float
+    table_s: float = 0.0
     step_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -41,7 +41,8 @@ def check_golden(name: str, text: str) -> None:
 COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt"]
 CKPT = ("inspect", "verify", "diff", "compact", "export", "import")
 COMMANDS += [f"ckpt {name}" for name in CKPT]
-COMMANDS += ["plan", *(f"plan {name}" for name in ("make", "simulate", "diff", "profile-data"))]
+PLAN = ("make", "simulate", "diff", "calibrate", "profile-data")
+COMMANDS += ["plan", *(f"plan {name}" for name in PLAN)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -84,7 +84,8 @@ def test_never_worse_than_simpler_planners(seed: int) -> None:
     assert found is not None
     np.testing.assert_allclose(found.state.loads_4W, loads_of(made, found.state), rtol=1e-9)
     assert (found.state.loads_4W[2] <= made.limits[0] * (1 + 1e-9)).all()
-    for other in (greedy_plan(made), seed_plan(made)):
+    greedy = [greedy_plan(made, by_piece=by_piece) for by_piece in (True, False)]
+    for other in (*greedy, seed_plan(made)):
         assert other is None or found.state.peak <= other.peak * (1 + 1e-9)
 
 
