@@ -13,7 +13,7 @@ from plan_cases import greedy_plan, random_problem, seed_plan
 
 def test_every_case_has_a_name_of_its_own() -> None:
     names = [case.name for job in plan.jobs(quick=False) for case in job.cases]
-    assert len(names) == len(set(names)) == 16
+    assert len(names) == len(set(names)) == 17
     tasks = [job.task for job in plan.jobs(quick=True)]
     assert all(callable(getattr(plan, task)) for task in tasks)
 
