@@ -1,8 +1,8 @@
-"""Counts what the house may weigh, beside its bars: lines of code, Python files, duplicates.
+"""Counts what the house may weigh, and its bars: lines of code, Python files, duplicates.
 
 A line of code holds more than blanks, brackets and separators, a comment or a docstring. Python is
 read from `src/shoal` without the rooms `models` and `data`, C++ from `csrc` without its tests and
-number tables. Duplicates are pairs of files (or a file with itself) that share six lines of one
+number tables. Rooms that came later count against allowances of their own. Duplicates are pairs of files (or a file with itself) that share six lines of one
 shape: the same tokens but for names, numbers and texts, 30 of them or more.
 
     python scripts/count.py [--against REVISION] [--check] [--measure]
@@ -44,6 +44,8 @@ ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
 )
+# Rooms that were built on the house, and the lines that each may have.
+LATER = {"planner": 3_500, "ps": 4_500}
 SHARED_LINES, SHARED_TOKENS = 6, 30
 COMMON = 8  # a run that stands in more places is a form, such as a list of arguments
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -128,15 +130,19 @@ def duplicates(files: Iterator[tuple[PurePosixPath, str]]) -> set[tuple[str, str
 
 def count(revision: str | None = None) -> dict[str, int]:
     """Code lines of Python and C++, the number of Python files, and pairs that repeat."""
-    found = {"python lines": 0, "c++ lines": 0, "python files": 0}
+    found = {"python lines": 0, "c++ lines": 0, "python files": 0} | dict.fromkeys(LATER, 0)
     files = list(tracked(revision))
     for path, text in files:
         if path.parts[0] == "csrc":
             if not any(part.startswith("test") for part in path.parts[1:]):
                 found["c++ lines"] += cpp_lines(text)
             continue
+        room = path.parts[2]
+        if room in LATER:
+            found[room] += python_lines(text)
+            continue
         found["python files"] += path.suffix == ".py"
-        if path.parts[2] not in {"models", "data"}:
+        if room not in {"models", "data"}:
             found["python lines"] += python_lines(text)
     found["code lines"] = found["python lines"] + found["c++ lines"]
     found["duplicates"] = len(duplicates((p, text) for p, text in files if p.suffix == ".py"))
@@ -171,6 +177,9 @@ def measured() -> dict[str, float]:
 def row(name: str, value: float, then: float | None) -> str:
     """A line of the table."""
     change = "" if then is None else f"  {value - then:+,}"
+    if name in LATER:
+        state = "ok" if value <= LATER[name] else "red"
+        return f"{'code lines of ' + name:22} {value:8,}  allowance {LATER[name]:,}  {state}{change}"
     if name not in BARS:
         return f"{name:22} {value:8,}{change}"
     bar, stretch = BARS[name]
@@ -192,7 +201,7 @@ def main() -> None:
         print(row(name, found, None))
     for name, most, stretch, command in ELSEWHERE if arguments.measure else ():
         print(f"{name}: bar {most}, stretch {stretch}; {command}")
-    above = [name for name, ceiling in CEILINGS.items() if now[name] > ceiling]
+    above = [name for name, most in (CEILINGS | LATER).items() if now[name] > most]
     if arguments.check and above:
         sys.exit(f"Above the ceiling of scripts/count.py: {', '.join(above)}.")
 

@@ -1,4 +1,4 @@
-"""A run as one HTML file: curves, calibration, metrics, config. No scripts, nothing fetched.
+"""One-file HTML: a run with its curves, calibration, metrics, config. No scripts, nothing fetched.
 
 The charts are inline SVG drawn here; colours are CSS variables, so the page follows the
 reader's light or dark setting.
@@ -116,12 +116,25 @@ class RunReport:
 
 def render(report: RunReport) -> str:
     """The page as one HTML document."""
-    title = html.escape(report.title)
-    facts = "".join(
-        f"<div><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
-        for label, value in report.facts.items()
+    charts = "".join(f"<section>{chart_html(chart)}</section>" for chart in report.charts)
+    return page(
+        report.title,
+        report.subtitle,
+        report.facts,
+        f"<section><h2>Metrics</h2>{_metric_table(report.metrics)}</section>",
+        f'<div class="grid">{charts}</div>',
+        f"<section><h2>Config</h2><pre>{html.escape(report.config)}</pre></section>",
     )
-    charts = "".join(f"<section>{_chart(chart)}</section>" for chart in report.charts)
+
+
+def page(title: str, subtitle: str, facts: Mapping[str, str], *sections: str) -> str:
+    """An HTML document: a headline, facts in numbers (label -> text), and sections of HTML."""
+    title = html.escape(title)
+    shown = "".join(
+        f"<div><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>"
+        for label, value in facts.items()
+    )
+    body = "\n".join(sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -134,11 +147,9 @@ def render(report: RunReport) -> str:
 </head>
 <body>
 <h1>{title}</h1>
-<p class="sub">{html.escape(report.subtitle)}</p>
-<section><div class="facts">{facts}</div></section>
-<section><h2>Metrics</h2>{_metric_table(report.metrics)}</section>
-<div class="grid">{charts}</div>
-<section><h2>Config</h2><pre>{html.escape(report.config)}</pre></section>
+<p class="sub">{html.escape(subtitle)}</p>
+<section><div class="facts">{shown}</div></section>
+{body}
 </body>
 </html>
 """
@@ -162,7 +173,8 @@ def _cell(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
 
 
-def _chart(chart: Chart) -> str:
+def chart_html(chart: Chart) -> str:
+    """A chart as inline SVG with its legend."""
     title = f"<h2>{html.escape(chart.title)}</h2>"
     every = [point for series in chart.series for point in series.points()]
     if not every:

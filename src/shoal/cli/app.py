@@ -6,7 +6,11 @@ import typer
 
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
+<<<<<<< HEAD
 from shoal.cli.ps import ps
+=======
+from shoal.cli.plan import plan
+>>>>>>> planner
 from shoal.cli.run import evaluate, predict, train
 
 app = typer.Typer(
@@ -23,6 +27,7 @@ app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
 app.command(name="ps", no_args_is_help=True)(ps)
 app.add_typer(ckpt)
+app.add_typer(plan)
 app.add_typer(bench)
 
 

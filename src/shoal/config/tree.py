@@ -25,8 +25,12 @@ from pydantic_core import core_schema
 
 from shoal.comm.mesh import Path
 from shoal.errors import ConfigError, UnknownName, unknown_name
+<<<<<<< HEAD
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
+=======
+from shoal.planner.options import constraint_of
+>>>>>>> planner
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
@@ -300,6 +304,7 @@ class SyntheticSource(Section):
     eval_examples: Examples = 100_000
     num_features: Annotated[int, Field(gt=0, le=1024)] = 8
     vocabulary: Examples = 1_000_000
+    vocabularies: Annotated[tuple[Examples, ...], Field(max_length=1024)] = ()
     exponent: Annotated[float, Field(gt=0, le=64)] = 1.05
     fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     fresh_per_example: Annotated[float, Field(ge=0, le=1024)] = 0.05
@@ -480,11 +485,24 @@ Sharding = Literal[
 ]
 
 
-class PlacementSettings(Section):
-    """How tables are spread over ranks: the sharding type of all, and of those that differ."""
+def _constraints(value: Any) -> Any:
+    for key, one in value.items() if isinstance(value, Mapping) else ():
+        constraint_of(one, f"constraint of {key}")
+    return value
 
-    default: Sharding = "row_wise"
+
+class PlacementSettings(Section):
+    """How tables are spread over ranks: the sharding type of all, and of those that differ.
+
+    "auto" plans them: see `shoal.planner`. `constraints` are of plans, by table, pattern, "*" for
+    all, or "feature:NAME".
+    """
+
+    default: Sharding | Literal["auto"] = "row_wise"
     tables: dict[str, Sharding] = Field(default_factory=dict)
+    constraints: Annotated[dict[str, dict[str, Any]], BeforeValidator(_constraints)] = Field(
+        default_factory=dict
+    )
 
 
 class WireSettings(Section):
@@ -515,13 +533,21 @@ class DistributedSettings(Section):
     """What matters when a run has several ranks; one rank alone reads `staleness` and what
     concerns parameter servers.
 
-    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's.
+    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. `plan` is a
+    file of `shoal plan`; `topology` and `statistics` are what placement "auto" plans with.
     """
 
     placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
         default_factory=PlacementSettings
     )
+<<<<<<< HEAD
     grad_reduce: GradReduce = "mean"
+=======
+    plan: str | None = None
+    topology: str | None = None
+    statistics: str | None = None
+    grad_reduce: Literal["mean", "sum"] = "mean"
+>>>>>>> planner
     per_sender_steps: bool = False
     staleness: Few = 0
     wire: WireSettings = Field(default_factory=WireSettings)

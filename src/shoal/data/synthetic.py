@@ -46,6 +46,7 @@ class SyntheticClicks:
         examples: how many there are.
         num_features: id features, one id each, named "f0", "f1", ...
         vocabulary: ids of a feature at the start.
+        vocabularies: those of each feature, where they differ.
         exponent: of the Zipf law, above 0.
         fresh_share: chance of a draw to be one of the ids born since.
         fresh_per_example: ids born per example and feature.
@@ -69,6 +70,7 @@ class SyntheticClicks:
     signal: float = 1.0
     bias: float = -1.5
     seed: int = 0
+    vocabularies: tuple[int, ...] = ()
     start_s: int = 1_356_998_400
     examples_per_s: int = 1000
     first: int = 0
@@ -93,6 +95,15 @@ class SyntheticClicks:
                 raise ConfigError(
                     f"{name} of made-up clicks", got=value, allowed=allowed, remedy=remedy
                 )
+
+        own = self.vocabularies
+        if own and (len(own) != self.num_features or min(own) < 1 or max(own) > _FRESH):
+            raise ConfigError(
+                "vocabularies of made-up clicks",
+                got=own,
+                allowed=f"{self.num_features} numbers, one for each feature, 1 or more",
+                remedy="Name each feature's, or set vocabulary for all.",
+            )
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -150,7 +161,8 @@ class SyntheticClicks:
             # The low byte picks the pool, the 53 high bits the rank.
             fresh = np.flatnonzero((words & np.uint64(255)) < cut)
             fresh = fresh[born_B[fresh] > 0]
-            rank_B = self._ranks((words >> np.uint64(11)).astype(np.float64))
+            size = self.vocabularies[feature] if self.vocabularies else self.vocabulary
+            rank_B = self._ranks((words >> np.uint64(11)).astype(np.float64), size)
             rank_B[fresh] = np.maximum(born_B[fresh] - rank_B[fresh], 0) + _FRESH
             own = ids_FB[feature]
             own[:] = rank_B.view(np.uint64)
@@ -158,9 +170,9 @@ class SyntheticClicks:
             own *= _ID_FACTOR
         return ids_FB
 
-    def _ranks(self, u_B: np.ndarray[Any, np.dtype[np.float64]]) -> _Places:
+    def _ranks(self, u_B: np.ndarray[Any, np.dtype[np.float64]], vocabulary: int) -> _Places:
         """Zipf ranks 0..vocabulary-1 of uniform whole numbers below 2^53; uses up `u_B`."""
-        size = float(self.vocabulary)
+        size = float(vocabulary)
         power = 1.0 - self.exponent
         u_B *= 2.0**-53
         if abs(power) < 1e-9:
@@ -171,7 +183,7 @@ class SyntheticClicks:
             x = np.exp(np.log(u_B) / power)
         ranks: _Places = x.astype(np.int64)
         ranks -= 1
-        np.minimum(ranks, self.vocabulary - 1, out=ranks)
+        np.minimum(ranks, vocabulary - 1, out=ranks)
         return ranks
 
     def _dense(self, number_B: _Words) -> _Floats:

@@ -29,6 +29,7 @@ from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.request import Exchange
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
+from shoal.planner.plan import Plan
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD
@@ -61,7 +62,7 @@ class LaterExchange:
         return getattr(self._make(), name)
 
 
-Placing = Placement | Mapping[str, str] | None
+Placing = Placement | Plan | Mapping[str, str] | None
 
 # A shard has a table; this is that of a rank to which a placement gives none.
 _NOTHING = TableSpec(
@@ -131,6 +132,9 @@ def placed(
         UnknownName, ConfigError: as `families_of`.
     """
     named = {spec.name: spec for spec in specs}
+    if isinstance(placing, Plan):
+        placing.check(specs, world_size)
+        return placing.placement()
     if isinstance(placing, Placement):
         for table in placing.tables():
             if table not in named:
@@ -242,11 +246,18 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: holds one or more `EmbeddingCollection`s, or none. Collections that share a shard
+<<<<<<< HEAD
             continue to share one; those that were distributed before, over parameter servers,
             stay as they are.
         placement: where tables are: a `Placement` of all tables; or table name -> "row_wise",
             "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel" (others
             row-wise); None splits the rows of all tables over all ranks.
+=======
+            continue to share one.
+        placement: where tables are: a `Placement` or a `Plan` of all tables; or table name ->
+            "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
+            (others row-wise); None splits the rows of all tables over all ranks.
+>>>>>>> planner
         mesh: the ranks; None takes those that `shoal.comm.init()` finds.
         grad_reduce: "mean" averages gradients of rows over ranks, as DDP does dense ones; "sum"
             adds them.

@@ -30,6 +30,7 @@ class RunFolder:
         config: the resolved config.
         metrics: figures of all models, as JSON.
         report: the HTML report.
+        plan: where tables were, if that was planned or read from a file.
         logs: log.jsonl and TensorBoard event files.
         checkpoints: those of the run, unless its settings name another folder.
         launch: which launcher's job made the folder.
@@ -42,6 +43,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.json"
         self.report = self.path / "report.html"
+        self.plan = self.path / "plan.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.launch = self.logs / "launch.json"

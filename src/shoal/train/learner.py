@@ -25,8 +25,13 @@ from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.rules.schedules import as_rate
+<<<<<<< HEAD
 from shoal.table.hosting import HostedTables, hosted_spec, plan_placement
 from shoal.table.spec import TableSpec
+=======
+from shoal.table.hosting import HostedTables, hosted_spec
+from shoal.train.placing import planned, settled_placement
+>>>>>>> planner
 from shoal.train.ranks import ALONE, Ranks
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -78,6 +83,7 @@ class Learner:
         joint: steps rows and dense weights.
         served: its rows are on parameter servers, which save them.
         nan_policy: of the run.
+        plan: where the tables are, if that was planned.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Learner:
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
         self._moments: Collectives | None = None
+        self.plan = None if ranks.mesh is None else planned(config, parts, ranks)
         self.model: nn.Module = self._spread(config, ranks)
         self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(
@@ -128,6 +135,7 @@ class Learner:
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, config),
+<<<<<<< HEAD
             None
             if self.served
             else plan_placement(
@@ -137,6 +145,9 @@ class Learner:
                 kinds=settings.placement.tables,
                 local_world_size=mesh.launch.local_world_size,
             ),
+=======
+            self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
+>>>>>>> planner
             mesh=mesh,
             grad_reduce=settings.grad_reduce,
             per_sender_steps=settings.per_sender_steps,

@@ -24,6 +24,8 @@ from shoal.config.tree import LogisticSettings
 from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
+from shoal.planner.report import limiting
+from shoal.planner.topology import show_seconds
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
@@ -239,6 +241,11 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         opened.print(f"continuing {folder.path}, step {after}")
     elif beginning.warm is not None:
         opened.print(f"starting warm from {beginning.warm}")
+    plan = opened.learners[0].plan
+    if plan is not None:
+        opened.print(f"plan: {show_seconds(plan.step_s)} a step; {limiting(plan)}")
+        if ranks.leads:
+            folders.replace_text(folder.plan, plan.to_json())
     saver = Saver(
         beginning.url,
         config.checkpoint,

@@ -41,6 +41,8 @@ def check_golden(name: str, text: str) -> None:
 COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt", "ps"]
 CKPT = ("inspect", "verify", "diff", "compact", "export", "import")
 COMMANDS += [f"ckpt {name}" for name in CKPT]
+PLAN = ("make", "simulate", "diff", "calibrate", "profile-data")
+COMMANDS += ["plan", *(f"plan {name}" for name in PLAN)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,6 +61,9 @@ ERRORS = {
     "no_run": ["eval", FLIGHTS, "output.dir=no-such-folder"],
     "not_a_run": ["predict", "examples"],
     "no_benchmark": ["bench", "comm", "--which", "g2h"],
+    "no_devices": ["plan", FLIGHTS, "--devices", "0"],
+    "no_plan": ["plan", "diff", "README.md", "README.md"],
+    "no_constraint": ["plan", FLIGHTS, "distributed.placement.constraints={tail: {kind: x}}"],
     "no_checkpoint": ["ckpt", "inspect", "examples"],
     "no_export_format": ["ckpt", "export", "examples", "--out", "no", "--format", "parket"],
     "no_import_format": ["ckpt", "import", "README.md", "--out", "no", "--format", "parket"],

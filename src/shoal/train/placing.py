@@ -1,0 +1,171 @@
+"""Where the tables of a run go: by named types, by a plan's file, or planned now."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from shoal.comm.consensus import as_first_rank
+from shoal.comm.mesh import Mesh
+from shoal.config import RunConfig
+from shoal.config.build import ModelParts, RunData, build_host_rows, build_parts, open_data
+from shoal.data import RankShare
+from shoal.placement import Placement
+from shoal.planner import (
+    Plan,
+    TableInput,
+    TableStatistics,
+    Topology,
+    Workload,
+    dense_work,
+    from_environment,
+    host_tier,
+    make_plan,
+    profile_data,
+    read_plan,
+    read_statistics,
+    read_topology,
+    table_input,
+)
+from shoal.planner.options import constraint_of
+from shoal.planner.statistics import check_known
+from shoal.planner.topology import overridden
+from shoal.table.hosting import plan_placement
+from shoal.table.spec import TableSpec
+from shoal.train.ranks import Ranks
+
+_PROFILED = 32  # batches that a plan without a file of statistics reads
+_WIRE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
+
+
+def settled_placement(config: RunConfig, specs: tuple[TableSpec, ...], mesh: Mesh) -> Placement:
+    """The placement of the types that a config names; row-wise where it wants a plan."""
+    settings = config.distributed.placement
+    return plan_placement(
+        specs,
+        mesh.world_size,
+        default="row_wise" if settings.default == "auto" else settings.default,
+        kinds=settings.tables,
+        local_world_size=mesh.launch.local_world_size,
+    )
+
+
+def planned(config: RunConfig, parts: ModelParts, ranks: Ranks) -> Plan | None:
+    """The plan of a model, read or made on rank 0; None where the config names types.
+
+    A baseline, whose tables are others than those of the run's model, is never planned.
+
+    Raises:
+        ShoalError: what rank 0 raised, on every rank.
+    """
+    settings = config.distributed
+    own = parts.name == config.model.kind
+    if not own or (settings.plan is None and settings.placement.default != "auto"):
+        return None
+
+    def find() -> Plan:
+        if settings.plan is not None:
+            plan = read_plan(settings.plan)
+            plan.check(parts.tables, ranks.world_size)
+            return plan
+        return plan_run(config, parts, topology_of(config, ranks.world_size))
+
+    return as_first_rank(ranks.control, find, what="sharding plan")
+
+
+def topology_of(config: RunConfig, world_size: int) -> Topology:
+    """The machines of a run: of the file that its config names, or those that there are."""
+    if config.distributed.topology is None:
+        return from_environment(config.device)
+    found = read_topology(config.distributed.topology)
+    return overridden(found.with_devices(world_size), os.environ)
+
+
+def statistics_of(
+    config: RunConfig, parts: ModelParts, batches: int = _PROFILED
+) -> dict[str, TableStatistics]:
+    """Statistics of the file that a config names, or of the first batches of its data.
+
+    Raises:
+        UnknownName: of a table that the model does not have.
+        ConfigError: not such a file.
+    """
+    if config.distributed.statistics is not None:
+        found = read_statistics(config.distributed.statistics)
+        check_known(found, [spec.name for spec in parts.tables])
+        return found
+    features = {one.name: one.table for one in parts.features}
+    loader = data_of(config).train
+    return profile_data((batch.ids for batch in loader.batches()), features, most=batches)
+
+
+def data_of(config: RunConfig) -> RunData:
+    """The data of a run as it is read on the host, by one rank."""
+    return open_data(config.model_copy(update={"device": "cpu"}), RankShare())
+
+
+def inputs_of(config: RunConfig, parts: ModelParts, batches: int = _PROFILED) -> list[TableInput]:
+    """What is to be planned for each table of a model, as it will be when all data was seen."""
+    statistics = statistics_of(config, parts, batches)
+    examples = len(data_of(config).train.source)
+    host = build_host_rows(config)
+    return [
+        table_input(
+            spec,
+            statistics.get(spec.name),
+            horizon_samples=float(examples),
+            **host_tier(host, parts.tables, spec),
+        )
+        for spec in parts.tables
+    ]
+
+
+def work_of(config: RunConfig, parts: ModelParts, topology: Topology) -> Workload:
+    """What else a rank does in a step of a run."""
+    wire = config.distributed.wire
+    return dense_work(
+        topology,
+        max(1, config.data.batch_size // topology.world_size),
+        sum(one.numel() for one in parts.module.parameters()),
+        row_bytes=None if wire.rows is None else _WIRE_BYTES[wire.rows],
+        grad_bytes=None if wire.grads is None else _WIRE_BYTES[wire.grads],
+    )
+
+
+def plan_run(
+    config: RunConfig,
+    parts: ModelParts,
+    topology: Topology,
+    *,
+    inputs: list[TableInput] | None = None,
+    groups: bool = False,
+    time_limit_s: float = 60.0,
+) -> Plan:
+    """A plan of a run's model on some machines.
+
+    inputs: what is to be planned, if that is known.
+
+    Raises:
+        UnknownName: constraints or statistics of tables that the model does not have.
+        ConfigError: no plan that fits.
+    """
+    placement = config.distributed.placement
+    constraints = {key: constraint_of(one) for key, one in placement.constraints.items()}
+    for table, kind in placement.tables.items():
+        own = constraints.get(table, constraint_of({}))
+        constraints[table] = replace(own, sharding=(kind,))
+    return make_plan(
+        inputs_of(config, parts) if inputs is None else inputs,
+        topology,
+        work_of(config, parts, topology),
+        constraints=constraints,
+        features={one.name: one.table for one in parts.features},
+        groups=groups,
+        time_limit_s=time_limit_s,
+    )
+
+
+def parts_of(config: RunConfig) -> ModelParts:
+    """The parts of a run's model, with the features that its data has."""
+    data = data_of(config)
+    return build_parts(config, config.model, offered=data.features, num_dense=data.num_dense)

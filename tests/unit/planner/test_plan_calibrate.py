@@ -1,0 +1,52 @@
+"""Calibration: what is measured can be read, planned with, and is positive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.comm.launch import init
+from shoal.placement import Placement, row_wise
+from shoal.planner import Topology, Workload, calibrate, make_plan, read_topology
+from shoal.planner.topology import ASSUMED
+from shoal.train import stepping
+from support.planning import table
+from support.ranks import run_ranks
+
+
+def test_one_process(tmp_path: Path) -> None:
+    mesh = init(device="cpu")
+    found = calibrate.measure(mesh, scale=calibrate.QUICK)
+    assert found.device == "cpu" and found.world_size == 1
+    assert found.rates.intra == ASSUMED["cpu"].intra  # one rank has no links
+    assert min(found.rates.copy, found.rates.flops, found.rates.id_s) > 0
+    path = calibrate.cached(tmp_path, found)
+    again = read_topology(path)
+    assert again == found and "processor" in path.read_text()
+    assert make_plan([table()], again, Workload(batch_size=8)).world_size == 1
+    assert any("rows updated" in line for line in calibrate.lines_of(found.rates))
+
+
+def measured() -> Topology:
+    torch.set_num_threads(1)
+    mesh = init(device="cpu")
+    return stepping.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), steps=2)
+
+
+@pytest.mark.multiproc
+def test_two_ranks_measure_their_links_and_whole_steps() -> None:
+    found = run_ranks(2, measured, timeout_s=120)[0]
+    assert (found.nodes, found.local_size) == (1, 2)
+    rates = found.rates
+    assert rates.intra != ASSUMED["cpu"].intra and rates.intra_latency_s > 0
+    assert rates.step_s >= 0 and min(rates.table_s, rates.slice_s, rates.occurrence_s) > 0
+
+
+def test_more_of_a_batch_is_predicted_to_take_longer() -> None:
+    topology = Topology(nodes=1, local_size=2, device="cpu", rates=ASSUMED["cpu"])
+    load = stepping.TableLoad(name="t", rows=1000, dim=16)
+    placement = Placement(2, row_wise("t", 16, 2))
+    times = [stepping.predicted(topology, [load], placement, batch) for batch in (64, 512, 4096)]
+    assert times == sorted(times) and times[0] > 0

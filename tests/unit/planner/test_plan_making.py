@@ -1,0 +1,212 @@
+"""Plans as values, the reasons where there is none, and planners of modules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.embedding.layouts import Feature
+from shoal.errors import ConfigError, UnknownName
+from shoal.planner import (
+    Plan,
+    Topology,
+    Workload,
+    create_planner,
+    make_plan,
+    read_plan,
+    zipf,
+)
+from shoal.rules.optimizers import Adagrad
+from shoal.table.spec import Segment, TableSpec
+from support.planning import table
+
+GPUS = Topology(nodes=2, local_size=4)
+WORK = Workload(batch_size=4096, dense_s=1e-3)
+
+
+def specs(*names: str) -> list[TableSpec]:
+    segments = (Segment(dim=16, optimizer=Adagrad(lr=0.1)),)
+    return [TableSpec(name=name, segments=segments, expected_rows=1000) for name in names]
+
+
+class Model(nn.Module):
+    """Two tables; with a constraint of its own, if given."""
+
+    def __init__(self, declared: Any = None) -> None:
+        super().__init__()
+        self.tables = EmbeddingCollection(
+            specs("user", "item"), [Feature("who", "user"), Feature("what", "item")]
+        )
+        self.head = nn.Linear(4, 1)
+        if declared is not None:
+            self.parameter_constraints = declared
+
+
+def test_a_plan_is_a_placement_and_comes_back() -> None:
+    tables = [table(f"t{k}", 10.0 ** (k + 2)) for k in range(5)]
+    plan = make_plan(tables, GPUS, WORK, constraints={"t0": {"sharding": "data_parallel"}})
+    placement = plan.placement()
+    assert placement.tables() == ("t0", "t1", "t2", "t3", "t4") and placement.world_size == 8
+    assert placement.of("t0")[0].replicated
+    again = Plan.from_json(plan.to_json())
+    assert again.placement() == placement and again.diff(plan) == []
+    assert again.to_json() == plan.to_json()
+    assert plan.step_s == max(plan.rank_seconds) and len(plan.rank_device_bytes) == 8
+    one = plan.rank_phases(0)
+    hidden = one["ids"] + one["probe"]
+    rest = sum(one.values()) - hidden + plan.base_phases["pooling"] + plan.base_phases["fixed"]
+    assert plan.rank_seconds[0] == pytest.approx(max(hidden, WORK.dense_s) + rest)
+
+
+def test_differences_are_named() -> None:
+    tables = [table("a"), table("b")]
+    first = make_plan(tables, GPUS, WORK, constraints={"a": {"sharding": "row_wise"}})
+    second = make_plan(tables, GPUS, WORK, constraints={"a": {"sharding": "data_parallel"}})
+    lines = first.diff(second)
+    assert any(line.startswith("a: row_wise, float32 on 0-7 -> data_parallel") for line in lines)
+    assert not any(line.startswith("b: added") for line in lines)
+    fewer = make_plan(tables[:1], GPUS, WORK)
+    assert "b: removed" in first.diff(fewer) and "b: added" in fewer.diff(first)
+
+
+@pytest.mark.parametrize("change", [
+    {"format": "other"}, {"tables": [{}]}, {"extra": 1}, {"world_size": 1},
+])  # fmt: skip
+def test_other_text_is_no_plan(change: dict[str, Any], tmp_path: Path) -> None:
+    plan = make_plan([table()], GPUS, WORK, constraints={"t": {"sharding": "row_wise"}})
+    plain = json.loads(plan.to_json())
+    with pytest.raises(ConfigError):
+        Plan.from_json(json.dumps({**plain, **change}))
+    for text in ("", "[]", "{"):
+        with pytest.raises(ConfigError, match="shoal plan"):
+            Plan.from_json(text)
+    with pytest.raises(ConfigError, match="shoal plan CONFIG"):
+        read_plan(tmp_path / "none.json")
+
+
+def test_pinned_ranks_and_nodes() -> None:
+    given = {
+        "a": {"ranks": [5]},
+        "b": {"ranks": [0, 1, 2], "sharding": "row_wise"},
+        "c": {"ranks": [4, 5, 6, 7], "sharding": "table_row_wise"},
+        "d": {"sharding": "grid"},
+    }
+    plan = make_plan([table(name) for name in "abcd"], GPUS, WORK, constraints=given)
+    where = {one.name: [hosted.ranks for hosted in one.hosted] for one in plan.tables}
+    assert where["a"] == [(5,)] and where["b"] == [(0, 1, 2)] and where["c"] == [(4, 5, 6, 7)]
+    assert sorted(where["d"]) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_groups_are_simulated_from_64_devices() -> None:
+    many = Topology(nodes=16, local_size=8)
+    tables = [table(f"t{k}", 1e5) for k in range(6)]
+    one, several = (make_plan(tables, many, WORK, groups=groups) for groups in (False, True))
+    assert one.replicas == 1 and several.step_s <= one.step_s
+    forced = replace(several, replicas=2)
+    with pytest.raises(ConfigError, match="simulations"):
+        forced.placement()
+
+
+# ---- no plan ----
+
+
+@pytest.mark.parametrize(
+    ("tables", "given", "device_bytes", "match"),
+    [
+        ([table("a", 1e8)], {}, 6 * 10**9, r"bytes too many on a device.*'a'.*no constraint.*host"),
+        ([table("a", 1e7)], {"a": {"sharding": "table_wise"}}, 4 * 10**9,
+         r"constraints: 'a': sharding=\('table_wise',\).*Drop the constraints of a"),
+        ([table("a", 1e6)], {"a": {"sharding": "column_wise", "slices": 3}}, 10**9,
+         r"options of table 'a' on 8 ranks: got none.*slices=\(3,\).*table_wise"),
+        ([table("a", 1e6), table("a", 1e6)], {}, 10**9, "a name of its own"),
+        ([], {}, 10**9, "one or more"),
+    ],
+)  # fmt: skip
+def test_a_failed_plan_says_why(
+    tables: list[Any], given: dict[str, Any], device_bytes: int, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make_plan(tables, replace(GPUS, device_bytes=device_bytes), WORK, constraints=given)
+
+
+def test_the_missing_bytes_are_enough() -> None:
+    tables = [table(f"t{k}", 1e7, slices=()) for k in range(3)]
+    only = {"*": {"sharding": "table_wise"}}
+    small = Topology(nodes=1, local_size=2, device_bytes=8 * 10**9, reserve=0.0)
+    with pytest.raises(ConfigError) as failure:
+        make_plan(tables, small, WORK, constraints=only)
+    missing = int(str(failure.value).partition(" bytes too many")[0].rpartition(" ")[2]
+                  .replace(",", ""))  # fmt: skip
+    enough = replace(small, device_bytes=small.device_bytes + missing + 10**6)
+    assert make_plan(tables, enough, WORK, constraints=only).tables
+    with pytest.raises(ConfigError):
+        less = replace(small, device_bytes=small.device_bytes + int(missing * 0.98))
+        make_plan(tables, less, WORK, constraints=only)
+
+
+# ---- modules ----
+
+
+def test_a_planner_of_a_module() -> None:
+    planner = create_planner("cpu", 512, None, {"sharding_types": ["row_wise"]}, topology=GPUS)
+    plan = planner.collective_plan(Model({"user": {"sharding": ["table_wise"]}}))
+    kinds = {one.name: one.sharding for one in plan.tables}
+    assert kinds == {"user": "table_wise", "item": "row_wise"}
+    plan.check(specs("user", "item"), 8)
+
+
+def test_the_plan_of_a_checkpoint_is_kept_when_asked(tmp_path: Path) -> None:
+    first = create_planner("cpu", 512, topology=GPUS,
+                           constraints={"item": {"ranks": [6]}}).plan(Model())  # fmt: skip
+    (tmp_path / "plan.json").write_text(first.to_json())
+    forced = {"FORCE_LOAD_SHARDING_PLAN": "1"}
+    kept = create_planner("cpu", 512, tmp_path, topology=GPUS, environ=forced).plan(Model())
+    assert kept.placement() == first.placement()
+    free = create_planner("cpu", 512, tmp_path, topology=GPUS, environ={})
+    assert free.previous is None
+    other = create_planner("cpu", 512, tmp_path, topology=GPUS.with_devices(4), environ=forced)
+    with pytest.raises(ConfigError, match="FORCE_LOAD_SHARDING_PLAN"):
+        other.plan(Model())
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"constraints": {"usr": {}}}, "user"),
+        ({"statistics": {"usr": zipf(10)}}, "user"),
+        ({"global_constraints_cfg": {"sharding": ["rw"]}}, "rw"),
+    ],
+)
+def test_wrong_names_plan_nothing(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnknownName, match=match):
+        create_planner("cpu", 512, topology=GPUS, **settings).plan(Model())
+
+
+def test_other_wrong_arguments() -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        create_planner("cpu", 0, topology=GPUS)
+    with pytest.raises(ConfigError, match="EmbeddingCollection"):
+        create_planner("cpu", 1, None, None, nn.Linear(1, 1), topology=GPUS)
+    with pytest.raises(UnknownName, match="parameter_constraints"):
+        create_planner("cpu", 1, topology=GPUS).plan(Model({"usr": {}}))
+    with pytest.raises(ConfigError, match="FORCE_LOAD"):
+        create_planner("cpu", 1, "x", topology=GPUS, environ={"FORCE_LOAD_SHARDING_PLAN": "2"})
+
+
+def test_a_plan_of_another_model_or_job() -> None:
+    plan = create_planner("cpu", 512, topology=GPUS).plan(Model())
+    with pytest.raises(ConfigError, match="world size"):
+        plan.check(specs("user", "item"), 4)
+    with pytest.raises(UnknownName, match="item"):
+        plan.check(specs("user"), 8)
+    with pytest.raises(ConfigError, match="none for other"):
+        plan.check(specs("user", "item", "other"), 8)
+    wider = [replace(one, dtype="bfloat16") for one in specs("user", "item")]
+    with pytest.raises(ConfigError, match="bfloat16"):
+        plan.check(wider, 8)

@@ -1,0 +1,167 @@
+"""Units, variables, files and measured speeds of a topology."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError, UnknownName
+from shoal.planner.topology import (
+    ASSUMED,
+    Topology,
+    along,
+    from_environment,
+    measured_text,
+    overridden,
+    parse_bandwidth,
+    parse_bytes,
+    read_topology,
+    show_bandwidth,
+    show_bytes,
+    show_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("600GB/s", 600e9),
+        ("12.5GiB/s", 12.5 * 2**30),
+        ("1.5 TB/s", 1.5e12),
+        ("100kB/ms", 1e8),
+        ("100KB/ms", 1e8),
+        ("2e3MB/s", 2e9),
+        ("50gb/s", 50e9),
+    ],
+)
+def test_bandwidths_have_units(text: str, expected: float) -> None:
+    assert parse_bandwidth("x", text) == (pytest.approx(expected), "")
+
+
+def test_a_bare_number_is_bytes_per_millisecond_and_said() -> None:
+    speed, note = parse_bandwidth("INTRA_NODE_BANDWIDTH", "644245094.4")  # TorchRec's 600 GiB/s
+    assert speed == pytest.approx(600 * 2**30)
+    assert "bytes per millisecond" in note and "644 GB/s" in note
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", "fast", "600", "-1GB/s", "0GB/s", "nan", "600GB", "1e9TB/s", "1.2.3GB/s", None, True],
+)
+def test_bandwidths_without_sense(bad: object) -> None:
+    with pytest.raises(ConfigError, match="600GB/s"):
+        parse_bandwidth("CROSS_NODE_BANDWIDTH", bad)
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("1.5TiB", 1.5 * 2**40), (4096, 4096)])
+def test_sizes(text: object, size: float) -> None:
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("bad", ["80GB/s", "", -1, 0, "inf", float("nan"), "1e30GB"])
+def test_sizes_without_sense(bad: object) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes("x", bad)
+
+
+def test_amounts_for_people() -> None:
+    assert (show_bytes(1.5e9), show_bandwidth(2e12)) == ("1.5 GB", "2 TB/s")
+    assert [show_seconds(x) for x in (2.0, 0.0125, 3e-6)] == ["2 s", "12.5 ms", "3 us"]
+
+
+def test_curves_are_flat_beyond_their_ends() -> None:
+    curve = ((16.0, 1.0), (64.0, 3.0))
+    assert [along(curve, width) for width in (1, 16, 32, 64, 999)] == [1, 1, 2, 3, 3]
+
+
+def test_the_environment_overrides() -> None:
+    found = from_environment(
+        "cpu",
+        environ={
+            "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost", "INTRA_NODE_BANDWIDTH": "5GB/s",
+            "CROSS_NODE_BANDWIDTH": "3000000", "STORAGE_RESERVE_PERCENT": "0.25",
+        },
+    )  # fmt: skip
+    assert (found.nodes, found.local_size, found.device) == (2, 2, "cpu")
+    assert (found.rates.intra, found.rates.cross, found.reserve) == (5e9, 3e9, 0.25)
+    assert found.device_bytes == found.host_bytes
+    assert any("CROSS_NODE_BANDWIDTH=3000000 was read as" in note for note in found.notes)
+    assert found.device_capacity == 0.75 * found.device_bytes
+    assert found.host_capacity == 0.75 * found.host_bytes
+
+
+@pytest.mark.parametrize("bad", ["15", "-0.1", "1", "much"])
+def test_a_reserve_is_a_fraction(bad: str) -> None:
+    with pytest.raises(ConfigError, match=r"STORAGE_RESERVE_PERCENT.*0\.15"):
+        overridden(Topology(nodes=1, local_size=1), {"STORAGE_RESERVE_PERCENT": bad})
+
+
+def test_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "nodes: 16\ndevices_per_node: 8\ndevice_memory: 141GB\nhost_memory: 2TB\n"
+        "intra_node_bandwidth: 450GB/s\ncross_node_bandwidth: 50GB/s\nreserve: 0.1\n"
+    )
+    found = read_topology(file)
+    assert found.world_size == 128 and found.host_bytes == 250e9 and found.reserve == 0.1
+    assert (found.rates.intra, found.rates.cross) == (450e9, 50e9)
+    assert "not measured" in found.notes[0] and "16 x 8 cuda" in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("nodes: 0", "nodes of a topology"),
+        ("devices_per_node: 0", "devices of a node"),
+        ("nodes: true", "nodes"),
+        ("nodez: 3", "nodes"),
+        ("device: tpu", "tpu"),
+        ("device_memory: 80", None),
+        ("- 1", "key: value"),
+        ("a: [", "YAML"),
+        ("measured: nowhere.json", "nowhere.json"),
+        ("intra_node_bandwidth: 600", "600GB/s"),
+    ],
+)
+def test_files_without_sense(tmp_path: Path, text: str, match: str | None) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    if match is None:  # 80 bytes are few, but a size
+        assert read_topology(file).device_bytes == 80
+        return
+    with pytest.raises(ConfigError, match=match):
+        read_topology(file)
+    with pytest.raises(ConfigError, match="missing"):
+        read_topology(tmp_path / "missing.yaml")
+
+
+def test_measured_speeds_come_back(tmp_path: Path) -> None:
+    made = Topology(nodes=2, local_size=4, device="cpu", rates=ASSUMED["cpu"])
+    file = tmp_path / "measured.json"
+    file.write_text(measured_text(made, {"processor": "a", "cores": 2}))
+    assert read_topology(file) == made
+    named = tmp_path / "with.yaml"
+    named.write_text("measured: measured.json\nnodes: 8\n")
+    found = read_topology(named)
+    assert found.nodes == 8 and found.rates == made.rates and "on a, 2" in found.notes[0]
+    content = json.loads(file.read_text())
+    content["rates"]["copy"] = -1
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="rate copy"):
+        read_topology(file)
+    file.write_text('{"format": "other"}')
+    with pytest.raises(ConfigError, match="calibrate"):
+        read_topology(file)
+
+
+def test_other_numbers_of_devices() -> None:
+    one = Topology(nodes=1, local_size=8)
+    assert one.with_devices(64).nodes == 8 and one.with_devices(4).local_size == 4
+    for bad in (0, 12, True):
+        with pytest.raises(ConfigError):
+            one.with_devices(bad)
+    with pytest.raises(UnknownName):
+        Topology(nodes=1, local_size=1, device="tpu")  # type: ignore[arg-type]
