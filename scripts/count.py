@@ -179,7 +179,9 @@ def row(name: str, value: float, then: float | None) -> str:
     change = "" if then is None else f"  {value - then:+,}"
     if name in LATER:
         state = "ok" if value <= LATER[name] else "red"
-        return f"{'code lines of ' + name:22} {value:8,}  allowance {LATER[name]:,}  {state}{change}"
+        return (
+            f"{'code lines of ' + name:22} {value:8,}  allowance {LATER[name]:,}  {state}{change}"
+        )
     if name not in BARS:
         return f"{name:22} {value:8,}{change}"
     bar, stretch = BARS[name]

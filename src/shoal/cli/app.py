@@ -6,11 +6,8 @@ import typer
 
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
-<<<<<<< HEAD
-from shoal.cli.ps import ps
-=======
 from shoal.cli.plan import plan
->>>>>>> planner
+from shoal.cli.ps import ps
 from shoal.cli.run import evaluate, predict, train
 
 app = typer.Typer(

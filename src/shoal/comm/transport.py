@@ -84,7 +84,8 @@ class Secret:
     def _server_key(self) -> bytes:
         from zmq.utils import z85
 
-        return z85.encode(hashlib.sha256(b"shoal server " + self.token.encode()).digest())
+        key: bytes = z85.encode(hashlib.sha256(b"shoal server " + self.token.encode()).digest())
+        return key
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Let only clients in that know it."""

@@ -23,14 +23,10 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.comm.mesh import Path
 from shoal.errors import ConfigError, UnknownName, unknown_name
-<<<<<<< HEAD
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
-=======
 from shoal.planner.options import constraint_of
->>>>>>> planner
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.compressors import Compressor, Float32
@@ -540,23 +536,15 @@ class DistributedSettings(Section):
     placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
         default_factory=PlacementSettings
     )
-<<<<<<< HEAD
     grad_reduce: GradReduce = "mean"
-=======
     plan: str | None = None
     topology: str | None = None
     statistics: str | None = None
-    grad_reduce: Literal["mean", "sum"] = "mean"
->>>>>>> planner
     per_sender_steps: bool = False
     staleness: Few = 0
     wire: WireSettings = Field(default_factory=WireSettings)
-<<<<<<< HEAD
     path: Literal["auto", "torch", "shared_memory", "mpi", "ps"] = "auto"
     servers: ServersSettings = Field(default_factory=ServersSettings)
-=======
-    path: Path = "auto"
->>>>>>> upper
     dense: Literal["ddp", "fsdp2"] = "ddp"
     timeout_s: Seconds | None = None
     pin_cores: bool = True

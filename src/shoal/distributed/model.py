@@ -246,18 +246,11 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: holds one or more `EmbeddingCollection`s, or none. Collections that share a shard
-<<<<<<< HEAD
             continue to share one; those that were distributed before, over parameter servers,
             stay as they are.
-        placement: where tables are: a `Placement` of all tables; or table name -> "row_wise",
-            "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel" (others
-            row-wise); None splits the rows of all tables over all ranks.
-=======
-            continue to share one.
         placement: where tables are: a `Placement` or a `Plan` of all tables; or table name ->
             "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
             (others row-wise); None splits the rows of all tables over all ranks.
->>>>>>> planner
         mesh: the ranks; None takes those that `shoal.comm.init()` finds.
         grad_reduce: "mean" averages gradients of rows over ranks, as DDP does dense ones; "sum"
             adds them.

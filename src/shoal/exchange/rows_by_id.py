@@ -423,12 +423,7 @@ class RowsOverRanks:
         wrong: ShoalError | None = None
         here, ready = groups, list(values)
         try:
-<<<<<<< HEAD
             ready = check_call(method, groups, values, counts_N, ctx, self.specs, self.device)
-=======
-            self._check_ids(method, groups, counts_N, ctx)
-            ready = self._checked_values(groups, values)
->>>>>>> upper
         except ShoalError as error:
             wrong = error
             here = IdGroups(
@@ -474,35 +469,6 @@ class RowsOverRanks:
             replace(ctx, event_time_s=known.time_s),
         )
 
-<<<<<<< HEAD
-=======
-    def _check_ids(
-        self, method: str, groups: IdGroups, counts_N: Tensor | None, ctx: StepContext
-    ) -> None:
-        """What a shard would check, before anything is sent."""
-        scalars.event_time(ctx.event_time_s)
-        if groups.ids_N.device != self.device:
-            remedy = "Move them to the shard's device."
-            got, allowed = groups.ids_N.device, self.device
-            raise DTypeError("device of ids", got=got, allowed=allowed, remedy=remedy)
-        if method != "reinitialize":
-            for table in groups.tables_G.tolist():
-                checks.table_index(table, len(self.specs))
-        if counts_N is not None:
-            checks.counts(groups, counts_N)
-        checks.rates(ctx, self.specs)
-
-    def _checked_values(
-        self, groups: IdGroups, values: Sequence[Sequence[Tensor]]
-    ) -> list[Sequence[Tensor]]:
-        if not values:
-            return []
-        sizes: list[int] = groups.splits_G1.diff().tolist()
-        specs = [self.specs[table] for table in groups.tables_G.tolist()]
-        shapes = [((n, spec.dim), real_dtype(spec)) for n, spec in zip(sizes, specs, strict=True)]
-        return [checks.grads(rows, shapes, self.device) for rows in values]
-
->>>>>>> upper
     def _numbers(
         self, call: Arrived, numbers_N: Tensor
     ) -> tuple[list[RowBuffer], tuple[Tensor, ...]]:

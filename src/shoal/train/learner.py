@@ -25,13 +25,9 @@ from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.rules.schedules import as_rate
-<<<<<<< HEAD
-from shoal.table.hosting import HostedTables, hosted_spec, plan_placement
-from shoal.table.spec import TableSpec
-=======
 from shoal.table.hosting import HostedTables, hosted_spec
+from shoal.table.spec import TableSpec
 from shoal.train.placing import planned, settled_placement
->>>>>>> planner
 from shoal.train.ranks import ALONE, Ranks
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -135,19 +131,9 @@ class Learner:
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, config),
-<<<<<<< HEAD
             None
             if self.served
-            else plan_placement(
-                tuple(self.tables.tables.values()),
-                mesh.world_size,
-                default=settings.placement.default,
-                kinds=settings.placement.tables,
-                local_world_size=mesh.launch.local_world_size,
-            ),
-=======
-            self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
->>>>>>> planner
+            else self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
             mesh=mesh,
             grad_reduce=settings.grad_reduce,
             per_sender_steps=settings.per_sender_steps,
