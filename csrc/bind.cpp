@@ -241,8 +241,13 @@ void bind_updates(nb::class_<PyShard>& shard) {
 void bind_upkeep(nb::class_<PyShard>& shard) {
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
       .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
-      .def("release", [](PyShard& s, std::uint32_t epoch) { s.shard.release(epoch); }, Release())
-      .def("stop_log", [](PyShard& s) { s.shard.stop_log(); }, Release())
+      .def("release",
+           [](PyShard& s, std::uint32_t epoch, const std::string& consumer) {
+             s.shard.release(epoch, consumer);
+           },
+           Release())
+      .def("leave", [](PyShard& s, const std::string& consumer) { s.shard.leave(consumer); },
+           Release())
       .def("incarnation", [](PyShard& s) { return s.shard.incarnation(); }, Release())
       .def("clear", [](PyShard& s, int t) { s.shard.clear(t); }, Release())
       .def_prop_rw(

@@ -1,20 +1,25 @@
 #include "bind_row_images.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "bind_shard.h"
 #include "deletion_log.h"
 #include "hash.h"
+#include "kept_rows.h"
 #include "pool.h"
-#include "pre_images.h"
 
 namespace nb = nanobind;
 
@@ -26,12 +31,10 @@ constexpr std::size_t kWord = 8;  // records start at multiples of it
 // Of a table: bytes of weights and of state, where state lies in a record, salt.
 using TableForm = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
 
-// Records are handed over as they lie: id, last seen and count, 16 bytes more, weights, state.
-class RowImages {
- public:
-  RowImages(const std::vector<TableForm>& forms, std::uint32_t since, std::uint32_t epoch,
-            std::size_t budget_bytes)
-      : forms_(forms), images_(plain(forms), since, epoch, budget_bytes) {}
+// Records of the open snapshots of a GPU shard, handed over as they lie: id, last seen and count, 16
+// bytes more, weights, state.
+struct RowImages {
+  explicit RowImages(std::vector<TableForm> f) : forms(std::move(f)) {}
 
   // Of `n` records of a table: `places` in words from `records`.
   void keep(int table, Address records, Address places, Address versions, std::uint32_t n) {
@@ -40,37 +43,74 @@ class RowImages {
     block.ids = base;
     block.seen = base + kWord;
     block.weights = base + kHead;
-    block.state = base + std::get<2>(forms_.at(static_cast<std::size_t>(table)));
+    block.state = base + std::get<2>(forms.at(static_cast<std::size_t>(table)));
     RowView view;
     view.blocks = &block;
     view.weight_stride = view.state_stride = kWord;
     view.geometry = Geometry{31, 31};  // one block
-    const WriteGuard guard(lock_);
-    images_.keep(table, view, at<const std::int32_t>(places), at<const std::uint32_t>(versions), n);
+    const WriteGuard guard(lock);
+    open.keep(table, view, at<const std::int32_t>(places), at<const std::uint32_t>(versions), n);
   }
 
-  std::uint32_t tick() { return images_.tick(); }
-  void check() const { images_.check(); }
+  std::vector<PreImages::Form> plain() const {
+    std::vector<PreImages::Form> result;
+    for (const auto& [weights, state, _, salt] : forms) {
+      result.push_back({weights, state, salt, std::size_t{1} << 31});
+    }
+    return result;
+  }
+
+  static constexpr std::size_t kHead = 32;  // bytes before a record's weights
+  const std::vector<TableForm> forms;
+  FairLock lock;
+  OpenSnapshots open;
+};
+
+// Those of one snapshot.
+class SnapshotImages {
+ public:
+  // Records that are handed over from now on may be its rows.
+  SnapshotImages(std::shared_ptr<RowImages> all, std::uint32_t since, std::uint32_t epoch,
+                 std::size_t budget_bytes)
+      : all_(std::move(all)) {
+    const WriteGuard guard(all_->lock);
+    if (all_->open.full()) throw std::length_error("open snapshots");
+    rows_ = std::make_shared<KeptRows>(all_->plain(), since, epoch, budget_bytes, all_->open);
+    all_->open.open(rows_);
+  }
+  SnapshotImages(const SnapshotImages&) = delete;
+  SnapshotImages& operator=(const SnapshotImages&) = delete;
+  ~SnapshotImages() { close(); }
+
+  // No record is kept for it from now on, and nothing else may be called.
+  void close() {
+    const std::shared_ptr<KeptRows> closed = std::move(rows_);
+    if (!closed || all_->lock.broken()) return;
+    const WriteGuard guard(all_->lock);
+    all_->open.close(*closed);
+  }
+
+  void check() const { rows_->check(); }
 
   std::tuple<std::int64_t, std::int64_t, double> stats() const {
-    const PreImageStats stats = images_.stats();
+    const PreImageStats stats = rows_->stats();
     return {stats.rows, stats.spilled_bytes, stats.waited_s};
   }
 
   // Adds rows kept before the clock stood at `before`, by the top bits of their hash.
   void histogram(int table, int bits, std::uint32_t before, Address counts) {
-    const std::uint64_t salt = std::get<3>(forms_.at(static_cast<std::size_t>(table)));
+    const std::uint64_t salt = std::get<3>(form(table));
     auto* const bins = at<std::int64_t>(counts);
     visit(table, 0, std::numeric_limits<std::uint64_t>::max(),
           [&](const PreImage& image, const char*, const char*) {
             const std::uint64_t hash = hash_of(image.id, salt);
-            if (image.clock < before) ++bins[bits == 0 ? 0 : hash >> (64 - bits)];
+            if (earlier(image.clock, before)) ++bins[bits == 0 ? 0 : hash >> (64 - bits)];
           });
   }
 
   // Rows kept so far with first <= hash <= last; copy() then copies them, ordered by hash.
   std::size_t find(int table, std::uint64_t first, std::uint64_t last) {
-    const auto& [weights, state, _, salt] = forms_.at(static_cast<std::size_t>(table));
+    const auto& [weights, state, _, salt] = form(table);
     const std::size_t record = sizeof(PreImage) + weights + state;
     table_ = table;
     found_.clear();
@@ -87,7 +127,7 @@ class RowImages {
   }
 
   void copy(const std::vector<Address>& to) const {
-    const auto& [weights, state, _, salt] = forms_[static_cast<std::size_t>(table_)];
+    const auto& [weights, state, _, salt] = form(table_);
     for (std::size_t i = 0; i < order_.size(); ++i) {
       const char* from = found_.data() + order_[i].second;
       PreImage image;
@@ -103,23 +143,16 @@ class RowImages {
   }
 
  private:
-  static constexpr std::size_t kHead = 32;  // bytes before a record's weights
-
-  static std::vector<PreImages::Form> plain(const std::vector<TableForm>& forms) {
-    std::vector<PreImages::Form> result;
-    for (const auto& [weights, state, _, salt] : forms) {
-      result.push_back({weights, state, salt, std::size_t{1} << 31});
-    }
-    return result;
+  const TableForm& form(int table) const {
+    return all_->forms.at(static_cast<std::size_t>(table));
   }
 
   void visit(int table, std::uint64_t first, std::uint64_t last, const PreImages::Visit& each) {
-    images_.visit(lock_, table, first, last, each);
+    rows_->visit(all_->lock, table, first, last, each);
   }
 
-  std::vector<TableForm> forms_;
-  FairLock lock_;
-  PreImages images_;
+  std::shared_ptr<RowImages> all_;
+  std::shared_ptr<KeptRows> rows_;
   int table_ = 0;
   std::vector<char> found_;
   std::vector<std::pair<std::uint64_t, std::size_t>> order_;  // hash, and where in found_
@@ -130,23 +163,30 @@ class RowImages {
 void bind_row_images(nb::module_& m) {
   using Free = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<RowImages>(m, "RowImages")
-      .def(nb::init<const std::vector<TableForm>&, std::uint32_t, std::uint32_t, std::size_t>())
+      .def(nb::init<std::vector<TableForm>>())
       .def("keep", &RowImages::keep, Free())
-      .def("tick", &RowImages::tick)
-      .def("check", &RowImages::check)
-      .def("stats", &RowImages::stats)
-      .def("histogram", &RowImages::histogram, Free())
-      .def("find", &RowImages::find, Free())
-      .def("copy", &RowImages::copy, Free());
+      .def("tick", [](RowImages& all) { return all.open.tick(); });
+  nb::class_<SnapshotImages>(m, "SnapshotImages")
+      .def(nb::init<std::shared_ptr<RowImages>, std::uint32_t, std::uint32_t, std::size_t>())
+      .def("close", &SnapshotImages::close, Free())
+      .def("check", &SnapshotImages::check)
+      .def("stats", &SnapshotImages::stats)
+      .def("histogram", &SnapshotImages::histogram, Free())
+      .def("find", &SnapshotImages::find, Free())
+      .def("copy", &SnapshotImages::copy, Free());
   nb::class_<DeletionLog>(m, "DeletionLog")
       .def(nb::init<>())
       .def(nb::init<std::size_t, std::int64_t>())
+      .def(nb::init<std::size_t, std::int64_t, std::int64_t>())
       .def_prop_ro("kept", [](const DeletionLog& log) { return log.open() && !log.broken(); })
       .def_prop_ro("open", &DeletionLog::open)
       .def_prop_ro("floor", &DeletionLog::floor)
       .def("start", &DeletionLog::start)
       .def("stop", &DeletionLog::stop)
       .def("release", &DeletionLog::release)
+      .def("hold", &DeletionLog::hold)
+      .def("leave", &DeletionLog::leave)
+      .def("excess", &DeletionLog::excess)
       .def("after", &DeletionLog::after)
       .def("append",
            [](DeletionLog& log, Address records, std::size_t n) {

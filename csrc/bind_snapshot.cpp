@@ -79,6 +79,7 @@ std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional
 void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::exception<SnapshotRefused>(m, "SnapshotRefused");
+  m.attr("MOST_SNAPSHOTS") = OpenSnapshots::kMost;
   m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
       .def_prop_ro("epoch", [](PySnapshot& s) { return s.open()->epoch(); })

@@ -17,6 +17,7 @@ void DeletionLog::start(std::uint32_t floor) {
   empty();
   open_ = true;
   floor_ = floor;
+  for (auto& [_, epoch] : held_) epoch = floor;
 }
 
 void DeletionLog::stop() {
@@ -62,12 +63,43 @@ void DeletionLog::spill() {
 void DeletionLog::release(std::uint32_t epoch) {
   if (!open_ || epoch <= floor_) return;
   floor_ = epoch;
+  std::erase_if(held_, [epoch](const auto& one) { return one.second < epoch; });
   first_ = after(epoch);
   while (!marks_.empty() && marks_.front().epoch <= epoch) marks_.pop_front();
   while (!files_.empty() && files_.front().first + files_.front().n <= first_) files_.pop_front();
   if (first_ <= tail_at_) return;
   tail_.erase(tail_.begin(), tail_.begin() + (first_ - tail_at_));
   tail_at_ = first_;
+}
+
+std::uint32_t DeletionLog::passed() const {
+  const auto slowest = std::min_element(held_.begin(), held_.end(), [](const auto& a, const auto& b) {
+    return a.second < b.second;
+  });
+  return slowest->second;
+}
+
+std::uint32_t DeletionLog::hold(const std::string& consumer, std::uint32_t epoch) {
+  std::uint32_t& own = held_.try_emplace(consumer, floor_).first->second;
+  own = std::max(own, epoch);
+  return passed();
+}
+
+std::optional<std::uint32_t> DeletionLog::leave(const std::string& consumer) {
+  held_.erase(consumer);
+  if (held_.empty()) return std::nullopt;
+  return passed();
+}
+
+std::optional<std::uint32_t> DeletionLog::excess() const {
+  const std::int64_t end = tail_at_ + static_cast<std::int64_t>(tail_.size());
+  if (!open_ || end - first_ <= most_) return std::nullopt;
+  std::uint32_t epoch = floor_;
+  for (const Mark& mark : marks_) {
+    if (end - mark.first <= most_) break;
+    epoch = mark.epoch;
+  }
+  return epoch;
 }
 
 std::int64_t DeletionLog::after(std::uint32_t epoch) const {

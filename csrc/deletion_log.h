@@ -5,6 +5,9 @@
 // A record of an id that has a row again is still here; who reads asks the index.
 #include <cstdint>
 #include <deque>
+#include <map>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "unnamed_file.h"
@@ -20,10 +23,11 @@ struct Deletion {
 
 class DeletionLog {
  public:
-  // Records in memory, and in one file.
+  // Records in memory, in one file, and in all: excess() asks for fewer where there are more.
   explicit DeletionLog(std::size_t in_memory = std::size_t{1} << 16,
-                       std::int64_t in_file = std::int64_t{1} << 22)
-      : in_memory_(in_memory), in_file_(in_file) {}
+                       std::int64_t in_file = std::int64_t{1} << 22,
+                       std::int64_t most = std::int64_t{1} << 28)
+      : in_memory_(in_memory), in_file_(in_file), most_(most) {}
   DeletionLog(const DeletionLog&) = delete;
 
   bool open() const { return open_; }
@@ -37,7 +41,15 @@ class DeletionLog {
   void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }  // what append() stamps; never falls
   void append(int table, std::int64_t id) noexcept;        // nothing while closed
   void append(const Deletion* records, std::size_t n) noexcept;  // whose epochs never fall
-  void release(std::uint32_t epoch);                       // drops records up to it
+  // Drops records up to it, and forgets consumers that still want some of them.
+  void release(std::uint32_t epoch);
+  // A consumer has what happened up to the epoch, and is known from now on; returns the epoch that
+  // all known ones have passed, for release().
+  std::uint32_t hold(const std::string& consumer, std::uint32_t epoch);
+  // A consumer wants no more; none: it was the last one.
+  std::optional<std::uint32_t> leave(const std::string& consumer);
+  // Up to which epoch to release records, since there are too many; none: there are not.
+  std::optional<std::uint32_t> excess() const;
   // Number of the first record above an epoch.
   std::int64_t after(std::uint32_t epoch) const;
   // Copies records [first, first + n) that exist; throws std::runtime_error if the file fails.
@@ -54,12 +66,14 @@ class DeletionLog {
     std::int64_t first, n;
   };
 
+  std::uint32_t passed() const;  // by all consumers; there are some
   void push(const Deletion& record);
   void spill();
   void empty();
 
   std::size_t in_memory_;
-  std::int64_t in_file_;
+  std::int64_t in_file_, most_;
+  std::map<std::string, std::uint32_t> held_;  // by consumer: the epoch it has passed
   bool open_ = false, broken_ = false;
   std::uint32_t epoch_ = 1, floor_ = 0;
   std::int64_t first_ = 0;    // number of the oldest record kept

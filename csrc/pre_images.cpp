@@ -18,18 +18,15 @@ namespace {
 constexpr std::size_t kMarkBytes = std::size_t{64} << 10;  // of a run, from mark to mark
 constexpr std::size_t kIoBytes = std::size_t{1} << 20;
 constexpr std::size_t kKeptFull = 2;  // full segments; a further one is filled, the last is spare
-constexpr std::uint32_t kBatch = 256;
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kStopBytes = std::size_t{1} << 20;  // of pages made between looks whether to stop
 
 }  // namespace
 
-PreImages::PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t epoch,
-                     std::size_t budget_bytes)
+PreImages::PreImages(std::vector<Form> forms, std::size_t budget_bytes,
+                     const std::atomic<std::uint32_t>& clock)
     : forms_(std::move(forms)),
-      since_(since),
-      span_(epoch - since),
-      overwritten_(forms_.size()),
+      clock_(clock),
       process_(static_cast<long>(getpid())) {
   for (Form& form : forms_) {
     form.record = (sizeof(PreImage) + form.weights + form.state + 7) & ~std::size_t{7};
@@ -184,32 +181,24 @@ void PreImages::copy(const Claim& claim, int table, const RowView& view, const s
   }
 }
 
-void PreImages::keep(int table, const RowView& view, const std::int32_t* rows,
-                     const std::uint32_t* versions, std::uint32_t n) noexcept {
-  if (failed_.load(std::memory_order_relaxed)) return;
-  std::int32_t chosen[kBatch];
-  std::uint32_t stamps[kBatch];
+void PreImages::add(int table, const RowView& view, const std::int32_t* rows,
+                    const std::uint32_t* versions, std::uint32_t n) noexcept {
   // A step must not fail for want of a copy: the snapshot does instead.
   try {
-    for (std::uint32_t i = 0; i < n;) {
-      std::uint32_t many = 0;
-      for (; i < n && many < kBatch; ++i) {
-        const auto row = static_cast<std::uint32_t>(rows[i]);
-        const std::uint32_t version = versions == nullptr ? row_version(view, row) : versions[i];
-        if (!unchanged(table, row, version)) continue;
-        chosen[many] = rows[i];
-        stamps[many++] = version;
-      }
-      for (std::uint32_t done = 0; done < many;) {
-        const Claim part = claim(forms_[table], many - done);
-        if (part.segment == nullptr) return;
-        copy(part, table, view, chosen + done, stamps + done);
-        done += part.n;
-      }
+    for (std::uint32_t done = 0; done < n;) {
+      const Claim part = claim(forms_[table], n - done);
+      if (part.segment == nullptr) return;
+      copy(part, table, view, rows + done, versions + done);
+      done += part.n;
     }
   } catch (const std::exception& error) {
     fail(error.what());
   }
+}
+
+std::size_t PreImages::runs() const {
+  const std::lock_guard guard(mutex_);
+  return runs_.size();
 }
 
 void PreImages::work() {
@@ -223,7 +212,7 @@ void PreImages::work() {
   spill();
 }
 
-// Has the pages made of as many segments as all rows of the cut may fill.
+// Has the pages made of as many segments as all rows of the point may fill.
 void PreImages::prepare() {
   std::size_t left = most_bytes_;
   for (Segment& segment : segments_) {
@@ -310,7 +299,7 @@ PreImages::Run PreImages::write_run(const Segment& segment) {
 }
 
 void PreImages::visit(FairLock& lock, int table, std::uint64_t first, std::uint64_t last,
-                      const Visit& visit) {
+                      std::size_t first_run, const Visit& visit) {
   check();
   const Form& form = forms_[table];
   struct Held {
@@ -358,7 +347,7 @@ void PreImages::visit(FairLock& lock, int table, std::uint64_t first, std::uint6
     throw;
   }
   release();
-  for (std::size_t r = 0; r < runs; ++r) {
+  for (std::size_t r = first_run; r < runs; ++r) {
     const Run* run = nullptr;
     {
       const std::lock_guard guard(mutex_);

@@ -1,14 +1,14 @@
 #pragma once
-// Rows as they were at a cut, copied by the first verb that changes them: in a bounded memory buffer,
-// then in an unnamed temporary file. Every row of the cut is either unchanged where it lies or has
-// exactly one copy here.
+// Copies of rows as they were before a verb changed them: in a bounded memory buffer, then in an
+// unnamed temporary file. Whose they are, kept_rows.h decides.
 //
 // Memory is four segments. Records grow from the front of one, entries (hash, where) from its end.
 // A thread of its own has their pages made before they are needed: a step that fills fresh ones pays
 // for their zeros. While two are full, it sorts the older and writes it as a run: records by
 // (table, hash), with a mark in memory every 64 KiB, so that a range of hashes is found again.
 //
-// keep() and overwrite() run under the shard's exclusive lock; keep() from several threads at once.
+// add() runs under the shard's exclusive lock, from several threads at once; any number of threads
+// read.
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -31,9 +31,14 @@ namespace shoal {
 struct PreImage {
   std::int64_t id;
   std::uint32_t table, row, version, seen_s, count;
-  std::uint32_t clock;  // of the reader when it was copied
+  std::uint32_t clock;  // when it was copied
 };
 static_assert(sizeof(PreImage) == 32);
+
+// Of two times of a clock, which starts at 0 again after 2^32 - 1.
+inline bool earlier(std::uint32_t one, std::uint32_t other) {
+  return static_cast<std::int32_t>(one - other) < 0;
+}
 
 struct PreImageStats {
   std::int64_t rows = 0, spilled_bytes = 0;
@@ -45,41 +50,28 @@ class PreImages {
   struct Form {  // of a table's rows
     std::size_t weights, state;  // bytes
     std::uint64_t salt;
-    std::size_t rows;            // numbers that rows of the cut lie below
+    std::size_t rows;            // numbers that rows of the snapshot point lie below
     std::size_t record = 0;      // bytes of a copy; set by PreImages
   };
-  // Rows stamped in (since, epoch] are those of the cut.
-  PreImages(std::vector<Form> forms, std::uint32_t since, std::uint32_t epoch,
-            std::size_t budget_bytes);
+  // Copies get the time of the clock, which readers move.
+  PreImages(std::vector<Form> forms, std::size_t budget_bytes,
+            const std::atomic<std::uint32_t>& clock);
   PreImages(const PreImages&) = delete;
   PreImages& operator=(const PreImages&) = delete;
   ~PreImages();
 
-  // Whether a row with this version is still as it was at the cut.
-  bool stamped(std::uint32_t version) const { return version - since_ - 1 < span_; }
-  bool overwritten(int table) const { return !overwritten_[table].empty(); }
-  bool unchanged(int table, std::uint32_t row, std::uint32_t version) const {
-    if (!stamped(version) || row >= forms_[table].rows) return false;
-    const std::vector<std::uint64_t>& bits = overwritten_[table];
-    return bits.empty() || (bits[row / 64] >> (row % 64) & 1) == 0;
-  }
-  // Copies those of the rows that are unchanged; `versions`, or null: as stored.
-  void keep(int table, const RowView& view, const std::int32_t* rows, const std::uint32_t* versions,
-            std::uint32_t n) noexcept;
-  // Rows that come in whole may bear versions of before the cut: whatever lies at this number from
-  // now on is not of the cut. make_bits() first, once a table: it throws std::bad_alloc.
-  void make_bits(int table) { overwritten_[table].resize((forms_[table].rows + 63) / 64); }
-  void overwrite(int table, std::uint32_t row) {
-    if (row < forms_[table].rows) overwritten_[table][row / 64] |= std::uint64_t{1} << (row % 64);
-  }
+  // Copies rows, whose versions are told.
+  void add(int table, const RowView& view, const std::int32_t* rows, const std::uint32_t* versions,
+           std::uint32_t n) noexcept;
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }  // a copy was lost
+  std::size_t runs() const;  // written so far
 
-  // The reader passes a place: copies made from now on have a clock not below what it returns.
-  std::uint32_t tick() { return clock_.fetch_add(1) + 1; }
-  // Calls visit(image, weights, state) for the table's copies with first <= hash <= last; takes the
-  // shard's lock for a moment. Throws std::runtime_error when the file failed.
+  // Calls visit(image, weights, state) for the table's copies with first <= hash <= last, those of
+  // the first runs left out; takes the shard's lock for a moment. Throws std::runtime_error when the
+  // file failed.
   using Visit = std::function<void(const PreImage&, const char* weights, const char* state)>;
   void visit(FairLock& lock, int table, std::uint64_t first, std::uint64_t last,
-             const Visit& visit);
+             std::size_t first_run, const Visit& visit);
   void check() const;  // throws std::runtime_error when a copy was lost
   PreImageStats stats() const;
 
@@ -126,10 +118,8 @@ class PreImages {
   void fail(const char* why) noexcept;
 
   std::vector<Form> forms_;
-  const std::uint32_t since_, span_;
+  const std::atomic<std::uint32_t>& clock_;
   std::size_t segment_bytes_, largest_ = 0, most_bytes_ = 0;  // of a segment; a copy; all copies
-  std::vector<std::vector<std::uint64_t>> overwritten_;
-  std::atomic<std::uint32_t> clock_{0};
   std::atomic<bool> failed_{false}, forked_{false};
   std::atomic<std::int64_t> kept_{0};
 

@@ -60,8 +60,8 @@ void Shard::check_epochs() const {
 std::uint32_t Shard::cut() {
   const WriteGuard guard(lock_);
   check_epochs();
-  deletions_.set_epoch(epoch_ + 1);
-  return epoch_++;
+  close_epoch();
+  return epoch_ - 1;
 }
 
 void Shard::probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent,

@@ -144,12 +144,14 @@ class Shard {
   void load_rows(int t, const Table::Columns& rows, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
-  void release(std::uint32_t epoch);  // no cursor starts below it any more
-  void stop_log();                    // no cursor is in use any more
+  // No cursor of this consumer starts below the epoch any more; deletions that no consumer wants go.
+  void release(std::uint32_t epoch, const std::string& consumer);
+  void leave(const std::string& consumer);  // it wants none; the last one ends the log
   std::int64_t incarnation();
 
-  // A cut that keeps the rows as they are at it until close(); rows and deletions after
-  // `since->epoch`, or all rows. The first one opens the log of deletions. Throws SnapshotRefused.
+  // A point whose rows are kept as they are at it until close(); rows and deletions after
+  // `since->epoch`, or all rows. The first one opens the log of deletions; OpenSnapshots::kMost may be
+  // open at once. Throws SnapshotRefused.
   std::shared_ptr<Snapshot> snapshot(const Cursor* since, Snapshot::Options options);
   void close(const Snapshot& snapshot);
   // Closes the epochs up to this one; throws std::invalid_argument where a row's is above it.
@@ -175,13 +177,16 @@ class Shard {
   bool sums_finite(const std::vector<TableWork>& works, const std::vector<Part>& parts,
                    int threads);
   void check_epochs() const;
-  void restart_log(std::uint32_t floor);  // empties it, which an open snapshot may still need
+  void close_epoch();
+  void release_log(std::uint32_t epoch);
+  void restart_log(std::uint32_t floor);  // empties it, which open snapshots may still need
 
   std::vector<Table> tables_;
   std::uint32_t epoch_ = 1;
   std::int64_t incarnation_;  // new whenever cursors of before can no longer be served
   DeletionLog deletions_;
-  std::shared_ptr<Snapshot> snapshot_;  // the open one
+  OpenSnapshots open_;
+  std::vector<std::shared_ptr<Snapshot>> snapshots_;  // those that are open, oldest first
   std::atomic<std::int64_t> last_step_{0};     // reads without a step of their own use it (OneBit's scale)
   std::uint64_t membership_ = 0;  // counts changes of which ids have rows
   FairLock lock_;

@@ -21,22 +21,29 @@ std::int64_t Shard::incarnation() {
   return incarnation_;
 }
 
-void Shard::release(std::uint32_t epoch) {
-  const WriteGuard guard(lock_);
-  const std::uint32_t closed = std::min(epoch, epoch_ - 1);
-  if (snapshot_ && closed > snapshot_->since()) snapshot_->take_log();
-  deletions_.release(closed);
+// Open snapshots copy what they have not read of the log yet, as far as it is about to go.
+void Shard::release_log(std::uint32_t epoch) {
+  for (const std::shared_ptr<Snapshot>& one : snapshots_) {
+    if (epoch > one->since()) one->take_log();
+  }
+  deletions_.release(epoch);
 }
 
-void Shard::stop_log() {
+void Shard::release(std::uint32_t epoch, const std::string& consumer) {
   const WriteGuard guard(lock_);
-  if (snapshot_) snapshot_->take_log();
+  release_log(deletions_.hold(consumer, std::min(epoch, epoch_ - 1)));
+}
+
+void Shard::leave(const std::string& consumer) {
+  const WriteGuard guard(lock_);
+  if (const auto epoch = deletions_.leave(consumer)) return release_log(*epoch);
+  for (const std::shared_ptr<Snapshot>& one : snapshots_) one->take_log();
   deletions_.stop();
 }
 
 std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options options) {
   const WriteGuard guard(lock_);
-  if (snapshot_) throw SnapshotRefused(SnapshotRefused::Why::open);
+  if (open_.full()) throw SnapshotRefused(SnapshotRefused::Why::full);
   const bool kept = deletions_.open() && !deletions_.broken();
   std::uint32_t from = 0;
   if (since != nullptr) {
@@ -51,15 +58,17 @@ std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options
   check_epochs();
   Snapshot::LogSpan log;
   if (since != nullptr) log = Snapshot::LogSpan{deletions_.after(from), deletions_.after(epoch_)};
-  auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, log, options);
+  auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, log, options, open_);
   if (!kept) {
     // Deletions of before are not known, so that cursors of before are worth nothing.
     incarnation_ = new_incarnation();
-    deletions_.start(epoch_);
+    restart_log(epoch_);
   }
-  deletions_.set_epoch(++epoch_);
-  snapshot_ = snapshot;
-  for (Table& table : tables_) table.keep_in(&snapshot_->images());
+  snapshots_.reserve(snapshots_.size() + 1);
+  open_.open(snapshot->kept());
+  snapshots_.push_back(snapshot);
+  close_epoch();
+  for (Table& table : tables_) table.keep_in(&open_);
   return snapshot;
 }
 
@@ -67,14 +76,24 @@ void Shard::close(const Snapshot& snapshot) {
   std::shared_ptr<Snapshot> closed;  // dies without the lock: its thread may be writing
   if (lock_.broken()) return;
   const WriteGuard guard(lock_);
-  if (snapshot_.get() != &snapshot) return;
-  for (Table& table : tables_) table.keep_in(nullptr);
-  closed = std::move(snapshot_);
-  snapshot_.reset();
+  if (!open_.close(*snapshot.kept())) return;
+  if (open_.empty()) {
+    for (Table& table : tables_) table.keep_in(nullptr);
+  }
+  const auto at = std::find_if(snapshots_.begin(), snapshots_.end(),
+                               [&](const auto& one) { return one.get() == &snapshot; });
+  closed = std::move(*at);
+  snapshots_.erase(at);
+}
+
+// Of a consumer that does not come any more, there are deletions up to a bound.
+void Shard::close_epoch() {
+  if (const auto most = deletions_.excess()) release_log(*most);
+  deletions_.set_epoch(++epoch_);
 }
 
 void Shard::restart_log(std::uint32_t floor) {
-  if (snapshot_) snapshot_->take_log();
+  for (const std::shared_ptr<Snapshot>& one : snapshots_) one->take_log();
   deletions_.start(floor);
 }
 

@@ -30,12 +30,10 @@ std::vector<PreImages::Form> forms_of(const Shard& shard) {
 }  // namespace
 
 Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
-                   LogSpan log, Options options)
+                   LogSpan log, Options options, OpenSnapshots& open)
     : shard_(shard),
-      since_(since),
-      epoch_(epoch),
       window_rows_(std::max<std::size_t>(options.window_rows, 1)),
-      images_(forms_of(shard), since, epoch, options.buffer_bytes),
+      kept_(std::make_shared<KeptRows>(forms_of(shard), since, epoch, options.buffer_bytes, open)),
       log_(log),
       deleted_(static_cast<std::size_t>(shard.size())),
       deleted_ready_(deleted_.size(), false),
@@ -45,7 +43,7 @@ Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
 }
 
 std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int threads) {
-  images_.check();
+  kept_->check();
   found_.clear();
   found_table_ = t;
   found_first_ = first;
@@ -107,7 +105,7 @@ void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t s
   for (std::size_t i = start; i < stop; ++i) {
     const std::uint32_t row = found_[i];
     to.versions[i] = row_version(view, row);
-    if (images_.unchanged(found_table_, row, row_version(view, row))) continue;
+    if (kept_->unchanged(found_table_, row, row_version(view, row))) continue;
     missed.push_back(std::uint64_t{row} << 32 | i);
   }
 }
@@ -147,7 +145,7 @@ void Snapshot::read(const SnapshotColumns& to, int threads) {
     all.insert(all.end(), some.begin(), some.end());
   }
   if (!all.empty()) fill(to, all);
-  images_.check();
+  kept_->check();
 }
 
 void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed) {
@@ -165,7 +163,7 @@ void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>&
     slots[at] = entry;
   }
   std::size_t filled = 0;
-  images_.visit(shard_.lock(), found_table_, found_first_, found_last_,
+  kept_->visit(shard_.lock(), found_table_, found_first_, found_last_,
                 [&](const PreImage& image, const char* from, const char* from_state) {
                   std::size_t at = slot_of(image.row);
                   while (slots[at] != ~std::uint64_t{0} && slots[at] >> 32 != image.row) {
@@ -181,7 +179,7 @@ void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>&
                   if (state > 0) std::memcpy(to.state + i * state, from_state, state);
                   ++filled;
                 });
-  images_.check();
+  kept_->check();
   if (filled != missed.size()) throw std::logic_error("a snapshot lost rows that changed");
 }
 
@@ -217,17 +215,17 @@ void Snapshot::drop_present(int t, std::vector<std::int64_t>& ids) {
     for (std::int64_t i = 0; i < many; ++i) {
       if (rows[i] == kNoRow) continue;
       const auto row = static_cast<std::uint32_t>(rows[i]);
-      present[at + i] = images_.unchanged(t, row, row_version(view, row));
+      present[at + i] = kept_->unchanged(t, row, row_version(view, row));
     }
   }
   const auto below = [salt](std::int64_t id, std::uint64_t hash) { return hash_of(id, salt) < hash; };
-  images_.visit(shard_.lock(), t, 0, ~std::uint64_t{0},
+  kept_->visit(shard_.lock(), t, 0, ~std::uint64_t{0},
                 [&](const PreImage& image, const char*, const char*) {
                   const auto at =
                       std::lower_bound(ids.begin(), ids.end(), hash_of(image.id, salt), below);
                   if (at != ids.end() && *at == image.id) present[at - ids.begin()] = true;
                 });
-  images_.check();
+  kept_->check();
   std::size_t kept = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (!present[i]) ids[kept++] = ids[i];

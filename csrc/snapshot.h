@@ -1,7 +1,7 @@
 #pragma once
 // The rows of a shard as they were when an epoch closed, read by table and range of hashes while
 // verbs go on. Rows that did not change since are read where they lie; a row's version tells. The
-// others are in PreImages.
+// others are in KeptRows.
 //
 // Which rows there are is fixed at the cut, so an index of a window of the hash space, once built,
 // is right for good: (hash, row number), ordered, of at most 2^21 rows. It is built by scanning the
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "buffers.h"
-#include "pre_images.h"
+#include "kept_rows.h"
 
 namespace shoal {
 
@@ -23,10 +23,10 @@ class Table;
 
 class SnapshotRefused : public std::exception {
  public:
-  enum class Why { open, incarnation, forgotten };
+  enum class Why { full, incarnation, forgotten };
   explicit SnapshotRefused(Why why) : why_(why) {}
   const char* what() const noexcept override {
-    return why_ == Why::open ? "open" : why_ == Why::incarnation ? "incarnation" : "forgotten";
+    return why_ == Why::full ? "full" : why_ == Why::incarnation ? "incarnation" : "forgotten";
   }
 
  private:
@@ -50,12 +50,13 @@ class Snapshot {
     std::int64_t first = 0, stop = 0;
   };
   // Under the shard's exclusive lock.
-  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch, LogSpan log, Options options);
+  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch, LogSpan log, Options options,
+           OpenSnapshots& open);
 
-  std::uint32_t since() const { return since_; }
-  std::uint32_t epoch() const { return epoch_; }
-  PreImages& images() { return images_; }
-  PreImageStats stats() const { return images_.stats(); }
+  std::uint32_t since() const { return kept_->since(); }
+  std::uint32_t epoch() const { return kept_->epoch(); }
+  const std::shared_ptr<KeptRows>& kept() const { return kept_; }
+  PreImageStats stats() const { return kept_->stats(); }
 
   // Adds the rows by the top bits of their hash.
   void histogram(int t, int bits, std::int64_t* to, int threads);
@@ -103,9 +104,8 @@ class Snapshot {
   void drop_present(int t, std::vector<std::int64_t>& ids);
 
   Shard& shard_;
-  const std::uint32_t since_, epoch_;
   const std::size_t window_rows_;
-  PreImages images_;
+  const std::shared_ptr<KeptRows> kept_;
   std::vector<std::size_t> highs_;  // numbers that rows of the cut lie below
   LogSpan log_;  // what is not read yet
   bool log_lost_ = false;

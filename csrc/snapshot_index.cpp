@@ -47,10 +47,10 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
     const std::size_t end =
         std::min({stop, (start | (kGroup - 1)) + 1, table.arena().block_stop(start)});
     start = end;
-    if (*row_maximum(view, row) > since_) {
+    if (*row_maximum(view, row) > since()) {
       const auto* versions = reinterpret_cast<const std::uint32_t*>(block_view(view, row).versions);
       const std::size_t many =
-          kernels().find_between(versions + row, end - row, since_, epoch_, rows + n);
+          kernels().find_between(versions + row, end - row, since(), epoch(), rows + n);
       for (std::size_t i = 0; i < many; ++i) rows[n + i] += row;
       n += many;
     }
@@ -75,9 +75,9 @@ void Snapshot::hash_rows(int t, const std::uint32_t* rows, std::size_t many, std
     batch[n] = Entry{hash, rows[i]};
     n += static_cast<std::size_t>(hash - first <= width);
   }
-  if (images_.overwritten(t)) {
+  if (kept_->overwritten(t)) {
     const auto gone = [&](const Entry& e) {
-      return !images_.unchanged(t, e.row, row_version(view, e.row));
+      return !kept_->unchanged(t, e.row, row_version(view, e.row));
     };
     n = static_cast<std::size_t>(std::remove_if(batch, batch + n, gone) - batch);
   }
@@ -91,14 +91,14 @@ void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,
   std::vector<std::uint32_t> clocks(stretches);
   Pool::instance().run(static_cast<std::int64_t>(stretches), threads, [&](std::int64_t k, int) {
     const ReadGuard guard(shard_.lock());
-    clocks[k] = images_.tick();
+    clocks[k] = kept_->tick();
     const std::size_t start = static_cast<std::size_t>(k) * kStretch;
     scan_rows(t, start, std::min(start + kStretch, high), first, last, found);
   });
   const std::uint64_t salt = shard_.table(t).spec().salt;
   // What changed before the scan passed it was not found there.
-  images_.visit(shard_.lock(), t, first, last, [&](const PreImage& image, const char*, const char*) {
-    if (image.clock >= clocks[image.row / kStretch]) return;
+  kept_->visit(shard_.lock(), t, first, last, [&](const PreImage& image, const char*, const char*) {
+    if (!earlier(image.clock, clocks[image.row / kStretch])) return;
     const Entry entry{hash_of(image.id, salt), image.row};
     found(&entry, 1);
   });
@@ -172,7 +172,7 @@ void Snapshot::build(int t, std::uint64_t first, int threads) {
       rows[to] = found[i];
     }
   });
-  images_.check();
+  kept_->check();
   for (std::size_t bin = 0; bin < many; ++bin) {
     if (at[bin] != edges[bin + 1]) throw std::logic_error("a snapshot lost rows that it counted");
   }

@@ -205,11 +205,11 @@ std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned
 }
 
 Keeper Table::keeper() const {
-  if (images_ == nullptr) return Keeper{};
+  if (open_ == nullptr) return Keeper{};
   return Keeper{[](const void* context, const RowView& view, const std::int32_t* rows,
                    const std::uint32_t* versions, std::uint32_t n) {
                   const auto& table = *static_cast<const Table*>(context);
-                  table.images_->keep(table.number_, view, rows, versions, n);
+                  table.open_->keep(table.number_, view, rows, versions, n);
                 },
                 this};
 }

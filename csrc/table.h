@@ -10,7 +10,7 @@
 #include "deletion_log.h"
 #include "index.h"
 #include "kernels.h"
-#include "pre_images.h"
+#include "kept_rows.h"
 
 namespace shoal {
 
@@ -109,11 +109,11 @@ class Table {
     log_ = log;
     number_ = number;
   }
-  // From now on rows that are about to change are copied there first; null: nowhere.
-  void keep_in(PreImages* images) { images_ = images; }
+  // From now on rows that are about to change are kept for these first; null: for none.
+  void keep_in(OpenSnapshots* open) { open_ = open; }
   Keeper keeper() const;
   void keep(std::int32_t row) const {
-    if (images_ != nullptr) images_->keep(number_, arena_.view(), &row, nullptr, 1);
+    if (open_ != nullptr) open_->keep(number_, arena_.view(), &row, nullptr, 1);
   }
   // Live rows ordered by unsigned hash.
   std::vector<std::int32_t> rows_by_hash() const;
@@ -155,7 +155,7 @@ class Table {
   bool plain_ = true;
   DeletionLog* log_ = nullptr;
   int number_ = 0;
-  PreImages* images_ = nullptr;
+  OpenSnapshots* open_ = nullptr;
   Loaded loaded_;
 };
 

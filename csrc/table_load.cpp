@@ -74,15 +74,15 @@ void Table::load(const Columns& from, int threads) {
     if (rows[i] == kNoRow) fresh.push_back(static_cast<std::uint32_t>(i));
   }
   make_rows(static_cast<std::int64_t>(fresh.size()), from, rows.data());
-  if (images_ != nullptr) images_->make_bits(number_);
+  if (open_ != nullptr) open_->make_bits(number_);
   // In order of input: what comes together lies together.
   for (const std::uint32_t i : fresh) rows[i] = arena_.take();
   loaded_.only = above;
   if (above) loaded_.last = hash(from.ids[from.n - 1]);
   enter(from, fresh, rows.data(), threads);
-  if (images_ != nullptr) {
+  if (open_ != nullptr) {
     for (std::size_t i = 0; i < n; ++i) {
-      images_->overwrite(number_, static_cast<std::uint32_t>(rows[i]));
+      open_->overwrite(number_, static_cast<std::uint32_t>(rows[i]));
     }
   }
 }
@@ -156,8 +156,8 @@ void Table::enter_part(const Entered* first, const Entered* last) {
 
 void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
                     std::int64_t stop) const {
-  if (images_ != nullptr) {
-    images_->keep(number_, arena_.view(), rows + start, nullptr,
+  if (open_ != nullptr) {
+    open_->keep(number_, arena_.view(), rows + start, nullptr,
                   static_cast<std::uint32_t>(stop - start));
   }
   for (std::int64_t i = start; i < stop;) {

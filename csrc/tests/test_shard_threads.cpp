@@ -140,7 +140,7 @@ void all_at_once(shoal::TableSpec table, bool clears) {
   others.emplace_back([&] {
     while (!stop.load()) {
       copy.scan(shard);
-      shard.release(copy.cursor.epoch);
+      shard.release(copy.cursor.epoch, "reader");
     }
   });
   if (clears) {

@@ -1,5 +1,5 @@
-// A reader of snapshots beside trainers, an evictor, a loader and cuts. Run under the thread
-// sanitizer by `make tsan`.
+// Readers of several open snapshots beside trainers, an evictor, a loader and cuts. Run under the
+// thread sanitizer by `make tsan`.
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -112,18 +112,34 @@ void all_at_once(std::size_t buffer_bytes) {
   for (int i = 0; i < 2; ++i) others.emplace_back([&, i] { train(shard, hold, i, stop); });
   others.emplace_back([&] { load(shard, hold, stop); });
   std::int64_t copied = 0;
-  for (int turn = 0; turn < 12; ++turn) {
+  struct Open {
     shoal::Exported want;
     std::shared_ptr<shoal::Snapshot> snapshot;
+  };
+  std::vector<Open> open;
+  for (int turn = 0; turn < 14; ++turn) {
     {
       const std::lock_guard guard(hold);
-      want = shard.export_rows(0, nullptr);
-      snapshot = shard.snapshot(nullptr, shoal::Snapshot::Options{buffer_bytes, 1000});
+      shoal::Exported want = shard.export_rows(0, nullptr);
+      const shoal::Snapshot::Options options{buffer_bytes, 1000};
+      open.push_back(Open{std::move(want), shard.snapshot(nullptr, options)});
     }
-    for (std::uint64_t pieces = 1; pieces < 12; pieces += 5) read(shard, *snapshot, want, pieces);
-    copied += snapshot->stats().rows;
-    shard.close(*snapshot);
+    if (open.size() < 3) continue;
+    std::vector<std::thread> readers;
+    for (const Open& one : open) {
+      readers.emplace_back([&shard, &one] {
+        for (std::uint64_t pieces = 1; pieces < 12; pieces += 5) {
+          read(shard, *one.snapshot, one.want, pieces);
+        }
+      });
+    }
+    for (auto& t : readers) t.join();
+    const auto closed = open.begin() + turn % 3;
+    copied += closed->snapshot->stats().rows;
+    shard.close(*closed->snapshot);
+    open.erase(closed);
   }
+  for (const Open& one : open) shard.close(*one.snapshot);
   EXPECT(copied > 0);
   stop = true;
   for (auto& t : others) t.join();

@@ -1,8 +1,9 @@
-"""A snapshot against a dictionary copy made at the cut, under any order of verbs."""
+"""Open snapshots against dictionary copies made at their points, under any order of methods."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,6 +20,8 @@ from support.cut_rows import unsigned_hashes
 from support.id_groups import groups_of
 from support.placed_shard import PlacedCuda, PlacedTiered
 
+OPEN = 3  # snapshots at a time
+WHICH = st.integers(0, OPEN - 1)
 IDS = st.lists(st.integers(0, 15), min_size=1, max_size=8)
 TTL_S = 10
 NAMES = ("ttl", "lru")
@@ -40,6 +43,16 @@ def rows_of(chunk: RowChunk) -> Rows:
     return {id_: (tuple(w), tuple(s), v, seen, n) for id_, w, s, v, seen, n in columns}
 
 
+@dataclass
+class Opened:
+    """A snapshot, and by table: the rows of its span, ids that went in it, ids of its point."""
+
+    snapshot: Snapshot
+    want: list[Rows]
+    deleted: list[set[int]]
+    present: list[set[int]]
+
+
 class SnapshotMachine(RuleBasedStateMachine):
     """One table that expires, one that evicts; buffers from nothing to plenty."""
 
@@ -55,11 +68,8 @@ class SnapshotMachine(RuleBasedStateMachine):
                 TableSpec(name="lru", segments=(segment,), capacity_rows=9, on_full="lru"),
             )
         )
-        self.snapshot: Snapshot | None = None
-        self.want: list[Rows] = []
-        self.deleted: list[set[int]] = []
-        self.marks: dict[int, list[set[int]]] = {}  # ids there or gone by epoch, for deltas
-        self.ever: list[set[int]] = [set(), set()]
+        self.opened: list[Opened] = []
+        self.marks: dict[int, list[set[int]]] = {}  # ids of earlier points, for deltas
         self.incarnation = 0
         self.now_s = 0
         self.value = 1.0
@@ -117,76 +127,78 @@ class SnapshotMachine(RuleBasedStateMachine):
     def cut(self) -> None:
         self.shard.cut()
 
-    @precondition(lambda self: self.snapshot is None)
-    @rule(buffer_bytes=st.sampled_from([0, 300, 1 << 20]), delta=st.booleans())
-    def take(self, buffer_bytes: int, delta: bool) -> None:
+    @precondition(lambda self: len(self.opened) < OPEN)
+    @rule(buffer_bytes=st.sampled_from([0, 300, 1 << 20]), back=st.integers(0, 3))
+    def take(self, buffer_bytes: int, back: int) -> None:
+        """All rows, or what changed since one of the last points."""
         now = self.tables()
-        since = None
-        if delta and self.marks and self.incarnation == self.shard.incarnation:
-            from_epoch = max(self.marks)
-            since = Cursor(self.incarnation, from_epoch)
-        self.snapshot = self.shard.snapshot(since, buffer_bytes=buffer_bytes)
+        if self.incarnation != self.shard.incarnation:
+            self.marks = {}
+        earlier = sorted(self.marks)[-back:] if back else []
+        since = Cursor(self.shard.incarnation, earlier[0]) if earlier else None
+        snapshot = self.shard.snapshot(since, buffer_bytes=buffer_bytes)
         self.incarnation = self.shard.incarnation
-        self.want, self.deleted = [], []
-        for table, rows in enumerate(now):
-            from_epoch = 0 if since is None else since.epoch
-            self.want.append({id_: row for id_, row in rows.items() if row[2] > from_epoch})
-            before = self.marks[from_epoch][table] if since else set()
-            self.deleted.append(before - rows.keys())
-        self.marks = {self.snapshot.epoch: [set(rows) for rows in now]}
-        self.delta = since is not None
+        before = self.marks[earlier[0]] if earlier else [set[int](), set[int]()]
+        self.opened.append(
+            Opened(
+                snapshot,
+                [{i: row for i, row in rows.items() if row[2] > snapshot.since} for rows in now],
+                [gone - rows.keys() for gone, rows in zip(before, now, strict=True)],
+                [set(rows) for rows in now],
+            )
+        )
+        self.marks[snapshot.epoch] = [set(rows) for rows in now]
 
-    @precondition(lambda self: self.snapshot is not None)
-    @rule(table=st.integers(0, 1), edges=st.tuples(st.integers(0, 16), st.integers(0, 16)))
-    def read(self, table: int, edges: tuple[int, int]) -> None:
-        assert self.snapshot is not None
+    @precondition(lambda self: self.opened)
+    @rule(which=WHICH, table=st.integers(0, 1), edges=st.tuples(*[st.integers(0, 16)] * 2))
+    def read(self, which: int, table: int, edges: tuple[int, int]) -> None:
+        one = self.opened[which % len(self.opened)]
         start, stop = (HASHES * edge // 16 for edge in sorted(edges))
-        chunk = self.snapshot.read(table, start, stop)
+        chunk = one.snapshot.read(table, start, stop)
         hashes = unsigned_hashes(chunk.ids, NAMES[table])
         assert hashes == sorted(hashes)
-        ids_U = torch.tensor(sorted(self.want[table]), dtype=torch.int64)
+        ids_U = torch.tensor(sorted(one.want[table]), dtype=torch.int64)
         inside = {
             id_
             for id_, h in zip(ids_U.tolist(), unsigned_hashes(ids_U, NAMES[table]), strict=True)
             if start <= h < stop
         }
-        assert rows_of(chunk) == {id_: self.want[table][id_] for id_ in inside}
+        assert rows_of(chunk) == {id_: one.want[table][id_] for id_ in inside}
 
-    @precondition(lambda self: self.snapshot is not None)
-    @rule(table=st.integers(0, 1))
-    def count(self, table: int) -> None:
-        assert self.snapshot is not None
-        counts = self.snapshot.histogram(table, 3)
-        ids_U = torch.tensor(sorted(self.want[table]), dtype=torch.int64)
+    @precondition(lambda self: self.opened)
+    @rule(which=WHICH, table=st.integers(0, 1))
+    def count(self, which: int, table: int) -> None:
+        one = self.opened[which % len(self.opened)]
+        counts = one.snapshot.histogram(table, 3)
+        ids_U = torch.tensor(sorted(one.want[table]), dtype=torch.int64)
         want = [0] * 8
         for h in unsigned_hashes(ids_U, NAMES[table]):
             want[h >> 61] += 1
         assert counts.tolist() == want
 
-    @precondition(lambda self: self.snapshot is not None)
-    @rule(table=st.integers(0, 1))
-    def deletions(self, table: int) -> None:
+    @precondition(lambda self: self.opened)
+    @rule(which=WHICH, table=st.integers(0, 1))
+    def deletions(self, which: int, table: int) -> None:
         """All that went since; ids that came and went in between may be named too."""
-        assert self.snapshot is not None
-        gone = self.snapshot.deleted(table).tolist()
+        one = self.opened[which % len(self.opened)]
+        gone = one.snapshot.deleted(table).tolist()
         assert len(set(gone)) == len(gone)
-        assert self.deleted[table] <= set(gone)
-        assert not set(gone) & self.marks[self.snapshot.epoch][table]
-        if not self.delta:
+        assert one.deleted[table] <= set(gone)
+        assert not set(gone) & one.present[table]
+        if one.snapshot.since == 0:
             assert gone == []
 
-    @precondition(lambda self: self.snapshot is not None)
-    @rule()
-    def close(self) -> None:
-        assert self.snapshot is not None
-        self.snapshot.close()
-        self.snapshot = None
+    @precondition(lambda self: self.opened)
+    @rule(which=WHICH)
+    def close(self, which: int) -> None:
+        self.opened.pop(which % len(self.opened)).snapshot.close()
 
     def teardown(self) -> None:
-        if self.snapshot is not None:
-            for table in range(2):
-                self.read(table, (0, 16))
-            self.snapshot.close()
+        while self.opened:
+            for which in range(len(self.opened)):
+                for table in range(2):
+                    self.read(which, table, (0, 16))
+            self.close(1)
 
 
 class DeviceMachine(SnapshotMachine):

@@ -41,13 +41,23 @@ class Consumer:
 
     def drain(self, shard: Shard) -> set[tuple[str, int]]:
         """Take what changed: delete, then upsert. Returns which ids were named."""
-        with self._opened(shard) as snapshot:
+        self.open(shard)
+        return self.finish(shard)
+
+    def open(self, shard: Shard) -> None:
+        """Set the snapshot point up to which `finish` takes what changed."""
+        self.snapshot = self._opened(shard)
+        self.next = cursor_of(shard, self.snapshot)
+
+    def finish(self, shard: Shard) -> set[tuple[str, int]]:
+        """Take it, and close the snapshot."""
+        with self.snapshot as snapshot:
             tables = range(len(shard.specs))
             chunks = [snapshot.read(k, 0, HASHES) for k in tables]
             gone = {
                 (shard.specs[k].name, id_) for k in tables for id_ in snapshot.deleted(k).tolist()
             }
-            self.cursor = cursor_of(shard, snapshot)
+            self.cursor = self.next
             for chunk in chunks:
                 assert (
                     (chunk.versions > snapshot.since) & (chunk.versions <= snapshot.epoch)

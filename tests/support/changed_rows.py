@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
 from shoal.table.shard import GradRecord, Shard, StepContext
-from shoal.table.values import RowChunk
+from shoal.table.values import Cursor, RowChunk
 
+from .cut_rows import COLUMNS, assert_same, in_pieces
 from .id_groups import groups_of
 
-__all__ = ["CHANGES", "exported", "filled", "put", "reload", "specs", "train"]
+__all__ = [
+    "CHANGES",
+    "check_several",
+    "exported",
+    "filled",
+    "put",
+    "reload",
+    "specs",
+    "train",
+]
 
 S = TypeVar("S", bound=Shard)
 
@@ -46,11 +56,12 @@ def train(shard: Shard, table: int, ids: Sequence[int], at_s: int = 0) -> None:
 
 
 def filled(shard: S, rows: int = 3000) -> S:
-    """So many rows in the table that grows, 64 and 200 in the others."""
+    """So many rows in the table that grows, 64 and at most 200 in the others."""
     put(shard, 0, range(rows), at_s=50)
     train(shard, 0, range(0, rows, 7), at_s=60)
     put(shard, 1, range(64), at_s=50)
-    train(shard, 2, range(-100, 100))
+    some = min(rows // 2, 100)
+    train(shard, 2, range(-some, some))
     return shard
 
 
@@ -109,14 +120,14 @@ def swap(shard: Shard) -> None:
 
 def reuse(shard: Shard) -> None:
     shard.evict(155)  # those not trained since
-    put(shard, 0, range(5000, 5400), at_s=155)
-    put(shard, 0, range(100), at_s=155)
+    put(shard, 0, range(5000, 5100), at_s=155)
+    put(shard, 0, range(50), at_s=155)
 
 
 def emptied(shard: Shard) -> None:
     for table in range(3):
         shard.clear(table)
-    put(shard, 0, range(2500, 2900))
+    put(shard, 0, range(2500, 2600))
 
 
 CHANGES: dict[str, Callable[[Shard], object]] = {
@@ -139,3 +150,28 @@ CHANGES: dict[str, Callable[[Shard], object]] = {
     "reused rows": reuse,
     "all": lambda shard: [CHANGES[name](shard) for name in list(CHANGES) if name != "all"],
 }
+
+
+def check_several(shard: Any, order: Sequence[int], buffer_bytes: int) -> None:
+    """Open as many snapshots, the second one of what changed, with changes in between; read each
+    before every closing, and close them in this order."""
+    held: list[Any] = []
+    wanted: list[list[RowChunk]] = []
+    for k in range(len(order)):
+        since = Cursor(shard.incarnation, held[0].epoch) if k == 1 else None
+        wanted.append([_later(rows, since.epoch if since else 0) for rows in exported(shard)])
+        held.append(shard.snapshot(since, buffer_bytes=buffer_bytes))
+        for change in (("apply",), ("load of old versions", "reused rows"), ("swapped rows",))[k]:
+            CHANGES[change](shard)
+    for turn, closed in enumerate(order):
+        for k in order[turn:]:
+            for table, rows in enumerate(wanted[k]):
+                assert int(held[k].histogram(table, 2).sum()) == len(rows.ids)
+                assert_same(in_pieces(held[k], table, 1 + turn), rows)
+        held[closed].close()
+        CHANGES[("load of old versions", "clear", "apply")[turn]](shard)
+
+
+def _later(rows: RowChunk, version: int) -> RowChunk:
+    later_R = rows.versions > version
+    return RowChunk(rows.table, *(getattr(rows, name)[later_R] for name in COLUMNS))

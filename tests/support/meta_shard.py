@@ -144,7 +144,7 @@ class MetaShard:
     def cut(self) -> int:
         return 0
 
-    def release(self, epoch: int | None) -> None:
+    def release(self, epoch: int | None, consumer: str = "") -> None:
         """Holds nothing."""
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:

@@ -32,7 +32,8 @@ class ChangeVerbs:
         self._incarnation = drawn()
         self._deleted: list[tuple[Key, int]] | None = None  # with the epoch of each; None: unkept
         self._floor = 0
-        self._snapshot: weakref.ref[ReferenceSnapshot] | None = None
+        self._snapshots: weakref.WeakSet[ReferenceSnapshot] = weakref.WeakSet()
+        self._passed: dict[str, int] = {}  # by consumer
 
     def _stack(self, rows: list[Tensor], width: int) -> Tensor:
         raise NotImplementedError
@@ -63,17 +64,21 @@ class ChangeVerbs:
         self._epoch += 1
         return self._epoch - 1
 
-    def release(self, epoch: int | None) -> None:
-        epoch = None if epoch is None else min(released(epoch), self._epoch - 1)
+    def release(self, epoch: int | None, consumer: str = "") -> None:
         if epoch is None:
+            self._passed.pop(consumer, None)
+        else:
+            epoch = min(released(epoch), self._epoch - 1)
+            self._passed[consumer] = max(epoch, self._passed.get(consumer, self._floor))
+        if not self._passed:
             self._deleted = None
         elif self._deleted is not None:
-            self._floor = max(self._floor, epoch)
-            self._deleted = [(key, at) for key, at in self._deleted if at > epoch]
+            self._floor = max(self._floor, min(self._passed.values()))
+            self._deleted = [(key, at) for key, at in self._deleted if at > self._floor]
 
     def snapshot(self, since: Cursor | None = None) -> ReferenceSnapshot:
-        if self._snapshot is not None and self._snapshot() is not None:
-            raise refused("snapshot", "another one is open")
+        if len(self._snapshots) == 8:
+            raise refused("snapshot", "8 open ones")
         from_epoch = 0 if since is None else since.epoch
         if since is not None:
             known = self._deleted is not None and since.incarnation == self._incarnation
@@ -84,7 +89,7 @@ class ChangeVerbs:
         if self._deleted is None:
             self._keep(epoch)
         made = ReferenceSnapshot(self, from_epoch, epoch, [] if since is None else gone)
-        self._snapshot = weakref.ref(made)
+        self._snapshots.add(made)
         return made
 
     def resume(self, epoch: int) -> Cursor:
@@ -98,12 +103,13 @@ class ChangeVerbs:
 
     def _check_still(self) -> None:
         """Before a method that changes rows."""
-        if self._snapshot is not None and self._snapshot() is not None:
+        if self._snapshots:
             raise refused("verb that changes rows", "an open snapshot")
 
     def _keep(self, floor: int) -> None:
         self._incarnation = drawn()
         self._deleted, self._floor = [], floor
+        self._passed = dict.fromkeys(self._passed, floor)
 
     def _renew(self) -> None:
         """Rows were loaded whose versions no earlier cursor covers."""
@@ -175,7 +181,8 @@ class ReferenceSnapshot:
 
     def close(self) -> None:
         if self.shard is not None:
-            self.shard._snapshot, self.shard = None, None
+            self.shard._snapshots.discard(self)
+            self.shard = None
 
     def __enter__(self) -> ReferenceSnapshot:
         return self

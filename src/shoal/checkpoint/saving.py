@@ -19,7 +19,7 @@ import torch
 
 from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.manifest import MANIFEST, SCHEMA, Kind, Manifest, Parent
-from shoal.checkpoint.snapshot_point import take_snapshot_point
+from shoal.checkpoint.snapshot_point import CONSUMER, take_snapshot_point
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, Claim, folder_name
 from shoal.checkpoint.writing import JobWriter, Progress
@@ -132,15 +132,15 @@ class Saving:
     def release(self) -> None:
         """Let this rank's shards forget deletions that are in this checkpoint or older ones.
 
-        Call it once no consumer needs them: no other feed of changes (a publisher's, say) is
-        behind this version, and the next delta builds on this checkpoint.
+        Call it once the next delta builds on this checkpoint. Those that another consumer known
+        to a shard (see `Shard.release`) still wants stay.
 
         Raises:
             CheckpointError: as `wait`.
         """
         self.wait()
         for shard in self._shards:
-            shard.release(self.version)
+            shard.release(self.version, CONSUMER)
 
     def _run(self, concurrent: bool) -> None:
         try:

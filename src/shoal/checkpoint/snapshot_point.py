@@ -17,6 +17,8 @@ from shoal.errors import CheckpointError
 from shoal.table.shard import Shard, Snapshot
 from shoal.table.values import AdmissionState, Cursor
 
+CONSUMER = "checkpoint"
+"""Of deletions: what a delta has to say since its parent."""
 _MOST_BEHIND = 1 << 16  # versions to catch up with other ranks: more is no job of one state
 
 
@@ -101,6 +103,7 @@ class _Held:
             if version:
                 _catch_up(shard, version)
             self._open[id(shard)] = shard.snapshot(since)
+            shard.release(0, CONSUMER)  # other consumers are not to let go of what a delta needs
         return {snapshot.epoch for snapshot in self._open.values()}
 
     def copied(self, version: int, rank: int) -> SnapshotPoint:

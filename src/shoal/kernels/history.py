@@ -509,13 +509,24 @@ def _stamp(  # type: ignore[no-untyped-def]
     tl.store(stamp.to(tl.pointer_type(tl.int32)), version.to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["stamped", "chunks", "n"])  # type: ignore[untyped-decorator]
-def _still(handles_ptr, stamped_ptr, stamped, chunks, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["stamped", "chunks", "n", "from_epoch", "to_epoch"])  # type: ignore[untyped-decorator]
+def _still(  # type: ignore[no-untyped-def]
+    handles_ptr,
+    stamped_ptr,
+    stamped,
+    chunks,
+    out_ptr,
+    n,
+    from_epoch,
+    to_epoch,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     live = (handle >= 0) & ((handle >> _BITS) < chunks)
     stamp = uint32_of(stamped_ptr, stamped, handle, live, _VERSIONS)
-    tl.store(out_ptr + at, tl.where(live & (stamp != 0), handle, -1), mask=at < n)
+    live = live & (stamp > from_epoch) & (stamp <= to_epoch)
+    tl.store(out_ptr + at, tl.where(live, handle, -1), mask=at < n)
 
 
 @triton.jit(do_not_specialize=["columns", "stamped", "chunks", "first", "n", "room"])  # type: ignore[untyped-decorator]
@@ -592,7 +603,7 @@ def stamp_rows(
     """Stamp rows with `from_epoch < version <= to_epoch`; others' stamps stay. One launch.
 
     Args:
-        stamped_WC: int64 [CHUNK_WORDS, C], see above; stamps are 0 before.
+        stamped_WC: int64 [CHUNK_WORDS, C], see above; a row's stamp is 0 or its version before.
         spans_BW: as `count_changed` takes them.
     """
     if len(spans_BW) == 0:
@@ -611,10 +622,12 @@ def stamp_rows(
     )
 
 
-def still_stamped(stamped_WC: Tensor, chunks: int, handles_R: Tensor) -> Tensor:
-    """Handles int32 [R] of rows that lie as they did at the cut; -1 for others. One launch.
+def still_stamped(
+    stamped_WC: Tensor, chunks: int, handles_R: Tensor, from_epoch: int, to_epoch: int
+) -> Tensor:
+    """Handles int32 [R] of rows that bear a stamp in (from_epoch, to_epoch]; -1 for others.
 
-    chunks: that `stamped_WC` tells of.
+    One launch. chunks: that `stamped_WC` tells of.
     """
     n = handles_R.numel()
     out_R = torch.empty_like(handles_R)
@@ -628,6 +641,8 @@ def still_stamped(stamped_WC: Tensor, chunks: int, handles_R: Tensor) -> Tensor:
             chunks,
             out_R,
             n,
+            from_epoch,
+            to_epoch,
             BLOCK=_STILL_BLOCK,
         )
     return out_R
@@ -648,7 +663,7 @@ def keep_rows(
     """Copy whole rows that bear a stamp, and take it from them. One launch.
 
     Args:
-        chunks: that `stamped_WC` tells of; rows of later ones are not of the cut.
+        chunks: that `stamped_WC` tells of; rows of later ones bear none.
         handles_M: int32 [M], of any tables; -1 is passed over, and any may come twice.
         rows: the part of them to look at.
         room: records that `out_L` has room for.

@@ -241,13 +241,13 @@ def plan_without_offsets() -> ShapeError:
     )
 
 
-def second_snapshot() -> InputError:
-    """The error for a snapshot while another one is open."""
+def too_many_snapshots() -> InputError:
+    """The error for one more snapshot than a shard keeps rows for."""
     return InputError(
         "snapshot",
-        got="another one is open",
-        allowed="one snapshot of a shard at a time",
-        remedy="Close the other one first.",
+        got=f"{_core.MOST_SNAPSHOTS} open ones",
+        allowed=f"at most {_core.MOST_SNAPSHOTS} open snapshots of a shard",
+        remedy="Close one: call its close(), or read it in a with block.",
     )
 
 

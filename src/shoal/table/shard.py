@@ -300,23 +300,33 @@ class BulkRows(Protocol):
         """Close the current epoch and open the next; returns the closed one. Waits for writers."""
         ...
 
-    def release(self, epoch: int | None) -> None:
-        """Forget deletions up to `epoch`; None forgets all and keeps none until a snapshot.
+    def release(self, epoch: int | None, consumer: str = "") -> None:
+        """A consumer has all up to `epoch`; None: it wants no more.
 
-        An epoch not closed yet stands for the last closed one.
+        Deletions are kept as far back as the slowest of the consumers known by this call wants, and
+        not at all, until a snapshot, once the last one has left. `release(0, name)` makes a
+        consumer known that has nothing yet. Beyond 2^28 deletions (4 GiB of $TMPDIR) the oldest go
+        at the next snapshot point: a consumer that has not passed them, which may have died, is
+        forgotten and takes a full snapshot if it comes back.
+
+        Args:
+            epoch: one that is not closed yet stands for the last closed one; it never falls.
+            consumer: whose cursor it is.
         """
         ...
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """Set a snapshot point and keep its rows; at most one snapshot at a time.
+        """Set a snapshot point and keep its rows; at most 8 snapshots are open at once.
 
         From here on deletions are kept, so that a later snapshot may start at this one's epoch.
+        Snapshots are read and closed in any order; a row that changes is copied once for all open
+        ones that need it.
 
         Args:
             since: only what changed after `since.epoch`; None: all rows.
 
         Raises:
-            InputError: another snapshot is open, or `since` is of another incarnation or older
+            InputError: too many snapshots are open, or `since` is of another incarnation or older
                 than the deletions that are kept: take a full one.
         """
         ...
@@ -452,7 +462,8 @@ class SnapshotStats:
     """The cost so far of keeping a snapshot's rows.
 
     Args:
-        copied_rows: rows copied before a method changed them.
+        copied_rows: rows copied before a method changed them; those that an older snapshot needed,
+            too, count there.
         spilled_bytes: bytes of such rows that went to the temporary file.
         waited_s: seconds that methods waited for that file.
     """
@@ -511,7 +522,8 @@ class Snapshot(Protocol):
 
     Between its making and `close` each row is kept as at the snapshot, whatever later methods do
     to it: it is read here, or copied away by the first method that changes it. Copies that do not
-    fit the memory set aside for them go to an unlinked file. One thread reads; others train.
+    fit the memory set aside for them go to an unlinked file. One thread reads; others train, or
+    read snapshots of their own.
 
     Attributes:
         epoch: the closed epoch it shows.
@@ -547,7 +559,7 @@ class Snapshot(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget it; nothing is copied from now on. May be called twice."""
+        """Forget it; nothing is copied for it from now on. May be called twice."""
         ...
 
     def __enter__(self) -> Snapshot: ...

@@ -23,6 +23,7 @@ class ChangesMachine(RuleBasedStateMachine):
     """One table that expires, one that evicts; consumers at their own paces."""
 
     kind = "cpu"
+    open_at_once = 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +35,9 @@ class ChangesMachine(RuleBasedStateMachine):
             )
         )
         self.consumers = [Consumer() for _ in range(3)]
+        self.reading: dict[int, dict[int, float]] = {}  # by consumer: values at its open point
+        for k in range(3):
+            self.shard.release(0, f"consumer {k}")
         self.values: dict[int, float] = {}
         self.seen_s: dict[int, int] = {}
         self.epoch = 1
@@ -69,19 +73,34 @@ class ChangesMachine(RuleBasedStateMachine):
         assert self.shard.cut() == self.epoch
         self.epoch += 1
 
+    @precondition(lambda self: len(self.reading) < self.open_at_once)
+    @rule(k=st.integers(0, 2))
+    def open(self, k: int) -> None:
+        if k not in self.reading:
+            self.consumers[k].open(self.shard)
+            assert self.consumers[k].next.epoch == self.epoch
+            self.epoch += 1
+            self.reading[k] = dict(self.values)
+
+    @precondition(lambda self: self.reading)
+    @rule(k=st.integers(0, 2))
+    def finish(self, k: int) -> None:
+        k = sorted(self.reading)[k % len(self.reading)]
+        self.consumers[k].finish(self.shard)
+        held = self.consumers[k].held.items()
+        assert {id_: row[0] for (table, id_), row in held if table == "ttl"} == self.reading.pop(k)
+
     @rule(k=st.integers(0, 2))
     def read(self, k: int) -> None:
-        consumer = self.consumers[k]
-        consumer.drain(self.shard)
-        assert consumer.cursor is not None
-        assert consumer.cursor.epoch == self.epoch
-        self.epoch += 1
-        held = {id_: row[0] for (table, id_), row in consumer.held.items() if table == "ttl"}
-        assert held == self.values
+        if k not in self.reading:
+            self.open(k)
+        while k in self.reading:
+            self.finish(sorted(self.reading).index(k))
 
-    @rule()
-    def release(self) -> None:
-        self.shard.release(min(0 if c.cursor is None else c.cursor.epoch for c in self.consumers))
+    @rule(k=st.integers(0, 2))
+    def release(self, k: int) -> None:
+        if (cursor := self.consumers[k].cursor) is not None:
+            self.shard.release(cursor.epoch, f"consumer {k}")
 
     @precondition(lambda self: self.loads < 2)
     @rule(id_=st.integers(0, 12), ahead=st.integers(0, 2))
@@ -104,6 +123,8 @@ class ChangesMachine(RuleBasedStateMachine):
         assert all(consumer.restarts <= 1 + self.loads for consumer in self.consumers)
 
     def teardown(self) -> None:
+        while self.reading:
+            self.finish(0)
         for consumer in self.consumers:
             consumer.drain(self.shard)
             assert consumer.held == contents(self.shard.export(0), self.shard.export(1))
@@ -121,6 +142,7 @@ class TieredChangesMachine(ChangesMachine):
 
 class ReferenceChangesMachine(ChangesMachine):
     kind = "reference"
+    open_at_once = 0  # nothing may change while a snapshot is open
 
 
 TestChangesModel = ChangesMachine.TestCase

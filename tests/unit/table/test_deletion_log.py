@@ -66,6 +66,37 @@ def test_released_records_are_gone() -> None:
     assert ids_of(log, log.after(11)) == [0, 1]
 
 
+def test_what_the_slowest_consumer_wants_is_kept() -> None:
+    log = _core.DeletionLog()
+    assert log.hold("early", 3) == 3
+    log.start(5)
+    assert log.hold("late", 9) == 5
+    assert log.hold("early", 8) == 8
+    assert log.hold("early", 6) == 8  # none goes back
+    assert log.leave("early") == 9
+    assert log.leave("unknown") == 9
+    assert log.leave("late") is None
+
+
+def test_a_consumer_that_never_comes_holds_so_many_records() -> None:
+    log = _core.DeletionLog(8, 20, 30)
+    log.start(0)
+    log.hold("dead", 0)
+    for epoch in range(1, 7):
+        append(log, records(5 * epoch, 5, epoch))
+        assert log.excess() is None
+    append(log, records(35, 5, 7))
+    assert log.excess() == 1
+    log.release(1)
+    assert (log.floor, log.excess()) == (1, None)
+    assert ids_of(log, 0) == list(range(10, 40))
+    assert log.hold("alive", 3) == 3  # the dead one is forgotten
+    append(log, records(0, 50, 8))
+    assert log.excess() == 8
+    log.release(8)
+    assert ids_of(log, 0) == []
+
+
 def test_epochs_within_one_piece() -> None:
     log = _core.DeletionLog()
     log.start(0)

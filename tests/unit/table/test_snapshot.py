@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from support.change_consumer import Consumer, contents
 from support.changed_rows import (
     CHANGES,
     apply_twice_named,
+    check_several,
     exported,
     filled,
     put,
@@ -153,21 +158,44 @@ def test_a_deleted_id_is_named_once(shard: CpuShard) -> None:
         assert delta.read(0, 0, HASHES).ids.tolist() == [2]
 
 
-def test_a_second_one_is_refused(shard: CpuShard) -> None:
-    put(shard, 0, [1])
-    snapshot = shard.snapshot()
-    with pytest.raises(InputError, match="another one is open"):
-        shard.snapshot()
-    closed = snapshot.epoch
-    snapshot.close()
-    snapshot.close()
-    with pytest.raises(InputError, match="closed one"):
-        snapshot.read(0, 0, HASHES)
-    with shard.snapshot() as again:
-        assert again.epoch == closed + 1
-    third = shard.snapshot()
-    del third  # forgotten, not closed
-    shard.snapshot().close()
+@pytest.mark.parametrize("buffer_bytes", [BUFFER_BYTES, TINY])
+@pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))])
+def test_several_at_once(shard: CpuShard, order: tuple[int, ...], buffer_bytes: int) -> None:
+    filled(shard)
+    check_several(shard, order, buffer_bytes)
+
+
+def open_files() -> int:
+    """Unnamed ones."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(link.is_symlink() and "(deleted)" in os.readlink(link) for link in links)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists of open files are Linux's")
+@pytest.mark.parametrize("needed", [True, False])
+def test_rows_are_copied_once_for_all_that_need_them(needed: bool) -> None:
+    shard, before = filled(CpuShard(specs())), open_files()
+    want = shard.export(0)
+    oldest = shard.snapshot(buffer_bytes=TINY)
+    if not needed:
+        train(shard, 0, range(2000), at_s=80)
+        want = shard.export(0)
+    younger = shard.snapshot(buffer_bytes=TINY)
+    if needed:
+        train(shard, 0, range(2000), at_s=80)
+    while not oldest.stats.spilled_bytes:
+        time.sleep(1e-3)
+    train(shard, 0, range(2000), at_s=81)
+    copied = [one.stats.copied_rows for one in (oldest, younger)]
+    assert copied == ([2000, 0] if needed else [2000, 2000])
+    oldest.close()
+    assert open_files() - before == 1  # the younger one's, or what it needs of the other's
+    assert_same(in_pieces(younger, 0, 3), want)
+    train(shard, 0, range(1000, 3000), at_s=82)
+    assert younger.stats.copied_rows == (1000 if needed else 3000)
+    assert_same(in_pieces(younger, 0, 3), want)
+    younger.close()
+    assert open_files() == before
 
 
 def test_cursors_that_cannot_be_served(shard: CpuShard) -> None:
@@ -221,19 +249,24 @@ def test_what_it_costs_is_told(shard: CpuShard) -> None:
         assert snapshot.stats.spilled_bytes > 10_000
 
 
-def test_a_full_folder_fails_the_snapshot_only(
+def test_a_full_folder_fails_snapshots_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, other = filled(CpuShard(specs())), filled(CpuShard(specs()))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    with shard.snapshot(buffer_bytes=TINY) as snapshot:
+    with shard.snapshot(buffer_bytes=TINY) as snapshot, shard.snapshot() as sharing:
         for one in (shard, other):
             train(one, 0, range(3000))
-            train(one, 0, range(3000))
-        with pytest.raises(CheckpointError, match="temporary"):
-            snapshot.read(0, 0, HASHES)
-        with pytest.raises(CheckpointError, match="temporary"):
-            snapshot.histogram(1, 3)
+        want = shard.export(0)
+        with shard.snapshot() as unharmed:
+            for one in (shard, other):
+                train(one, 0, range(3000))
+            for lost in (snapshot, sharing):
+                with pytest.raises(CheckpointError, match="temporary"):
+                    lost.read(0, 0, HASHES)
+                with pytest.raises(CheckpointError, match="temporary"):
+                    lost.histogram(1, 3)
+            assert_same(unharmed.read(0, 0, HASHES), want)
     assert torch.equal(shard.export(0).state, other.export(0).state)
     with shard.snapshot() as snapshot:
         assert len(snapshot.read(0, 0, HASHES).ids) == 3000

@@ -195,10 +195,8 @@ def test_an_id_deleted_twice_is_named_once(shard: Shard) -> None:
         assert sorted(delta.deleted(0).tolist()) == [1, 2]
 
 
-def test_one_at_a_time(shard: Shard) -> None:
+def test_a_closed_one_is_not_read(shard: Shard) -> None:
     snapshot = shard.snapshot()
-    with pytest.raises(InputError, match="another one is open"):
-        shard.snapshot()
     snapshot.close()
     snapshot.close()
     for verb in (
@@ -208,8 +206,23 @@ def test_one_at_a_time(shard: Shard) -> None:
     ):
         with pytest.raises(InputError, match="a closed one"):
             verb()
-    with shard.snapshot():
-        pass
+
+
+def test_eight_at_once(shard: Shard) -> None:
+    put(shard, range(9), 1.0)
+    held = [shard.snapshot() for _ in range(8)]
+    assert [one.epoch for one in held] == list(range(held[0].epoch, held[0].epoch + 8))
+    with pytest.raises(InputError, match="8 open ones"):
+        shard.snapshot()
+    held.pop(3).close()
+    held.append(shard.snapshot())
+    for one in held:
+        assert same(one.read(0, 0, HASHES), shard.export(0))
+    del one, held[2:]  # forgotten, not closed
+    gc.collect()
+    with shard.snapshot(), shard.snapshot():
+        held[1].close()
+        assert held[0].read(0, 0, HASHES).ids.numel() == 9
 
 
 def test_one_that_nobody_holds_is_closed(shard: Shard) -> None:

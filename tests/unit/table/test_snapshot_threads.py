@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ ROWS = 6000
 BATCH = 500
 
 
+@pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("buffer_bytes", [64 << 20, 64 << 10])
-def test_readers_beside_trainers(buffer_bytes: int) -> None:
+def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
     segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
     shard = CpuShard([TableSpec(name="t", segments=(segment,), expiry=Expiry(ttl_s=40))], threads=2)
     stop = threading.Event()
@@ -44,34 +46,44 @@ def test_readers_beside_trainers(buffer_bytes: int) -> None:
                     shard.evict(step)
                     shard.cut()
 
-    def guarded(seed: int) -> None:
-        try:
-            train(seed)
-        except BaseException as error:
-            failures.append(error)
-            raise
+    copied = []
 
-    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    copied = 0
-    try:
-        for turn in range(8):
+    def read(pace: int) -> None:
+        for turn in range(8 // readers):
             with hold:
                 want = shard.export(0)
                 snapshot = shard.snapshot(buffer_bytes=buffer_bytes)
             with snapshot:
-                for _ in range(3):
+                for _ in range(pace):
                     assert_same(in_pieces(snapshot, 0, 1 + 5 * turn), want)
                 assert int(snapshot.histogram(0, 6).sum()) == len(want.ids)
                 assert_same(snapshot.read(0, 0, HASHES), want)
-                copied += snapshot.stats.copied_rows
+                copied.append(snapshot.stats.copied_rows)
+
+    def guarded(call: Callable[[int], None], argument: int) -> None:
+        try:
+            call(argument)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def started(call: Callable[[int], None], argument: int) -> threading.Thread:
+        thread = threading.Thread(target=guarded, args=(call, argument))
+        thread.start()
+        return thread
+
+    trainers = [started(train, seed) for seed in range(2)]
+    others = [started(read, 3 * k) for k in range(1, readers)]
+    try:
+        read(3)
+        for thread in others:
+            thread.join()
     finally:
         stop.set()
-        for thread in threads:
+        for thread in trainers:
             thread.join()
     assert not failures
-    assert copied > 0
+    assert max(copied) > 0
 
 
 def test_a_reader_beside_sums_of_gradients() -> None:
@@ -111,6 +123,7 @@ def test_a_forked_child_trains_on_without_the_snapshot() -> None:
     shard.assign(ids, ones, ctx=ctx)
     want = shard.export(0)
     snapshot = shard.snapshot(buffer_bytes=64 << 10)
+    younger = shard.snapshot()  # which has copies of its own, and some of the older one's
     half = groups_of((0, list(range(rows // 2))))
     shard.assign(half, (ones[0][: rows // 2],), ctx=ctx)
     assert snapshot.stats.spilled_bytes > 0  # that thread waits
@@ -122,18 +135,23 @@ def test_a_forked_child_trains_on_without_the_snapshot() -> None:
             signal.alarm(30)
             shard.assign_add(ids, ones, ctx=ctx)
             try:
+                younger.read(0, 0, HASHES)
+            except CheckpointError:
+                younger.close()
+            try:
                 snapshot.read(0, 0, HASHES)
             except CheckpointError as error:
                 snapshot.close()
-                del snapshot
+                del snapshot, younger
                 entry = shard.entry(0, 9)  # few numbers: torch's own threads are gone, too
                 right = "forked" in str(error) and entry and entry.weights.tolist() == [2.0] * 8
                 code = 0 if right else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with snapshot:
-        assert_same(snapshot.read(0, 0, HASHES), want)
+    for one in (snapshot, younger):
+        with one:
+            assert_same(one.read(0, 0, HASHES), want)
 
 
 def test_closing_waits_for_a_read() -> None:

@@ -438,16 +438,16 @@ class CpuShard:
         """Whose cursors are good; see `shoal.table.shard.Shard`."""
         return int(self._core.incarnation())
 
-    def release(self, epoch: int | None) -> None:
-        """Forget deletions up to `epoch`; None forgets all and keeps none until a snapshot.
+    def release(self, epoch: int | None, consumer: str = "") -> None:
+        """Forget deletions that no consumer wants; see `shoal.table.shard.Shard`.
 
         Raises:
             InputError: not an int in [0, 2^32).
         """
         if epoch is None:
-            self._core.stop_log()
+            self._core.leave(consumer)
         else:
-            self._core.release(released(epoch))
+            self._core.release(released(epoch), consumer)
 
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
@@ -460,7 +460,7 @@ class CpuShard:
                 unlinked file in $TMPDIR.
 
         Raises:
-            InputError: another snapshot is open, `since` is of another incarnation, older than
+            InputError: too many snapshots are open, `since` is of another incarnation, older than
                 the deletions that are kept or not of a closed epoch, or the buffer is negative.
         """
         return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)

@@ -28,9 +28,10 @@ _WINDOW_ROWS = 1 << 21  # of the hash space, indexed at a time: 16 bytes each
 class CpuSnapshot:
     """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
-    A row that a method is about to change is copied first, once, into at most `buffer_bytes` of
-    memory and then into an unlinked file. If that fails, the method continues and the snapshot is
-    lost: its reads raise. Besides, an index of at most 32 MiB is kept of the hashes read last.
+    A row that a method is about to change is copied first, once for all open snapshots that need
+    it, by the oldest of them: into at most `buffer_bytes` of its memory and then into an unlinked
+    file. If that fails, the method continues, and the snapshots that have rows there are lost:
+    their reads raise. Besides, an index of at most 32 MiB is kept of the hashes read last.
 
     Args:
         specs: the tables.
@@ -40,7 +41,7 @@ class CpuSnapshot:
         lanes: threads a read may use, asked at each.
 
     Raises:
-        InputError: another snapshot is open, or `since` cannot be served.
+        InputError: too many snapshots are open, or `since` cannot be served.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class CpuSnapshot:
 
     @property
     def stats(self) -> SnapshotStats:
-        """What it has cost so far."""
+        """What it has cost so far; rows that an older snapshot copied for both are not counted."""
         with self._closing:
             return self._cost or SnapshotStats(*self._core.stats())
 
@@ -145,8 +146,8 @@ class CpuSnapshot:
         self._lanes = _one_lane
 
     def close(self) -> None:
-        """Forget it, and let go of what it kept; nothing is copied from now on. Waits for a read.
-        May be called twice."""
+        """Forget it, and let go of what it kept and no other open snapshot needs; nothing is
+        copied for it from now on. Waits for a read. May be called twice."""
         with self._reading:
             with self._closing:
                 self._cost = self._cost or SnapshotStats(*self._core.stats())
@@ -170,8 +171,8 @@ class CpuSnapshot:
 
 
 def _refused(why: str, since: Cursor | None) -> InputError:
-    if why == "open":
-        return native.second_snapshot()
+    if why == "full":
+        return native.too_many_snapshots()
     if why == "incarnation":
         return native.snapshot_since(str(since), "a cursor of the shard's incarnation")
     return native.snapshot_since(str(since), native.KEPT_EPOCH)

@@ -90,10 +90,25 @@ class DeviceDeletions:
         """Log records that the host has, whose epochs do not fall."""
         self._log.append(records.ctypes.data, len(records))
 
-    def release(self, epoch: int) -> None:
-        """Forget deletions up to an epoch; waits for the device."""
+    def release(self, epoch: int | None, consumer: str) -> None:
+        """Forget those that no consumer wants, since this one has passed an epoch, or wants no more
+        (None). Waits for the device.
+        """
+        if epoch is None:
+            passed = self._log.leave(consumer)
+            if passed is None:
+                self.stop()
+                return
+        else:
+            passed = self._log.hold(consumer, epoch)
         self.drain()
-        self._log.release(epoch)
+        self._log.release(passed)
+
+    def bound(self) -> None:
+        """Forget the oldest of too many, whoever wants them."""
+        passed = self._log.excess()
+        if passed is not None:
+            self._log.release(passed)
 
     def after(self, epoch: int) -> int:
         """Number of the first record above an epoch."""

@@ -1,4 +1,4 @@
-"""Epochs of a GPU shard, and its rows at a snapshot point, read by hash range during training."""
+"""Epochs of a GPU shard, and its rows at snapshot points, read by hash range during training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal import _core
 from shoal.errors import InputError
-from shoal.kernels.history import count_changed, still_stamped
+from shoal.kernels.history import count_changed
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.rows import read_ids, read_metadata, read_values
 from shoal.kernels.tables import COUNT_FREE, COUNT_FRESH, COUNT_ISSUED, CallGroups
@@ -27,7 +28,7 @@ from shoal.table.cuda.calls import ShardTables, probed
 from shoal.table.cuda.deletions import RECORD, DeviceDeletions, Records
 from shoal.table.cuda.export import Span, blocks_of_spans, gathered_rows
 from shoal.table.cuda.host_rows import RowsOnHost
-from shoal.table.cuda.images import DeviceImages, Mark, RowImages, Stamps, chosen, joined_by_hash
+from shoal.table.cuda.images import DeviceImages, Mark, SnapshotRows, chosen, joined_by_hash
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.turns import Turns
 from shoal.table.shard import HASHES, SnapshotStats, check_bits, check_range, not_copied
@@ -39,8 +40,8 @@ _ALL = (1 << 32) - 1  # no row is stamped later
 
 
 class History:
-    """Epochs of a GPU shard: the deletions that are logged, the snapshot that is open. Methods are
-    called in turns; a snapshot's reader is another thread.
+    """Epochs of a GPU shard: the deletions that are logged, the snapshots that are open. Methods
+    are called in turns; a snapshot's reader is another thread.
 
     Args:
         tables, memory, turns: the shard's.
@@ -62,11 +63,17 @@ class History:
         self.incarnation = _drawn_incarnation()
         self.deletions = DeviceDeletions(memory.counters, tables.device)
         self._host = host
-        self._snapshot: weakref.ref[CudaSnapshot] | None = None
+        self._snapshots: list[weakref.ref[CudaSnapshot]] = []
 
-    def open_snapshot(self) -> CudaSnapshot | None:
-        """The one that is open; one that nobody holds any more is none."""
-        return None if self._snapshot is None else self._snapshot()
+    def open_snapshots(self) -> list[CudaSnapshot]:
+        """Those that are open, oldest first; one that nobody holds any more is none. What is in
+        the list stays open: closing takes turns, too."""
+        if not self._snapshots:
+            return []
+        found = [snapshot for ref in self._snapshots if (snapshot := ref()) is not None]
+        if len(found) < len(self._snapshots):
+            self._snapshots = [weakref.ref(snapshot) for snapshot in found]
+        return found
 
     def keep(
         self,
@@ -75,19 +82,17 @@ class History:
         *,
         forms: Sequence[int] | None = None,
     ) -> None:
-        """Have an open snapshot keep rows that are about to change, as they are.
+        """Keep rows that are about to change, as they are, for open snapshots that need them.
 
         handles_M, size_1, forms: as `DeviceImages.keep` takes them.
         """
-        if self._snapshot is None or handles_M.numel() == 0:
+        if not self._snapshots or handles_M.numel() == 0:
             return
-        snapshot = self._snapshot()
-        if snapshot is None:
-            self._snapshot = None
-            return
+        snapshots = self.open_snapshots()
         payload_H = None if self._host is None else self._host.cache.payload_H()
-        layout = self.memory.layout
-        snapshot.images.keep(layout, handles_M, size_1, forms=forms, payload_H=payload_H)
+        # One for all, but where rows were loaded since the first one was opened.
+        for images in dict.fromkeys(snapshot.images for snapshot in snapshots):
+            images.keep(self.memory.layout, handles_M, size_1, forms=forms, payload_H=payload_H)
 
     def deleted(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Log rows that are about to leave the index."""
@@ -101,15 +106,14 @@ class History:
         """
         if self.epoch > scalars.LAST_VERSION:
             raise native.last_epoch()
+        self.deletions.bound()
         self.epoch += 1
         return self.epoch - 1
 
-    def release(self, epoch: int | None) -> None:
-        """Forget deletions up to an epoch; None forgets all and keeps none until a snapshot."""
-        if epoch is None:
-            self.deletions.stop()
-        else:
-            self.deletions.release(min(epoch, self.epoch - 1))
+    def release(self, epoch: int | None, consumer: str) -> None:
+        """A consumer has deletions up to an epoch, or wants none (None); those that nobody wants
+        are forgotten."""
+        self.deletions.release(None if epoch is None else min(epoch, self.epoch - 1), consumer)
 
     def loaded(self, latest: int) -> None:
         """Rows came in with versions of an earlier life, which no cursor of this one covers.
@@ -118,6 +122,8 @@ class History:
         """
         self.incarnation = _drawn_incarnation()
         self.epoch = max(self.epoch, latest)
+        for snapshot in self.open_snapshots():
+            snapshot.images.shut = True
         if self.deletions.open:
             self.deletions.start(self.epoch - 1)
 
@@ -138,27 +144,30 @@ class History:
         """Set a snapshot point and keep its rows; counters are at hand.
 
         Raises:
-            InputError: another one is open, or `since` cannot be served.
+            InputError: too many are open, or `since` cannot be served.
         """
         tables, memory = self.tables, self.memory
-        if self.open_snapshot() is not None:
-            raise native.second_snapshot()
+        others = self.open_snapshots()
+        if len(others) >= _core.MOST_SNAPSHOTS:
+            raise native.too_many_snapshots()
         self.deletions.drain()
-        span, deleted = (0, self.epoch), [_NO_IDS] * len(tables.specs)
+        epochs, deleted = (0, self.epoch), [_NO_IDS] * len(tables.specs)
         if since is not None:
             self._check_since(since)
-            span = (since.epoch, self.epoch)
-            deleted = self._deleted_in(span)
-        stamps = Stamps(memory.layout, memory.columns_WC, self._handed_out(), span)
+            epochs = (since.epoch, self.epoch)
+            deleted = self._deleted_in(epochs)
         self.cut()
         if not self.deletions.kept:
             # Older cursors, for which there is no log, are invalid.
             self.incarnation = _drawn_incarnation()
             self.deletions.start(self.epoch - 1)
-        forms = [tables.forms[form] for form in tables.form_of]
-        kept = RowImages(tables.specs, forms, span, buffer_bytes)
-        made = CudaSnapshot(self, span, deleted, DeviceImages(stamps, kept, tables.forms))
-        self._snapshot = weakref.ref(made)
+        images = others[-1].images if others else None
+        if images is None or not images.joinable:
+            images = DeviceImages(memory.layout, tables.specs, tables.forms, tables.form_of)
+        spans = self._handed_out()
+        rows = images.join(memory.layout, memory.columns_WC, spans, epochs, buffer_bytes)
+        made = CudaSnapshot(self, deleted, images, rows)
+        self._snapshots.append(weakref.ref(made))
         return made
 
     def _check_since(self, since: Cursor) -> None:
@@ -194,23 +203,25 @@ class History:
         sizes = (known_KC[:, COUNT_FRESH] + more_K).tolist()
         return [Span(k, 0, size) for k, size in enumerate(sizes) if size > 0]
 
-    def rows_still(self, table: int, handles_R: Tensor, images: DeviceImages) -> RowChunk:
+    def rows_still(
+        self, table: int, handles_R: Tensor, images: DeviceImages, rows: SnapshotRows
+    ) -> RowChunk:
         """Those of these rows that are as at the snapshot point, in this order, on the CPU; the
         others are among the images.
 
         Other methods wait for the launches of one piece at a time.
         """
-        form, stamps, memory = self.tables.form(table), images.stamps, self.memory
+        form, memory = self.tables.form(table), self.memory
         marks: list[Mark] = []
 
         def gather(piece: slice) -> tuple[Tensor, Tensor, Tensor]:
             with self.turns.aside():
                 marks.append(images.mark())
-                own_R = still_stamped(stamps.columns_WC, stamps.chunks, handles_R[piece])
+                own_R = rows.still(handles_R[piece])
                 where_R = own_R if self._host is None else self._host.cache.places_N(own_R)
                 values = read_values(memory.layout, form, where_R)
                 metadata_4R = read_metadata(memory.layout, own_R)
-                stamps.retire()
+                images.stamps.retire()
             retire(*values, metadata_4R)
             return *values, metadata_4R
 
@@ -224,8 +235,7 @@ class History:
     def close(self, snapshot: CudaSnapshot) -> None:
         """Keep nothing for this one any more."""
         with self.turns.lock:
-            if self.open_snapshot() is snapshot:
-                self._snapshot = None
+            self._snapshots = [ref for ref in self._snapshots if ref() not in (None, snapshot)]
 
     def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
         """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
@@ -266,16 +276,16 @@ def _drawn_incarnation() -> int:
 class CudaSnapshot:
     """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
-    Each method that changes rows makes one launch more. The device holds 4 bytes a row of the
-    shard, 12 a row of the table read last, two pieces of what is read, and rows on their way to the
-    host; the host two pieces plus the result and the memory for rows that change. Ends with this
-    object at the latest.
+    Each method that changes rows makes one launch more, however many are open. The device holds 4
+    bytes a row of the shard and rows on their way to the host for all, 12 a row of the table read
+    last and two pieces of what is read for each; the host two pieces plus the result and the memory
+    for rows that change. Ends with this object at the latest.
 
     Args:
         history: of the shard whose rows they are.
-        epochs: since and epoch; rows stamped in `(since, epoch]` are in it.
-        deleted: of each table, the ids that went in that span.
-        images: keeps rows that change.
+        deleted: of each table, the ids that went in its span of epochs.
+        images: keeps rows that change, for other snapshots, too.
+        rows: its own.
     """
 
     def __reduce__(self) -> Any:
@@ -284,16 +294,16 @@ class CudaSnapshot:
     def __init__(
         self,
         history: History,
-        epochs: tuple[int, int],
         deleted: Sequence[Tensor],
         images: DeviceImages,
+        rows: SnapshotRows,
     ) -> None:
         self._history = history
         self._specs = history.tables.specs
         device = history.tables.device
-        self._since, self._epoch = epochs
+        self._since, self._epoch = rows.epochs
         self._deleted = tuple(deleted)
-        self._images = images
+        self._images, self._rows = images, rows
         self._reading = threading.Lock()
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -302,7 +312,7 @@ class CudaSnapshot:
         self._tick = 0
         self._open = True
         # Not when the process ends: a save that reads it is waited for then.
-        weakref.finalize(self, images.close).atexit = False
+        weakref.finalize(self, images.leave, rows).atexit = False
 
     @property
     def epoch(self) -> int:
@@ -321,13 +331,13 @@ class CudaSnapshot:
 
     @property
     def images(self) -> DeviceImages:
-        """What keeps rows that change."""
+        """What keeps rows that change, for other open snapshots, too."""
         return self._images
 
     @property
     def stats(self) -> SnapshotStats:
         """What it has cost so far, rows on their way to the host left out."""
-        return self._images.stats
+        return self._rows.stats
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
@@ -347,8 +357,8 @@ class CudaSnapshot:
                 starts = torch.searchsorted(keys_R, edges)
                 ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
                 counts = (ends - starts).cpu()
-            self._images.check()
-            return counts + self._images.images.histogram(table, bits, self._tick)
+            self._rows.check()
+            return counts + self._rows.histogram(table, bits, self._tick)
 
     def read(self, table: int, start: int, stop: int) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h, on the CPU.
@@ -358,15 +368,15 @@ class CudaSnapshot:
             CheckpointError: rows that changed could not be kept.
         """
         check_range(start, stop)
-        images = self._images
+        images, rows = self._images, self._rows
         with self._reading:
             self._check(table)
             with self._beside():
                 keys_R, handles_R = self._sorted(table)
                 low, high = (_place(keys_R, bound) for bound in (start, stop))
-                still = self._history.rows_still(table, handles_R[low:high], images)
-            images.check()
-            kept = images.images.read(table, start, stop)
+                still = self._history.rows_still(table, handles_R[low:high], images, rows)
+            rows.check()
+            kept = rows.read(table, start, stop)
         return joined_by_hash(self._specs[table].hash_name, still, kept)
 
     def deleted(self, table: int) -> Tensor:
@@ -382,13 +392,13 @@ class CudaSnapshot:
         """Nothing to leave: a read has one thread."""
 
     def close(self) -> None:
-        """Forget it; nothing is kept from now on. Waits for a read. May be called twice."""
+        """Forget it; nothing is kept for it from now on. Waits for a read. May be called twice."""
         with self._reading:
             if self._open:
                 self._open = False
                 self._history.close(self)
                 self._forget()
-                self._images.close()
+                self._images.leave(self._rows)
 
     def __enter__(self) -> CudaSnapshot:
         return self
@@ -423,7 +433,7 @@ class CudaSnapshot:
             history, images = self._history, self._images
             with history.turns.aside():
                 mark = images.mark()
-                handles_R, rows_1 = images.stamps.listed(table)
+                handles_R, rows_1 = self._rows.listed(table)
                 ids_R = read_ids(history.memory.layout, handles_R)
                 images.stamps.retire()
             retire(handles_R, rows_1, ids_R)

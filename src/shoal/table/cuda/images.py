@@ -1,12 +1,13 @@
-"""Rows of a snapshot of a GPU shard, kept as they were while training changes them."""
+"""Rows of the open snapshots of a GPU shard, kept as they were while training changes them."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from shoal.kernels.history import (
     keep_rows,
     list_changed,
     stamp_rows,
+    still_stamped,
 )
 from shoal.kernels.launch import retire, sent
-from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_VERSIONS, RowForm, ShardLayout
+from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_VERSIONS, CHUNK_WORDS, RowForm, ShardLayout
 from shoal.placement import hash_ids, sort_key
 from shoal.table import native, rows
 from shoal.table.cuda.counters import Counts
@@ -35,96 +37,10 @@ from shoal.table.shard import SnapshotStats
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
 
+T = TypeVar("T")
+
 _WORD = 0xFFFFFFFF
 _COLUMNS = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
-
-
-class RowImages:
-    """One thread adds, another reads.
-
-    Args:
-        specs, forms: the tables, and the row form of each.
-        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
-        buffer_bytes: memory for copies; the rest goes to the file.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[TableSpec],
-        forms: Sequence[RowForm],
-        epochs: tuple[int, int],
-        buffer_bytes: int,
-    ) -> None:
-        self._specs = tuple(specs)
-        self._core = _core.RowImages(
-            [
-                (
-                    form.dim * form.dtype.itemsize,
-                    form.state_width * form.real.itemsize,
-                    8 * HEAD_WORDS + form.weight_bytes,
-                    salt(spec.hash_name),
-                )
-                for spec, form in zip(specs, forms, strict=True)
-            ],
-            *epochs,
-            buffer_bytes,
-        )
-
-    def keep(self, records_L: NDArray[np.int64], places_R: NDArray[np.int64], first: int) -> None:
-        """Add records as `kernels.history` writes them; waits while the file is behind.
-
-        Args:
-            records_L: words of whole records, the first of which is word `first` of all.
-            places_R: table << 32 | word of each.
-        """
-        tables_R, words_R = places_R >> 32, (places_R & _WORD) - first
-        for k in np.unique(tables_R).tolist():
-            own_R = words_R[tables_R == k]
-            versions_R = records_L[own_R + IMAGE_VERSION].astype(np.uint32)
-            places = own_R.astype(np.int32)
-            self._core.keep(
-                k, records_L.ctypes.data, places.ctypes.data, versions_R.ctypes.data, len(own_R)
-            )
-
-    def tick(self) -> int:
-        """What is added from now on is not before the number this returns."""
-        return self._core.tick()
-
-    def check(self) -> None:
-        """Raise if a copy was lost.
-
-        Raises:
-            CheckpointError: memory or the file failed.
-        """
-        native.kept(self._core.check)
-
-    def stats(self) -> tuple[int, int]:
-        """Rows added, and bytes of those in the file."""
-        return self._core.stats()[:2]
-
-    def histogram(self, table: int, bits: int, before: int) -> Tensor:
-        """Rows added before that `tick`, by the top `bits` of their hash: int64 [2^bits].
-
-        Raises:
-            CheckpointError: a copy was lost.
-        """
-        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
-        native.kept(lambda: self._core.histogram(table, bits, before, address(counts)))
-        return counts
-
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
-        """Rows added so far with `start <= h < stop`, ordered by h.
-
-        Raises:
-            CheckpointError: a copy was lost.
-        """
-        count = 0
-        if start < stop:
-            count = native.kept(lambda: self._core.find(table, start, stop - 1))
-        chunk = rows.empty_chunk(self._specs[table], count)
-        if count:
-            self._core.copy(rows.pointers(chunk))
-        return chunk
 
 
 def chosen(chunk: RowChunk, rows: Tensor) -> RowChunk:
@@ -154,71 +70,91 @@ _PIECE_BYTES = 128 << 20  # of device memory that one launch may fill
 _FLYING_BYTES = 512 << 20  # of device memory that waits to be brought to the host
 _LANDING_BYTES = 8 << 20
 
-_LATEST = (1 << 32) - 1  # no row is stamped later
-
 
 class Stamps:
-    """Which rows belong to a snapshot and are unchanged; see `kernels.history`.
+    """Which rows are unchanged since a snapshot point that they belong to, for all open snapshots:
+    such a row bears its version; see `kernels.history`.
+
+    That is enough for any number of points. A row that is unchanged since one of them is unchanged
+    since all later ones, and belongs to those in whose span its version is.
 
     Holds 4 bytes a row that the shard has room for.
 
     Args:
         layout: the shard's.
-        columns_WC: its chunks' columns, on the host.
-        spans: all rows that the tables have handed out; a table once at most.
-        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
 
     Attributes:
-        chunks: that there were.
-        rows_K: rows of each table.
+        chunks: that rows with a stamp are in.
+        home: the stream that the memory is of, as a number; 0 when interpreted.
     """
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        columns_WC: Counts,
-        spans: Sequence[Span],
-        epochs: tuple[int, int],
-    ) -> None:
+    def __init__(self, layout: ShardLayout) -> None:
+        self._shard = layout
         device = layout.tables_KT.device
-        columns_WC, self.chunks = columns_WC.copy(), columns_WC.shape[1]
-        ends_C = np.cumsum(columns_WC[CHUNK_CAPACITY])
-        rows = int(ends_C[-1]) if self.chunks else 0
-        self._stamps = torch.zeros(rows, dtype=torch.int32, device=device)
-        starts_C = ends_C - columns_WC[CHUNK_CAPACITY]
-        columns_WC[CHUNK_VERSIONS] = self._stamps.data_ptr() + 4 * starts_C
-        self.columns_WC = sent(torch.from_numpy(columns_WC), device)
-        self._layout = ShardLayout(layout.tables_KT, layout.counters_KC, self.columns_WC)
-        self._spans = {span.table: span for span in spans}
-        self.rows_K = [0] * len(layout.tables_KT)
-        spans_BW = blocks_of_spans(spans, device)
-        stamp_rows(layout, self.columns_WC, spans_BW, *epochs)
-        if spans:
-            ends_B = count_changed(self._layout, spans_BW, 0, _LATEST)
-            lasts = np.cumsum([span.blocks for span in spans]) - 1
-            ends = ends_B[sent(torch.from_numpy(lasts), device)].tolist()
-            for span, rows in zip(spans, np.diff(ends, prepend=0).tolist(), strict=True):
-                self.rows_K[span.table] = rows
+        self.chunks, self.home = 0, 0
+        self._stamps = torch.empty(0, dtype=torch.int32, device=device)
+        self.columns_WC = torch.empty((CHUNK_WORDS, 0), dtype=torch.int64, device=device)
+        self._layout = layout
 
     @property
     def device(self) -> torch.device:
         """The shard's."""
         return self.columns_WC.device
 
-    def listed(self, table: int) -> tuple[Tensor, Tensor]:
-        """Handles int32 [R], R at least 1, of rows that still bear a stamp, -1 behind them; and how
-        many they are, int64 [1]."""
-        rows, device = self.rows_K[table], self.device
-        if rows == 0:
-            none = torch.full((1,), -1, dtype=torch.int32, device=device)
-            return none, torch.zeros(1, dtype=torch.int64, device=device)
-        spans_BW = blocks_of_spans([self._spans[table]], device)
-        ends_B = count_changed(self._layout, spans_BW, 0, _LATEST)
-        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, 0, _LATEST, rows)
+    def add(
+        self,
+        layout: ShardLayout,
+        columns_WC: Counts,
+        spans: Sequence[Span],
+        epochs: tuple[int, int],
+    ) -> dict[int, int]:
+        """Stamp the rows of a snapshot point; how many each table has.
+
+        Args:
+            layout: the shard's, now.
+            columns_WC: its chunks' columns, on the host.
+            spans: all rows that the tables have handed out; a table once at most.
+            epochs: rows with a version in `(since, epoch]` are those of the point.
+        """
+        if self.chunks < columns_WC.shape[1]:
+            self._cover(columns_WC.copy())
+        if not spans:
+            return {}
+        spans_BW = blocks_of_spans(spans, self.device)
+        stamp_rows(layout, self.columns_WC, spans_BW, *epochs)
+        ends_B = count_changed(self._layout, spans_BW, *epochs)
+        lasts = np.cumsum([span.blocks for span in spans]) - 1
+        ends = ends_B[sent(torch.from_numpy(lasts), self.device)].tolist()
+        return dict(zip([s.table for s in spans], np.diff(ends, prepend=0).tolist(), strict=True))
+
+    def _cover(self, columns_WC: Counts) -> None:
+        """Have room for the stamps of all chunks, which only grow in number; stamps stay."""
+        ends_C = np.cumsum(columns_WC[CHUNK_CAPACITY])
+        stamps = torch.zeros(int(ends_C[-1]), dtype=torch.int32, device=self.device)
+        columns_WC[CHUNK_VERSIONS] = stamps.data_ptr() + 4 * (ends_C - columns_WC[CHUNK_CAPACITY])
+        there = sent(torch.from_numpy(columns_WC), self.device)
+        stamps[: len(self._stamps)].copy_(self._stamps)
+        self.retire()
+        self._stamps, self.columns_WC, self.chunks = stamps, there, columns_WC.shape[1]
+        self._layout = ShardLayout(self._shard.tables_KT, self._shard.counters_KC, there)
+        if self.device.type == "cuda":
+            self.home = torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def listed(self, span: Span, rows: int, epochs: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Handles int32 [R], R at least 1, of a table's rows that bear a stamp in `(since, epoch]`,
+        -1 behind them; and how many they are, int64 [1].
+
+        Args:
+            span: all rows that the table had handed out.
+            rows: that they are at most; 1 or more.
+        """
+        spans_BW = blocks_of_spans([span], self.device)
+        ends_B = count_changed(self._layout, spans_BW, *epochs)
+        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, *epochs, rows)
         return handles_R, ends_B[-1:]
 
     def retire(self) -> None:
-        """See `kernels.transfer.retire`."""
+        """See `kernels.launch.retire`."""
         retire(self._stamps, self.columns_WC)
 
     def free(self) -> None:
@@ -253,34 +189,198 @@ class Mark:
         self._passed.set()
 
 
-class DeviceImages:
-    """Methods call `keep` one at a time; one other thread reads. Ends with `close`.
+class SnapshotRows:
+    """The rows of one snapshot: those that still bear a stamp, and copies of the others. One thread
+    reads; that of its `DeviceImages` adds copies. Made by `DeviceImages.join`.
 
-    Args:
-        stamps: of the snapshot point.
-        images: where rows end up.
-        forms: the shard's.
+    Attributes:
+        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
     """
 
-    def __init__(self, stamps: Stamps, images: RowImages, forms: Sequence[RowForm]) -> None:
-        self.stamps = stamps
-        self.images = images
+    def __init__(
+        self,
+        images: DeviceImages,
+        spans: Sequence[Span],
+        rows: dict[int, int],
+        epochs: tuple[int, int],
+        buffer_bytes: int,
+    ) -> None:
+        self.epochs = epochs
+        self._images = images
+        self._spans = {span.table: span for span in spans}
+        self._rows = rows
+        self._buffer_bytes = buffer_bytes
+        self._waited_before_s = images.waited_s
+        self._cost = SnapshotStats(0, 0, 0.0)
+        self._core: _core.SnapshotImages | None = None
+        self._closed = False
+        self._joined = threading.Event()
+        self._changing = threading.RLock()  # a collector may close it anywhere
+
+    def started(self, core: _core.RowImages) -> None:
+        """What is added to the core from now on may be rows of it."""
+        try:
+            with self._changing:
+                if not self._closed:
+                    self._core = _core.SnapshotImages(core, *self.epochs, self._buffer_bytes)
+        finally:
+            self._joined.set()
+
+    def close(self) -> None:
+        """Keep no more for it, and let go of copies that no other snapshot needs."""
+        with self._changing:
+            self._cost = self.stats
+            self._closed, core, self._core = True, self._core, None
+        if core is not None:
+            core.close()
+
+    def listed(self, table: int) -> tuple[Tensor, Tensor]:
+        """As `Stamps.listed`, of one of its tables."""
+        rows, device = self._rows.get(table, 0), self._images.stamps.device
+        if rows == 0:
+            none = torch.full((1,), -1, dtype=torch.int32, device=device)
+            return none, torch.zeros(1, dtype=torch.int64, device=device)
+        return self._images.stamps.listed(self._spans[table], rows, self.epochs)
+
+    def still(self, handles_R: Tensor) -> Tensor:
+        """Those of these handles whose rows still bear a stamp; -1 for others."""
+        stamps = self._images.stamps
+        return still_stamped(stamps.columns_WC, stamps.chunks, handles_R, *self.epochs)
+
+    def check(self) -> None:
+        """Raise if a copy was lost.
+
+        Raises:
+            CheckpointError: there was no memory, or the file failed.
+        """
+        self._images.check()
+        self._kept(lambda core: core.check())
+
+    @property
+    def stats(self) -> SnapshotStats:
+        """What it has cost, as far as rows are on the host."""
+        core = self._core
+        if self._closed or core is None:
+            return self._cost
+        rows, spilled = core.stats()[:2]
+        return SnapshotStats(rows, spilled, self._images.waited_s - self._waited_before_s)
+
+    def histogram(self, table: int, bits: int, before: int) -> Tensor:
+        """Rows copied before that tick of a `Mark`, by the top `bits` of their hash: int64
+        [2^bits].
+
+        Raises:
+            CheckpointError: a copy was lost.
+        """
+        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
+        self._kept(lambda core: core.histogram(table, bits, before, address(counts)))
+        return counts
+
+    def read(self, table: int, start: int, stop: int) -> RowChunk:
+        """Rows copied so far with `start <= h < stop`, ordered by h.
+
+        Raises:
+            CheckpointError: a copy was lost.
+        """
+        count = 0
+        if start < stop:
+            count = self._kept(lambda core: core.find(table, start, stop - 1))
+        chunk = rows.empty_chunk(self._images.specs[table], count)
+        if count:
+            self._kept(lambda core: core.copy(rows.pointers(chunk)))
+        return chunk
+
+    def _kept(self, call: Callable[[_core.SnapshotImages], T]) -> T:
+        self._joined.wait()
+        core = self._core
+        if core is None:  # it could not be made
+            self._images.check()
+            raise native.copies_lost("the snapshot was closed")
+        return native.kept(lambda: call(core))
+
+
+class DeviceImages:
+    """What keeps rows for any number of open snapshots. Methods call `keep` and `join` one at a
+    time; each snapshot has another thread that reads. Ends when the last snapshot leaves.
+
+    Args:
+        layout: the shard's.
+        specs: the tables.
+        forms: the shard's row forms.
+        form_of: of each table, which one it has.
+
+    Attributes:
+        stamps: of rows that are unchanged.
+        waited_s: that methods waited for rows to be brought to the host.
+        shut: no snapshot may join any more: rows were loaded, whose versions are not of the time
+            when they changed.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        specs: Sequence[TableSpec],
+        forms: Sequence[RowForm],
+        form_of: Sequence[int],
+    ) -> None:
+        self.stamps = Stamps(layout)
+        self.specs = tuple(specs)
+        self.waited_s = 0.0
+        self.shut = False
+        self._core = _core.RowImages(
+            [_table_form(s, forms[f]) for s, f in zip(specs, form_of, strict=True)]
+        )
+        self._snapshots: set[SnapshotRows] = set()
         self._record_words = [_record_words(form) for form in forms]
-        device = stamps.device
+        device = self.stamps.device
         self._device = device
         self._on_gpu = device.type == "cuda"
-        # Where its memory comes from; a method on another stream has to record it.
-        self._home = torch._C._cuda_getCurrentRawStream(device.index) if self._on_gpu else 0
         self._copies: torch.cuda.Stream | None = None
         self._landing_L: Tensor | None = None  # the thread's own
-        self._queue: queue.SimpleQueue[_Staged | Mark | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Staged | Mark | SnapshotRows | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._flying = 0  # bytes of staged rows
-        self._waited_s = 0.0
         self._lost: str | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._take_all, name="shoal-snapshot", daemon=True)
         self._thread.start()
+
+    @property
+    def joinable(self) -> bool:
+        """Whether another snapshot may join."""
+        return not self.shut and self._lost is None
+
+    def join(
+        self,
+        layout: ShardLayout,
+        columns_WC: Counts,
+        spans: Sequence[Span],
+        epochs: tuple[int, int],
+        buffer_bytes: int,
+    ) -> SnapshotRows:
+        """Keep the rows of a further snapshot point; nobody else joins or leaves meanwhile.
+
+        Args:
+            layout, columns_WC, spans, epochs: as `Stamps.add` takes them.
+            buffer_bytes: memory for copies of its rows; the rest goes to a file.
+        """
+        try:
+            rows = self.stamps.add(layout, columns_WC, spans, epochs)
+        except BaseException:
+            if not self._snapshots:
+                self._close()
+            raise
+        joined = SnapshotRows(self, spans, rows, epochs, buffer_bytes)
+        self._snapshots.add(joined)
+        self._queue.put(joined)  # behind what was kept before its point
+        return joined
+
+    def leave(self, snapshot: SnapshotRows) -> None:
+        """A snapshot is closed; the last one ends this. May be called twice, by any thread."""
+        snapshot.close()
+        self._snapshots.discard(snapshot)
+        if not self._snapshots:
+            self._close()
 
     def keep(
         self,
@@ -291,9 +391,9 @@ class DeviceImages:
         forms: Sequence[int] | None = None,
         payload_H: Tensor | None = None,
     ) -> None:
-        """Keep the given rows of the snapshot that are not kept yet: they are about to change.
+        """Keep those of the given rows that bear a stamp, and take it: they are about to change.
 
-        If that fails, the snapshot is lost, not the method.
+        If that fails, the snapshots are lost, not the method.
 
         Args:
             layout: the shard's, now.
@@ -324,7 +424,7 @@ class DeviceImages:
             if self._on_gpu:
                 staged.launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 staged.launched.record(torch.cuda.current_stream(self._device))
-                if torch._C._cuda_getCurrentRawStream(self._device.index) != self._home:
+                if torch._C._cuda_getCurrentRawStream(self._device.index) != self.stamps.home:
                     self.stamps.retire()
             self._queue.put(staged)
 
@@ -355,7 +455,7 @@ class DeviceImages:
                 return
             start = time.monotonic()
             self._changed.wait_for(lambda: self._flying <= most)
-            self._waited_s += time.monotonic() - start
+            self.waited_s += time.monotonic() - start
 
     def mark(self) -> Mark:
         """A mark at this point of the shard's order of methods."""
@@ -371,16 +471,9 @@ class DeviceImages:
         """
         if self._lost is not None:
             raise native.copies_lost(self._lost)
-        self.images.check()
 
-    @property
-    def stats(self) -> SnapshotStats:
-        """What it has cost, as far as rows are on the host."""
-        rows, spilled = self.images.stats()
-        return SnapshotStats(rows, spilled, self._waited_s)
-
-    def close(self) -> None:
-        """Keep no more, and give memory on the device back. May be called twice."""
+    def _close(self) -> None:
+        """Keep no more, and give memory on the device back."""
         if self._closed:
             return
         self._closed = True
@@ -397,7 +490,13 @@ class DeviceImages:
     def _take_all(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, Mark):
-                item.passed(self.images.tick())
+                item.passed(self._core.tick())
+                continue
+            if isinstance(item, SnapshotRows):
+                try:
+                    item.started(self._core)
+                except Exception as error:  # noqa: BLE001 - raised in the reader
+                    self._lose(f"{type(error).__name__}: {error}")
                 continue
             size = 8 * item.words_L.numel()
             try:
@@ -418,7 +517,7 @@ class DeviceImages:
             count = int(words_L[0])
             places_R = words_L[IMAGE_CURSORS : IMAGE_CURSORS + count].numpy()
             records_L = words_L[IMAGE_CURSORS + staged.room :].numpy()
-            self.images.keep(records_L, places_R, 0)
+            self._add(records_L, places_R, 0)
             return
         if self._copies is None:
             self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -444,8 +543,24 @@ class DeviceImages:
             first = int(starts_R[at])
             stop = max(int(np.searchsorted(ends_R, first + step, side="right")), at + 1)
             part = self._brought(records_L[first : int(ends_R[stop - 1])])
-            self.images.keep(part, places_R[at:stop], first)
+            self._add(part, places_R[at:stop], first)
             at = stop
+
+    def _add(self, records_L: NDArray[np.int64], places_R: NDArray[np.int64], first: int) -> None:
+        """Add records as `kernels.history` writes them; waits while the file is behind.
+
+        Args:
+            records_L: words of whole records, the first of which is word `first` of all.
+            places_R: table << 32 | word of each.
+        """
+        tables_R, words_R = places_R >> 32, (places_R & _WORD) - first
+        for k in np.unique(tables_R).tolist():
+            own_R = words_R[tables_R == k]
+            versions_R = records_L[own_R + IMAGE_VERSION].astype(np.uint32)
+            places = own_R.astype(np.int32)
+            self._core.keep(
+                k, records_L.ctypes.data, places.ctypes.data, versions_R.ctypes.data, len(own_R)
+            )
 
     def _brought(self, words_L: Tensor) -> NDArray[np.int64]:
         """Words of the device in pinned memory, which the next call uses again."""
@@ -462,3 +577,13 @@ class DeviceImages:
 
 def _record_words(form: RowForm) -> int:
     return HEAD_WORDS + (form.weight_bytes + form.state_bytes) // 8
+
+
+def _table_form(spec: TableSpec, form: RowForm) -> tuple[int, int, int, int]:
+    """Bytes of weights and of state, where state lies in a record, salt."""
+    return (
+        form.dim * form.dtype.itemsize,
+        form.state_width * form.real.itemsize,
+        8 * HEAD_WORDS + form.weight_bytes,
+        salt(spec.hash_name),
+    )

@@ -119,7 +119,7 @@ class Index:
                 room = max(int(memory.rows_room_K[k]) for k in part)
                 lives = Lives([(k, expiring[k]) for k in part], self._tables.device)
                 gone_M, size_1 = expired_many(memory.layout, lives, room, now_s, marks)
-                if history.deletions.kept or history.open_snapshot() is not None:
+                if history.deletions.kept or history.open_snapshots():
                     # Few of many: room is needed for those only, and all of this waits.
                     gone_M = gone_M[: int(size_1)]
                 self._erase(gone_M, size_1)

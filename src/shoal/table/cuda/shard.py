@@ -529,7 +529,7 @@ class CudaShard:
                     allowed="no step in flight",
                     remedy="Call step() or zero_grad() first.",
                 )
-            if self._history.open_snapshot() is not None or self._history.deletions.kept:
+            if self._history.open_snapshots() or self._history.deletions.kept:
                 self._settle()
                 self._history.cleared(table, self._index.handles_of(table))
             self._memory.forget(table)
@@ -609,15 +609,15 @@ class CudaShard:
         with self._turns:
             return self._history.cut()
 
-    def release(self, epoch: int | None) -> None:
-        """Forget deletions up to `epoch`; None forgets all and keeps none until a snapshot.
+    def release(self, epoch: int | None, consumer: str = "") -> None:
+        """Forget deletions that no consumer wants; see `shoal.table.shard.Shard`.
 
         Raises:
             InputError: not an int in [0, 2^32).
         """
         closed = None if epoch is None else released(epoch)
         with self._turns:
-            self._history.release(closed)
+            self._history.release(closed, consumer)
 
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
@@ -627,7 +627,7 @@ class CudaShard:
         buffer_bytes: host memory for rows that change meanwhile; the rest goes to a file.
 
         Raises:
-            InputError: another snapshot is open, or `since` is of another incarnation or older
+            InputError: too many snapshots are open, or `since` is of another incarnation or older
                 than the deletions that are kept: take a full one.
         """
         check_buffer(buffer_bytes)
