@@ -270,7 +270,7 @@ class Bench:
         store.insert()
 
         def write() -> None:
-            initialise(store.layout, store.form, 0, store.rows, epoch=1, event_time_s=0)
+            initialise(store.layout, store.form, 0, store.rows, version=1, event_time_s=0)
 
         taken = self.time(write)
         law = "normal" if normal else "uniform"
@@ -284,7 +284,7 @@ class Bench:
             host = host.pin_memory() if ON_GPU else host
 
             def step(store: Store = store) -> None:
-                initialise(store.layout, store.form, 0, 1 << 20, epoch=1, event_time_s=0)
+                initialise(store.layout, store.form, 0, 1 << 20, version=1, event_time_s=0)
 
             def end(store: Store = store, host: Tensor = host) -> None:
                 settle(store.layout, host)

@@ -204,7 +204,7 @@ class Contender:
         ]
         self.runs = [runs_of(handles) for handles in self.handles]
         self.sources = [self.source(i) for i in range(BATCHES)]
-        self.stamp = Stamp(epoch=2, event_time_s=9, global_step=0)
+        self.stamp = Stamp(version=2, event_time_s=9, global_step=0)
 
     def source(self, i: int, runs: Runs | None = None) -> Sources:
         return sources_of(self.runs[i] if runs is None else runs, [per_position(self.grads)])

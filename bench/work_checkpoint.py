@@ -353,15 +353,15 @@ def finding_changes(
     scans, reads, sparse = [], [], []
     for _ in range(7 * passes):
         reads.append(_timed(lambda: words.max()))
-        with shard.snapshot(Cursor(shard.incarnation, shard.cut())) as snapshot:
+        with shard.snapshot(Cursor(shard.incarnation, shard.close_version())) as snapshot:
             # Stamped after the snapshot: each block has a later stamp, no row is in the span.
             touch(every)
             took, found = scan(snapshot)
         if found:
-            raise SystemExit(f"{found} rows changed in an epoch without a change")
+            raise SystemExit(f"{found} rows changed in a version without a change")
         scans.append(took)
     for _ in range(7 * passes):
-        mark = shard.cut()
+        mark = shard.close_version()
         touch(few)
         with shard.snapshot(Cursor(shard.incarnation, mark)) as snapshot:
             took, found = scan(snapshot)

@@ -178,7 +178,7 @@ __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::
 }
 
 inline void stamp(const StepParams& step, const RowPlace& place, std::int64_t count) {
-  *place.version = step.epoch;
+  *place.version = step.version;
   LastSeen seen = *place.seen;
   if (step.event_time_s > seen.seconds) seen.seconds = step.event_time_s;
   const std::int64_t total = seen.count + count;
@@ -297,7 +297,7 @@ std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScr
   // skipped below raises its maximum too, which only has it looked at.
   for (std::uint32_t u = 0; u < unique; ++u) {
     raise_maximum(row_maximum(job.table.rows, static_cast<std::uint32_t>(s.rows[u])),
-                  job.step.epoch);
+                  job.step.version);
   }
   // A row that is skipped does not change, so there each is kept when that is known.
   if (job.keeper.keep != nullptr && job.step.nan_policy == 0) {

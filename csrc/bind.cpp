@@ -240,10 +240,10 @@ void bind_updates(nb::class_<PyShard>& shard) {
 
 void bind_upkeep(nb::class_<PyShard>& shard) {
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
-      .def("cut", [](PyShard& s) { return s.shard.cut(); }, Release())
+      .def("close_version", [](PyShard& s) { return s.shard.close_version(); }, Release())
       .def("release",
-           [](PyShard& s, std::uint32_t epoch, const std::string& consumer) {
-             s.shard.release(epoch, consumer);
+           [](PyShard& s, std::uint32_t version, const std::string& consumer) {
+             s.shard.release(version, consumer);
            },
            Release())
       .def("leave", [](PyShard& s, const std::string& consumer) { s.shard.leave(consumer); },

@@ -70,12 +70,12 @@ struct RowImages {
 class SnapshotImages {
  public:
   // Records that are handed over from now on may be its rows.
-  SnapshotImages(std::shared_ptr<RowImages> all, std::uint32_t since, std::uint32_t epoch,
+  SnapshotImages(std::shared_ptr<RowImages> all, std::uint32_t since, std::uint32_t version,
                  std::size_t budget_bytes)
       : all_(std::move(all)) {
     const WriteGuard guard(all_->lock);
     if (all_->open.full()) throw std::length_error("open snapshots");
-    rows_ = std::make_shared<KeptRows>(all_->plain(), since, epoch, budget_bytes, all_->open);
+    rows_ = std::make_shared<KeptRows>(all_->plain(), since, version, budget_bytes, all_->open);
     all_->open.open(rows_);
   }
   SnapshotImages(const SnapshotImages&) = delete;

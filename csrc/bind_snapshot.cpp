@@ -82,7 +82,7 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   m.attr("MOST_SNAPSHOTS") = OpenSnapshots::kMost;
   m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
-      .def_prop_ro("epoch", [](PySnapshot& s) { return s.open()->epoch(); })
+      .def_prop_ro("version", [](PySnapshot& s) { return s.open()->version(); })
       .def_prop_ro("since", [](PySnapshot& s) { return s.open()->since(); })
       .def("stats",
            [](PySnapshot& s) {
@@ -128,9 +128,9 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   shard.def("snapshot", &open, nb::arg("since").none(), nb::arg("buffer_bytes"),
             nb::arg("window_rows"));
   shard.def("resume",
-            [](PyShard& s, std::uint32_t epoch) {
-              const Cursor cursor = s.shard.resume(epoch);
-              return Where(cursor.incarnation, cursor.epoch);
+            [](PyShard& s, std::uint32_t version) {
+              const Cursor cursor = s.shard.resume(version);
+              return Where(cursor.incarnation, cursor.version);
             },
             Release());
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Rows as they were at a cut, as shoal.table.cpu_snapshot reads them.
+// Rows as they were at a snapshot point, as shoal.table.cpu_snapshot reads them.
 #include <nanobind/nanobind.h>
 
 #include "bind_shard.h"

@@ -17,7 +17,7 @@ void DeletionLog::start(std::uint32_t floor) {
   empty();
   open_ = true;
   floor_ = floor;
-  for (auto& [_, epoch] : held_) epoch = floor;
+  for (auto& [_, version] : held_) version = floor;
 }
 
 void DeletionLog::stop() {
@@ -26,7 +26,7 @@ void DeletionLog::stop() {
 }
 
 void DeletionLog::append(int table, std::int64_t id) noexcept {
-  const Deletion record{id, epoch_, static_cast<std::uint32_t>(table)};
+  const Deletion record{id, version_, static_cast<std::uint32_t>(table)};
   append(&record, 1);
 }
 
@@ -42,8 +42,8 @@ void DeletionLog::append(const Deletion* records, std::size_t n) noexcept {
 
 void DeletionLog::push(const Deletion& record) {
   if (tail_.size() == in_memory_) spill();
-  if (marks_.empty() || marks_.back().epoch < record.epoch) {
-    marks_.push_back(Mark{record.epoch, tail_at_ + static_cast<std::int64_t>(tail_.size())});
+  if (marks_.empty() || marks_.back().version < record.version) {
+    marks_.push_back(Mark{record.version, tail_at_ + static_cast<std::int64_t>(tail_.size())});
   }
   tail_.push_back(record);
 }
@@ -60,12 +60,12 @@ void DeletionLog::spill() {
   tail_.clear();
 }
 
-void DeletionLog::release(std::uint32_t epoch) {
-  if (!open_ || epoch <= floor_) return;
-  floor_ = epoch;
-  std::erase_if(held_, [epoch](const auto& one) { return one.second < epoch; });
-  first_ = after(epoch);
-  while (!marks_.empty() && marks_.front().epoch <= epoch) marks_.pop_front();
+void DeletionLog::release(std::uint32_t version) {
+  if (!open_ || version <= floor_) return;
+  floor_ = version;
+  std::erase_if(held_, [version](const auto& one) { return one.second < version; });
+  first_ = after(version);
+  while (!marks_.empty() && marks_.front().version <= version) marks_.pop_front();
   while (!files_.empty() && files_.front().first + files_.front().n <= first_) files_.pop_front();
   if (first_ <= tail_at_) return;
   tail_.erase(tail_.begin(), tail_.begin() + (first_ - tail_at_));
@@ -79,9 +79,9 @@ std::uint32_t DeletionLog::passed() const {
   return slowest->second;
 }
 
-std::uint32_t DeletionLog::hold(const std::string& consumer, std::uint32_t epoch) {
+std::uint32_t DeletionLog::hold(const std::string& consumer, std::uint32_t version) {
   std::uint32_t& own = held_.try_emplace(consumer, floor_).first->second;
-  own = std::max(own, epoch);
+  own = std::max(own, version);
   return passed();
 }
 
@@ -94,18 +94,18 @@ std::optional<std::uint32_t> DeletionLog::leave(const std::string& consumer) {
 std::optional<std::uint32_t> DeletionLog::excess() const {
   const std::int64_t end = tail_at_ + static_cast<std::int64_t>(tail_.size());
   if (!open_ || end - first_ <= most_) return std::nullopt;
-  std::uint32_t epoch = floor_;
+  std::uint32_t version = floor_;
   for (const Mark& mark : marks_) {
     if (end - mark.first <= most_) break;
-    epoch = mark.epoch;
+    version = mark.version;
   }
-  return epoch;
+  return version;
 }
 
-std::int64_t DeletionLog::after(std::uint32_t epoch) const {
+std::int64_t DeletionLog::after(std::uint32_t version) const {
   const auto mark = std::upper_bound(
-      marks_.begin(), marks_.end(), epoch,
-      [](std::uint32_t e, const Mark& m) { return e < m.epoch; });
+      marks_.begin(), marks_.end(), version,
+      [](std::uint32_t e, const Mark& m) { return e < m.version; });
   return mark == marks_.end() ? tail_at_ + static_cast<std::int64_t>(tail_.size()) : mark->first;
 }
 

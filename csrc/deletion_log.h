@@ -1,5 +1,5 @@
 #pragma once
-// Ids that lost their rows, in the order they did: (id, table, epoch), in memory and, beyond a bound,
+// Ids that lost their rows, in the order they did: (id, table, version), in memory and, beyond a bound,
 // in unnamed temporary files. The shard's lock guards it: append and release exclude all else.
 //
 // A record of an id that has a row again is still here; who reads asks the index.
@@ -17,7 +17,7 @@ namespace shoal {
 // As GPU kernels write it, too (shoal/kernels/history.py).
 struct Deletion {
   std::int64_t id;
-  std::uint32_t epoch;
+  std::uint32_t version;
   std::uint32_t table;
 };
 
@@ -33,32 +33,32 @@ class DeletionLog {
   bool open() const { return open_; }
   // True since memory or the file refused a record: readers must take everything anew.
   bool broken() const { return broken_; }
-  // Every deletion after this epoch is here.
+  // Every deletion after this version is here.
   std::uint32_t floor() const { return floor_; }
 
   void start(std::uint32_t floor);  // empties it
   void stop();
-  void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }  // what append() stamps; never falls
+  void set_version(std::uint32_t version) { version_ = version; }  // what append() stamps; never falls
   void append(int table, std::int64_t id) noexcept;        // nothing while closed
-  void append(const Deletion* records, std::size_t n) noexcept;  // whose epochs never fall
+  void append(const Deletion* records, std::size_t n) noexcept;  // whose versions never fall
   // Drops records up to it, and forgets consumers that still want some of them.
-  void release(std::uint32_t epoch);
-  // A consumer has what happened up to the epoch, and is known from now on; returns the epoch that
+  void release(std::uint32_t version);
+  // A consumer has what happened up to the version, and is known from now on; returns the version that
   // all known ones have passed, for release().
-  std::uint32_t hold(const std::string& consumer, std::uint32_t epoch);
+  std::uint32_t hold(const std::string& consumer, std::uint32_t version);
   // A consumer wants no more; none: it was the last one.
   std::optional<std::uint32_t> leave(const std::string& consumer);
-  // Up to which epoch to release records, since there are too many; none: there are not.
+  // Up to which version to release records, since there are too many; none: there are not.
   std::optional<std::uint32_t> excess() const;
-  // Number of the first record above an epoch.
-  std::int64_t after(std::uint32_t epoch) const;
+  // Number of the first record above a version.
+  std::int64_t after(std::uint32_t version) const;
   // Copies records [first, first + n) that exist; throws std::runtime_error if the file fails.
   std::vector<Deletion> read(std::int64_t first, std::int64_t n) const;
 
  private:
   struct Mark {
-    std::uint32_t epoch;
-    std::int64_t first;  // the epoch's first record
+    std::uint32_t version;
+    std::int64_t first;  // the version's first record
   };
   // A file goes when all of it is released.
   struct Spilled {
@@ -73,9 +73,9 @@ class DeletionLog {
 
   std::size_t in_memory_;
   std::int64_t in_file_, most_;
-  std::map<std::string, std::uint32_t> held_;  // by consumer: the epoch it has passed
+  std::map<std::string, std::uint32_t> held_;  // by consumer: the version it has passed
   bool open_ = false, broken_ = false;
-  std::uint32_t epoch_ = 1, floor_ = 0;
+  std::uint32_t version_ = 1, floor_ = 0;
   std::int64_t first_ = 0;    // number of the oldest record kept
   std::int64_t tail_at_ = 0;  // number of the first record in memory
   std::deque<Mark> marks_;

@@ -9,9 +9,9 @@ constexpr std::uint32_t kBatch = 256;
 
 }  // namespace
 
-KeptRows::KeptRows(std::vector<PreImages::Form> forms, std::uint32_t since, std::uint32_t epoch,
+KeptRows::KeptRows(std::vector<PreImages::Form> forms, std::uint32_t since, std::uint32_t version,
                    std::size_t budget_bytes, OpenSnapshots& open)
-    : since_(since), span_(epoch - since), open_(open), overwritten_(forms.size()) {
+    : since_(since), span_(version - since), open_(open), overwritten_(forms.size()) {
   for (const PreImages::Form& form : forms) rows_.push_back(form.rows);
   images_ = std::make_shared<PreImages>(std::move(forms), budget_bytes, open.clock_);
   const std::uint32_t now = tick();

@@ -19,16 +19,16 @@ namespace shoal {
 
 class OpenSnapshots;
 
-// Of one snapshot: rows stamped in (since, epoch].
+// Of one snapshot: rows stamped in (since, version].
 class KeptRows {
  public:
-  KeptRows(std::vector<PreImages::Form> forms, std::uint32_t since, std::uint32_t epoch,
+  KeptRows(std::vector<PreImages::Form> forms, std::uint32_t since, std::uint32_t version,
            std::size_t budget_bytes, OpenSnapshots& open);
   KeptRows(const KeptRows&) = delete;
   KeptRows& operator=(const KeptRows&) = delete;
 
   std::uint32_t since() const { return since_; }
-  std::uint32_t epoch() const { return since_ + span_; }
+  std::uint32_t version() const { return since_ + span_; }
   bool stamped(std::uint32_t version) const { return version - since_ - 1 < span_; }
   bool overwritten(int table) const { return !overwritten_[table].empty(); }
   // Whether a row with this version is still as it was at the point.

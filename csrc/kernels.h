@@ -82,7 +82,7 @@ struct Items {
 struct StepParams {
   std::int64_t global_step = 0;
   std::uint32_t event_time_s = 0;
-  std::uint32_t epoch = 1;
+  std::uint32_t version = 1;
   int nan_policy = 0;  // 0 raise (sums are checked before), 1 skip, 2 clip
   double nan_clip = 1.0;
 };

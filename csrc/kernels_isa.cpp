@@ -73,8 +73,8 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
       if (!direct) store_nearest(v.dtype, rows[l], block.weights + row * v.weight_stride, v.dim);
       copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
-      reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.epoch;
-      raise_maximum(row_maximum(v, row), step.epoch);
+      reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.version;
+      raise_maximum(row_maximum(v, row), step.version);
       reinterpret_cast<LastSeen*>(block.seen)[row] = LastSeen{step.event_time_s, 0};
     }
   }

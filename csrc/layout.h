@@ -105,7 +105,7 @@ inline std::uint32_t* row_maximum(const RowView& v, std::uint32_t row) {
   return v.maxima + (row >> kMaximumShift);
 }
 
-// Threads of one call may stamp neighbours, all with the epoch of that call.
+// Threads of one call may stamp neighbours, all with the version of that call.
 inline void raise_maximum(std::uint32_t* maximum, std::uint32_t version) {
   if (__atomic_load_n(maximum, __ATOMIC_RELAXED) < version) {
     __atomic_store_n(maximum, version, __ATOMIC_RELAXED);

@@ -51,17 +51,17 @@ Shard::Shard(std::vector<TableSpec> specs) : incarnation_(new_incarnation()) {
   for (int t = 0; t < size(); ++t) tables_[t].log_deletions(&deletions_, t);
 }
 
-void Shard::check_epochs() const {
-  if (epoch_ == std::numeric_limits<std::uint32_t>::max()) {
-    throw std::overflow_error("a shard has at most 2^32 - 1 epochs");
+void Shard::check_versions() const {
+  if (version_ == std::numeric_limits<std::uint32_t>::max()) {
+    throw std::overflow_error("a shard has at most 2^32 - 1 versions");
   }
 }
 
-std::uint32_t Shard::cut() {
+std::uint32_t Shard::close_version() {
   const WriteGuard guard(lock_);
-  check_epochs();
-  close_epoch();
-  return epoch_ - 1;
+  check_versions();
+  next_version();
+  return version_ - 1;
 }
 
 void Shard::probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent,
@@ -232,7 +232,7 @@ std::unique_ptr<Ticket> Shard::find_or_init(const Groups& groups, const std::int
 
 void Shard::insert_missing(Ticket& ticket, bool probed, bool admit_all, StepParams step,
                            int threads) {
-  step.epoch = epoch_;
+  step.version = version_;
   std::vector<std::vector<std::int64_t>> missing(tables_.size());
   for (std::size_t g = 0; g < ticket.tables.size(); ++g) {
     const int t = ticket.tables[g];
@@ -280,7 +280,7 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
   // Rows are found before they are written, so the ticket both pins and remembers them.
   const Pinned ticket(*this, find_or_init(groups, nullptr, true, step, threads));
   const WriteGuard guard(lock_);
-  step.epoch = epoch_;
+  step.version = version_;
   std::vector<bool> fresh(static_cast<std::size_t>(groups.n), false);
   for (const std::int64_t i : ticket->missing) fresh[i] = true;
   for (int g = 0; g < groups.count; ++g) {

@@ -105,10 +105,10 @@ struct Exported {
   std::vector<char> weights, state;
 };
 
-// What a consumer holds: all rows stamped up to `epoch` in this life of the shard.
+// What a consumer holds: all rows stamped up to `version` in this life of the shard.
 struct Cursor {
   std::int64_t incarnation = 0;
-  std::uint32_t epoch = 0;
+  std::uint32_t version = 0;
 };
 
 std::int64_t new_incarnation();  // random, in [1, 2^63)
@@ -122,8 +122,8 @@ class Shard {
   Table& table(int t) { return tables_[t]; }
   FairLock& lock() { return lock_; }
   const DeletionLog& deletions() const { return deletions_; }  // under lock()
-  std::uint32_t epoch() const { return epoch_; }
-  std::uint32_t cut();
+  std::uint32_t version() const { return version_; }
+  std::uint32_t close_version();
 
   // Rows of unpooled fp32/fp64 tables in one pass; other tables through the general path.
   void find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads);
@@ -144,18 +144,18 @@ class Shard {
   void load_rows(int t, const Table::Columns& rows, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
-  // No cursor of this consumer starts below the epoch any more; deletions that no consumer wants go.
-  void release(std::uint32_t epoch, const std::string& consumer);
+  // No cursor of this consumer starts below the version any more; deletions that no consumer wants go.
+  void release(std::uint32_t version, const std::string& consumer);
   void leave(const std::string& consumer);  // it wants none; the last one ends the log
   std::int64_t incarnation();
 
   // A point whose rows are kept as they are at it until close(); rows and deletions after
-  // `since->epoch`, or all rows. The first one opens the log of deletions; OpenSnapshots::kMost may be
+  // `since->version`, or all rows. The first one opens the log of deletions; OpenSnapshots::kMost may be
   // open at once. Throws SnapshotRefused.
   std::shared_ptr<Snapshot> snapshot(const Cursor* since, Snapshot::Options options);
   void close(const Snapshot& snapshot);
-  // Closes the epochs up to this one; throws std::invalid_argument where a row's is above it.
-  Cursor resume(std::uint32_t epoch);
+  // Closes the versions up to this one; throws std::invalid_argument where a row's is above it.
+  Cursor resume(std::uint32_t version);
 
   std::int64_t evict(std::int64_t now_s);
   void end(Ticket& ticket);
@@ -176,13 +176,13 @@ class Shard {
   void apply_locked(const ApplyArgs& args, bool unsure);
   bool sums_finite(const std::vector<TableWork>& works, const std::vector<Part>& parts,
                    int threads);
-  void check_epochs() const;
-  void close_epoch();
-  void release_log(std::uint32_t epoch);
+  void check_versions() const;
+  void next_version();
+  void release_log(std::uint32_t version);
   void restart_log(std::uint32_t floor);  // empties it, which open snapshots may still need
 
   std::vector<Table> tables_;
-  std::uint32_t epoch_ = 1;
+  std::uint32_t version_ = 1;
   std::int64_t incarnation_;  // new whenever cursors of before can no longer be served
   DeletionLog deletions_;
   OpenSnapshots open_;

@@ -137,7 +137,7 @@ void Shard::apply_locked(const ApplyArgs& args, bool unsure) {
   }
   partition_items(works, lists_, args.threads);
   StepParams step = args.step;
-  step.epoch = epoch_;
+  step.version = version_;
   for (const GradArgs& record : args.records) {
     step.event_time_s = std::max(step.event_time_s, record.ticket->event_time_s);
   }

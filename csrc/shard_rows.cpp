@@ -60,9 +60,9 @@ void Shard::load_rows(int t, const Table::Columns& rows, int threads) {
   incarnation_ = new_incarnation();
   // Stamps to come must not lie before those that came in.
   const auto latest = *std::max_element(rows.versions, rows.versions + rows.n);
-  epoch_ = std::max(epoch_, static_cast<std::uint32_t>(latest));
-  deletions_.set_epoch(epoch_);
-  if (deletions_.open()) restart_log(epoch_ - 1);
+  version_ = std::max(version_, static_cast<std::uint32_t>(latest));
+  deletions_.set_version(version_);
+  if (deletions_.open()) restart_log(version_ - 1);
 }
 
 void Shard::expect(int t, std::int64_t rows) {

@@ -22,21 +22,21 @@ std::int64_t Shard::incarnation() {
 }
 
 // Open snapshots copy what they have not read of the log yet, as far as it is about to go.
-void Shard::release_log(std::uint32_t epoch) {
+void Shard::release_log(std::uint32_t version) {
   for (const std::shared_ptr<Snapshot>& one : snapshots_) {
-    if (epoch > one->since()) one->take_log();
+    if (version > one->since()) one->take_log();
   }
-  deletions_.release(epoch);
+  deletions_.release(version);
 }
 
-void Shard::release(std::uint32_t epoch, const std::string& consumer) {
+void Shard::release(std::uint32_t version, const std::string& consumer) {
   const WriteGuard guard(lock_);
-  release_log(deletions_.hold(consumer, std::min(epoch, epoch_ - 1)));
+  release_log(deletions_.hold(consumer, std::min(version, version_ - 1)));
 }
 
 void Shard::leave(const std::string& consumer) {
   const WriteGuard guard(lock_);
-  if (const auto epoch = deletions_.leave(consumer)) return release_log(*epoch);
+  if (const auto version = deletions_.leave(consumer)) return release_log(*version);
   for (const std::shared_ptr<Snapshot>& one : snapshots_) one->take_log();
   deletions_.stop();
 }
@@ -50,24 +50,24 @@ std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options
     if (since->incarnation != incarnation_) {
       throw SnapshotRefused(SnapshotRefused::Why::incarnation);
     }
-    if (!kept || since->epoch < deletions_.floor() || since->epoch >= epoch_) {
+    if (!kept || since->version < deletions_.floor() || since->version >= version_) {
       throw SnapshotRefused(SnapshotRefused::Why::forgotten);
     }
-    from = since->epoch;
+    from = since->version;
   }
-  check_epochs();
+  check_versions();
   Snapshot::LogSpan log;
-  if (since != nullptr) log = Snapshot::LogSpan{deletions_.after(from), deletions_.after(epoch_)};
-  auto snapshot = std::make_shared<Snapshot>(*this, from, epoch_, log, options, open_);
+  if (since != nullptr) log = Snapshot::LogSpan{deletions_.after(from), deletions_.after(version_)};
+  auto snapshot = std::make_shared<Snapshot>(*this, from, version_, log, options, open_);
   if (!kept) {
     // Deletions of before are not known, so that cursors of before are worth nothing.
     incarnation_ = new_incarnation();
-    restart_log(epoch_);
+    restart_log(version_);
   }
   snapshots_.reserve(snapshots_.size() + 1);
   open_.open(snapshot->kept());
   snapshots_.push_back(snapshot);
-  close_epoch();
+  next_version();
   for (Table& table : tables_) table.keep_in(&open_);
   return snapshot;
 }
@@ -87,9 +87,9 @@ void Shard::close(const Snapshot& snapshot) {
 }
 
 // Of a consumer that does not come any more, there are deletions up to a bound.
-void Shard::close_epoch() {
+void Shard::next_version() {
   if (const auto most = deletions_.excess()) release_log(*most);
-  deletions_.set_epoch(++epoch_);
+  deletions_.set_version(++version_);
 }
 
 void Shard::restart_log(std::uint32_t floor) {
@@ -97,16 +97,16 @@ void Shard::restart_log(std::uint32_t floor) {
   deletions_.start(floor);
 }
 
-Cursor Shard::resume(std::uint32_t epoch) {
+Cursor Shard::resume(std::uint32_t version) {
   const WriteGuard guard(lock_);
   for (const Table& table : tables_) {
-    if (table.arena().latest() > epoch) throw std::invalid_argument("epoch");
+    if (table.arena().latest() > version) throw std::invalid_argument("version");
   }
   incarnation_ = new_incarnation();
-  epoch_ = std::max(epoch_, epoch + 1);
-  restart_log(epoch);
-  deletions_.set_epoch(epoch_);
-  return Cursor{incarnation_, epoch};
+  version_ = std::max(version_, version + 1);
+  restart_log(version);
+  deletions_.set_version(version_);
+  return Cursor{incarnation_, version};
 }
 
 }  // namespace shoal

@@ -29,11 +29,11 @@ std::vector<PreImages::Form> forms_of(const Shard& shard) {
 
 }  // namespace
 
-Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch,
+Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t version,
                    LogSpan log, Options options, OpenSnapshots& open)
     : shard_(shard),
       window_rows_(std::max<std::size_t>(options.window_rows, 1)),
-      kept_(std::make_shared<KeptRows>(forms_of(shard), since, epoch, options.buffer_bytes, open)),
+      kept_(std::make_shared<KeptRows>(forms_of(shard), since, version, options.buffer_bytes, open)),
       log_(log),
       deleted_(static_cast<std::size_t>(shard.size())),
       deleted_ready_(deleted_.size(), false),
@@ -200,7 +200,7 @@ void Snapshot::take_log() noexcept {
   }
 }
 
-// A row of the cut lies where it did, unchanged, or was copied, be it because it was deleted since.
+// A row of the snapshot lies where it did, unchanged, or was copied, be it because it was deleted since.
 void Snapshot::drop_present(int t, std::vector<std::int64_t>& ids) {
   const Table& table = shard_.table(t);
   const std::uint64_t salt = table.spec().salt;

@@ -1,9 +1,9 @@
 #pragma once
-// The rows of a shard as they were when an epoch closed, read by table and range of hashes while
+// The rows of a shard as they were when a version closed, read by table and range of hashes while
 // verbs go on. Rows that did not change since are read where they lie; a row's version tells. The
 // others are in KeptRows.
 //
-// Which rows there are is fixed at the cut, so an index of a window of the hash space, once built,
+// Which rows there are is fixed at the snapshot point, so an index of a window of the hash space, once built,
 // is right for good: (hash, row number), ordered, of at most 2^21 rows. It is built by scanning the
 // ids for a short while at a time, and adding what had been copied away before the scan came by.
 #include <atomic>
@@ -50,11 +50,11 @@ class Snapshot {
     std::int64_t first = 0, stop = 0;
   };
   // Under the shard's exclusive lock.
-  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t epoch, LogSpan log, Options options,
+  Snapshot(Shard& shard, std::uint32_t since, std::uint32_t version, LogSpan log, Options options,
            OpenSnapshots& open);
 
   std::uint32_t since() const { return kept_->since(); }
-  std::uint32_t epoch() const { return kept_->epoch(); }
+  std::uint32_t version() const { return kept_->version(); }
   const std::shared_ptr<KeptRows>& kept() const { return kept_; }
   PreImageStats stats() const { return kept_->stats(); }
 
@@ -84,7 +84,7 @@ class Snapshot {
   };
   using Found = std::function<void(const Entry* rows, std::size_t n)>;
 
-  // Hands `found` each row of the cut with first <= hash <= last once; from several threads.
+  // Hands `found` each row of the snapshot with first <= hash <= last once; from several threads.
   void scan(int t, std::uint64_t first, std::uint64_t last, int threads, const Found& found);
   void scan_rows(int t, std::size_t start, std::size_t stop, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
@@ -106,7 +106,7 @@ class Snapshot {
   Shard& shard_;
   const std::size_t window_rows_;
   const std::shared_ptr<KeptRows> kept_;
-  std::vector<std::size_t> highs_;  // numbers that rows of the cut lie below
+  std::vector<std::size_t> highs_;  // numbers that rows of the snapshot lie below
   LogSpan log_;  // what is not read yet
   bool log_lost_ = false;
   std::vector<std::vector<std::int64_t>> deleted_;

@@ -1,4 +1,4 @@
-// What rows of the cut there are, by hash: counted, and put in order a window at a time.
+// What rows of the snapshot there are, by hash: counted, and put in order a window at a time.
 #include <algorithm>
 #include <array>
 #include <stdexcept>
@@ -50,7 +50,7 @@ void Snapshot::scan_rows(int t, std::size_t start, std::size_t stop, std::uint64
     if (*row_maximum(view, row) > since()) {
       const auto* versions = reinterpret_cast<const std::uint32_t*>(block_view(view, row).versions);
       const std::size_t many =
-          kernels().find_between(versions + row, end - row, since(), epoch(), rows + n);
+          kernels().find_between(versions + row, end - row, since(), version(), rows + n);
       for (std::size_t i = 0; i < many; ++i) rows[n + i] += row;
       n += many;
     }

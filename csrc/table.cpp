@@ -231,8 +231,8 @@ void Table::write_row(std::int32_t row, const char* values, bool add, StepParams
     for (int i = 0; i < d; ++i) sum[i] = add ? sum[i] + from[i] : from[i];
     store_nearest(spec_.dtype, sum.data(), stored, d);
   }
-  row_version(rows, at) = step.epoch;
-  raise_maximum(row_maximum(rows, at), step.epoch);
+  row_version(rows, at) = step.version;
+  raise_maximum(row_maximum(rows, at), step.version);
   LastSeen& seen = row_seen(rows, at);
   seen.seconds = std::max(seen.seconds, step.event_time_s);
 }

@@ -94,7 +94,7 @@ struct Copy {
 
   void scan(shoal::Shard& shard) {
     const auto snapshot =
-        shard.snapshot(cursor.epoch == 0 ? nullptr : &cursor, shoal::Snapshot::Options{});
+        shard.snapshot(cursor.version == 0 ? nullptr : &cursor, shoal::Snapshot::Options{});
     for (const std::int64_t id : snapshot->deleted(0)) versions.erase(id);
     const auto n = static_cast<std::size_t>(snapshot->find(0, 0, ~std::uint64_t{0}, 2));
     std::vector<std::int64_t> ids(n), stamps(n), seen(n), counts(n);
@@ -103,7 +103,7 @@ struct Copy {
                                           weights.data(), state.data()},
                    2);
     for (std::size_t i = 0; i < n; ++i) versions[ids[i]] = stamps[i];
-    cursor = shoal::Cursor{shard.incarnation(), snapshot->epoch()};
+    cursor = shoal::Cursor{shard.incarnation(), snapshot->version()};
     shard.close(*snapshot);
   }
 
@@ -131,7 +131,7 @@ void all_at_once(shoal::TableSpec table, bool clears) {
   });
   others.emplace_back([&] {
     while (!stop.load()) {
-      shard.cut();
+      shard.close_version();
       (void)shard.export_rows(0, nullptr);
       std::this_thread::yield();
     }
@@ -140,7 +140,7 @@ void all_at_once(shoal::TableSpec table, bool clears) {
   others.emplace_back([&] {
     while (!stop.load()) {
       copy.scan(shard);
-      shard.release(copy.cursor.epoch, "reader");
+      shard.release(copy.cursor.version, "reader");
     }
   });
   if (clears) {

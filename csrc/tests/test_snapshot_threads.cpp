@@ -51,7 +51,7 @@ void train(shoal::Shard& shard, std::mutex& hold, int seed, const std::atomic<bo
     if (step % 7 == 0) {
       const std::lock_guard guard(hold);
       shard.evict(step);
-      shard.cut();
+      shard.close_version();
     }
     std::this_thread::yield();
   }
@@ -107,7 +107,7 @@ void read(shoal::Shard& shard, shoal::Snapshot& snapshot, const shoal::Exported&
 void all_at_once(std::size_t buffer_bytes) {
   shoal::Shard shard({spec()});
   std::atomic<bool> stop{false};
-  std::mutex hold;  // nothing changes between a cut and the copy to compare with
+  std::mutex hold;  // nothing changes between a snapshot point and the copy to compare with
   std::vector<std::thread> others;
   for (int i = 0; i < 2; ++i) others.emplace_back([&, i] { train(shard, hold, i, stop); });
   others.emplace_back([&] { load(shard, hold, stop); });

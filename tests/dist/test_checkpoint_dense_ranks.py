@@ -105,7 +105,7 @@ def save(
     contents = job.contents()
     captured = capture(contents.modules, contents.optimizers, rank=ranks.rank)
     want = job.values()
-    job.train(1, seed=9)  # the copies are of the cut
+    job.train(1, seed=9)  # the copies are of the snapshot
     storage = Storage(folder)
     files = write(captured, storage, ranks)
     assert all(other == files for other in ranks.gather_objects(files, what="files"))

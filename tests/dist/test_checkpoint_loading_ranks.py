@@ -28,7 +28,7 @@ HALF = 1 << 63
 
 
 def loaded(folder: str, newest_of_rank: dict[int, str]) -> tuple[str, int, dict[str, int], int]:
-    """What went wrong, rows here, rows everywhere, epoch after it."""
+    """What went wrong, rows here, rows everywhere, version after it."""
     mesh = launch.init(device="cpu", timeout_s=30)
     try:
         placement = plan_placement((SPEC,), mesh.world_size)
@@ -41,7 +41,7 @@ def loaded(folder: str, newest_of_rank: dict[int, str]) -> tuple[str, int, dict[
             found = load(where, contents, collectives=mesh.collectives("checkpoint"))
         except CheckpointError as error:
             return str(error), shard.size(0), {}, 0
-        return found.manifest.id, shard.size(0), dict(found.rows), shard.cut()
+        return found.manifest.id, shard.size(0), dict(found.rows), shard.close_version()
     finally:
         launch.shutdown()
 

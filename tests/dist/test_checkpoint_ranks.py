@@ -197,7 +197,7 @@ def test_ranks_at_different_versions_are_brought_together(tmp_path: Path) -> Non
 def save_apart(ranks: Collectives, root: str) -> int:
     job = trained("table_wise", ranks)
     for _ in range(4 * ranks.rank):
-        job.shard.cut()
+        job.shard.close_version()
     saving = begin(root, job.contents(), step=3, position=0, collectives=ranks)
     manifest = saving.wait()
     # A delta does not lack what came between.

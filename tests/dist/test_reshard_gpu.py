@@ -52,7 +52,7 @@ def test_rows_are_stamped_as_on_the_cpu(home: Home) -> None:
     for job in (there, here):
         for _ in range(STEPS):
             job.step()
-        job.shard.cut()
+        job.shard.close_version()
         job.step()
         job.evict()
     found, want = there.outcome(), here.outcome()

@@ -99,7 +99,7 @@ def story(one: Table, parts: list[int]) -> dict[str, Any]:
     told["export"] = [chunk.ids, chunk.weights, chunk.state, chunk.last_seen_s, chunk.counts]
     told["evicted"] = one.evict(1000)
     told["left"] = len(one)
-    told["cuts"] = [one.cut(), one.cut()]
+    told["cuts"] = [one.close_version(), one.close_version()]
     one.assign(ids(MORE), values(MORE, 3))
     one.clear()
     told["cleared"] = len(one)

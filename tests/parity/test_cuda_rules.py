@@ -168,8 +168,8 @@ def test_runs_of_a_rule_agree(name: str) -> None:
     pair = Pair(specs)
     for step in range(STEPS):
         if step % 10 == 1:
-            pair.core.cut()
-            pair.device.cut()
+            pair.core.close_version()
+            pair.device.close_version()
         groups = pair.groups((*range(len(specs)), 0))
         pair.train(groups, StepContext(global_step=step, event_time_s=step))
     pair.agree(1e-6)

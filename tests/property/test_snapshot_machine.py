@@ -124,8 +124,8 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.shard.clear(table)
 
     @rule()
-    def cut(self) -> None:
-        self.shard.cut()
+    def close_version(self) -> None:
+        self.shard.close_version()
 
     @precondition(lambda self: len(self.opened) < OPEN)
     @rule(buffer_bytes=st.sampled_from([0, 300, 1 << 20]), back=st.integers(0, 3))
@@ -147,7 +147,7 @@ class SnapshotMachine(RuleBasedStateMachine):
                 [set(rows) for rows in now],
             )
         )
-        self.marks[snapshot.epoch] = [set(rows) for rows in now]
+        self.marks[snapshot.version] = [set(rows) for rows in now]
 
     @precondition(lambda self: self.opened)
     @rule(which=WHICH, table=st.integers(0, 1), edges=st.tuples(*[st.integers(0, 16)] * 2))

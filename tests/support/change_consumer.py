@@ -28,7 +28,7 @@ def _floats(row_D: Tensor) -> list[float]:
 
 def cursor_of(shard: Shard, snapshot: Snapshot) -> Cursor:
     """Of a consumer that has read a snapshot whole."""
-    return Cursor(shard.incarnation, snapshot.epoch)
+    return Cursor(shard.incarnation, snapshot.version)
 
 
 class Consumer:
@@ -60,7 +60,7 @@ class Consumer:
             self.cursor = self.next
             for chunk in chunks:
                 assert (
-                    (chunk.versions > snapshot.since) & (chunk.versions <= snapshot.epoch)
+                    (chunk.versions > snapshot.since) & (chunk.versions <= snapshot.version)
                 ).all()
         rows = contents(*chunks)
         assert not gone & rows.keys()

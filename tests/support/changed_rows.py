@@ -158,8 +158,8 @@ def check_several(shard: Any, order: Sequence[int], buffer_bytes: int) -> None:
     held: list[Any] = []
     wanted: list[list[RowChunk]] = []
     for k in range(len(order)):
-        since = Cursor(shard.incarnation, held[0].epoch) if k == 1 else None
-        wanted.append([_later(rows, since.epoch if since else 0) for rows in exported(shard)])
+        since = Cursor(shard.incarnation, held[0].version) if k == 1 else None
+        wanted.append([_later(rows, since.version if since else 0) for rows in exported(shard)])
         held.append(shard.snapshot(since, buffer_bytes=buffer_bytes))
         CHANGES[("apply", "reused rows", "swapped rows")[k]](shard)
         if k == 1:  # whatever has the row numbers of the first point has versions of its span

@@ -92,13 +92,15 @@ class DeviceRows:
     def number(self, form: RowForm) -> int:
         return next(s.form for s, f in zip(self.tables.sizes, self.forms, strict=True) if f is form)
 
-    def insert(self, *groups: tuple[int, Sequence[int]], epoch: int = 1, time_s: int = 0) -> Tensor:
+    def insert(
+        self, *groups: tuple[int, Sequence[int]], version: int = 1, time_s: int = 0
+    ) -> Tensor:
         """Give all ids rows, write the new ones, settle; handles [N]."""
         handles_N = self.look_up(self.tables.groups(*groups), insert=True)
         for form in {id(form): form for form in self.forms}.values():
             initialise(
                 self.tables.layout, form, self.number(form), handles_N.numel(),
-                epoch=epoch, event_time_s=time_s,
+                version=version, event_time_s=time_s,
             )  # fmt: skip
         self.settle()
         return handles_N

@@ -51,7 +51,7 @@ def trained(spec: TableSpec, rows: int, seed: int = 0) -> Table:
         part = ids[: rows // (step + 1)]
         grads = torch.randn(part.numel(), spec.dim, generator=made).to(table._dtype)
         table.apply(part, grads, global_step=step, event_time_s=10 + 5 * step)
-        table.cut()
+        table.close_version()
     return table
 
 

@@ -141,17 +141,17 @@ class MetaShard:
     def incarnation(self) -> int:
         return 1
 
-    def cut(self) -> int:
+    def close_version(self) -> int:
         return 0
 
-    def release(self, epoch: int | None, consumer: str = "") -> None:
+    def release(self, version: int | None, consumer: str = "") -> None:
         """Holds nothing."""
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         raise InputError("no rows to keep")
 
-    def resume(self, epoch: int) -> Cursor:
-        return Cursor(1, epoch)
+    def resume(self, version: int) -> Cursor:
+        return Cursor(1, version)
 
     def export(self, table: int) -> RowChunk:
         spec, none = self.specs[table], torch.empty(0, dtype=torch.int64)

@@ -18,7 +18,7 @@ from .reference_row import Key, Row
 
 __all__ = ["ChangeVerbs", "ReferenceSnapshot", "by_hash"]
 
-LAST_EPOCH = (1 << 32) - 2
+LAST_VERSION = (1 << 32) - 2
 
 
 class ChangeVerbs:
@@ -26,11 +26,11 @@ class ChangeVerbs:
 
     specs: tuple[TableSpec, ...]
     _rows: list[dict[int, Row]]
-    _epoch: int
+    _version: int
 
     def _start(self) -> None:
         self._incarnation = drawn()
-        self._deleted: list[tuple[Key, int]] | None = None  # with the epoch of each; None: unkept
+        self._deleted: list[tuple[Key, int]] | None = None  # with the version of each; None: unkept
         self._floor = 0
         self._snapshots: weakref.WeakSet[ReferenceSnapshot] = weakref.WeakSet()
         self._passed: dict[str, int] = {}  # by consumer
@@ -60,16 +60,16 @@ class ChangeVerbs:
     def incarnation(self) -> int:
         return self._incarnation
 
-    def cut(self) -> int:
-        self._epoch += 1
-        return self._epoch - 1
+    def close_version(self) -> int:
+        self._version += 1
+        return self._version - 1
 
-    def release(self, epoch: int | None, consumer: str = "") -> None:
-        if epoch is None:
+    def release(self, version: int | None, consumer: str = "") -> None:
+        if version is None:
             self._passed.pop(consumer, None)
         else:
-            epoch = min(released(epoch), self._epoch - 1)
-            self._passed[consumer] = max(epoch, self._passed.get(consumer, self._floor))
+            version = min(released(version), self._version - 1)
+            self._passed[consumer] = max(version, self._passed.get(consumer, self._floor))
         if not self._passed:
             self._deleted = None
         elif self._deleted is not None:
@@ -79,27 +79,27 @@ class ChangeVerbs:
     def snapshot(self, since: Cursor | None = None) -> ReferenceSnapshot:
         if len(self._snapshots) == 8:
             raise refused("snapshot", "8 open ones")
-        from_epoch = 0 if since is None else since.epoch
+        from_version = 0 if since is None else since.version
         if since is not None:
             known = self._deleted is not None and since.incarnation == self._incarnation
-            if not known or not self._floor <= from_epoch < self._epoch:
+            if not known or not self._floor <= from_version < self._version:
                 raise refused("snapshot", since)
-        gone = self._gone_in(from_epoch, self._epoch)
-        epoch = self.cut()
+        gone = self._gone_in(from_version, self._version)
+        version = self.close_version()
         if self._deleted is None:
-            self._keep(epoch)
-        made = ReferenceSnapshot(self, from_epoch, epoch, [] if since is None else gone)
+            self._keep(version)
+        made = ReferenceSnapshot(self, from_version, version, [] if since is None else gone)
         self._snapshots.add(made)
         return made
 
-    def resume(self, epoch: int) -> Cursor:
+    def resume(self, version: int) -> Cursor:
         self._check_still()
         stamps = [row.version for rows in self._rows for row in rows.values()]
-        if type(epoch) is not int or not max(stamps, default=0) <= epoch <= LAST_EPOCH:
-            raise refused("epoch to resume at", epoch)
-        self._epoch = max(self._epoch, epoch + 1)
-        self._keep(epoch)
-        return Cursor(self._incarnation, epoch)
+        if type(version) is not int or not max(stamps, default=0) <= version <= LAST_VERSION:
+            raise refused("version to resume at", version)
+        self._version = max(self._version, version + 1)
+        self._keep(version)
+        return Cursor(self._incarnation, version)
 
     def _check_still(self) -> None:
         """Before a method that changes rows."""
@@ -114,23 +114,23 @@ class ChangeVerbs:
     def _renew(self) -> None:
         """Rows were loaded whose versions no earlier cursor covers."""
         if self._deleted is not None:
-            self._keep(self._epoch - 1)
+            self._keep(self._version - 1)
         else:
             self._incarnation = drawn()
 
     def _remove(self, table: int, id_: int) -> None:
         del self._rows[table][id_]
         if self._deleted is not None:
-            self._deleted.append(((table, id_), self._epoch))
+            self._deleted.append(((table, id_), self._version))
 
-    def _gone_in(self, from_epoch: int, to_epoch: int) -> list[Key]:
-        """Keys deleted in a span of epochs that have no row."""
-        span = [key for key, at in self._deleted or () if from_epoch < at <= to_epoch]
+    def _gone_in(self, from_version: int, to_version: int) -> list[Key]:
+        """Keys deleted in a span of versions that have no row."""
+        span = [key for key, at in self._deleted or () if from_version < at <= to_version]
         return [key for key in dict.fromkeys(span) if key[1] not in self._rows[key[0]]]
 
-    def _stamped(self, key: Key, from_epoch: int, to_epoch: int) -> bool:
+    def _stamped(self, key: Key, from_version: int, to_version: int) -> bool:
         row = self._rows[key[0]].get(key[1])
-        return row is not None and from_epoch < row.version <= to_epoch
+        return row is not None and from_version < row.version <= to_version
 
 
 class ReferenceSnapshot:
@@ -138,10 +138,10 @@ class ReferenceSnapshot:
 
     concurrent = False
 
-    def __init__(self, shard: ChangeVerbs, since: int, epoch: int, gone: list[Key]) -> None:
+    def __init__(self, shard: ChangeVerbs, since: int, version: int, gone: list[Key]) -> None:
         self.shard: ChangeVerbs | None = shard
         self.since = since
-        self.epoch = epoch
+        self.version = version
         self.gone = gone
 
     def _open(self) -> ChangeVerbs:
@@ -152,7 +152,7 @@ class ReferenceSnapshot:
     def _sorted(self, table: int) -> tuple[Tensor, Tensor]:
         """Ids by hash, and their keys."""
         shard = self._open()
-        span = (self.since, self.epoch)
+        span = (self.since, self.version)
         ids = [id_ for id_ in shard._rows[table] if shard._stamped((table, id_), *span)]
         return by_hash(shard.specs[table], ids)
 

@@ -63,7 +63,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
         self._rows: list[dict[int, Row]] = [{} for _ in self.specs]
         self._counters = [make_counter(s.admission or Admission(), s.hash_name) for s in self.specs]
         self._tallies: list[Counter[str]] = [Counter() for _ in self.specs]
-        self._epoch = 1
+        self._version = 1
         self._global_step = 0
         self._live: weakref.WeakSet[ReferenceTicket] = weakref.WeakSet()
         self._start()
@@ -230,7 +230,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
                 int(chunk.counts[i]),
             )
         if len(chunk.ids):
-            self._epoch = max(self._epoch, int(chunk.versions.max()))
+            self._version = max(self._version, int(chunk.versions.max()))
             self._renew()
 
     def entry(self, table: int, id: int) -> Entry | None:
@@ -301,7 +301,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
     def _insert(self, key: Key, ctx: StepContext) -> None:
         k, id_ = key
         old = self._rows[k].get(id_)
-        row = Row(self._initial(key), fresh_state(self.specs[k], self.dtype), self._epoch)
+        row = Row(self._initial(key), fresh_state(self.specs[k], self.dtype), self._version)
         row.last_seen_s = max(ctx.event_time_s, old.last_seen_s if old else 0)
         row.count = old.count if old else 0
         self._rows[k][id_] = row
@@ -371,7 +371,7 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
             if key[1] not in self._rows[key[0]]:
                 self._insert(key, ctx)
             row = self._rows[key[0]][key[1]]
-            row.version, row.last_seen_s = self._epoch, max(row.last_seen_s, ctx.event_time_s)
+            row.version, row.last_seen_s = self._version, max(row.last_seen_s, ctx.event_time_s)
         return list(zip(keys, rows, strict=True))
 
     def _step(self, summed: SummedGrads, ctx: StepContext, seen: dict[Key, Tensor]) -> None:
@@ -393,5 +393,5 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
                 clipped = grad.nan_to_num(0.0, clip, -clip) if ctx.nan_policy == "clip" else grad
                 row = self._rows[k][id_]
                 step_row(self.specs[k], row, clipped.to(self.dtype), ctx, seen.get((k, id_)))
-                row.version, row.count = self._epoch, row.count + count
+                row.version, row.count = self._version, row.count + count
                 row.last_seen_s = max(row.last_seen_s, ctx.event_time_s)

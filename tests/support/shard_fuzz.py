@@ -76,7 +76,12 @@ class Fuzz(Material):
             *(self.find, self.find_pooled, self.apply_ids, self.summed, self.apply_open),
             *(self.train, self.train, self.train, self.train_twice, self.open_ticket),
             *(self.close_ticket, self.assign, self.assign_add, self.reinitialize),
-            *(self.evict, self.cut, self.scan, *((self.clear,) if self.menu.clears else ())),
+            *(
+                self.evict,
+                self.close_version,
+                self.scan,
+                *((self.clear,) if self.menu.clears else ()),
+            ),
         )
         now_s = 0
         for step in range(verbs_a_run):
@@ -296,13 +301,13 @@ class Fuzz(Material):
         table = self.random.randrange(len(self.specs))
         self.both(lambda s: s.clear(table))
 
-    def cut(self) -> None:
-        pair = self.both(lambda s: s.cut())
+    def close_version(self) -> None:
+        pair = self.both(lambda s: s.close_version())
         assert pair is not None and pair[0] == pair[1]
 
     def scan(self) -> None:
         """Consumers of both shards' changes end with the tables, and heard of the same ids."""
-        self.cut()
+        self.close_version()
         heard = []
         for shard, consumer in zip((self.ours, self.theirs), self.consumers, strict=True):
             heard.append(consumer.drain(shard))

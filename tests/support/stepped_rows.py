@@ -125,7 +125,7 @@ class StepWorld:
                 continue
             at_seen = None if seen is None else seen[at]
             self._step_row(handle, g, stamp, at_seen)
-            row.version, row.seen = stamp.epoch, max(row.seen, stamp.event_time_s)
+            row.version, row.seen = stamp.version, max(row.seen, stamp.event_time_s)
             row.count = min(row.count + many, LARGEST_COUNT)
 
     def _summed(

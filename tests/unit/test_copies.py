@@ -68,7 +68,7 @@ def table(dtype: str = "float32") -> Table:
     made = Table(spec(dtype), seed=4)
     real = torch.float64 if dtype == "float64" else torch.float32
     made.apply([1, 2], torch.ones(2, 2, dtype=real), global_step=3)
-    made.shard.cut()
+    made.shard.close_version()
     return made
 
 

@@ -168,7 +168,7 @@ class _Load:
         """Compare what is dense; the version that this rank's tables are at."""
         if self._dense is not None:
             self._dense.check(self._ranks.rank, self._ranks.world_size)
-        return max((shard.cut() for shard in self._shards()), default=0)
+        return max((shard.close_version() for shard in self._shards()), default=0)
 
     def warn_of_seeds(self) -> None:
         """Say where ids to come will begin otherwise than in the job that was saved.

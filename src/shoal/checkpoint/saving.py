@@ -357,8 +357,8 @@ def _check_kind(
     if step <= parent.step:  # of one step the full one counts as the newest
         raise _wrong("step of a delta", step, f"more than its parent's, {parent.step}")
     for name, cursor in since.items():
-        if cursor.epoch != parent.version:
-            got, allowed = f"version {cursor.epoch}", f"its parent's, {parent.version}"
+        if cursor.version != parent.version:
+            got, allowed = f"version {cursor.version}", f"its parent's, {parent.version}"
             raise _wrong(f"cursor of collection {name!r}", got, allowed)
 
 

@@ -104,7 +104,7 @@ class _OpenPoint:
                 _catch_up(shard, version)
             self._open[id(shard)] = shard.snapshot(since)
             shard.release(0, CONSUMER)  # other consumers are not to let go of what a delta needs
-        return {snapshot.epoch for snapshot in self._open.values()}
+        return {snapshot.version for snapshot in self._open.values()}
 
     def copied(self, version: int, rank: int) -> SnapshotPoint:
         """The snapshots, and copies of all else."""
@@ -139,11 +139,11 @@ class _OpenPoint:
 
 def _catch_up(shard: Shard, version: int) -> None:
     """Close versions until the next snapshot closes that one, 2 or more ahead of any shard's."""
-    first = now = shard.cut()
+    first = now = shard.close_version()
     if version - first > _MOST_BEHIND:
         raise _disagree((first, version))
     while now < version - 1:
-        now = shard.cut()
+        now = shard.close_version()
 
 
 def _admission(contents: Contents, rank: int) -> Iterator[tuple[tuple[str, str], AdmissionState]]:

@@ -307,9 +307,9 @@ class RowsOverRanks:
         ]
         return self._combined("sum", sum(gone[k] for k in self._counted()), "evict")
 
-    def cut(self) -> int:
-        """Close every rank's epoch and open the next; the closed one, the latest of any rank."""
-        return max(self._together("cut", self._shard.cut))
+    def close_version(self) -> int:
+        """Close every rank's version and open the next; the closed one, the latest of any rank."""
+        return max(self._together("close_version", self._shard.close_version))
 
     def clear(self, table: int) -> None:
         """Drop all rows of a table, everywhere."""

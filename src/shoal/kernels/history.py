@@ -310,7 +310,7 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
 
 SPAN_ROWS = 1024  # that one program looks at
 SPAN_WORDS = 3  # of a span: table, first sequence number, the one after its last
-LOG_WORDS = 2  # of a record: id, and table << 32 | epoch
+LOG_WORDS = 2  # of a record: id, and table << 32 | version
 
 _LOG_BLOCK = 256
 
@@ -318,7 +318,7 @@ _SPAN_WORDS, _LOG_WORDS = tl.constexpr(SPAN_WORDS), tl.constexpr(LOG_WORDS)
 _CHUNK_TABLE = tl.constexpr(CHUNK_TABLE)
 
 
-@triton.jit(do_not_specialize=["columns", "from_epoch", "to_epoch", "room"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "from_version", "to_version", "room"])  # type: ignore[untyped-decorator]
 def _changed(  # type: ignore[no-untyped-def]
     tables_ptr,
     chunks_ptr,
@@ -327,8 +327,8 @@ def _changed(  # type: ignore[no-untyped-def]
     ends_ptr,
     out_ptr,
     last_ptr,
-    from_epoch,
-    to_epoch,
+    from_version,
+    to_version,
     room,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -346,7 +346,7 @@ def _changed(  # type: ignore[no-untyped-def]
         live = at < tl.load(words + 2)
         handle = handle_of(directory_of(tables_ptr, tl.load(words)), at, live)
         version = uint32_of(chunks_ptr, columns, handle, live, _VERSIONS)
-        live = live & (version > from_epoch) & (version <= to_epoch)
+        live = live & (version > from_version) & (version <= to_version)
         found = tl.sum(live.to(tl.int32), axis=0)
         if COUNT:
             tl.store(ends_ptr + span, found.to(tl.int64))
@@ -357,7 +357,7 @@ def _changed(  # type: ignore[no-untyped-def]
             tl.store(last_ptr + at * 0, at, mask=live & (rank == room - 1))
 
 
-@triton.jit(do_not_specialize=["n", "columns", "room", "epoch"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["n", "columns", "room", "version"])  # type: ignore[untyped-decorator]
 def _log(  # type: ignore[no-untyped-def]
     handles_ptr,
     size_ptr,
@@ -366,7 +366,7 @@ def _log(  # type: ignore[no-untyped-def]
     log_ptr,
     n,
     room,
-    epoch,
+    version,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -381,17 +381,19 @@ def _log(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, _CHUNK_TABLE)
         record = log_ptr + 1 + place * _LOG_WORDS
         tl.store(record, id_of(chunks_ptr, columns, handle, live), mask=live)
-        tl.store(record + 1, (table << 32) | epoch, mask=live)
+        tl.store(record + 1, (table << 32) | version, mask=live)
 
 
-def count_changed(layout: ShardLayout, spans_BW: Tensor, from_epoch: int, to_epoch: int) -> Tensor:
-    """Rows with `from_epoch < version <= to_epoch` up to the end of each span: int64 [B].
+def count_changed(
+    layout: ShardLayout, spans_BW: Tensor, from_version: int, to_version: int
+) -> Tensor:
+    """Rows with `from_version < version <= to_version` up to the end of each span: int64 [B].
 
     spans_BW: int64 [B, SPAN_WORDS] on the device, of SPAN_ROWS rows at most, all handed out.
     """
     counts_B = torch.empty(len(spans_BW), dtype=torch.int64, device=spans_BW.device)
     if len(spans_BW):
-        _scan(layout, spans_BW, counts_B, counts_B, counts_B, (from_epoch, to_epoch, 0), True)
+        _scan(layout, spans_BW, counts_B, counts_B, counts_B, (from_version, to_version, 0), True)
     return counts_B.cumsum(0)
 
 
@@ -399,8 +401,8 @@ def list_changed(
     layout: ShardLayout,
     spans_BW: Tensor,
     ends_B: Tensor,
-    from_epoch: int,
-    to_epoch: int,
+    from_version: int,
+    to_version: int,
     room: int,
 ) -> tuple[Tensor, Tensor]:
     """Handles int32 [room] of the first `room` of these rows in the order of their numbers.
@@ -415,7 +417,7 @@ def list_changed(
     """
     out_R = torch.full((room,), -1, dtype=torch.int32, device=spans_BW.device)
     last_1 = torch.empty(1, dtype=torch.int64, device=spans_BW.device)
-    _scan(layout, spans_BW, ends_B, out_R, last_1, (from_epoch, to_epoch, room), False)
+    _scan(layout, spans_BW, ends_B, out_R, last_1, (from_version, to_version, room), False)
     return out_R, last_1
 
 
@@ -444,9 +446,9 @@ def _scan(
 
 
 def log_deleted(
-    layout: ShardLayout, handles_M: Tensor, size_1: Tensor, log_L: Tensor, epoch: int
+    layout: ShardLayout, handles_M: Tensor, size_1: Tensor, log_L: Tensor, version: int
 ) -> None:
-    """Append (id, table, epoch) of rows that are about to be erased. One launch.
+    """Append (id, table, version) of rows that are about to be erased. One launch.
 
     Args:
         handles_M, size_1: as `kernels.index.erase` takes them.
@@ -465,7 +467,7 @@ def log_deleted(
         log_L,
         n,
         (log_L.numel() - 1) // LOG_WORDS,
-        epoch,
+        version,
         BLOCK=_LOG_BLOCK,
     )
 
@@ -487,7 +489,7 @@ _WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
 _WEIGHT_BYTES, _STATE_BYTES = tl.constexpr(TABLE_WEIGHT_BYTES), tl.constexpr(TABLE_STATE_BYTES)
 
 
-@triton.jit(do_not_specialize=["columns", "stamped", "from_epoch", "to_epoch"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "stamped", "from_version", "to_version"])  # type: ignore[untyped-decorator]
 def _stamp(  # type: ignore[no-untyped-def]
     tables_ptr,
     chunks_ptr,
@@ -495,8 +497,8 @@ def _stamp(  # type: ignore[no-untyped-def]
     stamped_ptr,
     stamped,
     spans_ptr,
-    from_epoch,
-    to_epoch,
+    from_version,
+    to_version,
     BLOCK: tl.constexpr,
 ):
     words = spans_ptr + tl.program_id(0).to(tl.int64) * _SPAN_WORDS
@@ -504,12 +506,12 @@ def _stamp(  # type: ignore[no-untyped-def]
     live = at < tl.load(words + 2)
     handle = handle_of(directory_of(tables_ptr, tl.load(words)), at, live)
     version = uint32_of(chunks_ptr, columns, handle, live, _VERSIONS)
-    live = live & (version > from_epoch) & (version <= to_epoch)
+    live = live & (version > from_version) & (version <= to_version)
     stamp = row_address(stamped_ptr, stamped, handle, 4, live, _VERSIONS)
     tl.store(stamp.to(tl.pointer_type(tl.int32)), version.to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["stamped", "chunks", "n", "from_epoch", "to_epoch"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stamped", "chunks", "n", "from_version", "to_version"])  # type: ignore[untyped-decorator]
 def _still(  # type: ignore[no-untyped-def]
     handles_ptr,
     stamped_ptr,
@@ -517,15 +519,15 @@ def _still(  # type: ignore[no-untyped-def]
     chunks,
     out_ptr,
     n,
-    from_epoch,
-    to_epoch,
+    from_version,
+    to_version,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     live = (handle >= 0) & ((handle >> _BITS) < chunks)
     stamp = uint32_of(stamped_ptr, stamped, handle, live, _VERSIONS)
-    live = live & (stamp > from_epoch) & (stamp <= to_epoch)
+    live = live & (stamp > from_version) & (stamp <= to_version)
     tl.store(out_ptr + at, tl.where(live, handle, -1), mask=at < n)
 
 
@@ -598,9 +600,9 @@ def _keep(  # type: ignore[no-untyped-def]
 
 
 def stamp_rows(
-    layout: ShardLayout, stamped_WC: Tensor, spans_BW: Tensor, from_epoch: int, to_epoch: int
+    layout: ShardLayout, stamped_WC: Tensor, spans_BW: Tensor, from_version: int, to_version: int
 ) -> None:
-    """Stamp rows with `from_epoch < version <= to_epoch`; others' stamps stay. One launch.
+    """Stamp rows with `from_version < version <= to_version`; others' stamps stay. One launch.
 
     Args:
         stamped_WC: int64 [CHUNK_WORDS, C], see above; a row's stamp is 0 or its version before.
@@ -616,16 +618,16 @@ def stamp_rows(
         stamped_WC,
         stamped_WC.shape[1],
         spans_BW,
-        from_epoch,
-        to_epoch,
+        from_version,
+        to_version,
         BLOCK=SPAN_ROWS,
     )
 
 
 def still_stamped(
-    stamped_WC: Tensor, chunks: int, handles_R: Tensor, from_epoch: int, to_epoch: int
+    stamped_WC: Tensor, chunks: int, handles_R: Tensor, from_version: int, to_version: int
 ) -> Tensor:
-    """Handles int32 [R] of rows that bear a stamp in (from_epoch, to_epoch]; -1 for others.
+    """Handles int32 [R] of rows that bear a stamp in (from_version, to_version]; -1 for others.
 
     One launch. chunks: that `stamped_WC` tells of.
     """
@@ -641,8 +643,8 @@ def still_stamped(
             chunks,
             out_R,
             n,
-            from_epoch,
-            to_epoch,
+            from_version,
+            to_version,
             BLOCK=_STILL_BLOCK,
         )
     return out_R

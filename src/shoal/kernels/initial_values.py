@@ -309,7 +309,7 @@ def _write_state(address_R, live_R, state_ptr, STATE: tl.constexpr, BLOCK_S: tl.
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_rows(  # type: ignore[no-untyped-def]
     tables_ptr, chunks_ptr, columns, table, handle_R, live_R,
-    segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
+    segments_ptr, segments, quantiles_ptr, state_ptr, version, seen,
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -334,17 +334,17 @@ def _write_rows(  # type: ignore[no-untyped-def]
         _write_state(address, live_R, state_ptr, STATE, BLOCK_S)
     nothing = handle_R * 0
     versions = row_address(chunks_ptr, columns, handle_R, 4, live_R, VERSIONS_AT)
-    tl.store(versions.to(tl.pointer_type(tl.int32)), nothing + epoch, mask=live_R)
+    tl.store(versions.to(tl.pointer_type(tl.int32)), nothing + version, mask=live_R)
     times = row_address(chunks_ptr, columns, handle_R, 4, live_R, SEEN_AT)
     tl.store(times.to(tl.pointer_type(tl.int32)), nothing + seen, mask=live_R)
     counts = row_address(chunks_ptr, columns, handle_R, 4, live_R, COUNTS_AT)
     tl.store(counts.to(tl.pointer_type(tl.int32)), nothing, mask=live_R)
 
 
-@triton.jit(do_not_specialize=["columns", "tables", "form", "epoch", "seen"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "tables", "form", "version", "seen"])  # type: ignore[untyped-decorator]
 def _initialise(  # type: ignore[no-untyped-def]
     tables_ptr, counters_ptr, chunks_ptr, columns, tables, form,
-    segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
+    segments_ptr, segments, quantiles_ptr, state_ptr, version, seen,
     DIM: tl.constexpr, STATE: tl.constexpr, STORAGE: tl.constexpr, DRAWN: tl.constexpr,
     SHIFT: tl.constexpr, TABLES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -376,7 +376,7 @@ def _initialise(  # type: ignore[no-untyped-def]
                 )
                 _write_rows(
                     tables_ptr, chunks_ptr, columns, one, handle, live,
-                    segments_ptr, segments, quantiles_ptr, state_ptr, epoch, seen,
+                    segments_ptr, segments, quantiles_ptr, state_ptr, version, seen,
                     DIM, STATE, STORAGE, DRAWN, SHIFT, BLOCK_D, BLOCK_S,
                 )  # fmt: skip
                 tile += tl.num_programs(0)
@@ -401,18 +401,18 @@ def initialise(
     form_index: int,
     bound: int,
     *,
-    epoch: int,
+    version: int,
     event_time_s: int,
 ) -> None:
     """Write the rows READY..ISSUED of all tables of one form; their ids are in place.
 
     Weights get the bits of `shoal.rules.initializers.initial_values` in the row dtype, state the
-    rules' `init_state`, versions `epoch`, last-seen `event_time_s`, counts 0. One launch.
+    rules' `init_state`, versions `version`, last-seen `event_time_s`, counts 0. One launch.
 
     Args:
         form: of the tables whose `TABLE_FORM` is `form_index`; keep the object, it is a cache key.
         bound: at least as many as there are new rows; 0 launches nothing.
-        epoch, event_time_s: 0..2^32-1.
+        version, event_time_s: 0..2^32-1.
     """
     tables = layout.tables_KT.shape[0]
     if bound == 0 or tables == 0:
@@ -424,7 +424,7 @@ def initialise(
         _initialise, (programs,),
         layout.tables_KT, layout.counters_KC, *layout.chunks,
         tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
-        ready.state_S, _int32(epoch), _int32(event_time_s),
+        ready.state_S, _int32(version), _int32(event_time_s),
         DIM=form.weight_bytes // form.dtype.itemsize, STATE=ready.state_S.numel(),
         STORAGE=storage_of(form.dtype), DRAWN=ready.drawn, SHIFT=form.shift,
         TABLES=min(max(power_of_2(tables), 16), _MOST_TABLES),

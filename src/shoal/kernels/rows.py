@@ -203,20 +203,20 @@ def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _stamp(chunks_ptr, columns, handle, live, epoch, event_time_s):  # type: ignore[no-untyped-def]
+def _stamp(chunks_ptr, columns, handle, live, version, event_time_s):  # type: ignore[no-untyped-def]
     """Version and last-seen time of written rows."""
-    version = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT)
-    stamp = (handle.to(tl.int64) * 0 + epoch).to(tl.int32)
-    tl.store(version.to(tl.pointer_type(tl.int32)), stamp, mask=live)
+    versions = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT)
+    stamp = (handle.to(tl.int64) * 0 + version).to(tl.int32)
+    tl.store(versions.to(tl.pointer_type(tl.int32)), stamp, mask=live)
     address = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT)
     seen = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
     seen = tl.maximum(seen, seen * 0 + event_time_s)
     tl.store(address.to(tl.pointer_type(tl.int32)), seen.to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["n", "columns", "epoch", "event_time_s"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["n", "columns", "version", "event_time_s"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    handles_ptr, order_ptr, values_ptr, chunks_ptr, columns, n, width, row_bytes, epoch,
+    handles_ptr, order_ptr, values_ptr, chunks_ptr, columns, n, width, row_bytes, version,
     event_time_s,
     ADD: tl.constexpr, STORAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def _write(  # type: ignore[no-untyped-def]
         )
     store_nearest(address, column, value, mask, STORAGE)
     if tl.program_id(1) == 0:
-        _stamp(chunks_ptr, columns, handle, edge, epoch, event_time_s)
+        _stamp(chunks_ptr, columns, handle, edge, version, event_time_s)
 
 
 def write_weights(
@@ -262,14 +262,14 @@ def write_weights(
     values_ND: Tensor,
     *,
     add: bool,
-    epoch: int,
+    version: int,
     event_time_s: int,
 ) -> None:
     """Set rows to values, or add values to them; rows of one form.
 
     Of positions with one handle, the last is set, or all are added in their order. Values that a
     16-bit row cannot hold are rounded to the nearest, ties to even. The row's version becomes
-    `epoch`, its last-seen time no less than `event_time_s`; its state and count stay.
+    `version`, its last-seen time no less than `event_time_s`; its state and count stay.
 
     Args:
         handles_N: int32 [N]; -1 is passed over.
@@ -283,7 +283,7 @@ def write_weights(
     rows = max(_WRITE_TILE // block, 1)
     launch(
         _write, (blocks_of(n, rows), blocks_of(width, block)),
-        sorted_N, order_N, values_ND, *layout.chunks, n, width, form.weight_bytes, epoch,
+        sorted_N, order_N, values_ND, *layout.chunks, n, width, form.weight_bytes, version,
         event_time_s,
         ADD=add, STORAGE=storage_of(form.dtype), ROWS=rows, BLOCK=block,
     )  # fmt: skip

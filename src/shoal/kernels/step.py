@@ -79,14 +79,14 @@ def _summed(  # type: ignore[no-untyped-def]
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "columns", "room", "form", "first_run", "last_run", "first_piece", "rate_columns",
-        "epoch", "event_time_s", "global_step", "domain",
+        "version", "event_time_s", "global_step", "domain",
     ]
 )  # fmt: skip
 def _step(  # type: ignore[no-untyped-def]
     tables_ptr, counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, first_piece,
     addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr, rates_ptr, rate_columns,
-    payloads_ptr, epoch, event_time_s, global_step, domain,
+    payloads_ptr, version, event_time_s, global_step, domain,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, RATE: tl.constexpr,
     WEIGHT_BYTES: tl.constexpr, STATE_BYTES: tl.constexpr, STORAGE: tl.constexpr,
     ALIGN: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr,
@@ -129,7 +129,7 @@ def _step(  # type: ignore[no-untyped-def]
             WEIGHT_BYTES, STATE_BYTES, STORAGE, REAL, VECTORS, SCALARS, BLOCK_D, SHIFT,
         )  # fmt: skip
         store_stamps(
-            chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences
+            chunks_ptr, columns, handle, good, last, count, version, event_time_s, occurrences
         )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def _apply_fused(
         _step, (programs_of(blocks_of(call.room, constants["ROWS"]), call.device),),
         layout.tables_KT, layout.counters_KC, *layout.chunks, *call.run_words(),
         call.runs.first_piece(call.number), *call.gradients(), *pieces, rates_KR, rates_KR.shape[1],
-        rates_KR if payload_H is None else payload_H, stamp.epoch, stamp.event_time_s,
+        rates_KR if payload_H is None else payload_H, stamp.version, stamp.event_time_s,
         stamp.global_step, stamp.domain,
         PITCH_BYTES=plan.pitch * call.form.real.itemsize, LARGEST=plan.largest, CLIP=stamp.clip,
         CACHED=payload_H is not None, **call.constants(), **constants,

@@ -362,14 +362,14 @@ def _mark_firsts(  # type: ignore[no-untyped-def]
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "columns", "room", "form", "first_run", "last_run", "first_piece", "begin", "most",
-        "epoch", "event_time_s",
+        "version", "event_time_s",
     ]
 )  # fmt: skip
 def _write_sums(  # type: ignore[no-untyped-def]
     counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, first_piece, begin, most,
     order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
-    sums_ptr, handles_ptr, places_ptr, ids_ptr, occurrences_ptr, tables_ptr, epoch, event_time_s,
+    sums_ptr, handles_ptr, places_ptr, ids_ptr, occurrences_ptr, tables_ptr, version, event_time_s,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
     REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr, FACTORS: tl.constexpr,
     COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr,
@@ -415,7 +415,7 @@ def _write_sums(  # type: ignore[no-untyped-def]
                 )
         if SETTLE:
             settle_rows(
-                counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s,
+                counters_ptr, chunks_ptr, columns, handle, table, live, good, version, event_time_s,
                 occurrences, out, place, handles_ptr, places_ptr, CLIP,
             )  # fmt: skip
         else:
@@ -606,7 +606,7 @@ def _sum(
         *partials,
         sums,
         *others,
-        0 if stamp is None else stamp.epoch,
+        0 if stamp is None else stamp.version,
         0 if stamp is None else stamp.event_time_s,
         DIM=form.dim,
         PITCH_BYTES=plan.pitch * form.real.itemsize,

@@ -61,12 +61,12 @@ _FORMS_KEPT = 256
 class Stamp:
     """What a step knows besides rows and gradients.
 
-    epoch: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
+    version: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
     "skip" leave a row with a non-finite sum as it is and count it, "clip" puts 0 for NaN and
     nan_clip, with the sign, for infinities.
     """
 
-    epoch: int
+    version: int
     event_time_s: int
     global_step: int
     nan_policy: str = "raise"
@@ -424,29 +424,29 @@ def load_stamps(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-d
 
 @triton.jit
 def store_stamps(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, last, count, epoch, event_time_s, occurrences
+    chunks_ptr, columns, handle, live, last, count, version, event_time_s, occurrences
 ):  # fmt: skip
     """Version, last-seen time (the later one) and count (it stays at its largest) of each row."""
     word = tl.pointer_type(tl.uint32)
     versions = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT).to(word)
     seen = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT).to(word)
     counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
-    tl.store(versions, (last * 0 + epoch).to(tl.uint32), mask=live)
+    tl.store(versions, (last * 0 + version).to(tl.uint32), mask=live)
     tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
     tl.store(counts, tl.minimum(count + occurrences, _WORD).to(tl.uint32), mask=live)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def settle_rows(  # type: ignore[no-untyped-def]
-    counters_ptr, chunks_ptr, columns, handle, table, live, good, epoch, event_time_s, occurrences,
-    out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
+    counters_ptr, chunks_ptr, columns, handle, table, live, good, version, event_time_s,
+    occurrences, out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
     those, -1 for rows that stay as they are, and first places.
     """
     count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
     last, count = load_stamps(chunks_ptr, columns, handle, good)
-    store_stamps(chunks_ptr, columns, handle, good, last, count, epoch, event_time_s, occurrences)
+    store_stamps(chunks_ptr, columns, handle, good, last, count, version, event_time_s, occurrences)
     tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
     tl.store(places_ptr + out, place.to(tl.int64), mask=live)
 

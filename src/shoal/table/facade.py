@@ -195,9 +195,9 @@ class Table:
         scalars.event_time(now_s, "now_s")
         return self._shard.evict(now_s)
 
-    def cut(self) -> int:
-        """Close the shard's epoch and open the next; returns the closed one."""
-        return self._shard.cut()
+    def close_version(self) -> int:
+        """Close the shard's version and open the next; returns the closed one."""
+        return self._shard.close_version()
 
     def entry(self, id: int) -> Entry | None:
         """One row with its state and metadata, or None.

@@ -117,7 +117,7 @@ class RateList:
         return rates
 
 
-KEPT_EPOCH = "a closed epoch from which on deletions are kept"
+KEPT_VERSION = "a closed version from which on deletions are kept"
 
 T = TypeVar("T")
 
@@ -156,24 +156,24 @@ def reworded(error: Exception) -> ShoalError:
     )
 
 
-def cut(call: Callable[[], T]) -> T:
-    """Run a call that closes an epoch.
+def closing(call: Callable[[], T]) -> T:
+    """Run a call that closes a version.
 
     Raises:
-        InputError: there is no epoch after the open one.
+        InputError: there is no version after the open one.
     """
     try:
         return call()
     except OverflowError as error:
-        raise last_epoch() from error
+        raise last_version() from error
 
 
-def last_epoch() -> InputError:
-    """The error of a snapshot if there is no epoch after the open one."""
+def last_version() -> InputError:
+    """The error of a snapshot if there is no version after the open one."""
     return InputError(
         "snapshot",
-        got="the last epoch is open",
-        allowed="at most 2^32 - 2 epochs in the life of a table's rows",
+        got="the last version is open",
+        allowed="at most 2^32 - 2 versions in the life of a table's rows",
         remedy="Set the versions of all rows to 1 and load them into new tables.",
     )
 

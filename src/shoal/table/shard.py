@@ -181,8 +181,8 @@ class RowsById(Protocol):
         """
         ...
 
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+    def close_version(self) -> int:
+        """Close the current version, open the next; returns the closed one. Waits for writers."""
         ...
 
     def export(self, table: int) -> RowChunk:
@@ -296,12 +296,12 @@ class BulkRows(Protocol):
         """
         ...
 
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one. Waits for writers."""
+    def close_version(self) -> int:
+        """Close the current version, open the next; returns the closed one. Waits for writers."""
         ...
 
-    def release(self, epoch: int | None, consumer: str = "") -> None:
-        """A consumer has all up to `epoch`; None: it wants no more.
+    def release(self, version: int | None, consumer: str = "") -> None:
+        """A consumer has all up to `version`; None: it wants no more.
 
         Deletions are kept as far back as the slowest of the consumers known by this call wants, and
         not at all, until a snapshot, once the last one has left. `release(0, name)` makes a
@@ -310,7 +310,7 @@ class BulkRows(Protocol):
         forgotten and takes a full snapshot if it comes back.
 
         Args:
-            epoch: one that is not closed yet stands for the last closed one; it never falls.
+            version: one that is not closed yet stands for the last closed one; it never falls.
             consumer: whose cursor it is.
         """
         ...
@@ -318,12 +318,12 @@ class BulkRows(Protocol):
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         """Set a snapshot point and keep its rows; at most 8 snapshots are open at once.
 
-        From here on deletions are kept, so that a later snapshot may start at this one's epoch.
+        From here on deletions are kept, so that a later snapshot may start at this one's version.
         Snapshots are read and closed in any order; a row that changes is copied once for all open
         ones that need it.
 
         Args:
-            since: only what changed after `since.epoch`; None: all rows.
+            since: only what changed after `since.version`; None: all rows.
 
         Raises:
             InputError: too many snapshots are open, or `since` is of another incarnation or older
@@ -331,14 +331,14 @@ class BulkRows(Protocol):
         """
         ...
 
-    def resume(self, epoch: int) -> Cursor:
-        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+    def resume(self, version: int) -> Cursor:
+        """After a load: close all versions up to `version` and keep deletions from here on.
 
         Returns:
-            the cursor of a consumer that has everything up to `epoch`.
+            the cursor of a consumer that has everything up to `version`.
 
         Raises:
-            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+            InputError: a version below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
         ...
 
@@ -374,7 +374,7 @@ class Shard(RowsById, Lookups, BulkRows, Protocol):
 
 MIN_ID, MAX_ID = -(1 << 63), (1 << 63) - 1
 MAX_TIME_S = (1 << 32) - 1
-LAST_VERSION = (1 << 32) - 2  # one epoch must remain above that of any row
+LAST_VERSION = (1 << 32) - 2  # one version must remain above that of any row
 
 _POLICIES = ("raise", "skip", "clip")
 _MAX_STEP = (1 << 63) - 1
@@ -518,7 +518,7 @@ def check_bits(bits: int) -> None:
 
 
 class Snapshot(Protocol):
-    """The rows that a shard had when `Shard.snapshot` closed an epoch.
+    """The rows that a shard had when `Shard.snapshot` closed a version.
 
     Between its making and `close` each row is kept as at the snapshot, whatever later methods do
     to it: it is read here, or copied away by the first method that changes it. Copies that do not
@@ -526,14 +526,14 @@ class Snapshot(Protocol):
     read snapshots of their own.
 
     Attributes:
-        epoch: the closed epoch it shows.
-        since: rows stamped in `(since, epoch]` are in it; 0: all rows.
+        version: the closed version it shows.
+        since: rows stamped in `(since, version]` are in it; 0: all rows.
         concurrent: whether methods that change rows may be called before `close`. Where not, they
             raise `InputError`; reading methods never do.
     """
 
     @property
-    def epoch(self) -> int: ...
+    def version(self) -> int: ...
     @property
     def since(self) -> int: ...
     @property
@@ -551,7 +551,7 @@ class Snapshot(Protocol):
         ...
 
     def deleted(self, table: int) -> Tensor:
-        """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`."""
+        """Ids int64 [U], by h, deleted in `(since, version]`, without a row at `version`."""
         ...
 
     def give_way(self) -> None:

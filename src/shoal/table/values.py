@@ -84,23 +84,23 @@ class TableStats:
     on_host: bool = False
 
 
-_CURSOR_LIMITS = {"incarnation": 1 << 63, "epoch": 1 << 32}
+_CURSOR_LIMITS = {"incarnation": 1 << 63, "version": 1 << 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What one consumer of a shard holds: all rows and deletions up to an epoch.
+    """What one consumer of a shard holds: all rows and deletions up to a version.
 
     Args:
-        incarnation: the shard's when that epoch was closed; in another one all rows are due.
-        epoch: the last one the consumer has.
+        incarnation: the shard's when that version was closed; in another one all rows are due.
+        version: the last one the consumer has.
 
     Raises:
         InputError: a value is not an int of its range.
     """
 
     incarnation: int = 0
-    epoch: int = 0
+    version: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _CURSOR_LIMITS.items():
@@ -110,21 +110,21 @@ class Cursor:
                     f"{name} of a cursor",
                     got=value,
                     allowed=f"an int in [0, {limit})",
-                    remedy="Use the shard's incarnation and the epoch of a snapshot.",
+                    remedy="Use the shard's incarnation and the version of a snapshot.",
                 )
 
 
-def released(epoch: int) -> int:
-    """The epoch to release, checked.
+def released(version: int) -> int:
+    """The version to release, checked.
 
     Raises:
         InputError: not an int in [0, 2^32).
     """
-    if type(epoch) is not int or not 0 <= epoch < 1 << 32:
+    if type(version) is not int or not 0 <= version < 1 << 32:
         raise InputError(
-            "epoch to release",
-            got=epoch,
+            "version to release",
+            got=version,
             allowed="an int in [0, 2^32), or None",
-            remedy="Pass the smallest epoch of all consumers' cursors.",
+            remedy="Pass the smallest version of all consumers' cursors.",
         )
-    return epoch
+    return version

@@ -113,10 +113,10 @@ def test_everything_comes_back(saved: tuple[Path, dict[str, RowChunk], Job]) -> 
     assert found.rank_state is not None and found.rank_state["rng"].tolist() == [0, 1, 2]
     assert (found.manifest.step, found.manifest.position) == (7, 70)
     assert [shard.last_step for shard in job.shards()] == [6, 7]
-    # A delta may go on top of it, of what changes from the next epoch on.
+    # A delta may go on top of it, of what changes from the next version on.
     assert found.cursors is not None
-    assert {key: one.epoch for key, one in found.cursors.items()} == {"a": 5, "b": 5}
-    assert [shard.cut() for shard in job.shards()] == [6, 6]
+    assert {key: one.version for key, one in found.cursors.items()} == {"a": 5, "b": 5}
+    assert [shard.close_version() for shard in job.shards()] == [6, 6]
 
 
 def test_without_the_state_of_optimizers(saved: tuple[Path, dict[str, RowChunk], Job]) -> None:
@@ -338,16 +338,16 @@ def second_of_two() -> HostedTables:
     return HostedTables(specs=(TAGS,), shard=shard, placement=placement)
 
 
-def test_cursors_are_of_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
+def test_cursors_are_of_the_version_of_the_checkpoint(tmp_path: Path) -> None:
     """A delta on top of it could not be told from one that lacks what came between."""
     write_by_hand(Storage(tmp_path), {"b": [HandTable(TAGS, trained(TAGS, 5).export())]}, version=3)
     for cuts, whole in ((2, True), (3, False)):
         tables = hosted(TAGS)
         for _ in range(cuts):
-            tables.shard.cut()
+            tables.shard.close_version()
         found = load(tmp_path, Contents(tables={"b": tables}))
         assert found.rows == {"b/tags": 5} and (found.cursors is not None) == whole
-        assert found.cursors is None or found.cursors["b"].epoch == 3
+        assert found.cursors is None or found.cursors["b"].version == 3
 
 
 def test_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -371,4 +371,4 @@ def test_collections_may_share_a_shard(tmp_path: Path) -> None:
     load(tmp_path, contents)
     check_equal(shard.export(0), users)
     check_equal(shard.export(1), tags)
-    assert (shard.last_step, shard.cut()) == (5, 10)
+    assert (shard.last_step, shard.close_version()) == (5, 10)

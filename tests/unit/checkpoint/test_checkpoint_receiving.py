@@ -170,8 +170,10 @@ def test_the_last_version_comes_back_and_none_after_it(tmp_path: Path):
     shard = make_shard((spec,), seed=1)
     load(where, Contents(tables={"m": HostedTables((spec,), shard)}))
     assert shard.export(0).versions.sort()[0].tolist() == [1, 2, LAST_VERSION]
-    with pytest.raises(InputError, match=r"last epoch is open.*Set the versions of all rows to 1"):
-        shard.cut()
+    with pytest.raises(
+        InputError, match=r"last version is open.*Set the versions of all rows to 1"
+    ):
+        shard.close_version()
 
 
 def test_a_receive_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -125,7 +125,7 @@ def test_training_goes_on_and_files_show_the_cut(
 def test_training_goes_on_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Home
 ) -> None:
-    """Full and then delta: all of it is as it was at the cut, though each step changes rows."""
+    """Full and then delta: all is as at the snapshot point, though each step changes rows."""
     gate, read = Gate(), CudaSnapshot.read
     sizes = MANY if torch.cuda.is_available() else FEW
 
@@ -148,7 +148,7 @@ def test_training_goes_on_on_a_device(
     found = loaded(tmp_path)
     check_same(found, want)
     assert torch.equal(found.net.weight, want.net.weight)
-    want.shard.cut()
+    want.shard.close_version()
     want.step()
     want.evict()
     gate.reached.clear()
@@ -171,7 +171,9 @@ def test_a_delta_has_what_changed(tmp_path: Path) -> None:
     full = saving.wait()
     job.step()
     job.evict()
-    job.shard.release(job.shard.cut(), "publisher")  # lets go of nothing that the delta needs
+    job.shard.release(
+        job.shard.close_version(), "publisher"
+    )  # lets go of nothing that the delta needs
     later = begin(
         *(tmp_path, job.contents()),
         **dict(step=4, position=40, kind="delta", parent=full, since=saving.cursors),
@@ -370,15 +372,15 @@ def test_a_delta_may_not_lack_what_changed_since_its_parent(tmp_path: Path) -> N
     check_same(loaded(tmp_path), job)
 
 
-def test_shards_at_different_epochs_are_brought_together(tmp_path: Path) -> None:
+def test_shards_at_different_versions_are_brought_together(tmp_path: Path) -> None:
     ahead, behind = trained(), trained()
     for _ in range(5):
-        ahead.shard.cut()
+        ahead.shard.close_version()
     contents = ahead.contents()
     tables = {"ahead": ahead.tables, "behind": behind.tables}
     both = type(contents)(tables=tables, state={"steps": 3})
     manifest = save(tmp_path, both, step=3, position=30)
-    assert ahead.shard.cut() == behind.shard.cut() == manifest.version + 1
+    assert ahead.shard.close_version() == behind.shard.close_version() == manifest.version + 1
     # Collections of the same shard have one snapshot.
     twice = type(contents)(tables={"one": ahead.tables, "two": ahead.tables})
     again = save(tmp_path, twice, step=4, position=40)

@@ -97,7 +97,7 @@ def test_new_rows_start_as_the_rules_say(device: str, dtype: str) -> None:
     spec, other = mixed(dtype), plain_table("other", 3)
     shard = DeviceRows.make([other, spec], device, SEED)
     ids = draw_ids(150)
-    handles_N = shard.insert((1, ids), (0, ids[:3]), epoch=2**32 - 1, time_s=2**31 + 7)
+    handles_N = shard.insert((1, ids), (0, ids[:3]), version=2**32 - 1, time_s=2**31 + 7)
     assert torch.equal(shard.weights(handles_N[:150]), initial_weights(spec, ids))
     assert torch.equal(shard.weights(handles_N[150:]), initial_weights(other, ids[:3]))
     state = fresh_state(spec, form_of(spec).real)
@@ -170,7 +170,7 @@ def test_settling_makes_rows_ready_and_tells_the_host(device: str) -> None:
 def test_nothing_new_writes_nothing(device: str) -> None:
     shard = DeviceRows.make([plain_table("a", 4)], device)
     for bound in (0, 1000):
-        initialise(shard.tables.layout, shard.forms[0], 0, bound, epoch=1, event_time_s=0)
+        initialise(shard.tables.layout, shard.forms[0], 0, bound, version=1, event_time_s=0)
     assert bool(shard.tables.chunks[0].weights.isnan().all())
 
 

@@ -92,7 +92,7 @@ def test_rules_in_registers(rule: Optimizer, dtype: torch.dtype, device: str) ->
     for number in range(3 if HAS_GPU else 2):
         lengths = [1, 2, 3, COLD_RUN, COLD_RUN + 1, 0, 1] * 2
         handles = drawn(mine, lengths, seed=number)
-        stamp = Stamp(epoch=number + 2, event_time_s=7 * number, global_step=number)
+        stamp = Stamp(version=number + 2, event_time_s=7 * number, global_step=number)
         step(world, handles, eighths(len(handles), 5, number, dtype), stamp)
     world.check(1e-6 if dtype is torch.float32 else 1e-12)
 

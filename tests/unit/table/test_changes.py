@@ -99,7 +99,7 @@ def test_consumers_at_different_paces(shard: Shard) -> None:
         shard.evict(turn * 60)
         caught_up(shard, fast)
         assert fast.cursor and slow.cursor
-        shard.release(min(fast.cursor.epoch, slow.cursor.epoch))
+        shard.release(min(fast.cursor.version, slow.cursor.version))
     caught_up(shard, fast, slow)
     assert fast.restarts == slow.restarts == 1
 
@@ -131,7 +131,7 @@ def test_an_id_back_before_the_read_is_no_deletion(shard: Shard) -> None:
     with shard.snapshot() as full:
         start = cursor_of(shard, full)
     shard.evict(100)
-    shard.cut()
+    shard.close_version()
     put(shard, [2], 5.0, at_s=100)
     with shard.snapshot(start) as delta:
         assert delta.deleted(0).tolist() == [1]
@@ -176,9 +176,9 @@ def expire_many(shard: Shard, first: int, many: int, at_s: int) -> None:
     ids_N, splits = torch.arange(first, first + many), torch.tensor([0, many])
     groups = IdGroups(ids_N, splits, torch.zeros(1, dtype=torch.int32))
     shard.assign(groups, [torch.zeros(many, 2)], ctx=StepContext(event_time_s=at_s))
-    shard.cut()
+    shard.close_version()
     shard.evict(at_s + 100)
-    shard.cut()
+    shard.close_version()
 
 
 @FAST
@@ -190,10 +190,10 @@ def test_a_long_log_of_deletions_spills(shard: Shard) -> None:
     for at_s in (0, 200):
         expire_many(shard, at_s, many, at_s)
         fast.drain(shard)
-        shard.release(slow.cursor.epoch)
+        shard.release(slow.cursor.version)
     assert fast.held.keys() == named(-1)
     assert slow.drain(shard) == named(*range(many + 200))
-    shard.release(fast.cursor.epoch)
+    shard.release(fast.cursor.version)
     caught_up(shard, fast, slow)
     assert fast.restarts == slow.restarts == 1
 
@@ -217,14 +217,14 @@ def test_a_log_that_cannot_spill_means_a_full_pass(
     assert consumer.restarts == 2
 
 
-def test_a_cursor_below_the_released_epoch_takes_a_full_pass(shard: Shard) -> None:
+def test_a_cursor_below_the_released_version_takes_a_full_pass(shard: Shard) -> None:
     early, late = Consumer(), Consumer()
     put(shard, [1, 2])
     caught_up(shard, early, late)
     shard.evict(100)
     put(shard, [3], at_s=100)
     caught_up(shard, late)
-    shard.release(late.cursor.epoch)
+    shard.release(late.cursor.version)
     caught_up(shard, early, late)
     assert (early.restarts, late.restarts) == (2, 1)
 
@@ -240,12 +240,12 @@ def test_the_log_waits_for_the_slowest_consumer(shard: Shard) -> None:
         shard.evict(100 * turn)
         put(shard, [3], at_s=100 * turn)
         caught_up(shard, late)
-        shard.release(late.cursor.epoch, "late")
+        shard.release(late.cursor.version, "late")
     caught_up(shard, early, late)
     assert (early.restarts, late.restarts) == (1, 1)
     for name in ("early", "late"):
-        shard.release(early.cursor.epoch, name)
-    behind = Cursor(early.cursor.incarnation, early.cursor.epoch - 1)
+        shard.release(early.cursor.version, name)
+    behind = Cursor(early.cursor.incarnation, early.cursor.version - 1)
     with pytest.raises(InputError, match="full snapshot"):
         shard.snapshot(behind)
 
@@ -259,7 +259,7 @@ def test_a_consumer_that_leaves_holds_nothing(shard: Shard) -> None:
         shard.release(0, name)
     shard.evict(100)
     caught_up(shard, late)
-    shard.release(late.cursor.epoch, "late")
+    shard.release(late.cursor.version, "late")
     shard.release(None, "early")
     caught_up(shard, early, late)
     assert (early.restarts, late.restarts) == (2, 1)
@@ -271,7 +271,7 @@ def test_a_consumer_that_leaves_holds_nothing(shard: Shard) -> None:
     assert shard.incarnation != before
 
 
-def test_release_leaves_the_open_epoch(shard: Shard) -> None:
+def test_release_leaves_the_open_version(shard: Shard) -> None:
     consumer = Consumer()
     put(shard, [1, 2])
     caught_up(shard, consumer)
@@ -286,7 +286,7 @@ def test_deletions_are_kept_only_for_consumers(shard: Shard) -> None:
     put(shard, [1, 2])
     by_hand = Consumer()
     by_hand.held = contents(shard.export(0))
-    by_hand.cursor = Cursor(made, shard.cut())
+    by_hand.cursor = Cursor(made, shard.close_version())
     shard.evict(100)
     caught_up(shard, by_hand)
     assert by_hand.restarts == 1
@@ -348,10 +348,10 @@ def test_all_ids_are_legal(shard: Shard) -> None:
 
 
 def test_bad_calls(shard: Shard) -> None:
-    for epoch in (-1, 1 << 32):
-        with pytest.raises(InputError, match="epoch to release"):
-            shard.release(epoch)
-    for bad in ({"incarnation": -1}, {"epoch": 1 << 32}, {"epoch": 1.0}):
+    for version in (-1, 1 << 32):
+        with pytest.raises(InputError, match="version to release"):
+            shard.release(version)
+    for bad in ({"incarnation": -1}, {"version": 1 << 32}, {"version": 1.0}):
         with pytest.raises(InputError, match="cursor"):
             Cursor(**bad)  # type: ignore[arg-type]
 

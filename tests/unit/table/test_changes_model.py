@@ -40,7 +40,7 @@ class ChangesMachine(RuleBasedStateMachine):
             self.shard.release(0, f"consumer {k}")
         self.values: dict[int, float] = {}
         self.seen_s: dict[int, int] = {}
-        self.epoch = 1
+        self.version = 1
         self.now_s = 0
         self.next_value = 1.0
         self.loads = 0
@@ -69,17 +69,17 @@ class ChangesMachine(RuleBasedStateMachine):
             self.values.clear()
 
     @rule()
-    def cut(self) -> None:
-        assert self.shard.cut() == self.epoch
-        self.epoch += 1
+    def close_version(self) -> None:
+        assert self.shard.close_version() == self.version
+        self.version += 1
 
     @precondition(lambda self: len(self.reading) < self.open_at_once)
     @rule(k=st.integers(0, 2))
     def open(self, k: int) -> None:
         if k not in self.reading:
             self.consumers[k].open(self.shard)
-            assert self.consumers[k].next.epoch == self.epoch
-            self.epoch += 1
+            assert self.consumers[k].next.version == self.version
+            self.version += 1
             self.reading[k] = dict(self.values)
 
     @precondition(lambda self: self.reading)
@@ -100,12 +100,12 @@ class ChangesMachine(RuleBasedStateMachine):
     @rule(k=st.integers(0, 2))
     def release(self, k: int) -> None:
         if (cursor := self.consumers[k].cursor) is not None:
-            self.shard.release(cursor.epoch, f"consumer {k}")
+            self.shard.release(cursor.version, f"consumer {k}")
 
     @precondition(lambda self: self.loads < 2)
     @rule(id_=st.integers(0, 12), ahead=st.integers(0, 2))
     def load(self, id_: int, ahead: int) -> None:
-        version = max(1, self.epoch - 1 + ahead)
+        version = max(1, self.version - 1 + ahead)
         one = torch.ones(1, dtype=torch.int64)
         weight = torch.full((1, 1), self.next_value)
         chunk = RowChunk(
@@ -114,7 +114,7 @@ class ChangesMachine(RuleBasedStateMachine):
         self.shard.load(0, chunk)
         self.values[id_] = self.next_value
         self.seen_s[id_] = self.now_s
-        self.epoch = max(self.epoch, version)
+        self.version = max(self.version, version)
         self.next_value += 1
         self.loads += 1
 

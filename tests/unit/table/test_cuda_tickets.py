@@ -324,5 +324,5 @@ def test_loaded_rows_keep_their_stamps_and_later_ones_do_not_lie_before() -> Non
         shard.assign(groups_of((0, [3])), (rows(3.0),), ctx=CTX)
     ours, theirs = (shard.export(0) for shard in shards)
     assert ours.versions.tolist() == theirs.versions.tolist()
-    assert shards[0].cut() == shards[1].cut() == 7
+    assert shards[0].close_version() == shards[1].close_version() == 7
     assert shards[0].stats()[0].inserted == shards[1].stats()[0].inserted == 3

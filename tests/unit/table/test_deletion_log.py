@@ -19,9 +19,9 @@ from support.placed_shard import PlacedCuda
 gpu = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-def records(first: int, many: int, epoch: int) -> Records:
+def records(first: int, many: int, version: int) -> Records:
     made = np.zeros(many, dtype=RECORD)
-    made["id"], made["epoch"] = np.arange(first, first + many), epoch
+    made["id"], made["version"] = np.arange(first, first + many), version
     return made
 
 
@@ -41,8 +41,8 @@ def test_records_come_back_from_files_and_memory() -> None:
     append(log, records(0, 3, 1))
     assert log.after(0) == 0
     log.start(0)
-    for epoch in range(1, 12):
-        append(log, records(5 * epoch, 5, epoch))
+    for version in range(1, 12):
+        append(log, records(5 * version, 5, version))
     assert ids_of(log, 0) == list(range(5, 60))
     assert ids_of(log, 7, 30) == list(range(12, 42))
     assert ids_of(log, log.after(9)) == list(range(50, 60))
@@ -53,8 +53,8 @@ def test_records_come_back_from_files_and_memory() -> None:
 def test_released_records_are_gone() -> None:
     log = _core.DeletionLog(8, 20)
     log.start(0)
-    for epoch in range(1, 12):
-        append(log, records(5 * epoch, 5, epoch))
+    for version in range(1, 12):
+        append(log, records(5 * version, 5, version))
     log.release(4)
     log.release(3)
     assert log.floor == 4
@@ -82,8 +82,8 @@ def test_a_consumer_that_never_comes_holds_so_many_records() -> None:
     log = _core.DeletionLog(8, 20, 30)
     log.start(0)
     log.hold("dead", 0)
-    for epoch in range(1, 7):
-        append(log, records(5 * epoch, 5, epoch))
+    for version in range(1, 7):
+        append(log, records(5 * version, 5, version))
         assert log.excess() is None
     append(log, records(35, 5, 7))
     assert log.excess() == 1
@@ -97,12 +97,12 @@ def test_a_consumer_that_never_comes_holds_so_many_records() -> None:
     assert ids_of(log, 0) == []
 
 
-def test_epochs_within_one_piece() -> None:
+def test_versions_within_one_piece() -> None:
     log = _core.DeletionLog()
     log.start(0)
     append(log, records(0, 2, 1), records(2, 3, 2), records(5, 1, 4))
     append(log, records(6, 1, 4))
-    assert [log.after(epoch) for epoch in range(5)] == [0, 2, 5, 5, 7]
+    assert [log.after(version) for version in range(5)] == [0, 2, 5, 5, 7]
 
 
 def test_a_file_that_fails_breaks_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.M
     for turn in range(12):
         put(shard, 10 + 3 * turn, 3)
         if turn == 7:
-            shard.cut()
+            shard.close_version()
     sent = consumer.drain(shard)
     assert consumer.held == contents(shard.export(0))
     assert {id_ for _, id_ in sent} == {*range(8), *range(10, 46)}

@@ -135,7 +135,7 @@ class TestWriteWeights:
             handles_N,
             values_ND.to(device),
             add=add,
-            epoch=2**32 - 2,
+            version=2**32 - 2,
             event_time_s=2**31,
         )
         weights, versions, seen = (

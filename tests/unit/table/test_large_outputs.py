@@ -64,7 +64,7 @@ def test_summing_leaves_versions_as_they_were() -> None:
     records = lookup(shard, ids_N, torch.ones(6, 4))
     before = [table.entry(id_).version for id_ in (5, 6, 7)]
     for _ in range(3):
-        shard.cut()
+        shard.close_version()
     sums = shard.sum_grads(records)
     assert dict(zip(sums.ids[0].tolist(), sums.sums[0][:, 0].tolist(), strict=True)) == {
         5: 3.0,
@@ -81,7 +81,7 @@ def test_a_skipped_row_keeps_its_version_and_a_stepped_one_is_stamped() -> None:
     grads_ND[1, 2] = float("nan")
     records = lookup(shard, torch.tensor([5, 6, 7]), grads_ND)
     before = table.entry(6).version
-    shard.cut()
+    shard.close_version()
     shard.apply(records, ctx=StepContext(nan_policy="skip"))
     assert table.entry(6).version == before
     assert table.entry(5).version == table.entry(7).version == before + 1

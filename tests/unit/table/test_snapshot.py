@@ -1,4 +1,4 @@
-"""Snapshots of a CPU shard: the rows of a cut, whatever later verbs do to them."""
+"""Snapshots of a CPU shard: the rows of a snapshot, whatever later verbs do to them."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_no_rows(shard: CpuShard) -> None:
 def test_what_changed_since(shard: CpuShard) -> None:
     filled(shard)
     with shard.snapshot() as first:
-        start = Cursor(shard.incarnation, first.epoch)
+        start = Cursor(shard.incarnation, first.version)
         assert (first.since, first.concurrent) == (0, True)
         put(shard, 0, [1])
     train(shard, 0, [2, 8000], at_s=90)
-    shard.cut()
+    shard.close_version()
     put(shard, 2, [7])
     shard.evict(152)  # the 1 of before too: its event time is 0
     put(shard, 0, [3], at_s=90)
@@ -125,7 +125,7 @@ def test_what_changed_since(shard: CpuShard) -> None:
     want = {0: {2, 3, 8000}, 1: set[int](), 2: {7}}
     held = {table: shard.export(table) for table in range(3)}
     with shard.snapshot(start) as delta:
-        assert delta.since == first.epoch < delta.epoch
+        assert delta.since == first.version < delta.version
         CHANGES["all"](shard)
         for table, ids in want.items():
             chunk = delta.read(table, 0, HASHES)
@@ -145,7 +145,7 @@ def test_what_changed_since(shard: CpuShard) -> None:
 def test_a_deleted_id_is_named_once(shard: CpuShard) -> None:
     put(shard, 0, [1, 2, 3])
     snapshot = shard.snapshot()
-    start = Cursor(shard.incarnation, snapshot.epoch)
+    start = Cursor(shard.incarnation, snapshot.version)
     snapshot.close()
     for turn in range(1, 4):
         shard.evict(turn * 1000)
@@ -203,16 +203,16 @@ def test_cursors_that_cannot_be_served(shard: CpuShard) -> None:
     with pytest.raises(InputError, match="full snapshot"):
         shard.snapshot(Cursor(shard.incarnation, 0))  # nothing is kept yet
     first = shard.snapshot()
-    start = Cursor(shard.incarnation, first.epoch)
+    start = Cursor(shard.incarnation, first.version)
     first.close()
-    with pytest.raises(InputError, match="closed epoch"):
-        shard.snapshot(Cursor(shard.incarnation, first.epoch + 1))
+    with pytest.raises(InputError, match="closed version"):
+        shard.snapshot(Cursor(shard.incarnation, first.version + 1))
     with pytest.raises(InputError, match="incarnation"):
-        shard.snapshot(Cursor(start.incarnation ^ 1, start.epoch))
-    assert shard.cut() == first.epoch + 1  # refusals close none
+        shard.snapshot(Cursor(start.incarnation ^ 1, start.version))
+    assert shard.close_version() == first.version + 1  # refusals close none
     shard.snapshot(start).close()
-    shard.release(shard.cut())
-    with pytest.raises(InputError, match="closed epoch"):
+    shard.release(shard.close_version())
+    with pytest.raises(InputError, match="closed version"):
         shard.snapshot(start)
     shard.snapshot().close()
     reload(shard, [5], 1)
@@ -229,7 +229,7 @@ def test_verbs_and_releases_go_on(shard: CpuShard) -> None:
         for turn in range(3):
             CHANGES["apply"](shard)
             shard.evict(150 + turn)
-            shard.release(shard.cut())
+            shard.release(shard.close_version())
         for got, wanted in zip(whole(snapshot), want, strict=True):
             assert_same(got, wanted)
 
@@ -297,13 +297,13 @@ def test_bad_buffers() -> None:
         shard.snapshot(buffer_bytes=-1)
     with pytest.raises(DTypeError):
         shard.snapshot(buffer_bytes=1.5)  # type: ignore[arg-type]
-    assert shard.cut() == 1
+    assert shard.close_version() == 1
 
 
 def test_resume_after_a_load(shard: CpuShard) -> None:
     consumer = Consumer()
     filled(shard)
-    shard.cut()
+    shard.close_version()
     reload(shard, range(10), 7)
     with pytest.raises(InputError, match="version of every row"):
         shard.resume(6)
@@ -314,7 +314,7 @@ def test_resume_after_a_load(shard: CpuShard) -> None:
     put(shard, 0, [5000])
     shard.evict(155)
     with shard.snapshot(cursor) as delta:
-        assert (delta.since, delta.epoch) == (9, 10)
+        assert (delta.since, delta.version) == (9, 10)
         assert delta.read(0, 0, HASHES).ids.tolist() == []
         assert len(delta.deleted(0)) > 2000
     consumer.drain(shard)
@@ -325,8 +325,8 @@ def test_resume_after_a_load(shard: CpuShard) -> None:
 def test_resume_where_rows_are_gone(shard: CpuShard) -> None:
     reload(shard, [1], 9)
     shard.evict(10_000)
-    assert shard.resume(3).epoch == 3
-    assert shard.cut() == 9  # epochs never fall
+    assert shard.resume(3).version == 3
+    assert shard.close_version() == 9  # versions never fall
     for bad, error in ((-1, InputError), (2**32 - 1, InputError), (1.0, DTypeError)):
         with pytest.raises(error):
             shard.resume(bad)  # type: ignore[arg-type]
@@ -337,9 +337,9 @@ def test_versions_leave_room_for_a_cut(shard: CpuShard) -> None:
         reload(shard, [1], 2**32 - 1)
     assert shard.size(0) == 0
     reload(shard, [1], 2**32 - 2)
-    assert shard.cut() == 2**32 - 2
-    for call in (shard.cut, shard.snapshot):
-        with pytest.raises(InputError, match="epochs"):
+    assert shard.close_version() == 2**32 - 2
+    for call in (shard.close_version, shard.snapshot):
+        with pytest.raises(InputError, match="versions"):
             call()
     assert shard.size(0) == 1
 

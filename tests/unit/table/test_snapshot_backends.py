@@ -1,4 +1,4 @@
-"""Snapshots of every shard: the rows at the cut, by hash range, and what was deleted since."""
+"""Snapshots of every shard: the rows of the point, by hash range, and what was deleted since."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def same(one: RowChunk, other: RowChunk) -> bool:
 
 def after(shard: Shard, snapshot: Snapshot) -> Cursor:
     """Who holds what a snapshot shows."""
-    return Cursor(shard.incarnation, snapshot.epoch)
+    return Cursor(shard.incarnation, snapshot.version)
 
 
 def test_it_shows_all_rows_by_hash(shard: Shard) -> None:
@@ -149,7 +149,7 @@ def test_a_delta_shows_what_changed_and_what_went(shard: Shard) -> None:
     put(shard, range(100, 104), 2.0, table=1, at_s=150)
     shard.clear(2)
     with shard.snapshot(after(shard, full)) as delta:
-        assert (delta.since, delta.epoch) == (full.epoch, full.epoch + 1)
+        assert (delta.since, delta.version) == (full.version, full.version + 1)
         assert sorted(delta.read(0, 0, HASHES).ids.tolist()) == [3, 4, 6, 40]
         assert int(delta.histogram(0, 2).sum()) == 4
         gone = delta.deleted(0)
@@ -157,7 +157,7 @@ def test_a_delta_shows_what_changed_and_what_went(shard: Shard) -> None:
         assert hashes(0, gone) == sorted(hashes(0, gone))
         assert delta.deleted(1).numel() == delta.read(1, 0, HASHES).ids.numel() == 4
         assert delta.deleted(2).numel() == 0
-    shard.release(delta.epoch)
+    shard.release(delta.version)
     with shard.snapshot(after(shard, delta)) as nothing:
         assert all(nothing.read(k, 0, HASHES).ids.numel() == 0 for k in range(3))
         assert all(nothing.deleted(k).numel() == 0 for k in range(3))
@@ -211,7 +211,7 @@ def test_a_closed_one_is_not_read(shard: Shard) -> None:
 def test_eight_at_once(shard: Shard) -> None:
     put(shard, range(9), 1.0)
     held = [shard.snapshot() for _ in range(8)]
-    assert [one.epoch for one in held] == list(range(held[0].epoch, held[0].epoch + 8))
+    assert [one.version for one in held] == list(range(held[0].version, held[0].version + 8))
     with pytest.raises(InputError, match="8 open ones"):
         shard.snapshot()
     held.pop(3).close()
@@ -233,22 +233,22 @@ def test_one_that_nobody_holds_is_closed(shard: Shard) -> None:
 
 def test_a_cursor_that_is_no_good(shard: Shard) -> None:
     put(shard, [1], 1.0)
-    other = Cursor(shard.incarnation, shard.cut())
+    other = Cursor(shard.incarnation, shard.close_version())
     with pytest.raises(InputError, match="full snapshot"):
         shard.snapshot(other)  # deletions were not kept
     with shard.snapshot() as first:
         pass
     good = after(shard, first)
     put(shard, [2], 1.0)
-    shard.release(shard.cut())
+    shard.release(shard.close_version())
     with pytest.raises(InputError, match="full snapshot"):
         shard.snapshot(good)
     with shard.snapshot() as second:
         assert second.read(0, 0, HASHES).ids.numel() == 2
     with pytest.raises(InputError, match="full snapshot"):
-        shard.snapshot(Cursor(good.incarnation ^ 1, second.epoch))
+        shard.snapshot(Cursor(good.incarnation ^ 1, second.version))
     with pytest.raises(InputError, match="full snapshot"):
-        shard.snapshot(Cursor(good.incarnation, second.epoch + 1))
+        shard.snapshot(Cursor(good.incarnation, second.version + 1))
     with pytest.raises(InputError, match="full snapshot"):
         shard.snapshot(Cursor())
 
@@ -265,7 +265,7 @@ def test_bad_ranges(shard: Shard, span: tuple[int, int]) -> None:
 
 def loaded(shard: Shard) -> RowChunk:
     put(shard, [1, 2, 3], 1.0)
-    shard.cut()
+    shard.close_version()
     put(shard, [3], 2.0)
     chunk = shard.export(0)
     shard.clear(0)
@@ -273,15 +273,15 @@ def loaded(shard: Shard) -> RowChunk:
     return chunk
 
 
-def test_resume_goes_on_from_the_saved_epoch(shard: Shard) -> None:
+def test_resume_goes_on_from_the_saved_version(shard: Shard) -> None:
     chunk = loaded(shard)
     cursor = shard.resume(7)
-    assert cursor.epoch == 7
+    assert cursor.version == 7
     consumer = Consumer()
     consumer.cursor, consumer.held = cursor, contents(chunk)
     put(shard, [9], 3.0, at_s=200)
     assert shard.evict(150) == 3
-    assert shard.cut() == 8
+    assert shard.close_version() == 8
     assert consumer.drain(shard) == {("grows", id_) for id_ in (1, 2, 3, 9)}
     assert consumer.restarts == 0
     assert consumer.held == contents(shard.export(0))
@@ -290,13 +290,13 @@ def test_resume_goes_on_from_the_saved_epoch(shard: Shard) -> None:
         assert delta.read(0, 0, HASHES).ids.tolist() == [9]
 
 
-def test_resume_refuses_an_epoch_that_rows_have_passed(shard: Shard) -> None:
+def test_resume_refuses_an_version_that_rows_have_passed(shard: Shard) -> None:
     loaded(shard)
-    for epoch in (1, -1, (1 << 32) - 1):
-        with pytest.raises(InputError, match="epoch to resume at"):
-            shard.resume(epoch)
+    for version in (1, -1, (1 << 32) - 1):
+        with pytest.raises(InputError, match="version to resume at"):
+            shard.resume(version)
     cursor = shard.resume(2)
-    assert cursor.epoch == 2
+    assert cursor.version == 2
     put(shard, [1], 1.0)
     with shard.snapshot(cursor) as delta:
         assert delta.read(0, 0, HASHES).ids.tolist() == [1]

@@ -26,7 +26,7 @@ def filled() -> tuple[CpuShard, Cursor]:
     shard = CpuShard([spec], threads=1)
     put(shard, range(MANY), 0)
     with shard.snapshot() as full:
-        return shard, Cursor(shard.incarnation, full.epoch)
+        return shard, Cursor(shard.incarnation, full.version)
 
 
 def put(shard: CpuShard, ids: Sequence[int], at_s: int) -> None:
@@ -40,9 +40,9 @@ def load(shard: CpuShard) -> None:
 
 
 LOSES_THE_LOG: dict[str, Callable[[CpuShard], object]] = {
-    "released": lambda shard: shard.release(shard.cut()),
+    "released": lambda shard: shard.release(shard.close_version()),
     "stopped": lambda shard: shard.release(None),
-    "resumed": lambda shard: shard.resume(shard.cut()),
+    "resumed": lambda shard: shard.resume(shard.close_version()),
     "loaded": load,
 }
 
@@ -53,7 +53,7 @@ def test_what_is_put_in_and_deleted_after_the_cut_changes_nothing() -> None:
     put(shard, [1, 2], 200)
     with shard.snapshot(start) as delta:
         put(shard, [2, 3, 4], 500)
-        shard.evict(500)  # 1, which had a row at the cut
+        shard.evict(500)  # 1, which had a row at the snapshot point
         assert sorted(delta.deleted(0).tolist()) == [0, *range(3, MANY)]
         assert sorted(delta.read(0, 0, HASHES).ids.tolist()) == [1, 2]
 

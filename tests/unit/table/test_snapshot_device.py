@@ -1,4 +1,4 @@
-"""Snapshots of a GPU shard: the rows of a cut, whatever later verbs do to them."""
+"""Snapshots of a GPU shard: the rows of a snapshot, whatever later verbs do to them."""
 
 from __future__ import annotations
 
@@ -210,10 +210,10 @@ def test_no_rows(shard: Shard) -> None:
 def test_what_changed_since(shard: Shard) -> None:
     filled(shard, ROWS)
     with shard.snapshot() as first:
-        start = Cursor(shard.incarnation, first.epoch)
+        start = Cursor(shard.incarnation, first.version)
         put(shard, 0, [1])
     train(shard, 0, [2, 8000], at_s=90)
-    shard.cut()
+    shard.close_version()
     put(shard, 2, [7])
     shard.evict(152)  # the 1 of before too: its event time is 0
     put(shard, 0, [3], at_s=90)
@@ -221,7 +221,7 @@ def test_what_changed_since(shard: Shard) -> None:
     want = {0: {2, 3, 8000}, 1: set[int](), 2: {7}}
     held = {table: shard.export(table) for table in range(3)}
     with shard.snapshot(start) as delta:
-        assert delta.since == first.epoch < delta.epoch
+        assert delta.since == first.version < delta.version
         for change in ["all"] if ON_GPU else ["apply", "clear"]:
             CHANGES[change](shard)
         for table, ids in want.items():
@@ -246,7 +246,7 @@ def test_verbs_and_releases_go_on(shard: Shard) -> None:
         for turn in range(2):
             CHANGES["apply"](shard)
             shard.evict(150 + turn)
-            shard.release(shard.cut())
+            shard.release(shard.close_version())
         for got, wanted in zip(whole(snapshot), want, strict=True):
             assert_same(got, wanted)
 
@@ -352,7 +352,7 @@ def test_resume_and_load_beside_one(shard: Shard) -> None:
     want = exported(shard)
     with shard.snapshot() as snapshot:
         reload(shard, range(5), 9)
-        assert shard.resume(9).epoch == 9
+        assert shard.resume(9).version == 9
         train(shard, 0, range(10))
         check(snapshot, want)
 
@@ -362,7 +362,7 @@ def test_bad_buffers(buffer_bytes: Any) -> None:
     shard = shard_factory("cuda")(specs())
     with pytest.raises((InputError, DTypeError), match="buffer_bytes"):
         shard.snapshot(buffer_bytes=buffer_bytes)  # type: ignore[call-arg]
-    assert shard.cut() == 1
+    assert shard.close_version() == 1
 
 
 @both
@@ -370,7 +370,9 @@ def test_a_reader_beside_a_trainer(shard: Any) -> None:
     rows, turns = (20_000, 40) if ON_GPU else (ROWS, 2)
     filled(shard, rows)
     stop, failures = threading.Event(), list[BaseException]()
-    hold = threading.Lock()  # nothing may change between the cut and the copy to compare with
+    hold = (
+        threading.Lock()
+    )  # nothing may change between the snapshot point and the copy to compare with
 
     def on_and_on() -> None:
         step = 0

@@ -29,7 +29,9 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
     segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
     shard = CpuShard([TableSpec(name="t", segments=(segment,), expiry=Expiry(ttl_s=40))], threads=2)
     stop = threading.Event()
-    hold = threading.Lock()  # nothing may change between the cut and the copy to compare with
+    hold = (
+        threading.Lock()
+    )  # nothing may change between the snapshot point and the copy to compare with
     failures: list[BaseException] = []
 
     def train(seed: int) -> None:
@@ -44,7 +46,7 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
                 shard.apply([GradRecord(ticket, (torch.ones(BATCH, 8),))], ctx=ctx)
                 if step % 5 == 0:
                     shard.evict(step)
-                    shard.cut()
+                    shard.close_version()
 
     copied = []
 
@@ -91,7 +93,7 @@ def test_a_reader_beside_sums_of_gradients() -> None:
     segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())
     shard = CpuShard([TableSpec(name="t", segments=(segment,))], threads=2)
     ids, ctx = groups_of((0, list(range(20_000)))), StepContext()
-    while shard.cut() < 7:
+    while shard.close_version() < 7:
         pass
     records = [GradRecord(shard.find_or_init(ids, ctx=ctx), (torch.ones(20_000, 8),))]
     want = shard.export(0)

@@ -148,12 +148,12 @@ class TestVerbs:
     def test_cut_stamps_versions(self, make_shard: ShardFactory) -> None:
         one = table(make_shard)
         one.assign([1, 2], [[1.0, 1.0]] * 2)
-        closed = one.cut()
+        closed = one.close_version()
         one.assign([2], [[2.0, 2.0]])
         first, second = one.entry(1), one.entry(2)
         assert first is not None and second is not None
         assert (first.version, second.version) == (closed, closed + 1)
-        assert one.cut() == closed + 1
+        assert one.close_version() == closed + 1
 
     @interpreted_too
     def test_export_and_load(self, make_shard: ShardFactory) -> None:

@@ -425,29 +425,29 @@ class CpuShard:
         """Drop expired rows; returns how many."""
         return int(self._core.evict(now_s))
 
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one.
+    def close_version(self) -> int:
+        """Close the current version and open the next; returns the closed one.
 
         Raises:
-            InputError: the last of 2^32 - 2 epochs is open.
+            InputError: the last of 2^32 - 2 versions is open.
         """
-        return int(native.cut(self._core.cut))
+        return int(native.closing(self._core.close_version))
 
     @property
     def incarnation(self) -> int:
         """Whose cursors are good; see `shoal.table.shard.Shard`."""
         return int(self._core.incarnation())
 
-    def release(self, epoch: int | None, consumer: str = "") -> None:
+    def release(self, version: int | None, consumer: str = "") -> None:
         """Forget deletions that no consumer wants; see `shoal.table.shard.Shard`.
 
         Raises:
             InputError: not an int in [0, 2^32).
         """
-        if epoch is None:
+        if version is None:
             self._core.leave(consumer)
         else:
-            self._core.release(released(epoch), consumer)
+            self._core.release(released(version), consumer)
 
     def snapshot(
         self, since: Cursor | None = None, *, buffer_bytes: int = BUFFER_BYTES
@@ -455,31 +455,31 @@ class CpuShard:
         """Set a snapshot point and keep its rows; see `shoal.table.shard.Shard`.
 
         Args:
-            since: only what changed after `since.epoch`; None: all rows.
+            since: only what changed after `since.version`; None: all rows.
             buffer_bytes: memory for copies of rows that change; what is beyond it goes to an
                 unlinked file in $TMPDIR.
 
         Raises:
             InputError: too many snapshots are open, `since` is of another incarnation, older than
-                the deletions that are kept or not of a closed epoch, or the buffer is negative.
+                the deletions that are kept or not of a closed version, or the buffer is negative.
         """
         return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)
 
-    def resume(self, epoch: int) -> Cursor:
-        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+    def resume(self, version: int) -> Cursor:
+        """After a load: close all versions up to `version` and keep deletions from here on.
 
         Raises:
             DTypeError: not an int.
-            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+            InputError: a version below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
-        remedy = "Pass the epoch that the loaded rows were saved at."
-        shard.whole("epoch to resume at", epoch, 0, shard.LAST_VERSION, remedy=remedy)
+        remedy = "Pass the version that the loaded rows were saved at."
+        shard.whole("version to resume at", version, 0, shard.LAST_VERSION, remedy=remedy)
         try:
-            return Cursor(*self._core.resume(epoch))
+            return Cursor(*self._core.resume(version))
         except ValueError as error:
             allowed = "at least the version of every row"
             raise InputError(
-                "epoch to resume at", got=epoch, allowed=allowed, remedy=remedy
+                "version to resume at", got=version, allowed=allowed, remedy=remedy
             ) from error
 
     def export(self, table: int) -> RowChunk:

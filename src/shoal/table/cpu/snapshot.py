@@ -36,7 +36,7 @@ class CpuSnapshot:
     Args:
         specs: the tables.
         core: the compiled shard that holds them.
-        since: only what changed after `since.epoch`; None: all rows.
+        since: only what changed after `since.version`; None: all rows.
         buffer_bytes: memory for copied rows.
         lanes: threads a read may use, asked at each.
 
@@ -55,12 +55,12 @@ class CpuSnapshot:
         check_buffer(buffer_bytes)
         self._specs = specs
         self._lanes = lanes
-        at = None if since is None else (since.incarnation, since.epoch)
+        at = None if since is None else (since.incarnation, since.version)
         try:
-            self._core = native.cut(lambda: core.snapshot(at, buffer_bytes, _WINDOW_ROWS))
+            self._core = native.closing(lambda: core.snapshot(at, buffer_bytes, _WINDOW_ROWS))
         except _core.SnapshotRefused as error:
             raise _refused(str(error), since) from None
-        self._epoch, self._since = int(self._core.epoch), int(self._core.since)
+        self._version, self._since = int(self._core.version), int(self._core.since)
         self._cost: SnapshotStats | None = None  # once closed
         self._new_locks()
         _open.add(self)
@@ -72,13 +72,13 @@ class CpuSnapshot:
         self._reading, self._closing = threading.Lock(), threading.Lock()
 
     @property
-    def epoch(self) -> int:
-        """The closed epoch it shows."""
-        return self._epoch
+    def version(self) -> int:
+        """The closed version it shows."""
+        return self._version
 
     @property
     def since(self) -> int:
-        """Rows stamped in `(since, epoch]` are in it."""
+        """Rows stamped in `(since, version]` are in it."""
         return self._since
 
     @property
@@ -128,7 +128,7 @@ class CpuSnapshot:
         return chunk
 
     def deleted(self, table: int) -> Tensor:
-        """Ids int64 [U], ordered by h, deleted in `(since, epoch]` and without a row at `epoch`.
+        """Ids int64 [U], ordered by h, deleted in `(since, version]`, without a row at `version`.
 
         Raises:
             InputError: no such table, or the snapshot is closed.
@@ -175,7 +175,7 @@ def _refused(why: str, since: Cursor | None) -> InputError:
         return native.too_many_snapshots()
     if why == "incarnation":
         return native.snapshot_since(str(since), "a cursor of the shard's incarnation")
-    return native.snapshot_since(str(since), native.KEPT_EPOCH)
+    return native.snapshot_since(str(since), native.KEPT_VERSION)
 
 
 def _one_lane() -> int:

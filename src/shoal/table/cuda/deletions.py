@@ -17,7 +17,7 @@ from shoal.kernels.tables import ShardLayout
 from shoal.table import native
 from shoal.table.cuda.counters import CounterReader
 
-RECORD = np.dtype([("id", "<i8"), ("epoch", "<u4"), ("table", "<u4")])
+RECORD = np.dtype([("id", "<i8"), ("version", "<u4"), ("table", "<u4")])
 """As `shoal.kernels.history` writes one."""
 Records = NDArray[np.void]
 
@@ -68,11 +68,11 @@ class DeviceDeletions:
 
     @property
     def floor(self) -> int:
-        """Every deletion after this epoch is logged."""
+        """Every deletion after this version is logged."""
         return int(self._log.floor)
 
     def start(self, floor: int) -> None:
-        """Keep deletions from here on; `floor` is the last closed epoch."""
+        """Keep deletions from here on; `floor` is the last closed version."""
         self.stop()
         self._log.start(floor)
 
@@ -87,20 +87,20 @@ class DeviceDeletions:
         self._lost = False
 
     def append(self, records: Records) -> None:
-        """Log records that the host has, whose epochs do not fall."""
+        """Log records that the host has, whose versions do not fall."""
         self._log.append(records.ctypes.data, len(records))
 
-    def release(self, epoch: int | None, consumer: str) -> None:
-        """Forget those that no consumer wants, since this one has passed an epoch, or wants no more
+    def release(self, version: int | None, consumer: str) -> None:
+        """Forget those that no consumer wants, since this one passed a version, or wants no more
         (None). Waits for the device.
         """
-        if epoch is None:
+        if version is None:
             passed = self._log.leave(consumer)
             if passed is None:
                 self.stop()
                 return
         else:
-            passed = self._log.hold(consumer, epoch)
+            passed = self._log.hold(consumer, version)
         self.drain()
         self._log.release(passed)
 
@@ -110,9 +110,9 @@ class DeviceDeletions:
         if passed is not None:
             self._log.release(passed)
 
-    def after(self, epoch: int) -> int:
-        """Number of the first record above an epoch."""
-        return int(self._log.after(epoch))
+    def after(self, version: int) -> int:
+        """Number of the first record above a version."""
+        return int(self._log.after(version))
 
     def read(self, first: int, n: int) -> Records:
         """Records [first, first + n) that are there.
@@ -123,7 +123,7 @@ class DeviceDeletions:
         records = np.empty(n, dtype=RECORD)
         return records[: native.kept(lambda: self._log.read(first, n, records.ctypes.data))]
 
-    def record(self, layout: ShardLayout, handles_M: Tensor, size_1: Tensor, epoch: int) -> None:
+    def record(self, layout: ShardLayout, handles_M: Tensor, size_1: Tensor, version: int) -> None:
         """Log rows that are about to be erased; they are no more than M."""
         most = handles_M.numel()
         if self.kept and most:
@@ -134,7 +134,7 @@ class DeviceDeletions:
                 self._lost = True
             else:
                 assert self._buffer_L is not None
-                log_deleted(layout, handles_M, size_1, self._buffer_L, epoch)
+                log_deleted(layout, handles_M, size_1, self._buffer_L, version)
         self._counters.erasing += most
 
     def _used(self) -> int:

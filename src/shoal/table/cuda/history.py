@@ -1,4 +1,4 @@
-"""Epochs of a GPU shard, and its rows at snapshot points, read by hash range during training."""
+"""Versions of a GPU shard, and its rows at snapshot points, read by hash range during training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ALL = (1 << 32) - 1  # no row is stamped later
 
 
 class History:
-    """Epochs of a GPU shard: the deletions that are logged, the snapshots that are open. Methods
+    """Versions of a GPU shard: the deletions that are logged, the snapshots that are open. Methods
     are called in turns; a snapshot's reader is another thread.
 
     Args:
@@ -48,7 +48,7 @@ class History:
         host: where rows are on the host; else None.
 
     Attributes:
-        epoch: the open one, which rows are stamped with.
+        version: the open one, which rows are stamped with.
         incarnation: whose cursors are good.
         deletions: the log.
     """
@@ -59,7 +59,7 @@ class History:
         self.tables = tables
         self.memory = memory
         self.turns = turns
-        self.epoch = 1
+        self.version = 1
         self.incarnation = _drawn_incarnation()
         self.deletions = DeviceDeletions(memory.counters, tables.device)
         self._host = host
@@ -96,24 +96,26 @@ class History:
 
     def deleted(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Log rows that are about to leave the index."""
-        self.deletions.record(self.memory.layout, handles_M, size_1, self.epoch)
+        self.deletions.record(self.memory.layout, handles_M, size_1, self.version)
 
-    def cut(self) -> int:
-        """Close the open epoch; returns it.
+    def close_version(self) -> int:
+        """Close the open version; returns it.
 
         Raises:
-            InputError: the last of 2^32 - 2 epochs is open.
+            InputError: the last of 2^32 - 2 versions is open.
         """
-        if self.epoch > scalars.LAST_VERSION:
-            raise native.last_epoch()
+        if self.version > scalars.LAST_VERSION:
+            raise native.last_version()
         self.deletions.bound()
-        self.epoch += 1
-        return self.epoch - 1
+        self.version += 1
+        return self.version - 1
 
-    def release(self, epoch: int | None, consumer: str) -> None:
-        """A consumer has deletions up to an epoch, or wants none (None); those that nobody wants
+    def release(self, version: int | None, consumer: str) -> None:
+        """A consumer has deletions up to a version, or wants none (None); those that nobody wants
         are forgotten."""
-        self.deletions.release(None if epoch is None else min(epoch, self.epoch - 1), consumer)
+        self.deletions.release(
+            None if version is None else min(version, self.version - 1), consumer
+        )
 
     def loaded(self, latest: int) -> None:
         """Rows came in with versions of an earlier life, which no cursor of this one covers.
@@ -121,11 +123,11 @@ class History:
         latest: of these; stamps to come must not lie before it.
         """
         self.incarnation = _drawn_incarnation()
-        self.epoch = max(self.epoch, latest)
+        self.version = max(self.version, latest)
         for snapshot in self.open_snapshots():
             snapshot.images.shut = True
         if self.deletions.open:
-            self.deletions.start(self.epoch - 1)
+            self.deletions.start(self.version - 1)
 
     def cleared(self, table: int, handles_R: Tensor) -> None:
         """All rows of a table are about to go: keep them, and log their ids piece by piece."""
@@ -136,7 +138,7 @@ class History:
         for piece_R in torch.split(handles_R, _RECORDS):
             ids_R = read_ids(self.memory.layout, piece_R)
             records_R = np.empty(len(ids_R), dtype=RECORD)
-            records_R["id"], records_R["epoch"] = ids_R.cpu().numpy(), self.epoch
+            records_R["id"], records_R["version"] = ids_R.cpu().numpy(), self.version
             records_R["table"] = table
             self.deletions.append(records_R)
 
@@ -151,21 +153,21 @@ class History:
         if len(others) >= _core.MOST_SNAPSHOTS:
             raise native.too_many_snapshots()
         self.deletions.drain()
-        epochs, deleted = (0, self.epoch), [_NO_IDS] * len(tables.specs)
+        versions, deleted = (0, self.version), [_NO_IDS] * len(tables.specs)
         if since is not None:
             self._check_since(since)
-            epochs = (since.epoch, self.epoch)
-            deleted = self._deleted_in(epochs)
-        self.cut()
+            versions = (since.version, self.version)
+            deleted = self._deleted_in(versions)
+        self.close_version()
         if not self.deletions.kept:
             # Older cursors, for which there is no log, are invalid.
             self.incarnation = _drawn_incarnation()
-            self.deletions.start(self.epoch - 1)
+            self.deletions.start(self.version - 1)
         images = others[-1].images if others else None
         if images is None or not images.joinable:
             images = DeviceImages(memory.layout, tables.specs, tables.forms, tables.form_of)
         spans = self._handed_out()
-        rows = images.join(memory.layout, memory.columns_WC, spans, epochs, buffer_bytes)
+        rows = images.join(memory.layout, memory.columns_WC, spans, versions, buffer_bytes)
         made = CudaSnapshot(self, deleted, images, rows)
         self._snapshots.append(weakref.ref(made))
         return made
@@ -173,28 +175,28 @@ class History:
     def _check_since(self, since: Cursor) -> None:
         if since.incarnation != self.incarnation:
             raise native.snapshot_since(str(since), "a cursor of the shard's incarnation")
-        known = self.deletions.kept and since.epoch >= self.deletions.floor
-        if not known or since.epoch >= self.epoch:
-            raise native.snapshot_since(str(since), native.KEPT_EPOCH)
+        known = self.deletions.kept and since.version >= self.deletions.floor
+        if not known or since.version >= self.version:
+            raise native.snapshot_since(str(since), native.KEPT_VERSION)
 
-    def resume(self, epoch: int) -> Cursor:
-        """Close all epochs up to `epoch` and keep deletions from here on; counters are at hand.
+    def resume(self, version: int) -> Cursor:
+        """Close all versions up to `version` and keep deletions from here on; counters are at hand.
 
         Raises:
-            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+            InputError: a version below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
-        remedy = "Pass the epoch that the loaded rows were saved at."
-        scalars.whole("epoch to resume at", epoch, 0, scalars.LAST_VERSION, remedy=remedy)
+        remedy = "Pass the version that the loaded rows were saved at."
+        scalars.whole("version to resume at", version, 0, scalars.LAST_VERSION, remedy=remedy)
         spans = self._handed_out()
         spans_BW = blocks_of_spans(spans, self.tables.device)
-        if spans and int(count_changed(self.memory.layout, spans_BW, epoch, _ALL)[-1]):
+        if spans and int(count_changed(self.memory.layout, spans_BW, version, _ALL)[-1]):
             allowed = "at least the version of every row"
-            raise InputError("epoch to resume at", got=epoch, allowed=allowed, remedy=remedy)
-        self.epoch = max(self.epoch, epoch + 1)
+            raise InputError("version to resume at", got=version, allowed=allowed, remedy=remedy)
+        self.version = max(self.version, version + 1)
         self.incarnation = _drawn_incarnation()
         # Whoever resumes holds what is here now: earlier deletions do not matter to it.
-        self.deletions.start(epoch)
-        return Cursor(self.incarnation, epoch)
+        self.deletions.start(version)
+        return Cursor(self.incarnation, version)
 
     def _handed_out(self) -> list[Span]:
         """All rows that tables have handed out since they were empty."""
@@ -237,9 +239,9 @@ class History:
         with self.turns.lock:
             self._snapshots = [ref for ref in self._snapshots if ref() not in (None, snapshot)]
 
-    def _deleted_in(self, epochs: tuple[int, int]) -> list[Tensor]:
-        """Ids of each table deleted in a span of epochs that have no row, by hash: int64 [U]."""
-        at, stop = (self.deletions.after(epoch) for epoch in epochs)
+    def _deleted_in(self, versions: tuple[int, int]) -> list[Tensor]:
+        """Ids of each table deleted in a span of versions that have no row, by hash: int64 [U]."""
+        at, stop = (self.deletions.after(version) for version in versions)
         specs = self.tables.specs
         parts: list[list[NDArray[np.int64]]] = [[] for _ in specs]
         while at < stop:
@@ -283,7 +285,7 @@ class CudaSnapshot:
 
     Args:
         history: of the shard whose rows they are.
-        deleted: of each table, the ids that went in its span of epochs.
+        deleted: of each table, the ids that went in its span of versions.
         images: keeps rows that change, for other snapshots, too.
         rows: its own.
     """
@@ -301,7 +303,7 @@ class CudaSnapshot:
         self._history = history
         self._specs = history.tables.specs
         device = history.tables.device
-        self._since, self._epoch = rows.epochs
+        self._since, self._version = rows.versions
         self._deleted = tuple(deleted)
         self._images, self._rows = images, rows
         self._reading = threading.Lock()
@@ -315,13 +317,13 @@ class CudaSnapshot:
         weakref.finalize(self, images.leave, rows).atexit = False
 
     @property
-    def epoch(self) -> int:
-        """The closed epoch it shows."""
-        return self._epoch
+    def version(self) -> int:
+        """The closed version it shows."""
+        return self._version
 
     @property
     def since(self) -> int:
-        """Rows stamped in `(since, epoch]` are in it; 0: all rows."""
+        """Rows stamped in `(since, version]` are in it; 0: all rows."""
         return self._since
 
     @property
@@ -380,7 +382,7 @@ class CudaSnapshot:
         return joined_by_hash(self._specs[table].hash_name, still, kept)
 
     def deleted(self, table: int) -> Tensor:
-        """Ids int64 [U] on the CPU, by h, deleted in `(since, epoch]` and without a row.
+        """Ids int64 [U] on the CPU, by h, deleted in `(since, version]` and without a row.
 
         Raises:
             InputError: the snapshot is closed.

@@ -106,7 +106,7 @@ class Stamps:
         layout: ShardLayout,
         columns_WC: Counts,
         spans: Sequence[Span],
-        epochs: tuple[int, int],
+        versions: tuple[int, int],
     ) -> dict[int, int]:
         """Stamp the rows of a snapshot point; how many each table has.
 
@@ -114,15 +114,15 @@ class Stamps:
             layout: the shard's, now.
             columns_WC: its chunks' columns, on the host.
             spans: all rows that the tables have handed out; a table once at most.
-            epochs: rows with a version in `(since, epoch]` are those of the point.
+            versions: rows with a version in `(since, version]` are those of the point.
         """
         if self.chunks < columns_WC.shape[1]:
             self._cover(columns_WC.copy())
         if not spans:
             return {}
         spans_BW = blocks_of_spans(spans, self.device)
-        stamp_rows(layout, self.columns_WC, spans_BW, *epochs)
-        ends_B = count_changed(self._layout, spans_BW, *epochs)
+        stamp_rows(layout, self.columns_WC, spans_BW, *versions)
+        ends_B = count_changed(self._layout, spans_BW, *versions)
         lasts = np.cumsum([span.blocks for span in spans]) - 1
         ends = ends_B[sent(torch.from_numpy(lasts), self.device)].tolist()
         return dict(zip([s.table for s in spans], np.diff(ends, prepend=0).tolist(), strict=True))
@@ -140,17 +140,17 @@ class Stamps:
         if self.device.type == "cuda":
             self.home = torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def listed(self, span: Span, rows: int, epochs: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Handles int32 [R], R at least 1, of a table's rows that bear a stamp in `(since, epoch]`,
-        -1 behind them; and how many they are, int64 [1].
+    def listed(self, span: Span, rows: int, versions: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Handles int32 [R], R at least 1, of a table's rows stamped in `(since, version]`, -1
+        behind them; and how many they are, int64 [1].
 
         Args:
             span: all rows that the table had handed out.
             rows: that they are at most; 1 or more.
         """
         spans_BW = blocks_of_spans([span], self.device)
-        ends_B = count_changed(self._layout, spans_BW, *epochs)
-        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, *epochs, rows)
+        ends_B = count_changed(self._layout, spans_BW, *versions)
+        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, *versions, rows)
         return handles_R, ends_B[-1:]
 
     def retire(self) -> None:
@@ -194,7 +194,7 @@ class SnapshotRows:
     reads; that of its `DeviceImages` adds copies. Made by `DeviceImages.join`.
 
     Attributes:
-        epochs: rows stamped in `(since, epoch]` are those of the snapshot.
+        versions: rows stamped in `(since, version]` are those of the snapshot.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class SnapshotRows:
         images: DeviceImages,
         spans: Sequence[Span],
         rows: dict[int, int],
-        epochs: tuple[int, int],
+        versions: tuple[int, int],
         buffer_bytes: int,
     ) -> None:
-        self.epochs = epochs
+        self.versions = versions
         self._images = images
         self._spans = {span.table: span for span in spans}
         self._rows = rows
@@ -222,7 +222,7 @@ class SnapshotRows:
         try:
             with self._changing:
                 if not self._closed:
-                    self._core = _core.SnapshotImages(core, *self.epochs, self._buffer_bytes)
+                    self._core = _core.SnapshotImages(core, *self.versions, self._buffer_bytes)
         finally:
             self._joined.set()
 
@@ -240,12 +240,12 @@ class SnapshotRows:
         if rows == 0:
             none = torch.full((1,), -1, dtype=torch.int32, device=device)
             return none, torch.zeros(1, dtype=torch.int64, device=device)
-        return self._images.stamps.listed(self._spans[table], rows, self.epochs)
+        return self._images.stamps.listed(self._spans[table], rows, self.versions)
 
     def still(self, handles_R: Tensor) -> Tensor:
         """Those of these handles whose rows still bear a stamp; -1 for others."""
         stamps = self._images.stamps
-        return still_stamped(stamps.columns_WC, stamps.chunks, handles_R, *self.epochs)
+        return still_stamped(stamps.columns_WC, stamps.chunks, handles_R, *self.versions)
 
     def check(self) -> None:
         """Raise if a copy was lost.
@@ -355,22 +355,22 @@ class DeviceImages:
         layout: ShardLayout,
         columns_WC: Counts,
         spans: Sequence[Span],
-        epochs: tuple[int, int],
+        versions: tuple[int, int],
         buffer_bytes: int,
     ) -> SnapshotRows:
         """Keep the rows of a further snapshot point; nobody else joins or leaves meanwhile.
 
         Args:
-            layout, columns_WC, spans, epochs: as `Stamps.add` takes them.
+            layout, columns_WC, spans, versions: as `Stamps.add` takes them.
             buffer_bytes: memory for copies of its rows; the rest goes to a file.
         """
         try:
-            rows = self.stamps.add(layout, columns_WC, spans, epochs)
+            rows = self.stamps.add(layout, columns_WC, spans, versions)
         except BaseException:
             if not self._snapshots:
                 self._close()
             raise
-        joined = SnapshotRows(self, spans, rows, epochs, buffer_bytes)
+        joined = SnapshotRows(self, spans, rows, versions, buffer_bytes)
         self._snapshots.add(joined)
         self._queue.put(joined)  # behind what was kept before its point
         return joined

@@ -360,6 +360,6 @@ class Index:
                 self._tables.forms[form],
                 form,
                 shape.rooms[form],
-                epoch=self._history.epoch,
+                version=self._history.version,
                 event_time_s=ctx.event_time_s,
             )

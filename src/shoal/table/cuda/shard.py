@@ -412,7 +412,7 @@ class CudaShard:
                     torch.cat([handles_N[start:stop] for start, stop in spans]),
                     torch.cat([ready[g] for g in mine]),
                     add=add,
-                    epoch=self._history.epoch,
+                    version=self._history.version,
                     event_time_s=ctx.event_time_s,
                 )
 
@@ -441,9 +441,9 @@ class CudaShard:
         state = torch.cat([s.optimizer.init_state(s.dim, form.real) for s in spec.segments])
         state_MS = state.expand(len(ids_M), -1).contiguous()
         write_values(layout, form, handles_M, weights.to(self.device), state_MS.to(self.device))
-        epoch_M = torch.full_like(metadata_4M[1], self._history.epoch)
+        version_M = torch.full_like(metadata_4M[1], self._history.version)
         seen_M = metadata_4M[2].clamp(min=ctx.event_time_s)
-        write_metadata(layout, handles_M, Metadata(versions=epoch_M, last_seen_s=seen_M))
+        write_metadata(layout, handles_M, Metadata(versions=version_M, last_seen_s=seen_M))
 
     # Between batches: all of it waits for the device
 
@@ -600,22 +600,22 @@ class CudaShard:
         with self._turns.lock:
             return self._history.incarnation
 
-    def cut(self) -> int:
-        """Close the current epoch and open the next; returns the closed one. Waits for nothing.
+    def close_version(self) -> int:
+        """Close the current version and open the next; returns the closed one. Waits for nothing.
 
         Raises:
-            InputError: the last of 2^32 - 2 epochs is open.
+            InputError: the last of 2^32 - 2 versions is open.
         """
         with self._turns:
-            return self._history.cut()
+            return self._history.close_version()
 
-    def release(self, epoch: int | None, consumer: str = "") -> None:
+    def release(self, version: int | None, consumer: str = "") -> None:
         """Forget deletions that no consumer wants; see `shoal.table.shard.Shard`.
 
         Raises:
             InputError: not an int in [0, 2^32).
         """
-        closed = None if epoch is None else released(epoch)
+        closed = None if version is None else released(version)
         with self._turns:
             self._history.release(closed, consumer)
 
@@ -635,15 +635,15 @@ class CudaShard:
             self._settle()
             return self._history.snapshot(since, buffer_bytes)
 
-    def resume(self, epoch: int) -> Cursor:
-        """After a load: close all epochs up to `epoch` and keep deletions from here on.
+    def resume(self, version: int) -> Cursor:
+        """After a load: close all versions up to `version` and keep deletions from here on.
 
         Raises:
-            InputError: an epoch below one that a row is stamped with, or outside [0, 2^32 - 2].
+            InputError: a version below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
         with self._turns:
             self._settle()
-            return self._history.resume(epoch)
+            return self._history.resume(version)
 
 
 def _check_counts(shape: CallShape, counts_N: Tensor | None) -> None:

@@ -196,7 +196,7 @@ class Stepper:
 
     def _stamp(self, ctx: StepContext, event_time_s: int) -> Stamp:
         return Stamp(
-            epoch=self._history.epoch,
+            version=self._history.version,
             event_time_s=event_time_s,
             global_step=ctx.global_step,
             nan_policy=ctx.nan_policy,
