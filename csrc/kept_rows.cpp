@@ -104,6 +104,10 @@ void OpenSnapshots::keep_for(std::size_t k, int table, const RowView& view,
                              std::uint32_t n) noexcept {
   const KeptRows& own = *all_[k];
   if (own.images_->failed()) return;
+  // Apart from the object, whose numbers the compiler would load again for every row.
+  const std::uint32_t first = own.since_ + 1, span = own.span_;
+  const std::size_t high = own.rows_[table];
+  const bool plain = own.overwritten_[table].empty();
   std::int32_t chosen[kBatch];
   std::uint32_t stamps[kBatch];
   for (std::uint32_t i = 0; i < n;) {
@@ -111,7 +115,8 @@ void OpenSnapshots::keep_for(std::size_t k, int table, const RowView& view,
     for (; i < n && many < kBatch; ++i) {
       const auto row = static_cast<std::uint32_t>(rows[i]);
       const std::uint32_t version = versions == nullptr ? row_version(view, row) : versions[i];
-      if (!own.unchanged(table, row, version)) continue;
+      if (version - first >= span || row >= high) continue;
+      if (!plain && !own.unchanged(table, row, version)) continue;
       if (k > 0 && older_keeps(k, table, row, version)) continue;
       chosen[many] = rows[i];
       stamps[many++] = version;

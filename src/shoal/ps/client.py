@@ -241,9 +241,9 @@ class RowsOverServers:
         """Drop rows expired at event time `now_s`; how many."""
         return sum(self._numbers("evict", argument=now_s))
 
-    def cut(self) -> int:
+    def close_version(self) -> int:
         """Close every server's version and open the next; the latest that was closed."""
-        return max(self._numbers("cut"))
+        return max(self._numbers("close_version"))
 
     def clear(self, table: int) -> None:
         """Drop all rows of a table."""

@@ -22,7 +22,7 @@ from shoal.table.spec import TableSpec
 
 Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
-    "evict", "cut", "clear", "size", "stats", "entry", "export",
+    "evict", "close_version", "clear", "size", "stats", "entry", "export",
 ]  # fmt: skip
 UPDATES = ("apply", "assign", "assign_add", "reinitialize")
 """Methods that change rows: each worker numbers its own, and a repeated number changes nothing."""

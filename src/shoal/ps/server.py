@@ -115,7 +115,7 @@ class TableServer:
             "assign_add": self._assign_add,
             "reinitialize": self._reinitialize,
             "evict": lambda head, _: _number(self.shard.evict(head.argument)),
-            "cut": lambda *_: _number(self.shard.cut()),
+            "close_version": lambda *_: _number(self.shard.close_version()),
             "clear": self._clear,
             "size": lambda head, _: _number(self.shard.size(self._table(head))),
             "stats": lambda *_: (json.dumps([asdict(s) for s in self.shard.stats()]).encode(), []),
