@@ -31,12 +31,15 @@ demo: setup
 demo-hrm: setup
 	$(BIN)/python examples/hrm/demo.py --folder runs/demo-hrm
 
+# A part of each subject, in a few minutes; `make test-all` has the rest.
 test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
 
-# With the long tests, such as 10,000 random configs and 5,000 forged checkpoints.
+# With the long tests. TEST_SHARE=n takes every n-th case of the longest: 10,000 random configs,
+# 5,000 forged checkpoints, every byte of a checkpoint, 200 killed saves.
+TEST_SHARE ?= 1
 test-all: setup
-	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu" tests
+	TEST_SHARE=$(TEST_SHARE) $(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu" tests
 
 check: setup
 	$(BIN)/ruff check src tests bench scripts examples/hrm

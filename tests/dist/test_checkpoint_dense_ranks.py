@@ -29,7 +29,7 @@ from support.dense_manifest import manifest_of
 from support.rank_devices import DEVICES
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 FORMS = ("one", "ddp", "fsdp2")
 BATCH = 8

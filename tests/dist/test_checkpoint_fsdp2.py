@@ -21,7 +21,7 @@ from support.rank_devices import DEVICES
 from support.ranks import run_ranks
 from support.spread_model import Data, SpreadModel, batches, loss_of, part_of, specs
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 BEFORE, AFTER = 3, 4  # steps until a save, and from it to the end
 LIMIT_S = {"cpu": 60, "cuda": 240}

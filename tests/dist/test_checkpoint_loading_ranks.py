@@ -57,6 +57,7 @@ def saved(tmp_path: Path) -> tuple[Path, int]:
     return tmp_path, int((hash_ids("tags", ids) >= 0).sum())
 
 
+@pytest.mark.slow
 def test_each_rank_loads_its_half(saved: tuple[Path, int]) -> None:
     root, low = saved
     first, second = run_ranks(2, loaded, str(root), {})
@@ -65,6 +66,7 @@ def test_each_rank_loads_its_half(saved: tuple[Path, int]) -> None:
     assert first[3] == second[3] == 4
 
 
+@pytest.mark.slow
 def test_a_file_that_one_rank_reads_stops_all(saved: tuple[Path, int]) -> None:
     root, _ = saved
     file = root / "step-000000000001-full" / "rows" / "00001.arrow"
@@ -77,6 +79,7 @@ def test_a_file_that_one_rank_reads_stops_all(saved: tuple[Path, int]) -> None:
     assert "rows/00001.arrow" in there and "checksum" in there
 
 
+@pytest.mark.slow
 def test_the_first_rank_says_which_is_newest(saved: tuple[Path, int]) -> None:
     root, _ = saved
     empty = str(root / "none")

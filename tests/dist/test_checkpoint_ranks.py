@@ -36,6 +36,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 def test_what_fails_on_a_rank_is_raised_on_all(tmp_path: Path) -> None:
     errors = run_ranks(3, on_ranks, fail_everywhere, str(tmp_path), timeout_s=120)
     for place in BREAKS:
@@ -62,6 +63,7 @@ def fail_everywhere(ranks: Collectives, root: str) -> dict[str, str]:
     return errors
 
 
+@pytest.mark.slow
 def test_no_memory_on_a_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
     for told in run_ranks(3, on_ranks, lack_memory, str(tmp_path), timeout_s=120):
         assert "on rank 1: MemoryError: no room" in told
@@ -88,6 +90,7 @@ def lack_memory(ranks: Collectives, root: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_no_memory_for_what_others_send_ends_the_job(tmp_path: Path) -> None:
     told = run_ranks(2, on_ranks, lack_memory_inside, str(tmp_path), timeout_s=120)
     assert "on their way to rank 1: got MemoryError: no room" in told[1]
@@ -113,6 +116,7 @@ def lack_memory_inside(ranks: Collectives, root: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_save_is_given_up_by_one_rank_at_any_stage(tmp_path: Path) -> None:
     """The others are told by the vote after the stage, and the next save works."""
     run_ranks(2, on_ranks, give_up_everywhere, str(tmp_path))
@@ -143,6 +147,7 @@ def give_up_before(stage: str, ranks: Collectives) -> Any:
     return on_rank_1(ranks, mock.patch.object(JobWriter, "_stage", given_up))
 
 
+@pytest.mark.slow
 def test_deletions_and_sketches_that_fail_on_a_rank(tmp_path: Path) -> None:
     """Others are in collective calls meanwhile, which stay in step."""
     run_ranks(2, on_ranks, fail_beside_rows, str(tmp_path))
@@ -169,6 +174,7 @@ def fail_beside_rows(ranks: Collectives, root: str) -> None:
     save(root, contents, **parts)
 
 
+@pytest.mark.slow
 def test_what_fails_at_the_snapshot_point_is_raised_on_all(tmp_path: Path) -> None:
     run_ranks(2, on_ranks, fail_at_the_snapshot_point, str(tmp_path))
 
@@ -188,6 +194,7 @@ def fail_at_the_snapshot_point(ranks: Collectives, root: str) -> None:
         begin(root, job.contents(), step=3, position=0, collectives=ranks)
 
 
+@pytest.mark.slow
 def test_ranks_at_different_versions_are_brought_together(tmp_path: Path) -> None:
     versions = run_ranks(3, on_ranks, save_apart, str(tmp_path))
     assert len(set(versions)) == 1
@@ -210,6 +217,7 @@ def save_apart(ranks: Collectives, root: str) -> int:
     return saving.version
 
 
+@pytest.mark.slow
 def test_sketches_do_not_grow_by_being_moved(tmp_path: Path) -> None:
     """Cells are the largest of any rank's, so ranks that all hold a sketch save it as it is."""
     run_ranks(2, on_ranks, move_sketches, str(tmp_path))
@@ -227,6 +235,7 @@ def move_sketches(ranks: Collectives, root: str) -> None:
     save(f"{root}/b", again.contents(), step=3, position=0, collectives=ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path) -> None:
     found = start_ranks(2, on_ranks, die_on_one, str(tmp_path)).outcomes()
     assert found[0] == (True, True)

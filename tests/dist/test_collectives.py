@@ -85,6 +85,7 @@ def stop(how: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "raises", "late"])
 def test_a_rank_that_stops_ends_the_others(how: str) -> None:
     found = start_ranks(3, loop_until, how, timeout_s=40).outcomes()
@@ -149,6 +150,7 @@ def two_under_way() -> list[str]:
         return said
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_told_again_not_a_later_one() -> None:
     good, (first, second) = start_ranks(2, two_under_way, timeout_s=40).outcomes()[0]
     assert good

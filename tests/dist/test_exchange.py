@@ -18,6 +18,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.multiproc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_same_as_one_process(world_size: int) -> None:
     cases = CASES if world_size > 1 else CASES[::4]
@@ -53,6 +54,7 @@ def test_precision_on_the_way() -> None:
         assert errors[1] < errors[2]
 
 
+@pytest.mark.slow
 def test_full_owner_stops_everyone() -> None:
     timeout_s = 1.5
     first, second = run_ranks(2, full_owner, timeout_s)

@@ -11,6 +11,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.multiproc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_same_bits(world_size: int) -> None:
     cases = MATRIX if world_size > 1 else MATRIX[::4]

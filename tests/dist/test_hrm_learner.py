@@ -22,6 +22,8 @@ from support.id_groups import groups_of
 from support.ranks import run_ranks
 from support.spread_model import on_mesh
 
+pytestmark = pytest.mark.slow
+
 IDS, BATCH = 24, 8
 MODEL = ModelConfig(
     vocab_size=4,

@@ -12,7 +12,7 @@ from support.hrm_oracle import sparse_step
 from support.ranks import run_ranks
 from support.spread_model import on_mesh
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 ROWS, DIM, LR, DECAY, STEPS, EACH = 20, 6, 0.125, 0.5, 12, 8
 

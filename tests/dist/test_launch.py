@@ -108,6 +108,7 @@ def waiting_alone(path: Any) -> tuple[str, float]:
     return said, waited_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["torch", "shared_memory"])
 def test_a_groups_own_timeout_is_kept(path: str) -> None:
     (said, waited_s), _ = run_ranks(2, waiting_alone, path)
@@ -284,6 +285,7 @@ def told(commands: Sequence[Sequence[str]], **more: str) -> list[dict[str, Any]]
     return sorted(found, key=lambda place: place["rank"])
 
 
+@pytest.mark.slow
 def test_two_agents_of_torchrun_on_loopback() -> None:
     port = free_port()
     commands = [
@@ -304,6 +306,7 @@ def test_two_agents_of_torchrun_on_loopback() -> None:
         assert one["every"] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
 def test_mpirun_needs_no_address_on_one_host() -> None:

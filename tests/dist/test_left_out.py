@@ -25,7 +25,7 @@ from shoal.distributed import DistributedModelParallel
 from shoal.errors import ShoalError
 from support.ranks import start_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 ODD_STEP = 2
 TIMEOUT_S = 500.0  # nothing here ends by it

@@ -30,7 +30,7 @@ from support.spread_model import (
     specs,
 )
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 PLACINGS: dict[str, Mapping[str, str] | None] = {
     "rows": None,

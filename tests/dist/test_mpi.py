@@ -25,6 +25,7 @@ LACKING = [
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}"),
+    pytest.mark.slow,
 ]
 
 

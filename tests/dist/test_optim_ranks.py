@@ -240,6 +240,7 @@ def joined(parts: list[dict[int, list[float]]]) -> dict[int, list[float]]:
     return {id_: row for part in parts for id_, row in part.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("placing", range(len(PLACINGS)))
 def test_clipping(found: dict[str, list[Any]], placing: int, norm_type: float) -> None:

@@ -133,6 +133,7 @@ def check(outcomes: list[Any], made: Made, losses: Sequence[Tensor]) -> None:
         torch.testing.assert_close(outcome[3], made.model.linear.weight.detach())
 
 
+@pytest.mark.slow
 def test_uneven_ranks_equal_one_process() -> None:
     runs: list[Run] = [
         (case, COUNTS, {"accumulation": accumulation, "evict_every_s": 20})
@@ -174,6 +175,7 @@ def settings_differ(mesh: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     even, budget, late, shallow = ranks_train(
         ("plain", (4, 4), {}),
@@ -214,6 +216,7 @@ def stop_early_and_cut(mesh: Any) -> list[Any]:
     return [stop_early(mesh, (5, 3)), stop_early(mesh, (2, 0)), snapshot(mesh)]
 
 
+@pytest.mark.slow
 def test_all_stop_or_cut_when_one_does() -> None:
     ranks = run_ranks(2, on_mesh, stop_early_and_cut)
     for run_, counts in enumerate([(5, 3), (2, 0)]):
@@ -262,6 +265,7 @@ def fails(mesh: Any) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_source_that_raises_stops_all_ranks() -> None:
     first, second = run_ranks(2, on_mesh, fails)
     assert first.startswith("DataError: batch 3: got an error while rank 1 loaded it")
@@ -281,6 +285,7 @@ def predict(mesh: Any, counts: Sequence[int]) -> tuple[list[Tensor], list[Tensor
     return predictions, again
 
 
+@pytest.mark.slow
 def test_ranks_predict_until_all_are_out_of_data() -> None:
     outcomes = run_ranks(3, on_mesh, predict, COUNTS)
     assert [len(predictions) for predictions, _ in outcomes] == list(COUNTS)
@@ -299,6 +304,7 @@ def dies(mesh: Any) -> None:
         pipeline.progress(source)
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_does_not_hang_the_others() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(2, on_mesh, dies)

@@ -28,7 +28,7 @@ from support.resharding import (
 )
 from support.saved_jobs import KINDS, SPECS, Job, placed_job
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 SAVERS = (1, 2, 4)
 LOADERS = (1, 2, 3, 4)

@@ -34,7 +34,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     pytest.importorskip("triton")
 
-pytestmark = [pytest.mark.multiproc] + ([pytest.mark.gpu] if ON_GPU else [])
+pytestmark = [*([pytest.mark.multiproc] + ([pytest.mark.gpu] if ON_GPU else [])), pytest.mark.slow]
 
 SAVERS = (1, 2, 4)
 LOADERS = (1, 2, 3, 4)

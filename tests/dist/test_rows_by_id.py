@@ -146,6 +146,7 @@ def assert_same_rows(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert getattr(got["stats"], field) == getattr(want["stats"], field), field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_method_equals_one_process(kind: str, told: list[dict[str, Any]]) -> None:
     want, found = alone(), [by_kind[kind] for by_kind in told]

@@ -56,6 +56,7 @@ def all_checks() -> list[str]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_collective(world_size: int) -> None:
     assert run_ranks(world_size, all_checks) == [[]] * world_size
@@ -196,6 +197,7 @@ def stop(how: str, collectives: SharedMemoryCollectives) -> None:
     collectives.all_to_all([Part(torch.zeros(6), (2, 2, 2), (2, 2, 2))], what="other").wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -23,6 +23,7 @@ from support.saved_jobs import SPECS, Job, group_of, placed_job
 pytestmark = pytest.mark.multiproc
 
 
+@pytest.mark.slow
 def test_slices_that_skip_alone(tmp_path: Path) -> None:
     told = run_ranks(2, skip_on_one, str(tmp_path), timeout_s=120)
     assert all("column slices of table" in one and "nan_policy" in one for one in told), told

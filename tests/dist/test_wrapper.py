@@ -215,14 +215,17 @@ def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
+@pytest.mark.slow
 def test_rows_that_exist_move_to_their_owners(found: dict[str, list[Any]]) -> None:
     check_equal(found["moved"], train(pretrained(), 0, 1, batches(3)))
 
 
+@pytest.mark.slow
 def test_a_dense_part_that_fsdp2_splits(found: dict[str, list[Any]]) -> None:
     check_equal(found["fsdp2"], train(SpreadModel(specs()), 0, 1, batches(3), clip=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_collections(found: dict[str, list[Any]], shared: bool) -> None:
     expected = train(TwoCollections(shared=shared), 0, 1, batches(3))
@@ -272,6 +275,7 @@ def test_refusals(found: dict[str, list[Any]], what: str, text: str) -> None:
         assert text in said[what]
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_group() -> None:
     model = run_ranks(1, on_mesh, alone)[0]
     check_equal([model], train(SpreadModel(specs()), 0, 1, batches(2)), exactly=True)
@@ -301,6 +305,7 @@ def opened_again(mesh: Mesh) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_an_exchange_that_could_not_be_made_is_made_by_the_next_batch() -> None:
     for first, again in run_ranks(2, on_mesh, opened_again):
         assert first == again
@@ -326,6 +331,7 @@ def killed_in_backward(mesh: Mesh) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_dense_gradients_are_averaged_is_named() -> None:
     found = start_ranks(3, on_mesh, killed_in_backward, timeout_s=60).outcomes()
     assert not found[1][0]
@@ -360,6 +366,7 @@ def wires(mesh: Mesh) -> list[Wire]:
     return found
 
 
+@pytest.mark.slow
 def test_a_flag_casts_gradients_unless_a_wire_is_given() -> None:
     environ = {"MONOLITH_WITH_BYTEPS": "1", "MONOLITH_WITH_BYTEPS_BWD_CAST": "16"}
     for found in run_ranks(2, on_mesh, wires, environ=environ):

@@ -107,6 +107,7 @@ def test_the_chain_has_a_file_of_every_kind(chains: tuple[Path, Path]) -> None:
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.slow
 def test_any_flipped_byte_is_found(root: Path) -> None:
     flips = 0
     for file in files_of(root):
@@ -152,6 +153,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*DAMAGES, "missing", "a folder"])
 def test_files_that_are_not_whole(root: Path, how: str) -> None:
     want = TinyJob(9)

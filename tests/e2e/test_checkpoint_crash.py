@@ -159,6 +159,7 @@ def run(root: Path, seed: int, kills: int) -> None:
         print(f"{one.kills} kills, after step {one.reported}, last words {one.moments}")
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     run(tmp_path / "store", 1, CI_KILLS)

@@ -17,6 +17,7 @@ from support.memory_program import ROW_BYTES
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory: Linux only"),
+    pytest.mark.slow,
 ]
 
 ROWS = 1_500_000

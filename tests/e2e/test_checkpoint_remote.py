@@ -15,6 +15,7 @@ def test_a_store_from_first_to_last(kind: str, tmp_path: Path):
     store_life(remote_url(kind, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objects", "arrow"])
 def test_a_run_goes_on_from_a_store(kind: str, tmp_path: Path):
     training_life(remote_url(kind, tmp_path), tmp_path / "runs")

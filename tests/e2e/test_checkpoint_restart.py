@@ -22,7 +22,7 @@ from shoal.checkpoint import CheckpointStore, read_manifest, verify
 from support.rank_devices import DEVICES
 from support.ranks import free_port, run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 # Of a job, twice that a rank needs to its fifth step: kernels are compiled first on a GPU.
 LIMIT_S = {"cpu": 150, "cuda": 360}

@@ -28,7 +28,7 @@ from shoal.train.learner import Learner
 from shoal.train.saving import Saver
 from support.ranks import run_ranks, start_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 SILENT = Console(quiet=True)
 READ_ONCE = cache(flights.load)

@@ -176,6 +176,7 @@ def test_rows_that_grow_as_they_are_read_are_refused(
     assert not verify(root).ok
 
 
+@pytest.mark.slow
 def test_some_forgeries(store: Path, tmp_path: Path) -> None:
     assert run_all(range(60), store, tmp_path) == {}
 

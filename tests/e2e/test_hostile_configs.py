@@ -76,6 +76,7 @@ def run_all(numbers: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     return found
 
 
+@pytest.mark.slow
 def test_some_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_all(range(80), tmp_path, monkeypatch) == {}
 

@@ -54,6 +54,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensorboard", [False, True])
 @pytest.mark.parametrize("fault", [full, gone])
 def test_a_run_outlives_its_logs(
@@ -105,6 +106,7 @@ def test_predictions_that_cannot_be_written(
     assert not list(disk.at.glob("predictions*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["", "/", ".", "a\0b", "/nowhere/x.parquet", "x" * 300])
 def test_predictions_to_places_that_are_none(tmp_path: Path, out: str) -> None:
     console = Console(file=io.StringIO())
@@ -128,6 +130,7 @@ def test_a_damaged_log_is_left_out_on_resume(tmp_path: Path, damage: str) -> Non
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stdout", ["pipe", "/dev/full"])
 def test_output_that_nobody_takes(tmp_path: Path, stdout: str) -> None:
     settings(tmp_path)

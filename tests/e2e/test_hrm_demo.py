@@ -17,6 +17,8 @@ from hrm.dataset import read_split
 from hrm.rule_task import RuleTask
 from support.hrm_runs import TEST, TINY, build
 
+pytestmark = pytest.mark.slow
+
 TASK = RuleTask(ids=24, train_grids=16, side=3, colours=3)
 SHORT = (
     "arch.hidden_size=32",

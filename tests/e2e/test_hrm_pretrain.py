@@ -30,6 +30,8 @@ from shoal.checkpoint import CheckpointStore, Manifest, Saving, begin
 from support.hrm_runs import STEPS, TEST, TINY, build, check_equal, restored, trained
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(pretrain.__file__)
 ONE = ["device=cpu", "threads=1"]
 

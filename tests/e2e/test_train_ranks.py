@@ -24,7 +24,7 @@ from shoal.train import folder as folders_module
 from shoal.train.learner import Learner
 from support.ranks import free_port, launcher_variables, run_ranks, start_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SILENT = Console(quiet=True)

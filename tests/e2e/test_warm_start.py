@@ -19,6 +19,8 @@ from shoal.data import flights
 from shoal.errors import CheckpointError
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SILENT = Console(quiet=True)
 READ_ONCE = cache(flights.load)
 STEPS = 6

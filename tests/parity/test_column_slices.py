@@ -102,6 +102,7 @@ def test_the_reference_counts_columns_of_the_whole_row(law: Initializer, start: 
         assert torch.equal(part, whole[:, start : start + dim])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", SHARDS)
@@ -134,6 +135,7 @@ def test_initial_values_are_those_of_the_whole(
     assert torch.equal(read[0], torch.cat(reference, dim=1).to(whole.dtype).to(read[0].dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SHARDS)
 def test_rows_written_anew_get_the_same_values(make: Make) -> None:
     spec = mixed("bfloat16")
@@ -193,6 +195,7 @@ def test_rows_of_several_segments_on_the_core(cuts: tuple[int, ...]) -> None:
     trained(core, mixed("bfloat16"), cuts, steps=30, batch=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("cuts", [(4,), (3, 9)], ids=str)

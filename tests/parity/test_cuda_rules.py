@@ -200,6 +200,7 @@ def test_rules_on_narrow_rows_differ_in_few_draws(dtype: str) -> None:
     assert differing <= 0.01 * total + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_initial_values_and_written_rows_are_the_same_bits(dtype: str) -> None:
     makes: tuple[Initializer, ...] = (
@@ -245,6 +246,7 @@ def test_compressors_agree(compressor: Float16 | FixedR8 | OneBit) -> None:
     pair.agree(1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", [False, True])
 def test_delay_compensation_by_ids(seen: bool) -> None:
     rules = (DelayCompensated(inner=Adagrad(lr=0.1), strength=0.3), Adam(lr=0.01))

@@ -173,6 +173,7 @@ def pooled(name: str, *combiners: Combiner) -> list[Feature]:
     return [Feature(f"{name}{i}", name, combiner) for i, combiner in enumerate(combiners)]
 
 
+@pytest.mark.slow
 @interpreted_once("rule", RULES, RULES[-1])
 def test_every_rule(make_shard: ShardFactory, rule: Optimizer) -> None:
     """A table that two features share, each step two batches, clipped by the common norm."""
@@ -187,6 +188,7 @@ def test_every_rule(make_shard: ShardFactory, rule: Optimizer) -> None:
     run.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True])
 @interpreted_once("combiner", COMBINERS, COMBINERS[2])
 def test_every_combiner(make_shard: ShardFactory, combiner: Combiner, weights: bool) -> None:

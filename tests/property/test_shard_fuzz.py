@@ -51,6 +51,7 @@ def test_random_verbs_follow_the_reference(seed: int, dtype: str) -> None:
 interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
 @pytest.mark.parametrize(("seed", "dtype"), [(2, "mixed")])
@@ -58,6 +59,7 @@ def test_a_gpu_shard_follows_the_reference(seed: int, dtype: str) -> None:
     Fuzz(seed, dtype, on_device, reference, late=True).run(12)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
 @pytest.mark.parametrize(("seed", "dtype"), [(5, "float32"), (9, "bfloat16")])

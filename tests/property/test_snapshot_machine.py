@@ -218,6 +218,7 @@ ON_GPU = torch.cuda.is_available()
 marks = [pytest.mark.gpu] if ON_GPU else []
 
 
+@pytest.mark.slow
 class TestDevice(DeviceMachine.TestCase):  # type: ignore[name-defined, misc]
     pytestmark = marks
     settings = settings(
@@ -225,6 +226,7 @@ class TestDevice(DeviceMachine.TestCase):  # type: ignore[name-defined, misc]
     )
 
 
+@pytest.mark.slow
 class TestTiered(TieredMachine.TestCase):  # type: ignore[name-defined, misc]
     pytestmark = marks
     settings = settings(

@@ -64,6 +64,7 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys_of(cls, f"{prefix}{key}.{named}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
 def test_python_of_a_page_runs(page: Path) -> None:
     blocks = list(BLOCK.finditer(page.read_text()))

@@ -48,6 +48,7 @@ def found(kinds: str, *prefixes: str) -> list[str]:
     return [line for line in run.stdout.splitlines() if not line.endswith(": exit 0")]
 
 
+@pytest.mark.slow
 def test_hostile_tensors_in_tables_and_batches() -> None:
     kinds = "sparse,csr,mkldnn,quantised,meta,subclass,strided,negative,scalar,complex,empty,deep"
     assert found(kinds, "Table", "EmbeddingCollection", "KeyedRagged", "shoal:") == []

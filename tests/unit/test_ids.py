@@ -249,6 +249,7 @@ def test_other_text_is_hashed_as_it_is(text: str | bytes) -> None:
     assert torch.equal(ids_of_text([text]), hash_strings([text]))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(st.characters(codec="utf-8"))))
 def test_the_id_of_a_text_does_not_depend_on_others(mixed: list[int | str]) -> None:
     texts = [str(value) for value in mixed]

@@ -94,6 +94,7 @@ def test_training_and_evaluation_are_as_eager(wrapped: bool, layouts: str | None
     assert torch.equal(twins[0](batch(4)), compiled(batch(4)))
 
 
+@pytest.mark.slow
 def test_whole_training_step_in_a_compiled_function() -> None:
     nets = [Net(), Net()]
     nets[1].head.load_state_dict(nets[0].head.state_dict())
@@ -150,6 +151,7 @@ def test_the_dense_part_exports_and_the_collection_says_why_it_does_not() -> Non
         torch.compile(net, backend="eager", fullgraph=True)(batch(2))
 
 
+@pytest.mark.slow
 def test_marking_does_not_import_the_compiler() -> None:
     code = "import sys, shoal; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -169,6 +169,7 @@ def hits(texts: Iterator[Text]) -> Iterator[str]:
             yield f"{place}: {found[0]!r} -> {wanted}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("surface", "least"),
     [

@@ -29,6 +29,7 @@ def test_fused_gather_embeddings_by_input_gradient_static_shape_pair() -> None:
         assert [part.shape for part in parts] == [(6, 3), (7, 2)]
 
 
+@pytest.mark.slow
 @implementations
 def test_gradients_of_flat_buffers_match_finite_differences(impl: Implementation) -> None:
     device, double = impl.device, torch.float64

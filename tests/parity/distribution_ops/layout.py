@@ -133,6 +133,7 @@ def test_gradient_of_layout_equals_autograd_of_the_reference(impl: Implementatio
         torch.testing.assert_close(third.cpu(), other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS)
 @pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
 def test_fused_embedding_to_layout_grad_pair_with_a_scale(

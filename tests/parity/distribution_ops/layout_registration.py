@@ -19,6 +19,7 @@ from support.layout_case import as_batch, make_case
 from support.layout_two import BATCH, TWO, on, two_index, two_rows
 
 
+@pytest.mark.slow
 def test_opcheck_of_layout() -> None:
     from shoal.ops.layout_arguments import forward_arguments, gradient_arguments
 
@@ -49,6 +50,7 @@ def test_gradients_of_layout_match_finite_differences() -> None:
     )
 
 
+@pytest.mark.slow
 def test_layout_compiles_as_one_graph() -> None:
     keyed = KeyedRagged.from_lists(BATCH)
 

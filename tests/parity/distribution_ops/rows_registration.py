@@ -19,6 +19,7 @@ def on(impl: Implementation, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(impl.device) for tensor in tensors]
 
 
+@pytest.mark.slow
 @implementations
 def test_gradients_of_rows_match_finite_differences(impl: Implementation) -> None:
     ids, input = on(impl, T([3, 1, 4, 5]), T([[4, 4], [3, 5]]))

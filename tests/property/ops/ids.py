@@ -83,6 +83,7 @@ def test_fused_reorder(impl: Any, rows: Any, num: int, rule: Any, data: st.DataO
     same(got, reference.fused_reorder_by_indices(ragged, num, dims, shard_by=rule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", FAST)
 @BRIEF
 @given(ids=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=12))
@@ -93,6 +94,7 @@ def test_reorder_of_rows(impl: Any, ids: list[list[int]]) -> None:
     same(got, reference.reorder_by_indices(rows_NC, shards_N, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", FAST)
 @BRIEF
 @given(rows=ROWS, data=st.data())

@@ -88,6 +88,7 @@ def laid(
         return outputs, torch.autograd.grad(loss + zero, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS[1:])
 def test_layouts_agree(impl: Implementation) -> None:
     examples = 12 if impl.interpreted else 150

@@ -31,6 +31,7 @@ def to(impl: Implementation, *tensors: Tensor) -> list[Tensor]:
             for tensor in tensors]  # fmt: skip
 
 
+@pytest.mark.slow
 @implementations
 @few
 @given(
@@ -61,6 +62,7 @@ def test_map_id_to_embedding(
         assert torch.equal(a.cpu(), b)
 
 
+@pytest.mark.slow
 @implementations
 @few
 @given(

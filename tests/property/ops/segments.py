@@ -86,6 +86,7 @@ def test_reduces(
     same(impl, op, [values], index_M.to(impl.device), values, 7, indices_sorted=in_order)
 
 
+@pytest.mark.slow
 @on_fast
 @given(st.lists(st.tuples(LENGTHS, st.lists(st.integers(0, 5), min_size=1, max_size=4)),
                 min_size=1, max_size=4), SEEDS)  # fmt: skip

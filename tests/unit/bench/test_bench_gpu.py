@@ -87,6 +87,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_here() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -159,6 +159,7 @@ def test_events_time_each_launch(monkeypatch):
         assert seconds[str(ms)] == pytest.approx([ms / 1e3] * ops_devices.ROUNDS)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_cases_run_from_end_to_end(tmp_path):
     target, traces = tmp_path / "out.json", tmp_path / "traces"

@@ -56,6 +56,7 @@ def opened(root: Storage, last: Manifest) -> Chain:
 deltas_of = st.lists(st.builds(Delta, IDS, IDS, st.integers(1, 40)), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(full=IDS, deltas=deltas_of, cut=st.integers(0, WHOLE - 1))
 def test_a_chain_is_a_dictionary(full: set[int], deltas: list[Delta], cut: int):

@@ -85,6 +85,7 @@ def test_a_compaction_leaves_a_full_save_of_its_step(
     assert verify(tmp_path / "step-000000000006-full").ok
 
 
+@pytest.mark.slow
 def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     folder = tmp_path / "step-000000000001-full"
     program = (
@@ -144,6 +145,7 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     assert verify(pinned).ok
 
 
+@pytest.mark.slow
 def test_no_delta_on_a_chain_that_lost_a_link(tmp_path: Path) -> None:
     job = stepped(1)
     for _ in range(3):

@@ -201,6 +201,7 @@ for point in sorted({*range(0, total, max(1, total // 12)), *range(total - 5, to
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_killed_at_any_point_the_chain_is_still_there(tmp_path: Path):
     """Leftovers are none of the checkpoints, and the next compaction starts from scratch."""

@@ -75,22 +75,26 @@ def left(url: Path, how: str, home: str = "cpu") -> tuple[list[str], str]:
     return [entry.name for entry in CheckpointStore(url).list()], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["quiet", "forked"])
 def test_a_save_under_way_is_ended_first(tmp_path: Path, how: str) -> None:
     assert left(tmp_path, how) == (["step-000000000001-full"], "")
     assert verify(str(tmp_path)).problems == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [CUDA])
 def test_one_of_a_device_is_ended_first(tmp_path: Path, home: str) -> None:
     assert left(tmp_path, "quiet", home) == (["step-000000000001-full"], "")
     assert verify(str(tmp_path)).problems == ()
 
 
+@pytest.mark.slow
 def test_one_that_was_given_up_is_not_waited_for(tmp_path: Path) -> None:
     assert left(tmp_path, "aborted") == ([], "")
 
 
+@pytest.mark.slow
 def test_one_that_fails_says_so(tmp_path: Path) -> None:
     names, said = left(tmp_path, "broken")
     assert names == []

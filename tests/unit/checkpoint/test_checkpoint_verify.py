@@ -54,6 +54,7 @@ def test_a_chain_that_is_well(tmp_path: Path):
     assert verify(tmp_path, rows=False).rows == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [0, 1])
 def test_any_flipped_byte_is_told_with_its_file(tmp_path: Path, link: int):
     manifest = chain(tmp_path)[link]

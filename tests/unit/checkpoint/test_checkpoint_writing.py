@@ -89,6 +89,7 @@ def test_tables_have_files_of_their_own_or_share_them(tmp_path: Path) -> None:
     assert kinds == sorted(kinds, key=["rows", "admission", "sketch", "dense", "state"].index)
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_files_show_the_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_training_goes_on_and_files_show_the_cut(
     assert torch.equal(found.net.weight, want.net.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [CUDA, TIERED])
 def test_training_goes_on_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Home
@@ -165,6 +167,7 @@ def test_training_goes_on_on_a_device(
     check_same(loaded(tmp_path), want)
 
 
+@pytest.mark.slow
 def test_a_delta_has_what_changed(tmp_path: Path) -> None:
     job = trained()
     saving = begin(tmp_path, job.contents(), step=3, position=30)
@@ -232,6 +235,7 @@ def test_the_same_rows_make_the_same_bytes(tmp_path: Path) -> None:
     assert first == second and len(first) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["write", "close", "dense", "manifest", "read"])
 def test_what_fails_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -305,6 +309,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     job.shard.snapshot().close()
 
 
+@pytest.mark.slow
 def test_one_save_into_a_store_at_a_time(tmp_path: Path) -> None:
     """The second waits for the first, whose folder it would take for leftovers."""
     job = trained()
@@ -387,6 +392,7 @@ def test_shards_at_different_versions_are_brought_together(tmp_path: Path) -> No
     assert [one.collection for one in again.tables] == ["one"] * 4 + ["two"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", CUDA])
 def test_no_device_shows_in_the_bytes(tmp_path: Path, kind: str) -> None:
     save(tmp_path / "a", trained().contents(), step=3, position=30)

@@ -134,6 +134,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[TableRows], int]:
     return tables, world_size
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(job=jobs(), piece_bytes=st.sampled_from([1, 20_000, 100_000]))
 def test_every_row_is_written_once(job: tuple[list[TableRows], int], piece_bytes: int) -> None:

@@ -94,12 +94,14 @@ def test_no_arguments_show_the_help():
     assert "Usage: shoal" in out + err
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_what_only_runs_need():
     code = "import sys, shoal.cli; sys.exit(bool({'hydra', 'pyarrow'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
+@pytest.mark.slow
 def test_runs_as_a_module():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

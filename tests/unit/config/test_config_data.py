@@ -121,6 +121,7 @@ def test_made_up_evaluation_goes_on_where_training_ends():
     assert labels(data.train) + labels(data.evaluation) == labels(longer.train)
 
 
+@pytest.mark.slow
 def test_flights_split_at_november_unless_told():
     default = opened({"kind": "flights"})
     told = opened({"kind": "flights"}, split="2013-11-01T00:00:00-04:00")

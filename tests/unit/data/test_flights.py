@@ -71,6 +71,7 @@ def test_scheduled_times_fit_distances(raw: pa.Table):
     assert hours.max() < 12
 
 
+@pytest.mark.slow
 def test_examples_and_label(raw: pa.Table, loaded: flights.Flights):
     assert len(loaded.examples) == loaded.table.num_rows == 334_264
     known = raw.filter(raw["tailnum"].is_valid())
@@ -115,6 +116,7 @@ def test_features_are_the_recipes(loaded: flights.Flights):
     assert bool(torch.isfinite(batch.dense).all())
 
 
+@pytest.mark.slow
 def test_no_history_item_was_settled_after_departure(raw: pa.Table):
     legs, known_s = flights._legs(raw), settled(raw)
     departure_s = seconds(raw["departure"])
@@ -152,6 +154,7 @@ def test_history_is_the_tails_last_legs(raw: pa.Table, loaded: flights.Flights):
         assert sum(item // 7 >= 4 for item in lists[at].as_py()) == len(late)
 
 
+@pytest.mark.slow
 def test_scores_of_the_training_months_do_not_see_the_others(loaded: flights.Flights):
     early = flights.load(fit_before_s=1_360_000_000)
     train, _ = split_by_time(early.examples, 1_360_000_000)

@@ -135,6 +135,7 @@ class TestTickets:
             return True
         return False
 
+    @pytest.mark.slow
     def test_a_dropped_graph_lets_go(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)
         out = owner(BATCH)
@@ -142,6 +143,7 @@ class TestTickets:
         del out
         assert not self.held(owner)
 
+    @pytest.mark.slow
     @interpreted_too
     def test_step_lets_go(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)

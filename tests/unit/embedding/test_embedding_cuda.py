@@ -166,6 +166,7 @@ def summed(out: dict[str, Tensor]) -> Tensor:
 
 
 # Interpreted, rules are the matter of `test_cuda_rules`: one with state by column, one by row.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RULES) if ON_GPU else ["adagrad", "rowwise_adagrad"])
 def test_a_run_equals_the_cpu(name: str) -> None:
     theirs, ours = pair(RULES[name])
@@ -181,6 +182,7 @@ def test_a_run_equals_the_cpu(name: str) -> None:
     optimizers[1].check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_two_steps_of_random_gradients(weighted: bool) -> None:
     """Monolith's comparison of its GPU embedding: pooled layouts agree to 1e-6."""
@@ -197,6 +199,7 @@ def test_two_steps_of_random_gradients(weighted: bool) -> None:
     assert_same_inputs(ours(batch), theirs(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["moved", "built"])
 def test_batches_on_the_device(where: str) -> None:
     theirs, ours = pair(SGD(lr=0.5))
@@ -236,6 +239,7 @@ def test_rows_that_come_with_gradients() -> None:
     assert_same_rows(sides[1], sides[0])
 
 
+@pytest.mark.slow
 def test_accumulation_adds_up() -> None:
     theirs, ours = pair(Adam(lr=0.01))
     optimizers = [SparseOptimizer(side) for side in (theirs, ours)]

@@ -221,6 +221,7 @@ def test_arc_without_tasks_or_with_too_many_files_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_builder_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, build_arc.__file__, "--train-tasks", str(tmp_path / "none.json")]
     command += ["--output-dir", str(tmp_path / "out")]

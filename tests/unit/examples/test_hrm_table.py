@@ -78,6 +78,7 @@ def test_a_schedule_binds_by_the_tables_name() -> None:
     assert all_rows(table)[2].tolist() == [-0.75] * DIM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_rows_of_the_examples_at_work_learn(bootstrap: bool) -> None:
     """Not the fresh batch's: a slot that goes on keeps its puzzle, and its row the gradient."""

@@ -27,6 +27,7 @@ def make_shard(request: pytest.FixtureRequest) -> ShardFactory:
     return shard_factory(request.param)
 
 
+@pytest.mark.slow
 @interpreted_too
 def test_same_as_local(make_shard: ShardFactory) -> None:
     case = Case(

@@ -95,11 +95,13 @@ def fixed(
 @pytest.mark.parametrize("cuts", [WHOLE, CUT], ids=["whole", "cut"])
 @pytest.mark.parametrize("weights", [False, True], ids=["plain", "weighted"])
 class TestEveryImplementation:
+    @pytest.mark.slow
     def test_pools(
         self, impl: Implementation, cuts: Sequence[Sequence[int]], weights: bool
     ) -> None:
         assert_pools(impl, fixed(cuts, weights=weights))
 
+    @pytest.mark.slow
     def test_spreads(
         self, impl: Implementation, cuts: Sequence[Sequence[int]], weights: bool
     ) -> None:
@@ -108,6 +110,7 @@ class TestEveryImplementation:
 
 @pytest.mark.parametrize("impl", BACKENDS)
 class TestShapes:
+    @pytest.mark.slow
     def test_several_banks_of_one_dtype(self, impl: Implementation) -> None:
         case = fixed(CUT, banks=(2, 1, 3))
         assert len(case.reals) == 4
@@ -208,6 +211,7 @@ def joined(
 CORE = BACKENDS[1].values[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_any_plan_equals_a_local_shard(case: Received) -> None:

@@ -101,16 +101,20 @@ def assert_as_a_gpu_shard(case: Received, *, begun: bool = True) -> None:
 
 @pytest.mark.parametrize("weights", [False, True], ids=["plain", "weighted"])
 class TestDenseRows:
+    @pytest.mark.slow
     def test_as_a_gpu_shard(self, weights: bool) -> None:
         assert_as_a_gpu_shard(dense(weights=weights))
 
+    @pytest.mark.slow
     def test_begun_late(self, weights: bool) -> None:
         assert_as_a_gpu_shard(dense(weights=weights), begun=False)
 
+    @pytest.mark.slow
     def test_features_of_a_table_side_by_side(self, weights: bool) -> None:
         by_table = sorted(ALIKE_FEATURES, key=lambda feature: feature.table)
         assert_as_a_gpu_shard(dense(weights=weights, features=by_table))
 
+    @pytest.mark.slow
     def test_rows_that_many_positions_read(self, weights: bool) -> None:
         lengths = [[90, 3, 200], [40, 7, 1], [9, 0, 30], [3, 1, 2], [20, 33, 1]]
         assert_as_a_gpu_shard(dense(lengths, weights=weights, ids=2))
@@ -184,6 +188,7 @@ class TestWhichRowsAreDense:
                 assert torch.equal(got, flat.view(-1, 4)[numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
 def test_an_exchange_trains_as_a_local_shard(early: bool) -> None:
     cuda = pytest.importorskip("shoal.table.cuda.shard")

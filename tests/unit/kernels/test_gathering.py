@@ -49,6 +49,7 @@ def test_two_tests_of_one_name_are_refused(package: Path) -> None:
         gathered("families")
 
 
+@pytest.mark.slow
 def test_every_module_with_tests_is_collected_once() -> None:
     for path in TESTS.rglob("*.py"):
         tree = ast.parse(path.read_text())

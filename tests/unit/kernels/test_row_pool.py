@@ -113,6 +113,7 @@ def assert_near(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weighted", "initial"),
     [(False, False), (True, True), *[(False, True), (True, False)] * torch.cuda.is_available()],
@@ -205,6 +206,7 @@ def random_plan(specs: Sequence[TableSpec], tables: Sequence[int], seed: int) ->
     return PoolPlan(tuple(pools), tuple(Output(width) for width, _ in outputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4) if torch.cuda.is_available() else [1])
 def test_random_plans_equal_the_compiled_core(device: str, seed: int) -> None:
     refusing = Admission(threshold=1000)

@@ -166,6 +166,7 @@ def test_a_new_index_is_empty(device: str) -> None:
     assert entries[:, 8:].contiguous().view(torch.int32).eq(-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_of_several_tables_behave_like_dictionaries(device: str, seed: int) -> None:
     draw = random.Random(seed)

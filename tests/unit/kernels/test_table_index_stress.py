@@ -126,6 +126,7 @@ def test_ids_of_a_few_start_slots_leave_one_row_an_id(stress: Stress) -> None:
     assert len(known) == stress.tables.count(0, COUNT_ISSUED)
 
 
+@pytest.mark.slow
 def test_churn_in_many_small_groups_leaves_one_row_an_id(stress: Stress) -> None:
     rows, slots = stress.sized(40_000, 40), stress.sized(1 << 17, 1 << 8)
     sizes = [TableSize(rows=rows, slots=slots, salt=table) for table in range(5)]

@@ -81,6 +81,7 @@ def shared() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_are_one() -> None:
     want = trained(model(), batches(), 1.0)

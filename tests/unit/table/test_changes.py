@@ -71,6 +71,7 @@ def named(*ids: int, table: str = "grows") -> set[tuple[str, int]]:
     return {(table, id_) for id_ in ids}
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_sent(shard: Shard) -> None:
     consumer = Consumer()
     many = 40 if INTERPRETED and isinstance(shard, PlacedShard) else 5000
@@ -87,6 +88,7 @@ def test_only_what_changed_is_sent(shard: Shard) -> None:
     assert consumer.restarts == 1
 
 
+@pytest.mark.slow
 def test_consumers_at_different_paces(shard: Shard) -> None:
     fast, slow = Consumer(), Consumer()
     put(shard, range(50))
@@ -138,6 +140,7 @@ def test_an_id_back_before_the_read_is_no_deletion(shard: Shard) -> None:
         assert delta.read(0, 0, HASHES).ids.tolist() == [2]
 
 
+@pytest.mark.slow
 def test_capacity_evictions_are_deletions(shard: Shard) -> None:
     consumer = Consumer()
     for id_ in range(8):
@@ -148,6 +151,7 @@ def test_capacity_evictions_are_deletions(shard: Shard) -> None:
     caught_up(shard, consumer)
 
 
+@pytest.mark.slow
 def test_a_cleared_table_is_deleted(shard: Shard) -> None:
     consumer = Consumer()
     put(shard, range(300))
@@ -181,6 +185,7 @@ def expire_many(shard: Shard, first: int, many: int, at_s: int) -> None:
     shard.close_version()
 
 
+@pytest.mark.slow
 @FAST
 def test_a_long_log_of_deletions_spills(shard: Shard) -> None:
     many = 300_000
@@ -306,6 +311,7 @@ def rows_of(ids: Sequence[int], version: int) -> RowChunk:
     return RowChunk("grows", torch.tensor(ids), values_N2, values_N2, versions_N, meta_N, meta_N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 9])
 def test_a_load_makes_a_new_incarnation(shard: Shard, version: int) -> None:
     consumer = Consumer()

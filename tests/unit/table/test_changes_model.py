@@ -145,7 +145,7 @@ class ReferenceChangesMachine(ChangesMachine):
     open_at_once = 0  # nothing may change while a snapshot is open
 
 
-TestChangesModel = ChangesMachine.TestCase
+TestChangesModel = pytest.mark.slow(ChangesMachine.TestCase)
 TestChangesModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 TestReferenceChangesModel = ReferenceChangesMachine.TestCase
@@ -157,9 +157,9 @@ ON_GPU = torch.cuda.is_available()
 SHORT = settings(
     max_examples=100 if ON_GPU else 6, stateful_step_count=40 if ON_GPU else 16, deadline=None
 )
-TestCudaChangesModel = CudaChangesMachine.TestCase
+TestCudaChangesModel = pytest.mark.slow(CudaChangesMachine.TestCase)
 TestCudaChangesModel.settings = SHORT
-TestTieredChangesModel = TieredChangesMachine.TestCase
+TestTieredChangesModel = pytest.mark.slow(TieredChangesMachine.TestCase)
 TestTieredChangesModel.settings = SHORT
 if ON_GPU:
     pytest.mark.gpu(TestCudaChangesModel)

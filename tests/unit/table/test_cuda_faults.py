@@ -114,6 +114,7 @@ NO_ROOM = [
 IN_THE_FIRST_TABLE = [("find_or_init", "new_block", 0), ("find_or_init", "new_entries", 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "where", "nth"), NO_ROOM + IN_THE_FIRST_TABLE * (DEVICE == "cuda")
 )
@@ -242,6 +243,7 @@ def test_a_full_table_refuses_and_keeps_all(on_full: Any) -> None:
     assert shard.admission_state(1).ids.tolist() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [40, 48, 56, 57] if DEVICE == "cuda" else [40, 57])
 def test_every_row_of_a_full_table_may_change_at_once(capacity: int) -> None:
     """Erased marks and new ids together must fit the index, whatever the budget."""

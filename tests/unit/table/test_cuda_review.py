@@ -42,6 +42,7 @@ def failing(inner: Callable[..., Any], *calls: int) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow
 def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
     shard = CudaShard([spec], device=DEVICE)

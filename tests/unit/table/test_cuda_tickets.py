@@ -287,6 +287,7 @@ def test_an_alarm_is_of_its_own_steps() -> None:
                 torch.cuda.synchronize()
 
 
+@pytest.mark.slow
 def test_threads_take_turns() -> None:
     shard = placed(spec("a", capacity_rows=64, on_full="lru"), spec("b", Adagrad(lr=1.0)))
     threads, turns = (8, 40) if DEVICE == "cuda" else (4, 4)

@@ -131,6 +131,7 @@ def put(shard: PlacedCuda, first: int, many: int) -> None:
     shard.assign(groups_of((0, ids)), [torch.full((many, 1), float(first))], ctx=ctx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [pytest.param(room, marks=gpu) for room in (1, 5, 20)])
 def test_a_buffer_of_any_size_loses_no_deletion(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deletions, "_ROOM", room)

@@ -48,6 +48,7 @@ def test_chunks_double_until_they_are_full() -> None:
     assert chunks_for(2, 768, 768) == []
 
 
+@pytest.mark.slow
 def test_rows_keep_their_handles_while_index_and_chunks_grow() -> None:
     memory = memory_of(a=None)
     first = torch.arange(200)
@@ -77,6 +78,7 @@ def test_the_bound_counts_ids_that_are_under_way() -> None:
     assert memory.counters.rows_bound_K.tolist() == [0, 100]
 
 
+@pytest.mark.slow
 def test_repeated_ids_do_not_grow_a_table_without_end() -> None:
     memory = memory_of(a=None)
     ids = torch.arange(64)
@@ -94,6 +96,7 @@ def test_a_limit_bounds_what_is_allocated() -> None:
     assert memory.rows_room_K[0] == 768
 
 
+@pytest.mark.slow
 def test_erased_slots_come_back_at_a_rebuild() -> None:
     memory = memory_of(a=None)
     memory.make_free_lists([0])

@@ -231,6 +231,7 @@ def test_large_tables(
     assert sorted(got.tolist()) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", LANE)
 def test_tables_that_are_scanned_apart(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def apart(rooms: Sequence[int]) -> list[list[int]]:

@@ -67,6 +67,7 @@ def test_a_child_forked_at_rest_works() -> None:
     assert used(shard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["reads", "writes", "lookups", "snapshots"])
 def test_children_forked_under_load_work_or_say_why_not(verb: str) -> None:
     shard, stop = table(), threading.Event()

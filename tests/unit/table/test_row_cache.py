@@ -21,6 +21,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("cache_rows", "policy"),

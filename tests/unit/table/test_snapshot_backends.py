@@ -137,6 +137,7 @@ def test_large_tables(shard: Shard) -> None:
         assert sorted(delta.deleted(0).tolist()) == [i for i in range(many) if i % 3]
 
 
+@pytest.mark.slow
 def test_a_delta_shows_what_changed_and_what_went(shard: Shard) -> None:
     put(shard, range(20), 1.0)
     put(shard, range(8), 1.0, table=1)

@@ -33,6 +33,8 @@ from support.cut_rows import assert_same, in_pieces, unsigned_hashes
 from support.id_groups import groups_of
 from support.shards import COMPILED, CUDA, TIERED, TIERED_COMPILED, shard_factory
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = torch.cuda.is_available()
 ROWS = 3000 if ON_GPU else 60
 TINY = 4096

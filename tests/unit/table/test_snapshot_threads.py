@@ -23,6 +23,7 @@ ROWS = 6000
 BATCH = 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("buffer_bytes", [64 << 20, 64 << 10])
 def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
@@ -88,6 +89,7 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
     assert max(copied) > 0
 
 
+@pytest.mark.slow
 def test_a_reader_beside_sums_of_gradients() -> None:
     """They borrow the versions of rows, and change nothing."""
     segment = Segment(dim=8, initializer=initializers.Zeros(), optimizer=optimizers.Adagrad())

@@ -85,6 +85,7 @@ def batch_of(number: int, size: int, most: int) -> list[list[int]]:
     return (draws**3 * most).long().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("cache", "policy"),
@@ -108,6 +109,7 @@ def test_steps_give_the_rows_of_a_shard_without_tiers(
     assert_equal([shard, plain])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", SOME_CACHES)
 def test_lookups_may_overlap_and_steps_come_in_any_order(device: str, cache: str) -> None:
@@ -129,6 +131,7 @@ def test_lookups_may_overlap_and_steps_come_in_any_order(device: str, cache: str
     assert_equal(shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_pooled_rows_come_from_the_cache(device: str) -> None:
     plan = PoolPlan((Pool("sum", (Slice(0, 4, 0, 0),)),), (Output(4),))
@@ -149,6 +152,7 @@ def test_pooled_rows_come_from_the_cache(device: str) -> None:
     assert_equal(shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", SOME_CACHES)
 def test_steps_without_tickets(device: str, cache: str) -> None:
@@ -178,6 +182,7 @@ def test_changed_rows_are_seen_by_every_verb(device: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", SOME_CACHES)
 def test_rows_may_be_written_while_they_are_cached(device: str, cache: str) -> None:
@@ -202,6 +207,7 @@ def test_rows_may_be_written_while_they_are_cached(device: str, cache: str) -> N
     assert_equal(shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", SOME_CACHES)
 def test_evicted_rows_leave_the_cache_before_their_place_is_reused(device: str, cache: str) -> None:
@@ -224,6 +230,7 @@ def test_ids_without_rows_read_their_initial_value(device: str, cache: str) -> N
     assert_equal(shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", SOME_CACHES)
 def test_prefetched_rows_are_there_at_their_lookup(device: str, cache: str) -> None:

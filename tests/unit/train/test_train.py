@@ -112,6 +112,7 @@ def test_logs_hold_the_points_and_the_final_figures(tmp_path: Path):
     assert lines[-1]["eval/auc/deepfm"] == pytest.approx(result.metrics["deepfm"]["auc"])
 
 
+@pytest.mark.slow
 def test_event_files_are_written_when_they_can_be(tmp_path: Path):
     pytest.importorskip("tensorboard")
     result, _ = run(tmp_path)
@@ -128,6 +129,7 @@ def test_asking_for_event_files_without_the_package_fails_before_training(
         run(tmp_path, logging={"tensorboard": True})
 
 
+@pytest.mark.slow
 def test_the_resolved_config_repeats_the_run(tmp_path: Path):
     first, _ = run(tmp_path)
     resolved = yaml.safe_load((first.folder / "config.yaml").read_text())
@@ -144,6 +146,7 @@ def test_eval_of_the_folder_repeats_the_metrics(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_eval_of_a_config_takes_its_latest_run(tmp_path: Path):
     result, _ = run(tmp_path)
     file = tmp_path / "tiny.yaml"
@@ -184,6 +187,7 @@ def test_each_kind_of_model_trains(tmp_path: Path, model: str):
     assert 0 < result.metrics[model]["log_loss"] < 1.5
 
 
+@pytest.mark.slow
 def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path):
     """Uneven on purpose: the last window has 48 examples in batches of 32 and 16."""
     source = {**SOURCE, "examples": 112}
@@ -200,12 +204,14 @@ def test_mixed_precision_and_clipping_train(tmp_path: Path, amp: str):
     assert result.metrics["deepfm"]["auc"] > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_tables_of_every_dtype_train(tmp_path: Path, dtype: str):
     result, _ = run(tmp_path, tables={"default": {**TABLE, "dtype": dtype}})
     assert result.metrics["deepfm"]["auc"] > 0.6
 
 
+@pytest.mark.slow
 def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
     frozen = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0]}}
     moving = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [1], "values": [0, 0.1]}}
@@ -221,6 +227,7 @@ def test_learning_rate_schedules_reach_the_dense_weights(tmp_path: Path):
     assert weights[1] != 0
 
 
+@pytest.mark.slow
 def test_rows_expire_by_event_time(tmp_path: Path):
     source = {**SOURCE, "examples": 4000, "vocabulary": 3000}
     data = {"source": source, "batch_size": 400}
@@ -239,6 +246,7 @@ def test_rows_are_counted_after_the_last_eviction(tmp_path: Path):
     assert result.total_rows == sum(table.rows for table in read_manifest(model).tables)
 
 
+@pytest.mark.slow
 def test_a_window_without_weight_changes_no_weights(tmp_path: Path):
     file = tmp_path / "clicks.csv"
     lines = [f"{k % 5},{k % 2},{int(k >= 8)}" for k in range(16)]
@@ -275,6 +283,7 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path):
         run(tmp_path, output={"dir": str(tmp_path / "file")})
 
 
+@pytest.mark.slow
 def test_curves_and_report_cover_the_run(tmp_path: Path):
     result, _ = run(tmp_path)
     page = result.report.read_text()
@@ -283,6 +292,7 @@ def test_curves_and_report_cover_the_run(tmp_path: Path):
         assert text in page
 
 
+@pytest.mark.slow
 def test_auto_is_the_device_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result, _ = run(tmp_path, device="auto")
@@ -309,6 +319,7 @@ def test_what_a_gpu_found_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 NORMED = {"kind": "deepfm", "hidden": [4], "batch_norm": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last_batch", "examples", "words"),
     [
@@ -344,6 +355,7 @@ def file_settings(folder: Path) -> dict[str, object]:
     return {"source": source, "batch_size": BATCH, "epochs": 3}
 
 
+@pytest.mark.slow
 def test_a_model_of_integers_knows_their_text(tmp_path: Path):
     result, _ = run(tmp_path, data=file_settings(tmp_path))
     changed = [f"data.source.eval_paths=[{tmp_path / 'text.parquet'}]"]
@@ -351,6 +363,7 @@ def test_a_model_of_integers_knows_their_text(tmp_path: Path):
     assert again["deepfm"]["log_loss"] == result.metrics["deepfm"]["log_loss"] < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("column", "got"), [("x", "nan"), ("w", "inf")])
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 def test_numbers_that_are_not_finite_are_blamed_on_their_file(
