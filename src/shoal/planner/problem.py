@@ -27,6 +27,7 @@ class Choices:
     Attributes:
         options, prices: as given.
         loads_4O: of one rank that holds a piece.
+        counts_O: ranks that hold one.
         seconds_O: of it; work_O: of all ranks together.
         scopes_O: `ALL`, `NODE`, `RANK` or `PINNED`. pieces_O: how many there are.
         device_O, host_O: bytes of all ranks together.
@@ -50,11 +51,11 @@ class Choices:
         self.scopes: list[int] = self.scopes_O.tolist()
         self.pieces_O = np.array([one.slices for one in options], dtype=np.int64)
         topology = model.topology
-        self._counts_O = np.array([one.rank_count(topology) for one in options], dtype=np.int64)
+        self.counts_O = np.array([one.rank_count(topology) for one in options], dtype=np.int64)
         self.seconds_O: Floats = self.loads_4O[:HOST].sum(axis=0) - self.loads_4O[DEVICE]
-        self.work_O: Floats = self.seconds_O * self._counts_O
-        self.device_O: Floats = self.loads_4O[DEVICE] * self._counts_O
-        self.host_O: Floats = self.loads_4O[HOST] * self._counts_O
+        self.work_O: Floats = self.seconds_O * self.counts_O
+        self.device_O: Floats = self.loads_4O[DEVICE] * self.counts_O
+        self.host_O: Floats = self.loads_4O[HOST] * self.counts_O
         self.by_scope = {
             scope: np.flatnonzero(self.scopes_O == scope) for scope in np.unique(self.scopes_O)
         }
@@ -98,7 +99,7 @@ class Problem:
     def lower_bound(self) -> float:
         """Seconds that no plan can beat: of all work spread evenly, of the largest piece."""
         base = max(self.base_4[HIDDEN_S], self.dense_s) + self.base_4[REST_S]
-        rest = sum(float((c.loads_4O[REST_S] * c._counts_O).min()) for c in self.choices)
+        rest = sum(float((c.loads_4O[REST_S] * c.counts_O).min()) for c in self.choices)
         both = sum(float(c.work_O.min()) for c in self.choices)
         idle = max(self.dense_s - self.base_4[HIDDEN_S], 0.0)
         largest = max((float(c.loads_4O[REST_S].min()) for c in self.choices), default=0.0)

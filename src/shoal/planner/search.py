@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.problem import NODE, Problem, State
+from shoal.planner.problem import DEVICE, HOST, NODE, Choices, Ints, Problem, State
 from shoal.planner.proposer import DynamicProgrammingProposer
 
 _BISECTIONS = 10
 _CEILINGS = 5  # of dynamic programming
+_TRIES = 12  # of plans whose memory fits in all, though pieces did not
 _SMALL = 40  # tables up to which moves cost next to nothing
 _GAP = 1e-9
 _PATIENCE, _WORTH = 200, 1e-4  # moves without a gain of this part end the local search
@@ -47,6 +48,8 @@ def search(
         moves: of the local search; a number that grows with the problem when left out.
         seed: of the local search.
     """
+    if too_large(problem):
+        return None
     until = time.monotonic() + time_limit_s
     bound = problem.lower_bound()
     best = None
@@ -115,25 +118,48 @@ def spread(problem: Problem) -> State | None:
     """Each table in the option with the fastest pieces; while that does not fit, the table with
     most memory takes its next one."""
     ranked = [choices.seconds_O.argsort(kind="stable") for choices in problem.choices]
-    at = [0] * len(ranked)
-    limits = [limit * problem.ranks for limit in problem.limits]
-    for _ in range(sum(map(len, ranked))):
-        options = [int(row[k]) for row, k in zip(ranked, at, strict=True)]
-        sizes = np.array(
-            [
-                (choices.device_O[o], choices.host_O[o])
-                for choices, o in zip(problem.choices, options, strict=True)
-            ]
-        ).reshape(-1, 2)
+    at = np.zeros(len(ranked), dtype=np.int64)
+    sizes = np.array([(c.device_O[r[0]], c.host_O[r[0]]) for c, r in _pairs(problem, ranked)])
+    sizes = sizes.reshape(-1, 2)
+    tries, limits = 0, np.array(problem.limits) * problem.ranks
+    last = np.array([len(row) - 1 for row in ranked])
+    while tries < _TRIES:
         over = sizes.sum(axis=0) > limits
-        if not over.any() and (state := greedy(problem, options=options)) is not None:
-            return state
-        more = [k + 1 < len(row) for row, k in zip(ranked, at, strict=True)]
-        keys = np.where(more, sizes[:, int(over[1] and not over[0])], -1.0)
-        if not len(keys) or keys.max() < 0:
+        if not over.any():
+            options = [int(row[k]) for row, k in zip(ranked, at, strict=True)]
+            if (state := greedy(problem, options=options)) is not None:
+                return state
+            tries += 1
+        keys = np.where(at < last, sizes[:, int(over[1] and not over[0])], -1.0)
+        if keys.max(initial=-1.0) < 0:
             return None
-        at[int(keys.argmax())] += 1
+        # One table at a time to get below the limits; more of them where pieces do not fit.
+        for table in keys.argsort()[::-1][: 1 if over.any() else 1 + len(at) // 50].tolist():
+            if at[table] < last[table]:
+                at[table] += 1
+                choices, option = problem.choices[table], ranked[table][at[table]]
+                sizes[table] = choices.device_O[option], choices.host_O[option]
     return None
+
+
+def _pairs(problem: Problem, ranked: list[Ints]) -> Iterator[tuple[Choices, Ints]]:
+    return zip(problem.choices, ranked, strict=True)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether some plan fits, as far as two quick tries show."""
+    if too_large(problem):
+        return False
+    return greedy(problem, by_memory=True) is not None or greedy(problem) is not None
+
+
+def too_large(problem: Problem) -> bool:
+    """Whether even the smallest option of each table is too much for all ranks together."""
+    for row, limit in zip((DEVICE, HOST), problem.limits, strict=True):
+        least = sum(float((c.loads_4O[row] * c.counts_O).min()) for c in problem.choices)
+        if least > (limit - problem.base_4[row]) * problem.ranks:
+            return True
+    return False
 
 
 def greedy(
