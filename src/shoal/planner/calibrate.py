@@ -100,7 +100,10 @@ def cached(folder: Path, topology: Topology) -> Path:
 
 def lines_of(rates: Rates) -> list[str]:
     """Measured speeds for people."""
-    links = {"copy": rates.copy, "host link": rates.host_link, "in a node": rates.intra}
+    links = {
+        "copy": rates.copy, "host link": rates.host_link, "in a node": rates.intra,
+        "all-reduce": rates.reduce,
+    }  # fmt: skip
     steps = {
         "id": rates.id_s, "occurrence": rates.occurrence_s, "table": rates.table_s,
         "slice": rates.slice_s, "step": rates.step_s, "collective": rates.intra_latency_s,
@@ -186,17 +189,24 @@ def _table(device: torch.device, dim: int, scale: Scale) -> tuple[float, float]:
 
 
 def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:
-    """Speeds and latencies of an all-to-all between ranks, of the slowest rank."""
+    """Speeds and latencies of collectives between ranks, of the slowest rank."""
     made = mesh.collectives("calibration")
     try:
         empty = _all_to_all(made, 0, scale)
         full = _all_to_all(made, scale.sent_bytes, scale)
-        seconds = torch.tensor([empty, full], dtype=torch.float64, device="cpu")
+        data = torch.ones(scale.sent_bytes // 4, device=made.device)
+        summed = best(
+            lambda: made.all_reduce(data, "sum", what="calibration").wait(),
+            made.device,
+            scale.repeats,
+        )
+        seconds = torch.tensor([empty, full, summed], dtype=torch.float64, device="cpu")
         (worst,) = mesh.control.all_reduce(seconds, "max", what="calibration").wait()
     finally:
         made.close()
     latency, moving = float(worst[0]), max(float(worst[1] - worst[0]), _LEAST_S)
     ranks, local = mesh.world_size, mesh.launch.local_world_size
+    rates = replace(rates, reduce=scale.sent_bytes / float(worst[2]))
     near = scale.sent_bytes * (local - 1) / ranks / moving
     far = scale.sent_bytes * (ranks - local) / ranks / moving
     if local == ranks:

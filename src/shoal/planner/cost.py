@@ -104,13 +104,13 @@ class CostModel:
         touched = min(merged / shares, received)
         grad = columns * (work.grad_bytes or 4)
         sent = columns * (work.row_bytes or size)
-        ids_s = self._network(received * _ID_BYTES, copied)
+        ids_s = self._network(received * _ID_BYTES)
         probe_s = received * rates.id_s
         read_s = (distinct if copied else received) * row / along(rates.gather, row)
         rows_s = (
             0.0 if copied else self._network(received * sent) + 2 * received * sent / rates.copy
         )
-        grads_s = self._network(received * grad, copied) + 3 * received * grad / rates.copy
+        grads_s = self._network(received * grad) + 3 * received * grad / rates.copy
         update_s = 2 * touched * whole / along(rates.update, whole)
         if work.replicas > 1:  # rows touched in any group are brought together, then stepped alike
             grads_s += (work.replicas - 1) * touched * grad / rates.cross
@@ -154,10 +154,10 @@ class CostModel:
         across = topology.nodes > 1 or self.work.replicas > 1
         latency = rates.cross_latency_s if across else rates.intra_latency_s
         speed = min(rates.intra, rates.cross * topology.local_size) if across else rates.intra
-        reduced = 2 * self.work.dense_bytes / 4 / speed
+        reduced = self.work.dense_bytes / 4 / (rates.reduce or speed / 2)
         return rates.step_s + 4 * latency + max(0.0, reduced - self.work.dense_s / 2)
 
-    def _network(self, size: float, to_all: bool = False) -> float:
+    def _network(self, size: float) -> float:
         """Seconds for bytes that an owner sends to all ranks evenly, or gets from all."""
         topology, rates = self.topology, self.topology.rates
         ranks = topology.world_size

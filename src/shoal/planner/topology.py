@@ -127,6 +127,7 @@ class Rates:
         table_s: seconds of every rank for each table that its batch looks up.
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
+        reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
     """
 
     copy: float
@@ -143,12 +144,13 @@ class Rates:
     slice_s: float
     table_s: float = 0.0
     step_s: float = 0.0
+    reduce: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
             numbers = [x for pair in value for x in pair] if isinstance(value, tuple) else [value]
-            least = 0.0 if one.name.endswith("_s") else 1e-9
+            least = 0.0 if one.name.endswith("_s") or one.name == "reduce" else 1e-9
             if not numbers or not all(_is_number(x) and float(x) >= least for x in numbers):
                 raise ConfigError(
                     f"rate {one.name}",
