@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from shoal.address import check_dense
 from shoal.models.mlp import MLP, Inputs
 from shoal.models.wide import Wide
 
@@ -12,7 +13,11 @@ def fm_second_order(embeddings_BFD: Tensor) -> Tensor:
     """Sum of the dot products of all pairs of features, [B].
 
     Half of (square of the sum minus sum of the squares): linear in F (Rendle 2010, lemma 3.1).
+
+    Raises:
+        DTypeError: no dense tensor.
     """
+    check_dense("embeddings", embeddings_BFD)
     sum_BD = embeddings_BFD.sum(dim=1)
     squares_BD = (embeddings_BFD * embeddings_BFD).sum(dim=1)
     return (sum_BD * sum_BD - squares_BD).sum(dim=1) / 2

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
+from shoal.address import check_dense
+from shoal.errors import ConfigError, DTypeError
 from shoal.ids import mix64, salt, to_signed
 
 BUCKET_BITS = 16
@@ -24,17 +25,32 @@ _LARGEST_DIVISOR = (1 << 31) - 1
 
 
 def hash_ids(table: str, ids_N: Tensor) -> Tensor:
-    """h of each id of a table: int64 of any shape in, uint64 bits in int64 of that shape out."""
+    """h of each id of a table: int64 of any shape in, uint64 bits in int64 of that shape out.
+
+    Raises:
+        DTypeError: ids that are not dense int64 tensors.
+    """
+    _check_int64("ids", ids_N)
     return mix64(ids_N ^ to_signed(salt(table)))
 
 
 def sort_key(hashes_N: Tensor) -> Tensor:
-    """int64 whose signed order is the unsigned order of the hashes: the top bit flipped."""
+    """int64 whose signed order is the unsigned order of the hashes: the top bit flipped.
+
+    Raises:
+        DTypeError: hashes that are not dense int64 tensors.
+    """
+    _check_int64("hashes", hashes_N)
     return hashes_N ^ to_signed(1 << 63)
 
 
 def buckets_of(hashes_N: Tensor) -> Tensor:
-    """Bucket 0..BUCKETS-1 of each hash, int64."""
+    """Bucket 0..BUCKETS-1 of each hash, int64.
+
+    Raises:
+        DTypeError: hashes that are not dense int64 tensors.
+    """
+    _check_int64("hashes", hashes_N)
     return (hashes_N >> (64 - BUCKET_BITS)) & (BUCKETS - 1)
 
 
@@ -80,6 +96,7 @@ def ranks_of(hashes_N: Tensor, ranks: int) -> Tensor:
 
     Raises:
         ConfigError: W is not in 1..BUCKETS.
+        DTypeError: hashes that are not dense int64 tensors.
     """
     _check_ranks(ranks)
     return (buckets_of(hashes_N) * ranks) >> BUCKET_BITS
@@ -90,8 +107,10 @@ def floormod(ids_N: Tensor, divisor: int) -> Tensor:
 
     Raises:
         ConfigError: the divisor is not in 1..2^31-1.
+        DTypeError: ids that are not dense int64 tensors.
     """
     _check_divisor(divisor)
+    _check_int64("ids", ids_N)
     return torch.remainder(ids_N, divisor)
 
 
@@ -100,10 +119,19 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
 
     Raises:
         ConfigError: the divisor is not in 1..2^31-1.
+        DTypeError: ids that are not dense int64 tensors.
     """
     _check_divisor(divisor)
+    _check_int64("ids", ids_N)
     high_N, low_N = (ids_N >> 32) & 0xFFFFFFFF, ids_N & 0xFFFFFFFF
     return ((high_N % divisor) * ((1 << 32) % divisor) + low_N) % divisor
+
+
+def _check_int64(what: str, values_N: Tensor) -> None:
+    check_dense(what, values_N)
+    if values_N.dtype is not torch.int64:
+        got, remedy = values_N.dtype, "Convert with .to(torch.int64)."
+        raise DTypeError(f"dtype of {what}", got=got, allowed=torch.int64, remedy=remedy)
 
 
 def _check_ranks(ranks: int) -> None:
