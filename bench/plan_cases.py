@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.planner.cost import CostModel, Workload
 from shoal.planner.options import Constraint, TableInput, options_of
-from shoal.planner.problem import Problem, State, problem_of
+from shoal.planner.problem import PartialPlan, PlacementProblem, problem_of
 from shoal.planner.proposer import DynamicProgrammingProposer
 from shoal.planner.search import greedy
 from shoal.planner.statistics import zipf
@@ -49,7 +49,7 @@ def tables_of(rng: np.random.Generator, count: int, *, tiers: bool = False) -> l
 
 def random_problem(
     seed: int, tables: int, devices: int, *, batch_size: int = 2048, tight: bool = False
-) -> Problem:
+) -> PlacementProblem:
     """One problem. tight: devices have a third more memory than rows need, and hosts may serve."""
     rng = np.random.default_rng(seed)
     own = tables_of(rng, tables, tiers=tight)
@@ -62,7 +62,7 @@ def random_problem(
     return problem_of(own, [options_of(one, Constraint(), topology) for one in own], model)
 
 
-def seed_plan(problem: Problem) -> State | None:
+def seed_plan(problem: PlacementProblem) -> PartialPlan | None:
     """The seed system's objective: the least sum of seconds that fits the memory of all devices.
 
     Each of its proposals, from most memory to least, is partitioned; the plan whose slowest rank is
@@ -70,7 +70,7 @@ def seed_plan(problem: Problem) -> State | None:
     """
     proposer = DynamicProgrammingProposer(device_bins=100, host_bins=25)
     proposer.load(problem)
-    best: State | None = None
+    best: PartialPlan | None = None
     while (proposal := proposer.propose()) is not None:
         state = _partitioned(problem, proposal.options)
         if state is not None and (best is None or state.peak < best.peak):
@@ -79,7 +79,7 @@ def seed_plan(problem: Problem) -> State | None:
     return best
 
 
-def greedy_plan(problem: Problem, *, by_piece: bool) -> State | None:
+def greedy_plan(problem: PlacementProblem, *, by_piece: bool) -> PartialPlan | None:
     """TorchRec's greedy proposer: each table's fastest option, by its slowest piece or by the sum
     of its pieces; where it does not fit, the table with most memory takes its next one."""
     ranked = []
@@ -101,6 +101,6 @@ def greedy_plan(problem: Problem, *, by_piece: bool) -> State | None:
         at[max(sizes)[1]] += 1
 
 
-def _partitioned(problem: Problem, options: Sequence[int]) -> State | None:
+def _partitioned(problem: PlacementProblem, options: Sequence[int]) -> PartialPlan | None:
     """Pieces on ranks, largest first, each where the time is least."""
     return greedy(problem, options=options)

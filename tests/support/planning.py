@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.planner.cost import CostModel, Workload
 from shoal.planner.options import Constraint, TableInput, options_of
-from shoal.planner.problem import Problem, problem_of
+from shoal.planner.problem import PlacementProblem, problem_of
 from shoal.planner.statistics import zipf
 from shoal.planner.topology import Topology
 
@@ -18,7 +18,7 @@ def table(name: str = "t", rows: float = 1e6, **settings: Any) -> TableInput:
     return TableInput(name=name, rows=rows, **{**own, **settings})
 
 
-def problem(tables: list[TableInput], topology: Topology, **work: Any) -> Problem:
+def problem(tables: list[TableInput], topology: Topology, **work: Any) -> PlacementProblem:
     """Every option of some tables, unconstrained."""
     model = CostModel(topology, Workload(**{"batch_size": 4096, "dense_s": 1e-3, **work}))
     return problem_of(tables, [options_of(t, Constraint(), topology) for t in tables], model)

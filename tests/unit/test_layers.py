@@ -76,6 +76,15 @@ def test_no_drawer_modules() -> None:
         assert not path.stem.endswith(("_utils", "_helpers"))
 
 
+def test_no_two_classes_share_a_name() -> None:
+    owners: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
 def test_files_stay_small() -> None:
     repository = Path(__file__).parents[2]
     for folder, pattern in (("src/shoal", "*.py"), ("csrc", "*.[ch]*"), ("bench", "*.py")):

@@ -7,14 +7,14 @@ from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.saving import Saving, begin, save
-from shoal.checkpoint.store import CheckpointStore, Entry
+from shoal.checkpoint.store import CheckpointEntry, CheckpointStore
 from shoal.checkpoint.tools import Problem, Report, TableDiff, TableDiffs, compact, diff, verify
 from shoal.checkpoint.writing import Progress
 
 __all__ = [
+    "CheckpointEntry",
     "CheckpointStore",
     "Contents",
-    "Entry",
     "LoadOptions",
     "Loaded",
     "Manifest",

@@ -145,7 +145,7 @@ def folder_name(step: int, kind: Kind) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A committed checkpoint of a store."""
 
     name: str
@@ -183,7 +183,7 @@ class CheckpointStore:
         """A checkpoint's folder."""
         return self.storage.child(name)
 
-    def list(self) -> tuple[Entry, ...]:
+    def list(self) -> tuple[CheckpointEntry, ...]:
         """The committed checkpoints, oldest first; of one step the full one last."""
         found = [
             _entry(name)
@@ -192,7 +192,7 @@ class CheckpointStore:
         ]
         return tuple(sorted(found, key=_age))
 
-    def latest(self) -> Entry | None:
+    def latest(self) -> CheckpointEntry | None:
         """The newest committed checkpoint."""
         entries = self.list()
         return entries[-1] if entries else None
@@ -375,13 +375,13 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
     return store, newest.name
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> CheckpointEntry:
     match = _NAME.fullmatch(name)
     assert match is not None
-    return Entry(name, int(match[1]), "full" if match[2] == "full" else "delta")
+    return CheckpointEntry(name, int(match[1]), "full" if match[2] == "full" else "delta")
 
 
-def _age(entry: Entry) -> tuple[int, bool]:
+def _age(entry: CheckpointEntry) -> tuple[int, bool]:
     return entry.step, entry.kind == "full"
 
 

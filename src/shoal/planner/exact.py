@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.errors import ConfigError, DeviceUnavailable
-from shoal.planner.problem import ALL, NODE, PINNED, Problem, State
+from shoal.planner.problem import ALL, NODE, PINNED, PartialPlan, PlacementProblem
 
 _MOST = 20_000  # columns: beyond, nothing ends in time
 
 
 def solve_exactly(
-    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4
-) -> tuple[State, float] | None:
+    problem: PlacementProblem, *, time_limit_s: float = 60.0, gap: float = 1e-4
+) -> tuple[PartialPlan, float] | None:
     """The fastest plan that there is, and what it is proved to be within; None: nothing fits.
 
     Args:
@@ -121,7 +121,7 @@ def solve_exactly(
     )
     if found.x is None:
         return None
-    state = State(problem)
+    state = PartialPlan(problem)
     places: dict[tuple[int, int], list[int]] = {}
     for (t, o, place), value in zip(columns, found.x[1:first_several], strict=True):
         if value > 0.5:

@@ -18,8 +18,8 @@ from shoal.planner.options import (
     options_of,
 )
 from shoal.planner.plan import Plan, TablePlan
-from shoal.planner.problem import DEVICE, HOST, Problem, problem_of
-from shoal.planner.search import Found, fits, search
+from shoal.planner.problem import DEVICE, HOST, PlacementProblem, problem_of
+from shoal.planner.search import SearchResult, fits, search
 from shoal.planner.topology import Topology, show_bytes
 
 _FROM_DEVICES = 64  # several groups are worth a try from so many devices up
@@ -85,7 +85,7 @@ def make_plan(
     return best
 
 
-def _plan_of(problem: Problem, found: Found, model: CostModel) -> Plan:
+def _plan_of(problem: PlacementProblem, found: SearchResult, model: CostModel) -> Plan:
     state, topology = found.state, model.topology
     tables = []
     for choices, option, at in zip(problem.choices, state.chosen, state.at, strict=True):
@@ -174,7 +174,7 @@ def _failure(
     )
 
 
-def _missing(problem: Problem) -> tuple[int, float]:
+def _missing(problem: PlacementProblem) -> tuple[int, float]:
     """(DEVICE or HOST, bytes by which the limit of a rank is too small) for large tables first."""
 
     def enough(device: float, host: float) -> bool:

@@ -73,7 +73,7 @@ class Choices:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class PlacementProblem:
     """All tables of a job, their options and the ranks' limits.
 
     Args:
@@ -109,13 +109,13 @@ class Problem:
 
 def problem_of(
     tables: Sequence[TableInput], options: Sequence[Sequence[Option]], model: CostModel
-) -> Problem:
+) -> PlacementProblem:
     """The arrays of a problem; every table has an option."""
     topology, work = model.topology, model.work
     shared = sum(model.shared_phases(table) for table in tables)
     rest = shared + model.fixed_s() + (0.0 if work.pipelined else work.dense_s)
     device = work.dense_bytes + sum(model.shared_bytes(table) for table in tables)
-    return Problem(
+    return PlacementProblem(
         tuple(Choices(table, own, model) for table, own in zip(tables, options, strict=True)),
         topology.world_size,
         topology.local_size,
@@ -125,7 +125,7 @@ def problem_of(
     )
 
 
-class State:
+class PartialPlan:
     """A plan in the making.
 
     Attributes:
@@ -134,16 +134,16 @@ class State:
         at: where its pieces are: ranks, or nodes.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.loads_4W: Floats = np.repeat(problem.base_4[:, None], problem.ranks, axis=1)
         self.chosen: list[int] = [-1] * len(problem.choices)
         self.at: list[Ints] = [np.empty(0, dtype=np.int64)] * len(problem.choices)
         self._held: list[frozenset[int]] = [frozenset()] * len(problem.choices)
 
-    def copy(self) -> State:
+    def copy(self) -> PartialPlan:
         """A state of its own."""
-        other = State.__new__(State)
+        other = PartialPlan.__new__(PartialPlan)
         other.problem, other.loads_4W = self.problem, self.loads_4W.copy()
         other.chosen, other.at, other._held = list(self.chosen), list(self.at), list(self._held)
         return other

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.planner.cost import Floats
-from shoal.planner.problem import Ints, Problem
+from shoal.planner.problem import Ints, PlacementProblem
 
 _TRIES = 8  # proposals of one ceiling, each with less memory than the one before
 _LESS = 0.97
@@ -50,12 +50,12 @@ class DynamicProgrammingProposer:
     ) -> None:
         self._bins = device_bins, host_bins
         self._ceilings = tuple(ceilings) or (np.inf,)
-        self._problem: Problem | None = None
+        self._problem: PlacementProblem | None = None
         self._next = 0
         self._left: list[Proposal] = []
         self._tries = 0
 
-    def load(self, problem: Problem) -> None:
+    def load(self, problem: PlacementProblem) -> None:
         """Begin with a problem."""
         self._problem, self._next, self._left, self._tries = problem, 0, [], 0
 
@@ -92,7 +92,7 @@ class DynamicProgrammingProposer:
             or one.host_bytes < last.host_bytes * _LESS
         ]
 
-    def _solve(self, problem: Problem, ceiling: float) -> list[Proposal]:
+    def _solve(self, problem: PlacementProblem, ceiling: float) -> list[Proposal]:
         """Proposals from the fastest, which takes most memory, to the smallest."""
         limits = [
             (limit - problem.base_4[row]) * problem.ranks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planner.problem import DEVICE, HOST, NODE, Choices, Ints, Problem, State
+from shoal.planner.problem import DEVICE, HOST, NODE, Choices, Ints, PartialPlan, PlacementProblem
 from shoal.planner.proposer import DynamicProgrammingProposer
 
 _BISECTIONS = 10
@@ -21,7 +21,7 @@ _PATIENCE, _WORTH = 200, 1e-4  # moves without a gain of this part end the local
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """A plan as the search has it.
 
     Args:
@@ -30,14 +30,18 @@ class Found:
         notes: what was done.
     """
 
-    state: State
+    state: PartialPlan
     lower_bound_s: float
     notes: tuple[str, ...]
 
 
 def search(
-    problem: Problem, *, time_limit_s: float = 60.0, moves: int | None = None, seed: int = 0
-) -> Found | None:
+    problem: PlacementProblem,
+    *,
+    time_limit_s: float = 60.0,
+    moves: int | None = None,
+    seed: int = 0,
+) -> SearchResult | None:
     """The best plan found; None if tables do not fit.
 
     The same problem, seed and number of moves give the same plan, unless the time limit ends it.
@@ -65,10 +69,10 @@ def search(
     notes.append(f"local search, {made} moves: {best.peak:.6g} s; no plan is below {bound:.6g} s")
     if time.monotonic() > until:
         notes.append(f"the time limit of {time_limit_s:g} s ended the search")
-    return Found(best, bound, tuple(notes))
+    return SearchResult(best, bound, tuple(notes))
 
 
-def _moves(problem: Problem) -> int:
+def _moves(problem: PlacementProblem) -> int:
     """Enough to settle small problems, and a few for each table of a large one."""
     tables = len(problem.choices)
     if problem.ranks == 1:
@@ -76,7 +80,9 @@ def _moves(problem: Problem) -> int:
     return 1500 if tables <= _SMALL else min(3000, 600 + 2 * tables)
 
 
-def _starts(problem: Problem, bound: float, until: float) -> Iterator[tuple[str, State]]:
+def _starts(
+    problem: PlacementProblem, bound: float, until: float
+) -> Iterator[tuple[str, PartialPlan]]:
     first = greedy(problem)
     ceiling = math.inf
     if first is not None:
@@ -114,7 +120,7 @@ def _starts(problem: Problem, bound: float, until: float) -> Iterator[tuple[str,
         yield "greedy by memory", state
 
 
-def spread(problem: Problem) -> State | None:
+def spread(problem: PlacementProblem) -> PartialPlan | None:
     """Each table in the option with the fastest pieces; while that does not fit, the table with
     most memory takes its next one."""
     ranked = [choices.seconds_O.argsort(kind="stable") for choices in problem.choices]
@@ -142,18 +148,18 @@ def spread(problem: Problem) -> State | None:
     return None
 
 
-def _pairs(problem: Problem, ranked: list[Ints]) -> Iterator[tuple[Choices, Ints]]:
+def _pairs(problem: PlacementProblem, ranked: list[Ints]) -> Iterator[tuple[Choices, Ints]]:
     return zip(problem.choices, ranked, strict=True)
 
 
-def fits(problem: Problem) -> bool:
+def fits(problem: PlacementProblem) -> bool:
     """Whether some plan fits, as far as two quick tries show."""
     if too_large(problem):
         return False
     return greedy(problem, by_memory=True) is not None or greedy(problem) is not None
 
 
-def too_large(problem: Problem) -> bool:
+def too_large(problem: PlacementProblem) -> bool:
     """Whether even the smallest option of each table is too much for all ranks together."""
     for row, limit in zip((DEVICE, HOST), problem.limits, strict=True):
         least = sum(float((c.loads_4O[row] * c.counts_O).min()) for c in problem.choices)
@@ -163,21 +169,21 @@ def too_large(problem: Problem) -> bool:
 
 
 def greedy(
-    problem: Problem,
+    problem: PlacementProblem,
     *,
     ceiling: float | None = None,
     options: Sequence[int] | None = None,
     by_memory: bool = False,
-) -> State | None:
+) -> PartialPlan | None:
     """Place tables one by one, those that are slow or large first; None if one does not fit.
 
     Args:
         problem: what to place.
-        ceiling: as of `State.insert`.
+        ceiling: as of `PartialPlan.insert`.
         options: of each table, if they are settled.
         by_memory: large tables first, each in its smallest option.
     """
-    state = State(problem)
+    state = PartialPlan(problem)
     limit = problem.limits
     sizes = []
     for table, choices in enumerate(problem.choices):
@@ -204,8 +210,8 @@ def greedy(
 
 
 def improve(
-    state: State, moves: int, *, until: float, seed: int = 0, bound: float = 0.0
-) -> tuple[State, int]:
+    state: PartialPlan, moves: int, *, until: float, seed: int = 0, bound: float = 0.0
+) -> tuple[PartialPlan, int]:
     """Take a few tables out, some of them off the slowest rank, and place them again, if better.
 
     Args:

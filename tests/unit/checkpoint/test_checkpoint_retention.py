@@ -13,7 +13,7 @@ from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.manifest import Manifest, commit
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.store import Entry, folder_name, locate
+from shoal.checkpoint.store import CheckpointEntry, folder_name, locate
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, rows_of, save_by_hand
@@ -53,7 +53,7 @@ def test_listing_and_chains(root: Storage):
         locate(root.url)
     links = two_chains(root)
     assert names(store) == ["1f", "2d", "3d", "4f", "5d"]
-    assert store.latest() == Entry("step-000000000005-delta", 5, "delta")
+    assert store.latest() == CheckpointEntry("step-000000000005-delta", 5, "delta")
     assert store.chain("step-000000000003-delta") == tuple(links[:3])
     assert store.chain("step-000000000004-full") == (links[3],)
     assert locate(root.url)[1] == "step-000000000005-delta"

@@ -12,7 +12,7 @@ import pytest
 from plan_cases import greedy_plan, random_problem, seed_plan
 from shoal.errors import ConfigError, DeviceUnavailable
 from shoal.planner import exact
-from shoal.planner.problem import ALL, NODE, Problem, State
+from shoal.planner.problem import ALL, NODE, PartialPlan, PlacementProblem
 from shoal.planner.proposer import DynamicProgrammingProposer
 from shoal.planner.search import search
 from shoal.planner.topology import Topology
@@ -21,7 +21,7 @@ from support.planning import problem, table
 scipy = pytest.importorskip("scipy")
 
 
-def loads_of(made: Problem, state: State) -> np.ndarray:
+def loads_of(made: PlacementProblem, state: PartialPlan) -> np.ndarray:
     """Loads of each rank, added up here."""
     loads = np.repeat(made.base_4[:, None], made.ranks, axis=1)
     for choices, option, at in zip(made.choices, state.chosen, state.at, strict=True):
@@ -31,7 +31,7 @@ def loads_of(made: Problem, state: State) -> np.ndarray:
     return loads
 
 
-def best_by_hand(made: Problem) -> float:
+def best_by_hand(made: PlacementProblem) -> float:
     """The slowest rank of the best plan, by trying all."""
     ways = []
     for choices in made.choices:
@@ -46,7 +46,7 @@ def best_by_hand(made: Problem) -> float:
         ways.append(own)
     best = np.inf
     for chosen in itertools.product(*ways):
-        state = State(made)
+        state = PartialPlan(made)
         for t, (o, at) in enumerate(chosen):
             state.put(t, o, at)
         if state.loads_4W[2].max() <= made.limits[0] and state.loads_4W[3].max() <= made.limits[1]:

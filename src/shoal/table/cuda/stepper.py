@@ -28,7 +28,7 @@ from shoal.table.shard import GradRecord, StepContext, SummedGrads
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedGrads:
     """The records of a step as one call: their runs, sources and counts."""
 
     runs: Runs
@@ -94,7 +94,7 @@ class Stepper:
             lambda: self._tables.runs_of(layout, handles_N, rooms), read, rooms, stream
         )
 
-    def step(self, joined: Joined, rates_KR: Tensor, ctx: StepContext) -> None:
+    def step(self, joined: JoinedGrads, rates_KR: Tensor, ctx: StepContext) -> None:
         """One optimizer step per admitted row; ends the tickets."""
         latest_s = max(ctx.event_time_s, *(ticket.event_time_s for ticket in joined.tickets))
         for ticket in joined.tickets:
@@ -112,7 +112,7 @@ class Stepper:
         for ticket in joined.tickets:
             ticket.end()
 
-    def summed(self, joined: Joined | None) -> SummedGrads:
+    def summed(self, joined: JoinedGrads | None) -> SummedGrads:
         """The per-row sums that `step` would use; waits for the device."""
         tables: list[int] = []
         ids: list[Tensor] = []
@@ -134,7 +134,7 @@ class Stepper:
         self,
         number: int,
         room: int,
-        joined: Joined,
+        joined: JoinedGrads,
         found: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]],
     ) -> None:
         form, device = self._tables.forms[number], self._tables.device
@@ -236,7 +236,7 @@ class Stepper:
         records: Sequence[GradRecord],
         owned: Sequence[CudaTicket],
         stream: torch.cuda.Stream | None,
-    ) -> Joined | None:
+    ) -> JoinedGrads | None:
         """The records as one call; None when there is none.
 
         Args:
@@ -256,7 +256,7 @@ class Stepper:
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
             runs = self._tables.runs_of(self._memory.layout, handles_N, rooms)
             counts_N = _counts(owned)
-        return Joined(runs, gradients.sources_of(runs, groups), counts_N, tickets)
+        return JoinedGrads(runs, gradients.sources_of(runs, groups), counts_N, tickets)
 
     def _grad_groups(self, record: GradRecord, ticket: CudaTicket) -> GradGroups:
         shape = ticket.shape
