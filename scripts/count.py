@@ -2,8 +2,9 @@
 
 A line of code holds more than blanks, brackets and separators, a comment or a docstring. Python is
 read from `src/shoal` without the rooms `models` and `data`, C++ from `csrc` without its tests and
-number tables. Rooms that came later count against allowances of their own. Duplicates are pairs of files (or a file with itself) that share six lines of one
-shape: the same tokens but for names, numbers and texts, 30 of them or more.
+number tables. Rooms that came later count against allowances of their own. Duplicates are pairs of
+files (or a file with itself) that share six lines of one shape: the same tokens but for names,
+numbers and texts, 30 of them or more.
 
     python scripts/count.py [--against REVISION] [--check] [--measure]
 
