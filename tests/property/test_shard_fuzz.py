@@ -20,6 +20,7 @@ from support.fuzz_material import NARROW, PLAIN, RICH
 from support.placed_shard import PlacedShard
 from support.reference_shard import ReferenceShard
 from support.shard_fuzz import Fuzz
+from support.shares import SHARE
 
 SEEDS, VERBS_A_RUN = range(16), 32
 # On a GPU, where most of the time goes into kernels that are compiled.
@@ -70,7 +71,7 @@ def test_a_gpu_shard_follows_the_core(seed: int, dtype: str) -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="runs there at full length")
-@pytest.mark.parametrize("seed", range(10, 30))
+@pytest.mark.parametrize("seed", range(10, 30, SHARE))
 def test_a_gpu_shard_follows_both_for_longer(seed: int) -> None:
     Fuzz(seed, DTYPES[seed % 3], on_device, reference, late=True).run(VERBS_A_RUN)
     Fuzz(seed, DTYPES[seed % 5], on_device, core, late=True, menu=RICH).run(VERBS_A_RUN)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal import Expiry, Segment, Table, TableSpec, initializers, optimizers
 from shoal.table.cuda.shard import CudaShard
+from support.shares import SHARE
 
 DIM = 3
 TTL_S = 50
@@ -175,4 +176,6 @@ class SlowCudaTableMachine(CudaTableMachine):
 
 
 TestSlowCudaTable = pytest.mark.slow(SlowCudaTableMachine.TestCase)
-TestSlowCudaTable.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestSlowCudaTable.settings = settings(
+    max_examples=max(1, 30 // SHARE), stateful_step_count=30, deadline=None
+)
