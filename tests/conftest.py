@@ -20,6 +20,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# torch lists its constructors at the first use of a device context: before a test replaces one,
+# or tests of that process that count on the "meta" device allocate for real.
+with torch.device("meta"):
+    torch.empty(0)
+
 pytest.register_assert_rewrite("parity.distribution_ops", "property.ops", "support")
 
 from support.interpreting import patch_once  # noqa: E402
