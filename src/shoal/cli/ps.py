@@ -65,12 +65,13 @@ def ps(
         data = open_data(run)
         parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
         rows = TableServer(parts.tables, index=index, of=of, seed=run.seed)
+        secret = Secret.of_file(token_file)
         done = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: done.set())
         saves = nullcontext() if store is None else ServerSaver(rows, store, every_s=save_every_s)
         with saves:
-            server = rows.serve(address, threads=threads, secret=Secret.of_file(token_file))
+            server = rows.serve(address, threads=threads, secret=secret)
             out = console()
             print_line(out, f"server {index} of {of} at {server.address}")
             done.wait()

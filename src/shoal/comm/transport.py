@@ -31,6 +31,9 @@ Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
 _DONE, _FAILED = b"\0", b"\1"
 _NUMBER = 8  # bytes of a request's number
 _LINGER_MS = 1000
+_MOST_HEAD = 1 << 20  # bytes
+_MOST_FRAMES = 16
+_MESSAGES = 8  # of one client, that wait in a socket
 _QUIET_MS = 200  # how often a thread looks whether it should end
 
 
@@ -135,7 +138,7 @@ class Server:
         self._handler = handler
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.maxmsgsize = most_bytes
-        self._socket.router_handover = True
+        self._socket.rcvhwm = self._socket.sndhwm = _MESSAGES
         if secret is not None:
             secret.guard(self._socket)
         try:
@@ -183,7 +186,7 @@ class Server:
                     self._socket.send_multipart(reply, copy=False)
             if self._socket in ready and not full:
                 request = self._socket.recv_multipart(copy=False)
-                if len(request) >= 3 and len(request[1]) == _NUMBER:
+                if _is_request(request):
                     self._work.put(request)
                     open_requests += 1
             ending = self._stopping.is_set()
@@ -203,11 +206,16 @@ class Server:
             try:
                 replied, data = self._handler(head.bytes, [frame.buffer for frame in frames])
                 parts = [_DONE, replied, *data]
-            except Exception as error:  # noqa: BLE001 - the caller's
+            except BaseException as error:  # noqa: BLE001 - the caller's
                 parts = [_FAILED, _described(error)]
             out.send_multipart([who.bytes, number.bytes, *parts], copy=False)
             del request, frames
         out.close(linger=_LINGER_MS)
+
+
+def _is_request(parts: list[Any]) -> bool:
+    small = 3 <= len(parts) <= 3 + _MOST_FRAMES and len(parts[1]) == _NUMBER
+    return small and len(parts[2]) <= _MOST_HEAD
 
 
 @dataclass(slots=True)
@@ -238,6 +246,7 @@ class Client:
         self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._bell = self._context.socket(zmq.PUSH)
         self._lock = threading.Lock()
+        self._closed = False
         bell = self._context.socket(zmq.PULL)
         bell.bind("inproc://bell")
         self._bell.connect("inproc://bell")
@@ -249,6 +258,7 @@ class Client:
         zmq = _package()
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.sndhwm = _MESSAGES
         if self._secret is not None:
             self._secret.join(socket)
         try:
@@ -272,20 +282,29 @@ class Client:
         `ServerLost` when none came in time.
         """
         call = _Call(server, [head, *frames], Future(), time.monotonic() + timeout_s)
-        self._asked.put(call)
         with self._lock:
+            if self._closed:
+                raise ConfigError(
+                    f"call to server {server}",
+                    got="a client that was closed",
+                    allowed="an open one",
+                    remedy="Connect again.",
+                )
+            self._asked.put(call)
             self._bell.send(b"")
         return call.future
 
     def close(self) -> None:
         """Give up what is under way. May be called twice."""
-        if self._thread.is_alive():
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             self._asked.put(None)
-            with self._lock:
-                self._bell.send(b"")
-            self._thread.join()
-            self._bell.close(linger=0)
-            self._context.term()
+            self._bell.send(b"")
+        self._thread.join()
+        self._bell.close(linger=0)
+        self._context.term()
 
     def _turn(self, bell: Any, sockets: list[Any]) -> None:
         """The one thread that has the sockets."""
@@ -307,8 +326,12 @@ class Client:
                     going = False
                 else:
                     number = next(numbers).to_bytes(_NUMBER, "little")
-                    calls[number] = call
-                    sockets[call.server].send_multipart([number, *call.parts], copy=False)
+                    try:
+                        parts = [number, *call.parts]
+                        sockets[call.server].send_multipart(parts, zmq.DONTWAIT, copy=False)
+                        calls[number] = call
+                    except zmq.Again:  # it is down, and as much waits for it as may
+                        _fail(call, "a server that takes no more requests")
             for socket in sockets:
                 if socket in ready:
                     _settle(calls, socket.recv_multipart(copy=False))
@@ -343,7 +366,7 @@ def _fail(call: _Call, got: str) -> None:
     )
 
 
-def _described(error: Exception) -> bytes:
+def _described(error: BaseException) -> bytes:
     kind = type(error).__name__ if isinstance(error, ShoalError) else "ShoalError"
     text = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
     return json.dumps([kind, text]).encode()

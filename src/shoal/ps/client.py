@@ -7,9 +7,10 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives, Sizes
 from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, ServerLost
+from shoal.errors import ConfigError, ServerLost, ShoalError
 from shoal.exchange.partition import (
     Outgoing,
     SendPlan,
@@ -106,7 +107,11 @@ class Servers:
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
         self.repeated = 0
-        self.seed = self._greet()
+        try:
+            self.seed = self._greet()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Disconnect. May be called twice."""
@@ -168,19 +173,32 @@ class Servers:
             return self._client.call(server, head, request[1], timeout_s=self._patience.reply_s)
 
         under_way = [send(server) for server in range(len(requests))]
-        replies: list[Reply] = []
-        for server, future in enumerate(under_way):
-            for pause in range(self._patience.repeats + 1):
-                try:
-                    replies.append((b"", []) if future is None else future.result())
-                    break
-                except ServerLost:
-                    if pause == self._patience.repeats:
-                        raise
-                    self.repeated += 1
-                    time.sleep(random.uniform(0.5, 1) * min(10, self._patience.pause_s * 2**pause))
-                    future = send(server)
-        return replies
+        # All are waited for: the next update must not overtake one that a server still works on.
+        outcomes = [
+            self._outcome(future, partial(send, server)) for server, future in enumerate(under_way)
+        ]
+        for outcome in outcomes:
+            if isinstance(outcome, ShoalError):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, ShoalError)]
+
+    def _outcome(
+        self, future: Future[Reply] | None, send: Callable[[], Future[Reply] | None]
+    ) -> Reply | ShoalError:
+        """A reply, or the error in its place; what gets no reply is sent again."""
+        if future is None:
+            return b"", []
+        for pause in range(self._patience.repeats):
+            error = future.exception()
+            if not isinstance(error, ServerLost):
+                break
+            self.repeated += 1
+            time.sleep(random.uniform(0.5, 1) * min(10, self._patience.pause_s * 2**pause))
+            future = send() or future
+        error = future.exception()
+        if error is None or not isinstance(error, ShoalError):
+            return future.result()
+        return error
 
 
 class RowsOverServers:
@@ -552,6 +570,9 @@ def _answer(
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """Of ids, if there are none."""
+    if not parts:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 

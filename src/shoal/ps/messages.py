@@ -129,7 +129,8 @@ def tensor(frame: memoryview, dtype: torch.dtype, count: int, what: str) -> Tens
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
     bytes_N = np.frombuffer(frame, dtype=np.uint8)
-    bytes_N = bytes_N if frame.readonly is False else bytes_N.copy()
+    if frame.readonly or bytes_N.ctypes.data % dtype.itemsize:  # small frames lie anywhere
+        bytes_N = bytes_N.copy()
     return torch.from_numpy(bytes_N).view(dtype)
 
 

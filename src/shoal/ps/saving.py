@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load
-from shoal.errors import CheckpointError
+from shoal.errors import ShoalError
 from shoal.ps.server import TableServer
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
@@ -73,7 +73,8 @@ class ServerSaver:
     ) -> None:
         self._ending.set()
         self._thread.join()
-        self.save()
+        if kind is None:
+            self.save()
 
     def save(self) -> Manifest:
         """Save now; serving continues meanwhile.
@@ -118,5 +119,6 @@ class ServerSaver:
     def _try(self) -> None:
         try:
             self.save()
-        except CheckpointError as error:
-            _log.error("a save failed; the next one holds what it would have: %s", error)
+        except (ShoalError, OSError, MemoryError) as error:
+            self._cursors = None  # whatever it was that a delta could not be built on
+            _log.error("a save failed; the next one is a full one: %s", error)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.transport import Frames, Secret, Server
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError
 from shoal.exchange.partition import flat
 from shoal.placement import Placement, row_wise
 from shoal.ps.messages import REALS, Head, groups_of, memory, rows_of_frames, rows_to_frames, tensor
@@ -42,7 +42,7 @@ class _Worker:
         self.lock = threading.Lock()
         self.applied = 0
         self.lost = 0
-        self.refused: ShoalError | None = None  # the last update, if it was
+        self.refused: Exception | None = None  # the last update, if it was
 
 
 class _Gate:
@@ -150,7 +150,8 @@ class TableServer:
             self._worker(name).applied = int(applied)
 
     def _hello(self, head: Head, frames: Frames) -> Reply:
-        worker = self._worker(head.worker)
+        with self._known:
+            worker = self._workers.get(head.worker, _Worker())
         said = {
             "index": self.index,
             "of": self.of,
@@ -288,8 +289,8 @@ class TableServer:
             worker.refused = None
             try:
                 yield True
-            except ShoalError as error:
-                worker.refused = error
+            except Exception as error:
+                worker.refused = error.with_traceback(None)
                 raise
             finally:
                 if head.number:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from shoal import Segment, TableSpec
 from shoal.errors import InputError, NonFiniteGradient, ShoalError, UnknownName
-from shoal.ps.messages import REALS, Head, memory, rows_to_frames
+from shoal.ps.messages import REALS, Head, memory, rows_to_frames, tensor
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
@@ -178,3 +179,33 @@ def test_it_saves_by_itself(tmp_path: Path) -> None:
     again = server()
     with ServerSaver(again, tmp_path, every_s=1000):
         assert again.shard.size(0) == number
+
+
+def test_a_server_that_does_not_start_leaves_the_store_alone(tmp_path: Path) -> None:
+    one = server()
+    with ServerSaver(one, tmp_path, every_s=1000) as saver:
+        one(*update([5], 1.0, number=1))
+        saver.save()
+        with pytest.raises(KeyError), ServerSaver(server(), tmp_path, every_s=1000):
+            raise KeyError("no such address")
+        one(*update([6], 1.0, number=2))
+        assert saver.save().kind == "delta"
+
+
+def test_a_save_that_fails_is_followed_by_a_full_one(tmp_path: Path) -> None:
+    one = server()
+    with ServerSaver(one, tmp_path, every_s=1000) as saver:
+        one(*update([5], 1.0, number=1))
+        saver.save()
+        one.shard.release(None, "checkpoint")
+        saver._try()
+        assert saver.save().kind == "full"
+
+
+def test_frames_at_odd_addresses_are_copied() -> None:
+    memory_9 = bytearray(9 + 16)
+    start = next(
+        k for k in range(8) if (np.frombuffer(memory_9, np.uint8).ctypes.data + k) % 8 == 1
+    )
+    frame = memoryview(memory_9)[start : start + 16]
+    assert tensor(frame, torch.int64, 2, "ids").data_ptr() % 8 == 0

@@ -21,13 +21,17 @@ from shoal import (
     Table,
     TableSpec,
 )
+from shoal.comm.transport import Client
+from shoal.errors import ConfigError, NonFiniteGradient, ServerLost
 from shoal.exchange.wire import Wire
 from shoal.ps.client import RowsOverServers, Servers, connect
+from shoal.ps.messages import Head
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.rules.schedules import Polynomial
 from shoal.table.factory import make_shard
+from shoal.table.shard import IdGroups
 
 STEP_0, STEP_1 = StepContext(), StepContext(global_step=1)
 
@@ -216,3 +220,43 @@ def test_one_worker_trains_as_a_shard_of_its_own(
     for one, other in zip(local(batch(3)).values(), remote(batch(3)).values(), strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0 if backwards == 1 else 1e-6)
     exchange.shard.servers.close()
+
+
+def test_no_ids_at_all(opened: Opened) -> None:
+    rows = opened(spec("t", 2))
+    none = IdGroups(
+        torch.empty(0, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        torch.empty(0, dtype=torch.int32),
+    )
+    assert rows.find(none).weights == ()
+    rows.apply([], ctx=STEP_0)
+    unknown = none._replace(
+        ids_N=torch.tensor([1, 2, 3]),
+        splits_G1=torch.tensor([0, 3]),
+        tables_G=torch.tensor([7], dtype=torch.int32),
+    )
+    assert rows.reinitialize(unknown, ctx=STEP_0).tolist() == [-1, -1, -1]
+
+
+def test_a_step_after_one_that_a_server_refused(opened: Opened) -> None:
+    table = Table(one := spec("t", 1), shard=opened(one))
+    ids = list(range(40))
+    grads = torch.ones(40, 1)
+    for _ in range(5):
+        with pytest.raises(NonFiniteGradient):
+            table.apply(ids, torch.full((40, 1), float("nan")))
+        table.apply(ids, grads)
+    assert table.lookup(ids).flatten().tolist() == [-5.0] * 40
+
+
+def test_a_server_that_is_down_hangs_nobody(start: Start) -> None:
+    (address,) = start((spec("t", 1),), 1)
+    client = Client([address, "tcp://127.0.0.1:9"])
+    lost = [client.call(1, b"{}", timeout_s=0.2) for _ in range(1200)]
+    hello = Head(method="hello").to_bytes()
+    assert client.call(0, hello, timeout_s=20).result()[0]
+    assert {type(one.exception()) for one in lost} == {ServerLost}
+    client.close()
+    with pytest.raises(ConfigError, match="closed"):
+        client.call(0, hello, timeout_s=1)

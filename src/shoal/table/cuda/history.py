@@ -20,7 +20,13 @@ from shoal.errors import InputError
 from shoal.kernels.history import count_changed
 from shoal.kernels.launch import retire, sent
 from shoal.kernels.rows import read_ids, read_metadata, read_values
-from shoal.kernels.tables import COUNT_FREE, COUNT_FRESH, COUNT_ISSUED, CallGroups
+from shoal.kernels.tables import (
+    COUNT_FREE,
+    COUNT_FRESH,
+    COUNT_ISSUED,
+    COUNT_NONFINITE,
+    CallGroups,
+)
 from shoal.placement import hash_ids, sort_key
 from shoal.table import checks, native
 from shoal.table import shard as scalars
@@ -164,8 +170,13 @@ class History:
             self.incarnation = _drawn_incarnation()
             self.deletions.start(self.version - 1)
         images = others[-1].images if others else None
-        if images is None or not images.joinable:
-            images = DeviceImages(memory.layout, tables.specs, tables.forms, tables.form_of)
+        # A step keeps rows before it knows their gradients. One that then leaves a row alone has
+        # taken its stamp: a younger snapshot that stamped it again would show older ones two rows.
+        skipped = int(memory.counters.known_KC[:, COUNT_NONFINITE].sum())
+        if images is None or not images.joinable or images.skipped != skipped:
+            images = DeviceImages(
+                memory.layout, tables.specs, tables.forms, tables.form_of, skipped
+            )
         spans = self._handed_out()
         rows = images.join(memory.layout, memory.columns_WC, spans, versions, buffer_bytes)
         made = CudaSnapshot(self, deleted, images, rows)

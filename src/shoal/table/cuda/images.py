@@ -259,10 +259,11 @@ class SnapshotRows:
     @property
     def stats(self) -> SnapshotStats:
         """What it has cost, as far as rows are on the host."""
-        core = self._core
-        if self._closed or core is None:
-            return self._cost
-        rows, spilled = core.stats()[:2]
+        with self._changing:  # else the core's part may be closed meanwhile
+            core = self._core
+            if self._closed or core is None:
+                return self._cost
+            rows, spilled = core.stats()[:2]
         return SnapshotStats(rows, spilled, self._images.waited_s - self._waited_before_s)
 
     def histogram(self, table: int, bits: int, before: int) -> Tensor:
@@ -308,8 +309,10 @@ class DeviceImages:
         specs: the tables.
         forms: the shard's row forms.
         form_of: of each table, which one it has.
+        skipped: rows that steps had left alone so far, for their gradients.
 
     Attributes:
+        skipped: as given.
         stamps: of rows that are unchanged.
         waited_s: that methods waited for rows to be brought to the host.
         shut: no snapshot may join any more: rows were loaded, whose versions are not of the time
@@ -322,7 +325,9 @@ class DeviceImages:
         specs: Sequence[TableSpec],
         forms: Sequence[RowForm],
         form_of: Sequence[int],
+        skipped: int,
     ) -> None:
+        self.skipped = skipped
         self.stamps = Stamps(layout)
         self.specs = tuple(specs)
         self.waited_s = 0.0
