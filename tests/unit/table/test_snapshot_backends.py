@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shoal import Expiry, Segment, TableSpec, initializers, optimizers
-from shoal.errors import InputError
+from shoal.errors import InputError, NonFiniteGradient
 from shoal.placement import hash_ids
 from shoal.table.cuda import export
-from shoal.table.shard import HASHES, GradRecord, Shard, Snapshot, StepContext
+from shoal.table.shard import HASHES, GradRecord, NanPolicy, Shard, Snapshot, StepContext
 from shoal.table.values import Cursor, RowChunk
 from support.change_consumer import Consumer, contents
 from support.id_groups import groups_of
@@ -207,6 +208,24 @@ def test_a_closed_one_is_not_read(shard: Shard) -> None:
     ):
         with pytest.raises(InputError, match="a closed one"):
             verb()
+
+
+@pytest.mark.parametrize("shard", ["cpu", CUDA], indirect=True)
+@pytest.mark.parametrize("nan_policy", ["skip", "raise"])
+def test_a_row_that_a_step_leaves_alone_is_there_once(shard: Shard, nan_policy: NanPolicy) -> None:
+    put(shard, [1, 2, 3], 1.0)
+    with shard.snapshot() as first:
+        ticket = shard.find_or_init(groups_of((0, [1])), ctx=StepContext())
+        bad = GradRecord(ticket, (torch.full((1, 3), float("nan")),))
+        with contextlib.suppress(NonFiniteGradient):
+            shard.apply([bad], ctx=StepContext(nan_policy=nan_policy))
+            shard.check()
+        ticket.end()
+        with shard.snapshot() as second:
+            train(shard, [1])
+            for snapshot in (first, second):
+                assert sorted(snapshot.read(0, 0, HASHES).ids.tolist()) == [1, 2, 3]
+                assert int(snapshot.histogram(0, 0)[0]) == 3
 
 
 def test_eight_at_once(shard: Shard) -> None:
