@@ -201,10 +201,12 @@ def _remedy(
     """The first of some changes under which all tables fit."""
     topology, open_limits = model.topology, dict(limits)
     changes: list[tuple[str, Sequence[TableInput], Mapping[str, Constraint], Topology]] = []
+    dropped: list[str] = []
     for name in named:
         if limits[name] != Constraint():
             open_limits = {**open_limits, name: Constraint()}
-            text = f"Drop the constraints of {', '.join(n for n in named if n in open_limits)}"
+            dropped.append(name)
+            text = f"Drop the constraints of {', '.join(dropped)}"
             changes.append((text, tables, dict(open_limits), topology))
     if topology.device == "cuda":
         for some in range(1, len(named) + 1):

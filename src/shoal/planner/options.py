@@ -194,6 +194,13 @@ def constraint_of(value: Any, what: str = "constraint of a plan") -> Constraint:
         return value
     if not isinstance(value, Mapping):
         # A configuration object of the seed system: its fields are attributes.
+        if not any(hasattr(value, name) for name in _ALIASES):
+            raise ConfigError(
+                what,
+                got=repr(value)[:200],
+                allowed="settings by name, such as {'sharding': ['row_wise']}",
+                remedy="Give a mapping, or an object with sharding_types or compute_kernels.",
+            )
         value = {name: list(found) for name in _ALIASES if (found := getattr(value, name, None))}
     known = [one.name for one in fields(Constraint)]
     settings: dict[str, Any] = {}

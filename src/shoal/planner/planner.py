@@ -146,6 +146,13 @@ class Planner:
                     remedy="Set FORCE_LOAD_SHARDING_PLAN=0 to plan again.",
                 )
             kept = self.previous.constraints()
+            if unknown := sorted(kept.keys() - set(names)):
+                raise ConfigError(
+                    "tables of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
+                    got=", ".join(unknown),
+                    allowed=f"tables of this model: {', '.join(sorted(names))}",
+                    remedy="Name a plan of this model, or set FORCE_LOAD_SHARDING_PLAN=0.",
+                )
             found |= {name: one for name, one in kept.items() if name in names}
         return found
 

@@ -22,12 +22,12 @@ def profile_data(
         by table; none of a table without any id.
     """
     counters = {table: Counter() for table in features.values()}
-    for index, batch in zip(range(most), batches, strict=False):
+    for _, batch in zip(range(most), batches, strict=False):
         ids: dict[str, list[int]] = {}
         for feature, table in features.items():
             ids.setdefault(table, []).append(batch.keys.index(feature))
         for table, keys in ids.items():
             picked = batch.select(tuple(batch.keys[k] for k in keys))
             values = picked.values_N.numpy()
-            counters[table].add(values, batch.batch_size, half=index < most // 2)
+            counters[table].add(values, batch.batch_size)
     return {table: one.statistics() for table, one in counters.items() if one.occurrences}

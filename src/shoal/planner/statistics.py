@@ -141,12 +141,12 @@ class Counter:
     def __init__(self) -> None:
         self._ids = np.empty(0, dtype=np.int64)
         self._counts = np.empty(0, dtype=np.int64)
-        self._halfway: tuple[int, int] = (0, 0)  # samples, ids
+        self._growth: list[tuple[int, int]] = []  # samples and distinct ids after each batch
         self.samples = 0
         self.occurrences = 0
 
-    def add(self, ids: np.ndarray[Any, np.dtype[np.int64]], samples: int, *, half: bool) -> None:
-        """Count a batch. half: whether it belongs to the first half of the data."""
+    def add(self, ids: np.ndarray[Any, np.dtype[np.int64]], samples: int) -> None:
+        """Count a batch."""
         found, counts = np.unique(ids, return_counts=True)
         joined = np.concatenate([self._ids, found])
         self._ids, at = np.unique(joined, return_inverse=True)
@@ -154,11 +154,10 @@ class Counter:
         self._counts = np.bincount(at, weights=summed, minlength=len(self._ids)).astype(np.int64)
         self.samples += samples
         self.occurrences += len(ids)
-        if half:
-            self._halfway = self.samples, len(self._ids)
+        self._growth.append((self.samples, len(self._ids)))
 
     def statistics(self) -> TableStatistics:
-        """What was counted; ids that a second half of the data brought are its growth.
+        """What was counted; ids that the second half of the batches brought are its growth.
 
         Raises:
             ConfigError: no ids.
@@ -176,7 +175,7 @@ class Counter:
         _, first = np.unique(group, return_index=True)
         sizes = np.add.reduceat(ids, first)[::-1]
         shares = np.add.reduceat(ids * counts, first)[::-1] / self.occurrences
-        samples, before = self._halfway
+        samples, before = self._growth[(len(self._growth) - 1) // 2]
         rest = self.samples - samples
         return TableStatistics(
             ids_per_sample=self.occurrences / self.samples,

@@ -94,6 +94,8 @@ def _quantity(value: object) -> tuple[float, str]:
     if isinstance(value, int | float):
         return (float(value), "") if math.isfinite(value) else (-1.0, "")
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None and re.search("[MGTP]i?b", match[0]):  # bits, as networks are sold by
+        return -1.0, ""
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         return -1.0, ""
     prefix = match[2] or ""

@@ -149,3 +149,9 @@ def test_ranks_that_the_job_lacks() -> None:
         options_of(table(), Constraint(ranks=(8,)), TOPOLOGY)
     with pytest.raises(UnknownName):
         Constraint(sharding=("twrw",))
+
+
+@pytest.mark.parametrize("value", ["row_wise", 3, object()])
+def test_a_constraint_that_is_no_mapping_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="settings by name"):
+        constraint_of(value)

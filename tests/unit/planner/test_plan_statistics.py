@@ -45,7 +45,7 @@ def test_a_law_over_many_rows() -> None:
 def test_counting_gives_the_law_back() -> None:
     counter = Counter()
     for k in range(20):
-        counter.add(drawn(500, 1.0, 4000, k), 2000, half=k < 10)
+        counter.add(drawn(500, 1.0, 4000, k), 2000)
     found, true = counter.statistics(), zipf(500, 1.0, ids_per_sample=2.0)
     assert found.ids_per_sample == 2 and found.new_per_sample == 0
     assert found.distinct(300) == pytest.approx(true.distinct(300), rel=0.02)
@@ -54,8 +54,8 @@ def test_counting_gives_the_law_back() -> None:
 
 def test_ids_of_the_second_half_are_growth() -> None:
     counter = Counter()
-    counter.add(np.arange(100), 100, half=True)
-    counter.add(np.arange(50, 150), 100, half=False)
+    counter.add(np.arange(100), 100)
+    counter.add(np.arange(50, 150), 100)
     assert counter.statistics().new_per_sample == 0.5
     with pytest.raises(ConfigError, match="ids of a table"):
         Counter().statistics()

@@ -165,3 +165,9 @@ def test_other_numbers_of_devices() -> None:
             one.with_devices(bad)
     with pytest.raises(UnknownName):
         Topology(nodes=1, local_size=1, device="tpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("speed", ["100Gb/s", "1Tb/s"])
+def test_bits_are_not_taken_for_bytes(speed: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bandwidth("intra_node_bandwidth", speed)
