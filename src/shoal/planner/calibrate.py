@@ -173,7 +173,7 @@ def _table(device: torch.device, dim: int, scale: Scale) -> tuple[float, float]:
     every = torch.arange(scale.rows, device="cpu") * 0x9E3779B97F4A7C1
     shard.assign(groups(every), [torch.ones(scale.rows, dim, device=device)], ctx=ctx)
     generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(scale.rows, generator=generator)[: scale.ids]
+    order = torch.randperm(scale.rows, generator=generator, device="cpu")[: scale.ids]
     picked = groups(every[order])
     count = len(order)
     grads = [torch.full((count, dim), 0.01, device=device)]

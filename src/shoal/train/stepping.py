@@ -110,11 +110,15 @@ def _batch(loads: Sequence[TableLoad], batch_size: int, generator: torch.Generat
     values, lengths = [], []
     for one in loads:
         count = batch_size * one.ids_per_sample
-        weights = torch.arange(1, one.rows + 1, dtype=torch.float64) ** -one.exponent
+        weights = torch.arange(1, one.rows + 1, dtype=torch.float64, device="cpu") ** -one.exponent
         total = weights.cumsum(0)
-        drawn = torch.rand(count, generator=generator, dtype=torch.float64) * total[-1]
+        drawn = (
+            torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") * total[-1]
+        )
         values.append(torch.searchsorted(total, drawn).clamp_max(one.rows - 1))
-        lengths.append(torch.full((batch_size,), one.ids_per_sample, dtype=torch.int64))
+        lengths.append(
+            torch.full((batch_size,), one.ids_per_sample, dtype=torch.int64, device="cpu")
+        )
     return KeyedRagged.from_lengths(
         tuple(one.name for one in loads), torch.cat(values), torch.cat(lengths)
     )
