@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from shoal import _core
 from shoal.checkpoint import rank_rows, writing
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin, save
@@ -181,11 +182,11 @@ def test_what_fails_at_the_snapshot_point_is_raised_on_all(tmp_path: Path) -> No
 
 def fail_at_the_snapshot_point(ranks: Collectives, root: str) -> None:
     job = trained("row_wise", ranks)
-    held = job.shard.snapshot() if ranks.rank == 1 else None
+    held = [job.shard.snapshot() for _ in range(_core.MOST_SNAPSHOTS * ranks.rank)]
     with pytest.raises(Exception, match="snapshot"):
         begin(root, job.contents(), step=3, position=0, collectives=ranks)
-    if held is not None:
-        held.close()
+    for snapshot in held:
+        snapshot.close()
     with pytest.raises(CheckpointError, match="position"):
         begin(root, job.contents(), step=3, position=ranks.rank, collectives=ranks)
     assert CheckpointStore(root).list() == ()

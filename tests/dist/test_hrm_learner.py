@@ -58,7 +58,7 @@ def data_at(root: Path) -> str:
 
 def made(mesh: comm.Mesh, root: str, config: LearnerConfig) -> tuple[Learner, TrainSampler]:
     share = Share(BATCH, mesh.rank, mesh.world_size)
-    sampler = TrainSampler(read_split(root, "train"), share, seed=1, versions_per_iteration=100)
+    sampler = TrainSampler(read_split(root, "train"), share, seed=1, epochs_per_iteration=100)
     return Learner(MODEL, config, share, mesh), sampler
 
 
