@@ -115,20 +115,25 @@ def sealed(raw: dict[str, Any]) -> str:
     return f'{head},\n  "crc32": "{zlib.crc32(head.encode()):08x}"\n}}\n'
 
 
+def opened(store: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A copy of the full checkpoint, and what its manifest says, to be changed and sealed."""
+    root = tmp_path / "store"
+    shutil.copytree(store / FULL, root / FULL)
+    raw = json.loads((root / FULL / MANIFEST).read_text())
+    del raw["crc32"]
+    return root, raw
+
+
 @pytest.mark.parametrize("rows", [10**7, 2 * 10**8])
 @pytest.mark.parametrize("also_bytes", [False, True])
 def test_no_memory_is_reserved_for_rows_that_files_cannot_hold(
     store: Path, tmp_path: Path, rows: int, also_bytes: bool
 ) -> None:
-    root = tmp_path / "store"
-    shutil.copytree(store / FULL, root / FULL)
-    manifest = root / FULL / MANIFEST
-    raw = json.loads(manifest.read_text())
-    del raw["crc32"]
+    root, raw = opened(store, tmp_path)
     raw["tables"][0]["rows"] = raw["files"][0]["rows"] = rows
     if also_bytes:
         raw["files"][0]["bytes"] = rows * 100
-    manifest.write_text(sealed(raw))
+    (root / FULL / MANIFEST).write_text(sealed(raw))
     job = TinyJob(9)
     with (
         mock.patch.object(CpuShard, "expect") as expect,
@@ -145,11 +150,7 @@ def test_rows_that_grow_as_they_are_read_are_refused(
     store: Path, tmp_path: Path, codec: str, ranges: bool
 ) -> None:
     """Zeros take a thousandth of their size on disk."""
-    root = tmp_path / "store"
-    shutil.copytree(store / FULL, root / FULL)
-    manifest = root / FULL / MANIFEST
-    raw = json.loads(manifest.read_text())
-    del raw["crc32"]
+    root, raw = opened(store, tmp_path)
     path = root / FULL / raw["files"][0]["path"]
     schema = pa.ipc.open_file(path).schema
     rows = 1 << 20
@@ -167,7 +168,7 @@ def test_rows_that_grow_as_they_are_read_are_refused(
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     content = path.read_bytes()
     raw["files"][0] |= {"bytes": len(content), "crc32": zlib.crc32(content)}
-    manifest.write_text(sealed(raw))
+    (root / FULL / MANIFEST).write_text(sealed(raw))
     with pytest.raises(CheckpointError, match="compressed rows"):
         if ranges:
             Chain(CheckpointStore(root), FULL).read(0, 0, HASHES)

@@ -35,11 +35,9 @@ from shoal.exchange.partition import (
     reply_buffers,
     rows_of_groups,
 )
-from shoal.exchange.received import ReceivedRows
-from shoal.exchange.received_plan import HostedColumns
+from shoal.exchange.received import ReceivedRows, RequestPlans
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.wire import RowBuffer, Wire, send_rows
-from shoal.lookup import PoolPlan
 from shoal.placement import Placement
 from shoal.table import shard as scalars
 from shoal.table.hosting import hosted_specs
@@ -53,8 +51,6 @@ if TYPE_CHECKING:
 GradReduce = Literal["mean", "sum"]
 
 _IDS = "exchange of ids"
-
-_PLANS_KEPT = 64
 
 
 class AllToAllExchange:
@@ -101,8 +97,7 @@ class AllToAllExchange:
         self._scale = 1.0 / collectives.world_size if grad_reduce == "mean" else 1.0
         self._per_sender = per_sender_steps
         self.wire = Wire() if wire is None else wire
-        self._plans: dict[tuple[int, ...], SendPlan] = {}
-        self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
+        self._plans = RequestPlans(self._compiled)
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
@@ -323,31 +318,15 @@ class AllToAllExchange:
 
     def send_plan(self, tables_G: tuple[int, ...]) -> SendPlan:
         """The buffers of calls whose groups are of these tables."""
-        if tables_G not in self._plans:
-            self._plans[tables_G] = compile_send_plan(
-                self.specs, self.placement, self.shard.specs, self._collectives.rank, tables_G
-            )
-        return self._plans[tables_G]
+        return self._plans.send(tables_G)
+
+    def _compiled(self, tables_G: tuple[int, ...]) -> SendPlan:
+        return compile_send_plan(
+            self.specs, self.placement, self.shard.specs, self._collectives.rank, tables_G
+        )
 
     def _received_rows(self, request: Request) -> ReceivedRows:
-        tables_G = tuple(request.tables_G.tolist())
-        key = (id(request.plan), tables_G)
-        kept = self._received.get(key)
-        if kept is None:
-            layouts = self._plan_of(request).buffers
-            hosted = [
-                HostedColumns(table.table, table.hosted.start, table.hosted.stop, number)
-                for number, layout in enumerate(layouts)
-                for table in layout.tables
-            ]
-            reals = [layout.real for layout in layouts]
-            if len(self._received) >= _PLANS_KEPT:
-                self._received.clear()
-            # The plan is held so that its identity stays its own.
-            rows = ReceivedRows(request.plan, tables_G, hosted, reals, dense=True)
-            kept = request.plan, rows
-            self._received[key] = kept
-        return kept[1]
+        return self._plans.received(request.plan, tuple(request.tables_G.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -434,7 +434,7 @@ def rows_of_groups(
     buffers = []
     for layout, buffer in zip(transfer.plan.buffers, received, strict=True):
         sizes_WK = transfer.sizes.received_WX[:, layout.here_columns].tolist()
-        views = _row_views(buffer, sizes_WK, [layout.dims[k] for k in layout.here])
+        views = row_views(buffer, sizes_WK, [layout.dims[k] for k in layout.here])
         buffers.append((senders * len(layout.here), views))
     return tuple(
         tuple(view for size, views in buffers for view in views[at * size : (at + 1) * size])
@@ -442,7 +442,7 @@ def rows_of_groups(
     )
 
 
-def _row_views(
+def row_views(
     buffer: Tensor, sizes_WK: Sequence[Sequence[int]], dims: Sequence[int]
 ) -> list[Tensor]:
     """A flat buffer as [n, D] per rank and table."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shoal.exchange.partition import SendPlan
 from shoal.exchange.received_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.launch import sent
 from shoal.lookup import PoolPlan
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.exchange.received_cuda import DenseRows, Places
 
 
-_SIZES_KEPT = 64
+_SIZES_KEPT = _PLANS_KEPT = 64
 _UNIT = 16  # bytes that rows of a shard's memory are multiples of
 _MOST = 1 << 31  # rows or positions, exclusive, that kernels number
 # First position of each block, and what `pool` is given: offsets of rows, the ordered batch.
@@ -333,6 +334,44 @@ class ReceivedRows:
             cells = torch.tensor([rows], dtype=torch.int64, device="cpu")
             found = self._cells[key] = sent(cells, device)
         return found
+
+
+class RequestPlans:
+    """What requests of the same features share, compiled once: send plans and `ReceivedRows`.
+
+    Args:
+        compiled: makes the send plan of features that read the tables of these numbers.
+    """
+
+    def __init__(self, compiled: Callable[[tuple[int, ...]], SendPlan]) -> None:
+        self._compiled = compiled
+        self._sends: dict[tuple[int, ...], SendPlan] = {}
+        self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
+
+    def send(self, tables_G: tuple[int, ...]) -> SendPlan:
+        """The buffers of calls whose groups are of these tables."""
+        if tables_G not in self._sends:
+            self._sends[tables_G] = self._compiled(tables_G)
+        return self._sends[tables_G]
+
+    def received(self, plan: PoolPlan, tables_G: tuple[int, ...]) -> ReceivedRows:
+        """How the rows of a request come back and are pooled."""
+        key = id(plan), tables_G
+        kept = self._received.get(key)
+        if kept is None:
+            layouts = self.send(tables_G).buffers
+            hosted = [
+                HostedColumns(table.table, table.hosted.start, table.hosted.stop, number)
+                for number, layout in enumerate(layouts)
+                for table in layout.tables
+            ]
+            reals = [layout.real for layout in layouts]
+            if len(self._received) >= _PLANS_KEPT:
+                self._received.clear()
+            # The plan is held so that its identity stays its own.
+            kept = plan, ReceivedRows(plan, tables_G, hosted, reals, dense=True)
+            self._received[key] = kept
+        return kept[1]
 
 
 def _one_memory(

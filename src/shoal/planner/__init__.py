@@ -7,9 +7,8 @@ from shoal.planner.making import make_plan
 from shoal.planner.options import Constraint, TableInput, table_input
 from shoal.planner.plan import Plan, TablePlan, read_plan
 from shoal.planner.planner import Planner, create_planner, host_tier
-from shoal.planner.profile import profile_data
 from shoal.planner.proposer import DynamicProgrammingProposer
-from shoal.planner.statistics import TableStatistics, read_statistics, zipf
+from shoal.planner.statistics import TableStatistics, profile_data, read_statistics, zipf
 from shoal.planner.topology import (
     Rates,
     Topology,

@@ -218,7 +218,7 @@ def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:
 
 
 def _all_to_all(made: Collectives, size: int, scale: Scale) -> float:
-    """Seconds of an even all-to-all of so many bytes of each rank."""
+    """Seconds of an even all-to-all in which each rank sends this number of bytes."""
     each = size // 4 // made.world_size
     splits = (each,) * made.world_size
     data = torch.ones(each * made.world_size, 1, device=made.device)

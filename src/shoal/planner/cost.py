@@ -18,7 +18,7 @@ from shoal.planner.options import DTYPE_BYTES, Option, TableInput
 from shoal.planner.topology import Topology, along
 
 PHASES = ("ids", "probe", "read", "rows", "gradients", "update", "cache misses", "slices")
-HIDDEN = 2  # so many first phases run during the dense part of the batch before
+HIDDEN = 2  # the first phases, which run during the dense part of the batch before
 
 _ID_BYTES = 12  # an id and its count, on the wire
 _ROW_BYTES = 40  # id, version, last-seen, count; the index at its usual load
@@ -50,7 +50,7 @@ class Workload:
 
 
 def dense_work(topology: Topology, batch_size: int, weights: int, **settings: Any) -> Workload:
-    """The workload of a rank whose dense part has so many weights: 6 operations of each an example,
+    """The workload of a rank whose dense part has this number of weights: 6 operations of each an example,
     16 bytes of each with gradient and optimizer state."""
     seconds = 6.0 * weights * batch_size / topology.rates.flops
     return Workload(batch_size=batch_size, dense_s=seconds, dense_bytes=16.0 * weights, **settings)

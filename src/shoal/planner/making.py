@@ -22,7 +22,7 @@ from shoal.planner.problem import DEVICE, HOST, PlacementProblem, problem_of
 from shoal.planner.search import SearchResult, fits, search
 from shoal.planner.topology import Topology, show_bytes
 
-_FROM_DEVICES = 64  # several groups are worth a try from so many devices up
+_FROM_DEVICES = 64  # from this number of devices up several groups are tried
 _GROUPS = (2, 4, 8)
 _NAMED = 5  # tables that an error names
 _SMALL = 100  # tables up to which missing bytes are found to 0.1 %; to 2 % of more

@@ -101,7 +101,7 @@ class Plan:
         return Placement(self.world_size, hosted)
 
     def check(self, specs: Sequence[TableSpec], world_size: int) -> None:
-        """Check that it is a plan of these tables for so many ranks.
+        """Check that it is a plan of these tables for this number of ranks.
 
         Raises:
             UnknownName: it has a table that is not there.

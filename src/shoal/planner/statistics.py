@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import ConfigError, unknown_name
+from shoal.ragged import KeyedRagged
 
 _FORMAT = "shoal-table-statistics"
 _EXACT = 1 << 12  # ids of a Zipf law that are added up one by one
@@ -65,15 +66,15 @@ class TableStatistics:
         return float(self._counts.sum())
 
     def distinct(self, samples: float) -> float:
-        """Different ids that so many samples are expected to have."""
+        """Different ids expected in this number of samples."""
         return float((self._counts * self._present(samples)).sum())
 
     def shared(self, samples: float) -> float:
-        """Different ids that two sets of so many samples are expected to have in common."""
+        """Different ids expected in both of two sets of samples."""
         return float((self._counts * self._present(samples) ** 2).sum())
 
     def missed(self, samples: float, cached: float) -> float:
-        """Different ids of so many samples that are not among the `cached` most frequent ones."""
+        """Different ids of the samples that are not among the `cached` most frequent ones."""
         before = np.concatenate([[0.0], np.cumsum(self._counts)[:-1]])
         outside = np.clip(before + self._counts - cached, 0.0, self._counts)
         return float((outside * self._present(samples)).sum())
@@ -93,7 +94,7 @@ class TableStatistics:
         return np.array([share for _, share in self.frequency], dtype=np.float64)
 
     def _present(self, samples: float) -> _Floats:
-        """Chance of an id of each group to be among so many samples."""
+        """Chance that an id of each group is in the samples."""
         chance = np.minimum(self._shares / self._counts, 1 - 1e-12)
         return -np.expm1(samples * self.ids_per_sample * np.log1p(-chance))
 
@@ -182,6 +183,31 @@ class Counter:
             frequency=tuple(zip(sizes.astype(float).tolist(), shares.tolist(), strict=True)),
             new_per_sample=(len(self._ids) - before) / rest if samples and rest else 0.0,
         )
+
+
+def profile_data(
+    batches: Iterable[KeyedRagged], features: Mapping[str, str], *, most: int = 64
+) -> dict[str, TableStatistics]:
+    """Statistics of each table's ids.
+
+    Args:
+        batches: ids, on the CPU; in time order, so that growth shows.
+        features: feature -> its table.
+        most: batches that are read.
+
+    Returns:
+        by table; none of a table without any id.
+    """
+    counters = {table: Counter() for table in features.values()}
+    for _, batch in zip(range(most), batches, strict=False):
+        ids: dict[str, list[int]] = {}
+        for feature, table in features.items():
+            ids.setdefault(table, []).append(batch.keys.index(feature))
+        for table, keys in ids.items():
+            picked = batch.select(tuple(batch.keys[k] for k in keys))
+            values = picked.values_N.numpy()
+            counters[table].add(values, batch.batch_size)
+    return {table: one.statistics() for table, one in counters.items() if one.occurrences}
 
 
 def statistics_text(tables: Mapping[str, TableStatistics]) -> str:

@@ -271,7 +271,7 @@ class Topology:
         return self.host_bytes * (1 - self.reserve)
 
     def with_devices(self, devices: int) -> Topology:
-        """The same machines, as many as make up so many devices.
+        """The same machines, as many as are needed for this number of devices.
 
         Raises:
             ConfigError: not a number of whole nodes, or none.

@@ -7,32 +7,31 @@ import random
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Arriving, Collectives, LocalCollectives, Sizes
+from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
 from shoal.comm.transport import Client, Frames, Secret
 from shoal.errors import ConfigError, ServerLost, ShoalError
 from shoal.exchange.partition import (
     Outgoing,
     SendPlan,
-    Transfer,
     compile_send_plan,
     partition,
+    row_views,
 )
-from shoal.exchange.received import ReceivedRows
-from shoal.exchange.received_plan import HostedColumns
+from shoal.exchange.received import ReceivedRows, RequestPlans
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
-from shoal.lookup import PoolPlan
 from shoal.placement import hash_ids, ranks_of
 from shoal.ps.messages import (
     REALS,
@@ -41,6 +40,7 @@ from shoal.ps.messages import (
     Method,
     memory,
     rows_of_frames,
+    rows_of_segments,
     rows_to_frames,
     tensor,
 )
@@ -56,7 +56,6 @@ Reply = tuple[bytes, Frames]
 Asked = tuple[Head, Sequence[Any]]
 
 _CPU = torch.device("cpu")
-_PLANS_KEPT = 64
 _NOBODY = -1  # of the servers, a worker is none
 
 
@@ -322,16 +321,14 @@ class RowsOverServers:
         tables: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         counted: set[int] = set()
         for record in records:
-            ticket = record.ticket
+            ticket = cast(ServerTicket, record.ticket)
             cuts = pairwise(ticket.groups.splits_G1.tolist())
             once = id(ticket) not in counted
             counted.add(id(ticket))
-            counts_N = getattr(ticket, "counts_N", None)
-            counts_N = torch.ones_like(ticket.groups.ids_N) if counts_N is None else counts_N
             for (start, stop), table, grad in zip(
                 cuts, ticket.groups.tables_G.tolist(), record.grads, strict=True
             ):
-                ids_n, count_n = ticket.groups.ids_N[start:stop], counts_N[start:stop] * once
+                ids_n, count_n = ticket.groups.ids_N[start:stop], ticket.counts_N[start:stop] * once
                 keep_n = ticket.admitted_N[start:stop]
                 if not keep_n.all():
                     ids_n, grad, count_n = ids_n[keep_n], grad[keep_n], count_n[keep_n]
@@ -352,15 +349,16 @@ class RowsOverServers:
         """`apply` with sums that the caller may have changed; ends the records' tickets."""
         sizes = [ids.numel() for ids in summed.ids]
         groups = IdGroups(
-            torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *summed.ids]),
+            _cat(summed.ids),
             torch.tensor([0, *sizes], device="cpu").cumsum(0),
             torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
         )
-        latest_s = max([ctx.event_time_s, *(_time(record) for record in records)])
-        counts_N = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *summed.counts])
+        tickets = [cast(ServerTicket, record.ticket) for record in records]
+        latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in tickets)])
+        counts_N = _cat(summed.counts)
         self.apply_ids(groups, summed.sums, counts_N, ctx=replace(ctx, event_time_s=latest_s))
-        for record in records:
-            record.ticket.end()
+        for ticket in tickets:
+            ticket.end()
 
     def ask(self, head: Head, parts: Sequence[_Part], *, counted: bool, sets: int) -> list[Answer]:
         """Each server's part of a call; what it replies. Who has no ids is not asked."""
@@ -484,13 +482,13 @@ class _Split:
         for server, answer in enumerate(answers):
             for real, flat in zip(REALS, answer.rows, strict=True):
                 own = [
-                    (g, self.sizes[g][server], self.specs[table].dim)
+                    (g, (self.sizes[g][server], self.specs[table].dim))
                     for g, (*_, table) in enumerate(self.spans)
                     if real_dtype(self.specs[table]) is real
                 ]
-                cut = torch.split(flat, [n * dim for _, n, dim in own])
-                for (g, n, dim), piece in zip(own, cut, strict=True):
-                    pieces[g].append(piece.view(n, dim))
+                views = rows_of_segments(flat, [segment for _, segment in own])
+                for (g, _), view in zip(own, views, strict=True):
+                    pieces[g].append(view)
         return tuple(self._in_order(g, parts) for g, parts in enumerate(pieces))
 
     def flags(self, answers: Sequence[Answer], other: int, dtype: torch.dtype) -> Tensor:
@@ -601,10 +599,6 @@ def _summed(
     return unique, sums, counts.new_zeros(len(unique)).index_add_(0, at_N, counts)
 
 
-def _time(record: GradRecord) -> int:
-    return int(getattr(record.ticket, "event_time_s", 0))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerTicket:
     """A training lookup: distinct ids by server, buffer and table, their rows as they were.
@@ -637,12 +631,13 @@ class ServerExchange:
         self._rows = shard
         self.specs = shard.specs
         self.collectives: Collectives = LocalCollectives(_CPU)
-        self._plans: dict[tuple[int, ...], SendPlan] = {}
-        self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
+        self._plans = RequestPlans(shard.send_plan)
+        self._brought: weakref.WeakKeyDictionary[Route, _Brought] = weakref.WeakKeyDictionary()
 
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
         """Make the ids distinct and group them by server."""
-        return Sending(request, insert, ctx, partition(self._plan_of(request), request.ordered))
+        plan = self._plans.send(tuple(request.tables_G.tolist()))
+        return Sending(request, insert, ctx, partition(plan, request.ordered))
 
     def probe(self, sending: Sending) -> Route:
         """Ask the servers: they find or insert the ids, and their rows come back."""
@@ -664,13 +659,9 @@ class ServerExchange:
             ticket = ReadTicket(groups, counts_N)
         reals = [REALS.index(layout.real) for layout in outgoing.plan.buffers]
         rows = [_cat([answer.rows[real] for answer in answers]) for real in reals]
-        sizes = Sizes(outgoing.buffers[0].sizes_WK, outgoing.buffers[0].sizes_WK)
-        return Route(
-            sending.request,
-            (ticket,),
-            sending.ctx.event_time_s,
-            ServerTransfer(outgoing, sizes, sending.ctx.event_time_s, rows),
-        )
+        route = Route(sending.request, (ticket,), sending.ctx.event_time_s)
+        self._brought[route] = _Brought(outgoing, rows)
+        return route
 
     def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
         """`probe(send(...))`."""
@@ -681,9 +672,8 @@ class ServerExchange:
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Pool the rows that the lookup brought."""
-        transfer = _transfer(route)
-        received = self._received_rows(route.request)
-        return received.pool(transfer.rows, transfer.outgoing.offsets_N, route.request.ordered)
+        brought, received = self._brought[route], self._received_rows(route.request)
+        return received.pool(brought.rows, brought.outgoing.offsets_N, route.request.ordered)
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
@@ -692,48 +682,23 @@ class ServerExchange:
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """A record of the gradients of the lookup's distinct ids."""
-        transfer = _transfer(route)
-        floats = [rows.numel() for rows in transfer.rows]
+        outgoing, rows = self._brought[route].outgoing, self._brought[route].rows
         spread = self._received_rows(route.request).spread(
-            grads, floats, transfer.outgoing.offsets_N, route.request.ordered
+            grads, [part.numel() for part in rows], outgoing.offsets_N, route.request.ordered
         )
-        record = GradRecord(route.ticket, _by_group(transfer.outgoing, spread))
+        record = GradRecord(route.ticket, _by_group(outgoing, spread))
         return Arriving(lambda: (record,))
 
-    def _plan_of(self, request: Request) -> SendPlan:
-        tables_G = tuple(request.tables_G.tolist())
-        if tables_G not in self._plans:
-            self._plans[tables_G] = self._rows.send_plan(tables_G)
-        return self._plans[tables_G]
-
     def _received_rows(self, request: Request) -> ReceivedRows:
-        tables_G = tuple(request.tables_G.tolist())
-        key = id(request.plan), tables_G
-        if key not in self._received:
-            layouts = self._plan_of(request).buffers
-            hosted = [
-                HostedColumns(table.table, table.hosted.start, table.hosted.stop, number)
-                for number, layout in enumerate(layouts)
-                for table in layout.tables
-            ]
-            reals = [layout.real for layout in layouts]
-            if len(self._received) >= _PLANS_KEPT:
-                self._received.clear()
-            rows = ReceivedRows(request.plan, tables_G, hosted, reals, dense=True)
-            self._received[key] = request.plan, rows
-        return self._received[key][1]
+        return self._plans.received(request.plan, tuple(request.tables_G.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ServerTransfer(Transfer):
-    """With the rows that came back, flat, by buffer."""
+class _Brought:
+    """What a lookup sent, and the rows that came back, flat, by buffer."""
 
+    outgoing: Outgoing
     rows: list[Tensor]
-
-
-def _transfer(route: Route) -> ServerTransfer:
-    assert isinstance(route.transfer, ServerTransfer)
-    return route.transfer
 
 
 def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
@@ -747,15 +712,10 @@ def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
 
 def _by_group(outgoing: Outgoing, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows [n, D] of the groups of `_groups`."""
-    cut: list[list[Tensor]] = []
-    for layout, buffer, flat in zip(outgoing.plan.buffers, outgoing.buffers, flats, strict=True):
-        shapes = [
-            (n, dim)
-            for sizes in buffer.sizes_WK.tolist()
-            for n, dim in zip(sizes, layout.dims, strict=True)
-        ]
-        pieces = torch.split(flat, [n * dim for n, dim in shapes])
-        cut.append([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+    cut = [
+        row_views(flat, buffer.sizes_WK.tolist(), layout.dims)
+        for layout, buffer, flat in zip(outgoing.plan.buffers, outgoing.buffers, flats, strict=True)
+    ]
     return tuple(
         piece
         for server in range(outgoing.plan.world_size)

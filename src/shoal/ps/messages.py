@@ -117,7 +117,7 @@ def tensor(frame: memoryview, dtype: torch.dtype, count: int, what: str) -> Tens
     """A frame as a tensor over its memory; nobody may write to it.
 
     Raises:
-        ShapeError: other bytes than so many elements have.
+        ShapeError: the frame is not `count` elements long.
     """
     if frame.nbytes != count * dtype.itemsize:
         raise ShapeError(
@@ -166,6 +166,12 @@ def rows_of_frames(
         flat = tensor(frame, wire_dtype(kind, real), count, "rows")
         flats.append(decode(flat, parts, kind, real))
     return flats
+
+
+def rows_of_segments(flat_E: Tensor, segments: Segments) -> list[Tensor]:
+    """Flat rows as [rows, width] of each segment."""
+    pieces = torch.split(flat_E, [rows * width for rows, width in segments])
+    return [piece.view(shape) for piece, shape in zip(pieces, segments, strict=True)]
 
 
 def groups_of(head: Head, ids: memoryview, specs: Sequence[TableSpec]) -> IdGroups:

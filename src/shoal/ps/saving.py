@@ -33,7 +33,7 @@ class ServerSaver:
         server: whose rows; they are empty.
         url: folder of all servers' stores.
         every_s: seconds from one save to the next.
-        full_every: every so many saves is a full one, the others are deltas.
+        full_every: one save in `full_every` is full, the others are deltas.
         keep_full: full checkpoints that are kept.
 
     Raises:

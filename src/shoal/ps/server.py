@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +16,16 @@ from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import InputError
 from shoal.exchange.partition import flat
 from shoal.placement import Placement, row_wise
-from shoal.ps.messages import REALS, Head, groups_of, memory, rows_of_frames, rows_to_frames, tensor
+from shoal.ps.messages import (
+    REALS,
+    Head,
+    groups_of,
+    memory,
+    rows_of_frames,
+    rows_of_segments,
+    rows_to_frames,
+    tensor,
+)
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs
 from shoal.table.rows import real_dtype
@@ -111,8 +119,8 @@ class TableServer:
             "find": self._find,
             "lookup": self._lookup,
             "apply": self._apply,
-            "assign": self._assign,
-            "assign_add": self._assign_add,
+            "assign": lambda head, frames: self._write(head, frames, self.shard.assign),
+            "assign_add": lambda head, frames: self._write(head, frames, self.shard.assign_add),
             "reinitialize": self._reinitialize,
             "evict": lambda head, _: _number(self.shard.evict(head.argument)),
             "close_version": lambda *_: _number(self.shard.close_version()),
@@ -187,18 +195,11 @@ class TableServer:
                 self.shard.apply_ids(groups, sets[0], counts_N, ctx=ctx, seen_weights=seen)
         return b"", []
 
-    def _assign(self, head: Head, frames: Frames) -> Reply:
+    def _write(self, head: Head, frames: Frames, write: Callable[..., None]) -> Reply:
         groups, (rows,) = self._groups(head, frames), self._sets(head, frames)
         with self._update(head) as fresh:
             if fresh:
-                self.shard.assign(groups, rows, ctx=head.context())
-        return b"", []
-
-    def _assign_add(self, head: Head, frames: Frames) -> Reply:
-        groups, (deltas,) = self._groups(head, frames), self._sets(head, frames)
-        with self._update(head) as fresh:
-            if fresh:
-                self.shard.assign_add(groups, deltas, ctx=head.context())
+                write(groups, rows, ctx=head.context())
         return b"", []
 
     def _reinitialize(self, head: Head, frames: Frames) -> Reply:
@@ -249,7 +250,7 @@ class TableServer:
         for start in range(first, len(frames), len(REALS)):
             flats = rows_of_frames(segments, frames[start : start + len(REALS)], head.wire)
             parts = {
-                real: iter(_split(whole, pieces))
+                real: iter(rows_of_segments(whole, pieces))
                 for real, whole, pieces in zip(REALS, flats, segments, strict=True)
             }
             sets.append([next(parts[real_dtype(self.specs[table])]) for table in head.tables])
@@ -300,11 +301,3 @@ class TableServer:
 
 def _number(value: int) -> Reply:
     return json.dumps(value).encode(), []
-
-
-def _split(flat_E: Tensor, segments: Sequence[tuple[int, int]]) -> list[Tensor]:
-    ends = [0]
-    for rows, width in segments:
-        ends.append(ends[-1] + rows * width)
-    pairs = zip(pairwise(ends), segments, strict=True)
-    return [flat_E[start:stop].view(rows, width) for (start, stop), (rows, width) in pairs]
