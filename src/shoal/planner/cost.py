@@ -50,8 +50,8 @@ class Workload:
 
 
 def dense_work(topology: Topology, batch_size: int, weights: int, **settings: Any) -> Workload:
-    """The workload of a rank whose dense part has this number of weights: 6 operations of each an example,
-    16 bytes of each with gradient and optimizer state."""
+    """The workload of a rank with this number of dense weights: 6 operations of each an example, 16
+    bytes of each with gradient and optimizer state."""
     seconds = 6.0 * weights * batch_size / topology.rates.flops
     return Workload(batch_size=batch_size, dense_s=seconds, dense_bytes=16.0 * weights, **settings)
 

@@ -70,7 +70,7 @@ class TableStatistics:
         return float((self._counts * self._present(samples)).sum())
 
     def shared(self, samples: float) -> float:
-        """Different ids expected in both of two sets of samples."""
+        """Different ids expected in both of two sets of this number of samples."""
         return float((self._counts * self._present(samples) ** 2).sum())
 
     def missed(self, samples: float, cached: float) -> float:
