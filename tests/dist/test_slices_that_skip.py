@@ -60,7 +60,7 @@ def skip_on_one(root: str) -> str:
         leads=mesh.rank == 0, background=lambda _: collectives, total=total
     )
     learner: Any = SimpleNamespace(
-        name="main", nan_policy="skip", tables=SimpleNamespace(hosted=job.tables),
+        name="main", nan_policy="skip", served=False, tables=SimpleNamespace(hosted=job.tables),
         module=job.net, optimizer=job.optimizer,
     )  # fmt: skip
     course: Any = SimpleNamespace(learners=(learner,), steps=0, position=0, state=lambda: ({}, {}))
