@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.errors import ConfigError
 from shoal.planner.options import DTYPE_BYTES, Option, TableInput
 from shoal.planner.topology import Topology, along
 
@@ -47,6 +48,15 @@ class Workload:
     grad_bytes: int | None = None
     pipelined: bool = True
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(
+                "batch size of a plan",
+                got=self.batch_size,
+                allowed="1 or more examples of a rank",
+                remedy="Count the examples of one rank.",
+            )
 
 
 def dense_work(topology: Topology, batch_size: int, weights: int, **settings: Any) -> Workload:

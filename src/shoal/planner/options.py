@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -52,7 +53,14 @@ class TableInput:
     cache: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.dim >= 1 and self.rows >= 0 and self.state_width >= 0):
+        for what, value, known in (
+            ("dtype of rows", self.dtype, get_args(RowDType)),
+            *(("tier", tier, get_args(Tier)) for tier in self.tiers),
+        ):
+            if value not in known:
+                raise unknown_name(f"{what} of table {self.name!r} of a plan", str(value), known)
+        finite = math.isfinite(self.rows) and math.isfinite(self.rows_later)
+        if not (finite and self.dim >= 1 and self.rows >= 0 and self.state_width >= 0):
             raise ConfigError(
                 f"table {self.name!r} of a plan",
                 got=f"{self.rows} rows of {self.dim} columns, {self.state_width} of state",
@@ -152,11 +160,12 @@ class Constraint:
             for value in values or ():
                 if value not in known:
                     raise unknown_name(f"{what} of a constraint", str(value), known)
-        whole = [*(self.slices or ()), *(x for x in (self.min_ranks, self.max_ranks) if x)]
+        limits = (x for x in (self.min_ranks, self.max_ranks) if x is not None)
+        whole = [*(self.slices or ()), *limits]
         fine = (
             all(isinstance(x, int) and x >= 1 for x in whole)
             and all(isinstance(x, int) and x >= 0 for x in self.ranks or ())
-            and all(0 < x < 1 for x in self.cache_ratios or ())
+            and all(isinstance(x, float) and 0 < x < 1 for x in self.cache_ratios or ())
             and () not in (getattr(self, one.name) for one in fields(self))
         )
         if not fine or (self.min_ranks or 0) > (self.max_ranks or self.min_ranks or 0):
@@ -180,7 +189,14 @@ class Constraint:
 
 
 _ALIASES = {"sharding_types": "sharding", "compute_kernels": "tiers"}  # names of TorchEasyRec
-_KERNELS = {"fused": "device", "fused_uvm_caching": "cache", "fused_uvm": "host"}
+_VALUES = {
+    "grid_shard": "grid",
+    "table_column_wise": "column_wise",
+    "dense": "device",
+    "fused": "device",
+    "fused_uvm_caching": "cache",
+    "fused_uvm": "host",
+}
 
 
 def constraint_of(value: Any, what: str = "constraint of a plan") -> Constraint:
@@ -214,7 +230,7 @@ def constraint_of(value: Any, what: str = "constraint of a plan") -> Constraint:
             settings[name] = setting
             continue
         listed = setting if isinstance(setting, list | tuple) else (setting,)
-        settings[name] = tuple(_KERNELS.get(x, x) if key in _ALIASES else x for x in listed)
+        settings[name] = tuple(_VALUES.get(x, x) if key in _ALIASES else x for x in listed)
     return Constraint(**settings)
 
 

@@ -210,9 +210,11 @@ class Plan:
                 for name, value in content.items()
             }
             found = cls(tables=tables, **settings)
+            if any(len(table.phases) != len(PHASES) for table in tables):
+                raise ValueError(f"phases of a table: {len(PHASES)}")
             if found.replicas == 1:
                 found.placement()  # ranks and columns are those of a placement
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(

@@ -247,7 +247,8 @@ class Topology:
             raise _bad("devices of a topology", self.world_size, "65536 or fewer", "Use fewer.")
         if self.device not in get_args(DeviceKind):
             raise unknown_name("device of a topology", str(self.device), get_args(DeviceKind))
-        if not _is_number(self.reserve) or not 0 <= self.reserve < 1:
+        number = isinstance(self.reserve, int | float) and not isinstance(self.reserve, bool)
+        if not number or not 0 <= self.reserve < 1:
             raise _bad(
                 "reserve of a topology (STORAGE_RESERVE_PERCENT)",
                 self.reserve,
@@ -438,6 +439,8 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
     if "host_memory" in settings:
         whole = parse_bytes("host_memory", settings["host_memory"])
         sizes["host_bytes"] = whole // local if isinstance(local, int) and local > 0 else whole
+    if kind == "cpu" and "host_bytes" in sizes:
+        sizes.setdefault("device_bytes", sizes["host_bytes"])  # rows are in the host's memory
     return Topology(
         nodes=settings.get("nodes", base.get("nodes", 1)),
         local_size=local,

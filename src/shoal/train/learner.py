@@ -104,7 +104,8 @@ class Learner:
         self._clip_norm = config.clip_norm
         self._dense_settings = config.dense_optimizer
         self._moments: Collectives | None = None
-        self.plan = None if ranks.mesh is None else planned(config, parts, ranks)
+        placed_here = ranks.mesh is not None and not self.served
+        self.plan = planned(config, parts, ranks) if placed_here else None
         self.model: nn.Module = self._spread(config, ranks)
         self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(

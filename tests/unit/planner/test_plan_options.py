@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,3 +156,23 @@ def test_ranks_that_the_job_lacks() -> None:
 def test_a_constraint_that_is_no_mapping_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="settings by name"):
         constraint_of(value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_ranks": 0}, {"min_ranks": 0}, {"cache_ratios": ["a"]}, {"cache_ratios": [1.0]}],
+)
+def test_limits_without_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="constraint"):
+        constraint_of(settings)
+
+
+def test_names_of_the_seed_system_are_known() -> None:
+    one = constraint_of({"sharding_types": ["grid_shard"], "compute_kernels": ["dense"]})
+    assert (one.sharding, one.tiers) == (("grid",), ("device",))
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "fp8"}, {"tiers": ("hbm",)}, {"rows": float("inf")}])
+def test_tables_without_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replace(table("t"), **changes)

@@ -171,3 +171,17 @@ def test_other_numbers_of_devices() -> None:
 def test_bits_are_not_taken_for_bytes(speed: str) -> None:
     with pytest.raises(ConfigError):
         parse_bandwidth("intra_node_bandwidth", speed)
+
+
+def test_rows_on_a_cpu_are_in_the_memory_of_its_host(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: cpu\nhost_memory: 16GB\ndevices_per_node: 2\n")
+    assert read_topology(file).device_bytes == 8 * 10**9
+
+
+@pytest.mark.parametrize("reserve", ["'0.1'", "[1]", "true", "1.5"])
+def test_reserves_without_sense_are_refused(tmp_path: Path, reserve: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"reserve: {reserve}\n")
+    with pytest.raises(ConfigError, match="reserve"):
+        read_topology(file)
