@@ -47,6 +47,7 @@ ELSEWHERE = (
 )
 # Rooms that were built on the house, and the lines that each may have.
 LATER = {"planner": 3_500, "ps": 4_500}
+OF_PS = PurePosixPath("src/shoal/compat/monolith/native_training")  # Monolith's names for `ps`
 SHARED_LINES, SHARED_TOKENS = 6, 30
 COMMON = 8  # a run that stands in more places is a form, such as a list of arguments
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -138,7 +139,7 @@ def count(revision: str | None = None) -> dict[str, int]:
             if not any(part.startswith("test") for part in path.parts[1:]):
                 found["c++ lines"] += cpp_lines(text)
             continue
-        room = path.parts[2]
+        room = "ps" if path.is_relative_to(OF_PS) else path.parts[2]
         if room in LATER:
             found[room] += python_lines(text)
             continue

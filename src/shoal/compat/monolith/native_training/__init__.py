@@ -1,0 +1,1 @@
+"""Monolith's tables under its modules' names: `monolith.native_training` is this package."""
