@@ -19,7 +19,7 @@ from shoal.compat.monolith.native_training.parsers import (
     sharding_sparse_fids_with_context,
 )
 from shoal.embedding.combiners import FirstN, ReduceMean, ReduceSum
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, InputError
 from shoal.ops import OutConfig, SliceConfig
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Zeros
@@ -290,5 +290,7 @@ def test_what_is_refused(clusters: Clusters) -> None:
     with pytest.raises(ConfigError, match="enable_gpu_emb"):
         start(clusters(2), get_parser_ctx(2, True, enable_gpu_emb=True))
     ctx = get_parser_ctx(0, True)
+    with pytest.raises(InputError, match="features of a lookup"):
+        start(clusters(0), ctx).lookup({"label": torch.ones(6)})
     with pytest.raises(ConfigError, match="auxiliary_bundle"):
         start(clusters(0), ctx).apply_gradients([], 0)

@@ -31,7 +31,7 @@ from shoal.compat.monolith.native_training.parsers import (
     offsets_of,
 )
 from shoal.embedding.combiners import Combiner
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, InputError
 from shoal.exchange.wire import Wire
 from shoal.ops import (
     FeatureConfig,
@@ -210,8 +210,7 @@ class PartitionedHashTable:
         else:
             device = "cuda" if params.enable_gpu_emb else "cpu"
             self._tables = MultiTypeHashTable(slots, partial(make_shard, device=device))
-        rows_on = self._tables.rows.device
-        self._device = torch.device("cuda") if params.use_gpu else rows_on
+        self._device = torch.device("cuda") if params.use_gpu else self._tables.rows.device
         self._keys = [
             f"{table}:{part}" for table in self._configs.tables for part in range(params.num_ps)
         ]
@@ -276,8 +275,18 @@ class PartitionedHashTable:
         Args:
             features: what `sharding_sparse_fids_with_context` added to is taken out.
             auxiliary_bundle: gets what `apply_gradients` needs.
+
+        Raises:
+            InputError: the features hold no ids that were split.
         """
         taken = {key: features.pop(key) for key in list(features) if key.startswith(PREFIX)}
+        if not taken:
+            raise InputError(
+                "features of a lookup",
+                got=f"no key that begins with {PREFIX}",
+                allowed="ids that were split by table and part",
+                remedy="Call sharding_sparse_fids_with_context first.",
+            )
         parts = [self._parts(key, taken) for key in self._keys]
         rows = iter(self._tables.read([one for own in parts for one in own]))
         embs = [torch.cat([next(rows).reshape(-1) for _ in own]).to(self._device) for own in parts]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from shoal.comm.launch import init
 from shoal.compat.monolith.native_training.distributed_ps import (
     DistributedMultiTypeHashTable,
@@ -163,7 +165,8 @@ def _over_ranks(shard_num: int, specs: tuple[TableSpec, ...]) -> RowsById:
             allowed=f"the number of ranks, {mesh.world_size}",
             remedy="Start as many ranks as there are shards.",
         )
-    placement, collectives = spread_over(specs, shard_num), mesh.collectives("hash tables")
+    placement = spread_over(specs, shard_num)
+    collectives = mesh.collectives("hash tables", device=torch.device("cpu"))
     shard = make_shard(hosted_specs(specs, placement, mesh.rank))
     return RowsOverRanks(AllToAllExchange(shard, placement, specs, collectives))
 
