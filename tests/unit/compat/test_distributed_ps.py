@@ -21,6 +21,7 @@ from shoal.compat.monolith.native_training.distributed_ps_factory import (
 )
 from shoal.compat.monolith.native_training.multi_type_hash_table import MergedMultiTypeHashTable
 from shoal.errors import ConfigError, DTypeError, UnknownName
+from shoal.ps.client import Servers
 from shoal.rules.initializers import Uniform, Zeros
 from shoal.rules.optimizers import FTRL, Adagrad, Adam
 from shoal.table.shard import IdGroups, StepContext
@@ -171,6 +172,29 @@ class TestDistributedMultiTypeHashTable:
         table = clusters(2).several(CONFIGS)
         assert table.assign({}).lookup({}) == {}
         assert table.lookup({"2": ids()})["2"].shape == (0, 2)
+
+    def test_a_call_asks_each_server_once(
+        self, clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        table = clusters(2).several(CONFIGS)
+        calls: list[tuple[str, int]] = []
+        ask = Servers.ask
+
+        def counted(self: Servers, requests: Any) -> Any:
+            calls.extend((one[0].method, server) for server, one in enumerate(requests) if one)
+            return ask(self, requests)
+
+        monkeypatch.setattr(Servers, "ask", counted)
+        many = {slot: torch.arange(50) for slot in CONFIGS}
+        table.lookup(many)
+        table.apply_gradients({s: (i, torch.ones(50, int(s))) for s, i in many.items()}, 0)
+        assert calls == [("find", 0), ("find", 1), ("apply", 0), ("apply", 1)]
+
+    def test_times(self, clusters: Clusters) -> None:
+        table = clusters(0).several(CONFIGS)
+        for id_, req_time, want in ((1, ids(), 0), (2, ids(3, 9, 4), 9), (3, 5, 5), (4, None, 0)):
+            table.assign({"1": (ids(id_), values(1))}, req_time=req_time)
+            assert table.rows.entry(0, id_).last_seen_s == want
 
     def test_bad_input(self, clusters: Clusters) -> None:
         table = clusters(2).several(CONFIGS)

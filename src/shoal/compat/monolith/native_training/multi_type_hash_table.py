@@ -47,7 +47,8 @@ def merged_slots(
 
 def event_seconds(req_time: Tensor | int | None) -> int:
     """The latest of Monolith's request times; 0 of none."""
-    return 0 if req_time is None else int(torch.as_tensor(req_time).max())
+    times = torch.as_tensor([] if req_time is None else req_time)
+    return int(times.max()) if times.numel() else 0
 
 
 def disconnect(rows: RowsById) -> None:
