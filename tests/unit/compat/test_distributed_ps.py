@@ -5,6 +5,7 @@ Sections are those of spec/monolith-training.md.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.comm.transport import Client
 from shoal.compat.monolith.native_training.distributed_ps_factory import (
     create_in_worker_multi_type_hash_table,
     create_in_worker_native_multi_hash_table,
@@ -21,7 +23,6 @@ from shoal.compat.monolith.native_training.distributed_ps_factory import (
 )
 from shoal.compat.monolith.native_training.multi_type_hash_table import MergedMultiTypeHashTable
 from shoal.errors import ConfigError, DTypeError, UnknownName
-from shoal.ps.client import Servers
 from shoal.rules.initializers import Uniform, Zeros
 from shoal.rules.optimizers import FTRL, Adagrad, Adam
 from shoal.table.shard import IdGroups, StepContext
@@ -178,13 +179,13 @@ class TestDistributedMultiTypeHashTable:
     ) -> None:
         table = clusters(2).several(CONFIGS)
         calls: list[tuple[str, int]] = []
-        ask = Servers.ask
+        call = Client.call
 
-        def counted(self: Servers, requests: Any) -> Any:
-            calls.extend((one[0].method, server) for server, one in enumerate(requests) if one)
-            return ask(self, requests)
+        def counted(self: Client, server: int, head: bytes, *rest: Any, **more: Any) -> Any:
+            calls.append((json.loads(head)["method"], server))
+            return call(self, server, head, *rest, **more)
 
-        monkeypatch.setattr(Servers, "ask", counted)
+        monkeypatch.setattr(Client, "call", counted)
         many = {slot: torch.arange(50) for slot in CONFIGS}
         table.lookup(many)
         table.apply_gradients({s: (i, torch.ones(50, int(s))) for s, i in many.items()}, 0)
