@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 MOST_PASSES = 2  # that are open at once; a shard has 8 snapshots for all purposes
 PASS_IDLE_S = 60.0
+_GONE_S = 5.0  # who has not asked for so long is away
+_LOOK_S = 0.02
+_MOST_REPLICAS = 10_000
 _FILE_BYTES = 64 << 20  # of segments, before the next file
 _Answer = tuple[object, list[bytes]]
 _Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -41,8 +44,8 @@ class Ask(BaseModel):
         method: "hello": tables and rank; "after": segments after a version; "page": one of a
             segment; "pass": start a pass over all rows; "next": its next page; "dense": tensors.
         incarnation, version: what the replica has.
-        number, page: of a segment or pass, and of its page.
-        replica: whose pass it is; a replica has one at a time.
+        number, page: of a segment or pass, and of its page; of "after": of its dense weights.
+        replica: who asks. It has one pass at a time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -53,6 +56,11 @@ class Ask(BaseModel):
     number: _Whole = 0
     page: _Whole = 0
     replica: Annotated[str, Field(max_length=100)] = ""
+
+    def has(self, incarnation: int, version: int, dense: int) -> bool:
+        """Whether who asks "after" has these."""
+        current = self.incarnation == incarnation and self.version >= version
+        return current and self.number >= dense
 
 
 class _Spool:
@@ -170,6 +178,7 @@ class Publisher:
         self._cursor: Cursor | None = None
         self._dense: tuple[int, bytes] = (0, b"")
         self._spool = _Spool()
+        self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
         self._methods: dict[str, Callable[[Ask], _Answer]] = {
             "hello": self._hello,
             "after": self._after,
@@ -249,11 +258,9 @@ class Publisher:
         )
 
     def _append(self, segment: _Segment) -> None:
-        """Keep a segment; where nothing changed, the last one is good for its version, too."""
-        last = self._segments[-1] if self._segments else None
-        if last is not None and not segment.pages:
-            self._segments[-1] = replace(last, version=segment.version, closed_s=segment.closed_s)
-            return
+        """Keep a segment, in place of one without pages before it."""
+        if self._segments and not self._segments[-1].pages:
+            segment = replace(segment, since=self._segments.pop().since)
         self._segments.append(segment)
         kept = sum(one.size for one in self._segments)
         while len(self._segments) > 1 and kept > self._keep_bytes:
@@ -292,9 +299,27 @@ class Publisher:
     def _hello(self, ask: Ask) -> _Answer:
         return {"tables": [[one.name, one.dim, one.dtype] for one in self.specs]}, []
 
+    def drain(self, timeout_s: float) -> bool:
+        """Take a turn, and wait until all replicas that ask have it; whether they do."""
+        version = self.publish()
+        ends = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            with self._lock:
+                wanted = self._shard.incarnation, version, self._dense[0]
+                there = [one for asked_s, one in self._replicas.values() if now - asked_s < _GONE_S]
+            behind = [one for one in there if not one.has(*wanted)]
+            if not behind or now > ends:
+                return not behind
+            time.sleep(_LOOK_S)
+
     def _after(self, ask: Ask) -> _Answer:
         """Segments that lead on from a version, or none: a pass is due."""
         with self._lock:
+            if ask.replica:
+                if len(self._replicas) > _MOST_REPLICAS:
+                    self._replicas.clear()
+                self._replicas[ask.replica] = time.monotonic(), ask
             cursor, dense = self._cursor, self._dense[0]
             found = [one for one in self._segments if one.version > ask.version]
             known = cursor is not None and cursor.incarnation == ask.incarnation

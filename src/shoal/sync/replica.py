@@ -191,9 +191,15 @@ class Replica:
     def _turn(self, source: _Source) -> None:
         if source.closed_s is None and not source.failures:
             self._greet(source)
-        said, _ = self._ask(
-            source, Ask(method="after", incarnation=source.incarnation, version=source.version)
+        ask = Ask(
+            method="after",
+            incarnation=source.incarnation,
+            version=source.version,
+            # Dense weights are taken from rank 0; the others need not wait for them.
+            number=source.dense_version if source.index == 0 else (1 << 62),
+            replica=self._name,
         )
+        said, _ = self._ask(source, ask)
         if not said["known"]:
             self._take_all(source)
             return
