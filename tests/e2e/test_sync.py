@@ -49,7 +49,7 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
     token.write_text("between us")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     if ranks == 1:
         launcher = []
     addresses = [f"tcp://127.0.0.1:{port + rank}" for rank in range(ranks)]
