@@ -84,6 +84,7 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/comm_cpu.py --json out-comm.json
 	.venv-peers/bin/python bench/dist.py --json out-dist.json
 	.venv-peers/bin/python bench/checkpoint.py --json out-checkpoint.json
+	.venv-peers/bin/python bench/sync.py --json out-sync.json
 	.venv-peers/bin/python bench/plan.py --json out-plan.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 

@@ -240,6 +240,7 @@ void bind_updates(nb::class_<PyShard>& shard) {
 
 void bind_upkeep(nb::class_<PyShard>& shard) {
   shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
+      .def("remove", [](PyShard& s, const PyGroups& g) { return s.shard.remove(g.get()); }, Release())
       .def("close_version", [](PyShard& s) { return s.shard.close_version(); }, Release())
       .def("release",
            [](PyShard& s, std::uint32_t version, const std::string& consumer) {

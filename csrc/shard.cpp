@@ -275,6 +275,20 @@ std::int64_t Shard::evict(std::int64_t now_s) {
   return dropped;
 }
 
+std::int64_t Shard::remove(const Groups& groups) {
+  const WriteGuard guard(lock_);
+  ++membership_;
+  std::int64_t dropped = 0;
+  for (int g = 0; g < groups.count; ++g) {
+    const int t = groups.tables[g];
+    const std::vector<bool> held = pinned_table(t) ? pinned(t) : std::vector<bool>();
+    for (std::int64_t i = groups.splits[g]; i < groups.splits[g + 1]; ++i) {
+      dropped += tables_[t].remove(groups.ids[i], held);
+    }
+  }
+  return dropped;
+}
+
 void Shard::write(const Groups& groups, Write mode, const void* const* values,
                   std::int32_t* status, StepParams step, int threads) {
   // Rows are found before they are written, so the ticket both pins and remembers them.

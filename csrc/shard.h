@@ -158,6 +158,8 @@ class Shard {
   Cursor resume(std::uint32_t version);
 
   std::int64_t evict(std::int64_t now_s);
+  // Drops rows, but those that a ticket holds; how many.
+  std::int64_t remove(const Groups& groups);
   void end(Ticket& ticket);
   void clear(int t);
   bool pinned_table(int t) const;

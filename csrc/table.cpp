@@ -246,6 +246,11 @@ bool Table::erase(std::int64_t id) {
   return true;
 }
 
+bool Table::remove(std::int64_t id, const std::vector<bool>& pinned) {
+  const std::int32_t row = pinned.empty() ? kNoRow : index_.find(id);
+  return (row == kNoRow || !pinned[row]) && erase(id);
+}
+
 std::int64_t Table::evict_expired(std::int64_t now_s, const std::vector<bool>& pinned) {
   if (!spec_.expires) return 0;
   const RowView rows = arena_.view();

@@ -102,6 +102,7 @@ class Table {
   void load(const Columns& from, int threads);
 
   bool erase(std::int64_t id);
+  bool remove(std::int64_t id, const std::vector<bool>& pinned);
   std::int64_t evict_expired(std::int64_t now_s, const std::vector<bool>& pinned);
   void clear();
   // Ids that lose their row from now on go there, as of table `number`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.checkpoint import contents as job_state
@@ -19,6 +20,7 @@ from shoal.table.values import AdmissionState, Cursor
 
 CONSUMER = "checkpoint"
 """Of deletions: what a delta has to say since its parent."""
+_TRIES = 8  # a publisher may close a version meanwhile
 _MOST_BEHIND = 1 << 16  # versions to catch up with other ranks: more is no job of one state
 
 
@@ -68,11 +70,14 @@ def take_snapshot_point(
     try:
         what = "snapshot point of a job"
         versions = set().union(*together(collectives, what, lambda: held.take(0)))
-        if len(versions) > 1:
-            # A rank that was restarted alone, say: it closes versions until it is where others are.
+        for _ in range(_TRIES):
+            if len(versions) <= 1:
+                break
+            # A rank that was restarted alone, say, or whose publisher takes its own snapshot
+            # points: it closes versions until it is where others are.
             again = max(versions) + 2
             what = "snapshot point of a job at one version"
-            versions = set().union(*together(collectives, what, lambda: held.take(again)))
+            versions = set().union(*together(collectives, what, partial(held.take, again)))
         if len(versions) > 1:
             raise _disagree(sorted(versions))
         points: list[SnapshotPoint] = []

@@ -552,6 +552,23 @@ class DistributedSettings(Section):
     enable_alltoall_metrics_for_slot: bool = False
 
 
+class PublishSettings(Section):
+    """Where replicas get what a run changes, while it trains.
+
+    `address` is tcp://HOST:PORT; rank r listens on PORT + r, or on a free one for port 0. Changed
+    rows can be had every `every_s`, dense weights every `dense_every_s`. `keep_bytes` of changes
+    are kept for replicas that are behind. A run waits at its end, up to `linger_s`, until
+    replicas have all. `token_file` holds what replicas must know.
+    """
+
+    address: str = "tcp://127.0.0.1:0"
+    every_s: Seconds = 0.4
+    dense_every_s: Seconds = 10.0
+    keep_bytes: Annotated[int, Field(ge=1, lt=1 << 63)] = 1 << 30
+    linger_s: Seconds = 30.0
+    token_file: str | None = None
+
+
 class HostRowsSettings(Section):
     """Rows in host memory, those in use in a cache of so many bytes on the GPU; 0: in none."""
 
@@ -590,3 +607,4 @@ class RunConfig(Section):
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     output: OutputSettings = Field(default_factory=OutputSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    publish: PublishSettings | None = None

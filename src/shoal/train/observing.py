@@ -29,6 +29,7 @@ class RunObserver:
         config: `profile` and the flags of `distributed`.
         ranks: who trains together.
         main: the model whose exchange is looked at.
+        on_step: called after each step.
 
     Raises:
         ConfigError: the folder of the profile cannot be made.
@@ -40,7 +41,9 @@ class RunObserver:
         ranks: Ranks,
         main: Learner,
         clock: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
+        self._on_step = on_step
         self._ranks = ranks
         self._device = torch.device(config.device)
         self._clock = clock
@@ -71,6 +74,8 @@ class RunObserver:
 
     def stepped(self) -> None:
         """A step is done."""
+        if self._on_step is not None:
+            self._on_step()
         if self._profile is not None:
             self._profile.step()
 

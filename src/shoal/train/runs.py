@@ -43,6 +43,7 @@ from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
+from shoal.train.publishing import Publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, restore
 from shoal.train.saving import Saver
@@ -265,7 +266,8 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
             path = folder.logs / "log.jsonl"
             sinks.open(lambda: JsonLines(path, continue_after=after), "log.jsonl")
         held.enter_context(closing(sinks))
-        _train(opened, course, saver, sinks)
+        publishing = held.enter_context(Publishing(config, ranks, opened.learners[0], opened.print))
+        _train(opened, course, saver, sinks, publishing)
         result = _evaluate_run(opened, folder, course, sinks)
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
@@ -346,11 +348,13 @@ def _trained(
         yield folder, opened
 
 
-def _train(opened: _Opened, course: Course, saver: Saver, sink: ScalarSink) -> None:
+def _train(
+    opened: _Opened, course: Course, saver: Saver, sink: ScalarSink, publishing: Publishing
+) -> None:
     """Train from where the course is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
-    observer = RunObserver(config, ranks, opened.learners[0])
+    observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
     with old_objects_set_aside(), saver:
         train(
             course,
@@ -363,6 +367,7 @@ def _train(opened: _Opened, course: Course, saver: Saver, sink: ScalarSink) -> N
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
         )
+        publishing.finish()
         saver.finish(model=config.output.save_model)
 
 

@@ -425,6 +425,10 @@ class CpuShard:
         """Drop expired rows; returns how many."""
         return int(self._core.evict(now_s))
 
+    def remove(self, groups: IdGroups) -> int:
+        """Drop rows, but those that a live ticket holds; returns how many."""
+        return int(self._core.remove(self._groups(groups)))
+
     def close_version(self) -> int:
         """Close the current version and open the next; returns the closed one.
 

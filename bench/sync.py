@@ -1,0 +1,175 @@
+"""How soon replicas see what is trained: `python bench/sync.py --json out-sync.json`.
+
+A trainer updates 100,000 rows a second and writes the time into one more row every 20 ms. Two
+replicas, processes of their own, look that row up: its age is how far they are behind. The
+trainer's processor time for the same steps without a publisher is the baseline of its slowdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness import Case, Measured, add_json, as_row, conclude, percentile
+
+SCRIPT = Path(__file__).resolve()
+PACKAGES = ("torch", "pyzmq", "shoal")
+ROWS, DIM, TOUCHED_PER_S, STEP_ROWS = 1_000_000, 16, 100_000, 10_000
+MARK = -1  # the id of the row with the time
+FRESH = "an update is visible, {}, 2 replicas, 100 k rows/s"
+SLOWED = "processor time of training with a publisher"
+
+
+def cases() -> tuple[Case, ...]:
+    """Ages in seconds against the time that is asked for."""
+    fresh = [
+        Case(name=FRESH.format(name), unit="s", better="lower", peer="asked for",
+             peer_value=most, bar=1.0)
+        for name, most in (("p50", 0.5), ("p99", 2.0))
+    ]  # fmt: skip
+    slowed = Case(
+        name=SLOWED, unit="ms/step", better="lower", peer="without a publisher", bar=1 / 1.03
+    )
+    return (*fresh, slowed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_json(parser, "sync")
+    parser.add_argument("--quick", action="store_true", help="a few seconds")
+    parser.add_argument("--replica", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.replica:
+        _follow(options.replica)
+        return
+    found = measure(seconds=3.0 if options.quick else 20.0, turns=2 if options.quick else 4)
+    conclude([as_row(case, found.get(case.name)) for case in cases()], options.json, PACKAGES)
+
+
+def measure(seconds: float, turns: int) -> dict[str, Measured]:
+    """By case."""
+    from shoal.sync.publisher import Publisher
+    from shoal.table.factory import make_shard
+    from shoal.table.hosting import HostedTables
+
+    tables = (_spec(),)
+    shard = make_shard(tables)
+    _train(shard, 0.0, ROWS)
+    with_s: list[float] = []
+    without_s: list[float] = []
+    ages: list[float] = []
+    for _ in range(turns):  # in turns: the machine may have other work
+        without_s.append(_train(shard, seconds / turns))
+        with Publisher(HostedTables(tables, shard)) as publisher:
+            server = publisher.serve("tcp://127.0.0.1:0")
+            with _replicas(server.address, ages):
+                with_s.append(_train(shard, seconds / turns))
+            server.stop()
+    note = f"{ROWS:,} rows, D={DIM}, Adagrad; a publisher's turn every 0.4 s"
+    return {
+        FRESH.format("p50"): Measured(ours=percentile(ages, 50), note=note),
+        FRESH.format("p99"): Measured(ours=percentile(ages, 99), note=note),
+        SLOWED: Measured(ours=1e3 * min(with_s), peer_value=1e3 * min(without_s), note=note),
+    }
+
+
+def _spec() -> Any:
+    from shoal import Segment, TableSpec
+
+    return TableSpec(name="row", segments=(Segment(dim=DIM),))
+
+
+def _train(shard: Any, seconds: float, rows: int = STEP_ROWS) -> float:
+    """Steps at the pace that is asked for; processor seconds of this thread a step."""
+    import torch
+
+    from shoal.table.shard import IdGroups, StepContext
+
+    torch.set_num_threads(1)
+    ctx, ends, steps, spent_s = StepContext(), time.monotonic() + seconds, 0, 0.0
+    tables_G = torch.zeros(1, dtype=torch.int32)
+    due_s = time.monotonic()
+    while steps == 0 or time.monotonic() < ends:
+        ids = torch.randint(ROWS, (rows,)) if rows == STEP_ROWS else torch.arange(rows)
+        grads = torch.randn(rows, DIM)
+        before_s = time.thread_time()
+        shard.apply_ids(IdGroups(ids, torch.tensor([0, rows]), tables_G), [grads], ctx=ctx)
+        spent_s += time.thread_time() - before_s
+        steps += 1
+        due_s += rows / TOUCHED_PER_S if rows == STEP_ROWS else 0.0
+        while True:
+            now = torch.zeros(1, DIM)
+            now[0, :2] = torch.tensor(divmod(time.time() % 1e5, 1.0))
+            shard.assign(
+                IdGroups(torch.tensor([MARK]), torch.tensor([0, 1]), tables_G), [now], ctx=ctx
+            )
+            left_s = due_s - time.monotonic()
+            if left_s <= 0:
+                break
+            time.sleep(min(0.02, left_s))
+    return spent_s / steps
+
+
+@contextmanager
+def _replicas(address: str, ages: list[float]) -> Iterator[None]:
+    """Two of them, from when both have all rows; the ages that they saw come last."""
+    with ExitStack() as held:
+        every = [
+            held.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(SCRIPT), "--replica", address],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for _ in range(2)
+        ]
+        for one in every:
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        yield
+        for one in every:
+            assert one.stdin is not None and one.stdout is not None
+            one.stdin.close()
+            ages += json.loads(one.stdout.read())
+
+
+def _follow(address: str) -> None:
+    """Print the ages of the mark, looked up every 5 ms, until standard input ends."""
+    import threading
+
+    import torch
+
+    from shoal.sync.replica import Replica
+    from shoal.table.shard import IdGroups
+
+    torch.set_num_threads(1)
+    mark = IdGroups(torch.tensor([MARK]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))
+    ended = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    with Replica((_spec(),), [address]) as replica:
+        while replica.status()[0].state != "AVAILABLE":
+            time.sleep(0.01)
+        print("ready", flush=True)
+        ages, first = [], time.monotonic() + 1.0  # the pass took longer than what follows
+        while not ended.wait(0.005):
+            whole, part = replica.find(mark).weights[0][0, :2].tolist()
+            if time.monotonic() > first:
+                ages.append((time.time() % 1e5) - whole - part)
+    print(json.dumps(ages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Pages: what travels from a publisher to its replicas, with a checksum.
+
+A page is `SHPG`, the CRC-32 of all that follows, the length of its head, the head as JSON, and raw
+columns. Pages of rows have ids, versions, last-seen times, counts and weights; pages of deletions
+have ids; pages of dense tensors have one column a tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from shoal import _core
+from shoal.errors import DataError
+from shoal.table.rows import weight_dtype
+from shoal.table.shard import HASHES, MOST_BITS, Snapshot
+from shoal.table.spec import TableSpec
+from shoal.table.values import RowChunk
+
+PAGE_ROWS = 1 << 14
+MOST_BYTES = 1 << 30  # of a page
+
+_MARK = b"SHPG"
+_PREFIX = struct.Struct("<4sII")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+_Whole = Annotated[int, Field(ge=0, lt=1 << 40)]
+
+
+class _TensorHead(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(max_length=1000)]
+    dtype: str
+    shape: tuple[_Whole, ...]
+
+
+class _Head(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["rows", "deleted", "dense"]
+    table: _Whole = 0
+    rows: _Whole = 0
+    tensors: tuple[_TensorHead, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRows:
+    """Rows of a table as they are now; the chunk's state has no columns."""
+
+    table: int
+    chunk: RowChunk
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedIds:
+    """Ids of a table that have no row any more."""
+
+    table: int
+    ids: Tensor
+
+
+Page = ChangedRows | DeletedIds
+
+
+def pack_rows(table: int, chunk: RowChunk) -> bytes:
+    """A page of rows."""
+    meta = chunk.versions, chunk.last_seen_s, chunk.counts
+    whole = [one.clamp(max=(1 << 32) - 1).numpy().astype(np.uint32) for one in meta]
+    head = _Head(kind="rows", table=table, rows=len(chunk.ids))
+    return _packed(head, [chunk.ids.numpy(), *whole, _bytes(chunk.weights)])
+
+
+def pack_deleted(table: int, ids: Tensor) -> bytes:
+    """A page of deletions."""
+    return _packed(_Head(kind="deleted", table=table, rows=len(ids)), [ids.numpy()])
+
+
+def pack_dense(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors by name, of any device.
+
+    Raises:
+        DataError: a dtype that pages do not know.
+    """
+    heads, columns = [], []
+    for name, value in tensors.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise DataError(
+                f"dtype of tensor {name!r} to publish",
+                got=dtype,
+                allowed=", ".join(_DTYPES),
+                remedy="Leave it out, or convert it.",
+            )
+        heads.append(_TensorHead(name=name, dtype=dtype, shape=tuple(value.shape)))
+        columns.append(_bytes(value.detach().cpu()))
+    return _packed(_Head(kind="dense", tensors=tuple(heads)), columns)
+
+
+def unpack(page: memoryview, specs: Sequence[TableSpec]) -> Page:
+    """Rows or deletions of a page that anybody sent.
+
+    Raises:
+        DataError: damaged, or of other tables.
+    """
+    head, data = _unpacked(page)
+    if head.kind == "dense" or head.table >= len(specs):
+        raise _refused(f"a page of {head.kind} of table {head.table}", "rows of known tables")
+    spec, n = specs[head.table], head.rows
+    if head.kind == "deleted":
+        (ids,) = _columns(data, [(torch.int64, n)])
+        return DeletedIds(head.table, ids)
+    meta = [(torch.int32, n)] * 3  # 32 bits without a sign
+    sizes = [(torch.int64, n), *meta, (weight_dtype(spec), n * spec.dim)]
+    ids, *whole, weights = _columns(data, sizes)
+    versions, last_seen_s, counts = (one.long() & 0xFFFFFFFF for one in whole)
+    none = torch.empty(n, 0, device="cpu")
+    chunk = RowChunk(spec.name, ids, weights.view(n, spec.dim), none, versions, last_seen_s, counts)
+    return ChangedRows(head.table, chunk)
+
+
+def unpack_dense(page: memoryview) -> dict[str, Tensor]:
+    """What `pack_dense` packed.
+
+    Raises:
+        DataError: damaged, or of another kind.
+    """
+    head, data = _unpacked(page)
+    unknown = [one.dtype for one in head.tensors if one.dtype not in _DTYPES]
+    if head.kind != "dense" or unknown:
+        raise _refused(f"a page of {head.kind} with dtypes {unknown}", "dense tensors")
+    sizes = [(_DTYPES[one.dtype], int(np.prod(one.shape, dtype=object))) for one in head.tensors]
+    columns = zip(head.tensors, _columns(data, sizes), strict=True)
+    return {one.name: column.view(one.shape) for one, column in columns}
+
+
+def pages_of(snapshot: Snapshot, specs: Sequence[TableSpec]) -> Iterator[bytes]:
+    """All pages of a snapshot: of each table its deletions, then its rows, ordered by hash."""
+    for table in range(len(specs)):
+        if snapshot.since:
+            for ids in torch.split(snapshot.deleted(table), PAGE_ROWS):
+                if len(ids):
+                    yield pack_deleted(table, ids)
+        for start, stop in _ranges(snapshot, table):
+            yield pack_rows(table, snapshot.read(table, start, stop))
+
+
+def _ranges(snapshot: Snapshot, table: int) -> Iterator[tuple[int, int]]:
+    """Ranges of hashes with about `PAGE_ROWS` rows each; none without rows."""
+    rows = int(snapshot.histogram(table, 0).sum())
+    bits = min(MOST_BITS, max(0, (4 * rows // PAGE_ROWS).bit_length()))
+    step, start, held = HASHES >> bits, 0, 0
+    for k, count in enumerate(snapshot.histogram(table, bits).tolist()):
+        if held and held + count > PAGE_ROWS:
+            yield start, k * step
+            start, held = k * step, 0
+        held += count
+    if held:
+        yield start, HASHES
+
+
+def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    text = head.model_dump_json(exclude_defaults=True).encode()
+    rest = b"".join([struct.pack("<I", len(text)), text, *(column.tobytes() for column in columns)])
+    return _MARK + struct.pack("<I", _core.crc32(memoryview(rest), 0)) + rest
+
+
+def _unpacked(page: memoryview) -> tuple[_Head, memoryview]:
+    if not _PREFIX.size <= len(page) <= MOST_BYTES:
+        raise _refused(f"{len(page)} bytes", f"{_PREFIX.size}..{MOST_BYTES} bytes")
+    mark, crc32, size = _PREFIX.unpack_from(page)
+    if mark != _MARK or _core.crc32(page[8:], 0) != crc32:
+        raise _refused("bytes with another checksum", "pages as they were sent")
+    text = page[_PREFIX.size : _PREFIX.size + size]
+    try:
+        return _Head.model_validate_json(bytes(text)), page[_PREFIX.size + size :]
+    except ValidationError as error:
+        raise _refused(str(error.errors()[0]["msg"]), "heads that this version writes") from None
+
+
+def _columns(data: memoryview, sizes: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+    """Copies, so that the page's memory may go."""
+    wanted = sum(dtype.itemsize * count for dtype, count in sizes)
+    if wanted != len(data):
+        raise _refused(f"{len(data)} bytes of columns", f"{wanted} bytes")
+    found, at = [], 0
+    for dtype, count in sizes:
+        column = torch.empty(count, dtype=dtype, device="cpu")
+        size = dtype.itemsize * count
+        if size:
+            _bytes(column)[:] = np.frombuffer(data[at : at + size], dtype=np.uint8)
+        found.append(column)
+        at += size
+    return found
+
+
+def _bytes(values: Tensor) -> Any:
+    """The memory of a CPU tensor, as bytes; a copy where it is not contiguous."""
+    flat = values.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _refused(got: str, allowed: str) -> DataError:
+    return DataError(
+        "page of published rows",
+        got=got,
+        allowed=allowed,
+        remedy="It is asked for again; run one version of Shoal on trainer and replicas.",
+    )

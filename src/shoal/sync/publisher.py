@@ -1,0 +1,381 @@
+"""A publisher: what changed in a trainer's rows, twice a second, for any number of replicas."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from shoal.comm.transport import Frames, Secret, Server
+from shoal.errors import ConfigError, InputError, ShoalError
+from shoal.sync.pages import pack_dense, pages_of
+from shoal.table.hosting import HostedTables
+from shoal.table.shard import Snapshot
+from shoal.table.values import Cursor
+
+_log = logging.getLogger(__name__)
+
+MOST_PASSES = 2  # that are open at once; a shard has 8 snapshots for all purposes
+PASS_IDLE_S = 60.0
+_GONE_S = 5.0  # who has not asked for so long is away
+_LOOK_S = 0.02
+_MOST_REPLICAS = 10_000
+_FILE_BYTES = 64 << 20  # of segments, before the next file
+_Answer = tuple[object, list[bytes]]
+_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Ask(BaseModel):
+    """What a replica asks.
+
+    Args:
+        method: "hello": tables and rank; "after": segments after a version; "page": one of a
+            segment; "pass": start a pass over all rows; "next": its next page; "dense": tensors.
+        incarnation, version: what the replica has.
+        number, page: of a segment or pass, and of its page; of "after": of its dense weights.
+        replica: who asks. It has one pass at a time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: Literal["hello", "after", "page", "pass", "next", "dense"]
+    incarnation: _Whole = 0
+    version: _Whole = 0
+    number: _Whole = 0
+    page: _Whole = 0
+    replica: Annotated[str, Field(max_length=100)] = ""
+
+    def has(self, incarnation: int, version: int, dense: int) -> bool:
+        """Whether who asks "after" has these."""
+        current = self.incarnation == incarnation and self.version >= version
+        return current and self.number >= dense
+
+
+class _Spool:
+    """An unlinked file of several segments, closed with the last of them."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile(prefix="shoal-segments-") as file:
+            self.fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.fd)
+        self.end = 0
+
+    def append(self, page: bytes) -> int:
+        """Write a page; where it ends. A failure leaves what was there before."""
+        done = 0
+        while done < len(page):
+            done += os.pwrite(self.fd, memoryview(page)[done:], self.end + done)
+        self.end += done
+        return self.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Changes in `(since, version]`: pages in a file, between the offsets in `ends`."""
+
+    number: int
+    since: int
+    version: int
+    closed_s: float
+    spool: _Spool
+    ends: tuple[int, ...]
+
+    @property
+    def pages(self) -> int:
+        return len(self.ends) - 1
+
+    @property
+    def size(self) -> int:
+        return self.ends[-1] - self.ends[0]
+
+    def page(self, index: int) -> bytes:
+        start, stop = self.ends[index : index + 2]
+        return os.pread(self.spool.fd, stop - start, start)
+
+
+class _Pass:
+    """All rows at one version, page by page; the last page may be asked for again."""
+
+    def __init__(
+        self, replica: str, snapshot: Snapshot, pages: Iterator[bytes], closed_s: float
+    ) -> None:
+        self.replica, self.snapshot, self.closed_s = replica, snapshot, closed_s
+        self.used_s = time.monotonic()
+        self._pages, self._lock = pages, threading.Lock()
+        self._last: tuple[int, bytes] | None = None
+
+    def page(self, index: int) -> bytes:
+        """Empty after the last one."""
+        with self._lock:
+            self.used_s = time.monotonic()
+            wanted = 0 if self._last is None else self._last[0] + 1
+            if self._last is not None and index == self._last[0]:
+                return self._last[1]
+            if index != wanted:
+                raise _unknown(f"page {index} of a pass", f"page {wanted}")
+            self._last = index, next(self._pages, b"")
+            return self._last[1]
+
+    def close(self) -> None:
+        with self._lock:
+            self._pages = iter(())
+            self.snapshot.close()
+
+
+class Publisher:
+    """Collects what changes in a rank's rows, and answers replicas that ask for it.
+
+    A turn takes a snapshot point of its own and copies rows and deletions since the last one to a
+    file (`$TMPDIR`, unlinked), in a thread of its own. Replicas ask for segments after their
+    version; one that is new, or whose version is older than what is kept, takes a pass over all
+    rows first. What a replica misses is asked for again: nothing waits for one that is down.
+
+    Args:
+        tables: of this rank; whole rows.
+        every_s: from one turn to the next.
+        keep_bytes: of segments; the oldest go.
+        consumer: its name among the consumers of deletions.
+
+    Raises:
+        ConfigError: tables whose columns are on several ranks.
+    """
+
+    def __init__(
+        self,
+        tables: HostedTables,
+        *,
+        every_s: float = 0.4,
+        keep_bytes: int = 1 << 30,
+        consumer: str = "publisher",
+    ) -> None:
+        split = [one.name for one in tables.shard.specs if one.hashed_as is not None]
+        if split:
+            raise ConfigError(
+                "tables to publish",
+                got=f"columns of tables on several ranks: {split}",
+                allowed="row_wise, table_wise and table_row_wise tables",
+                remedy="Choose another placement for them.",
+            )
+        self._shard, self.specs = tables.shard, tables.shard.specs
+        self._every_s, self._keep_bytes, self._consumer = every_s, keep_bytes, consumer
+        self._lock = threading.Lock()  # of what replicas see
+        self._turn = threading.Lock()
+        self._segments: deque[_Segment] = deque()
+        self._passes: dict[int, _Pass] = {}
+        self._numbers = iter(range(1, 1 << 62))
+        self._cursor: Cursor | None = None
+        self._dense: tuple[int, bytes] = (0, b"")
+        self._spool = _Spool()
+        self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
+        self._methods: dict[str, Callable[[Ask], _Answer]] = {
+            "hello": self._hello,
+            "after": self._after,
+            "page": self._page,
+            "pass": self._open_pass,
+            "next": self._next,
+            "dense": self._dense_page,
+        }
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def serve(self, address: str, *, threads: int = 4, secret: Secret | None = None) -> Server:
+        """Answer replicas at an address until the server is stopped."""
+        return Server(address, self, threads=threads, secret=secret)
+
+    def __enter__(self) -> Publisher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+        with self._lock:
+            for one in self._passes.values():
+                one.close()
+            self._passes.clear()
+            self._segments.clear()
+        self._shard.release(None, self._consumer)
+
+    def publish(self) -> int:
+        """Take a turn now; the version that replicas can have from here on."""
+        with self._turn:
+            return self._publish()
+
+    def publish_dense(self, tensors: Mapping[str, Tensor]) -> int:
+        """Offer dense weights, whole, in place of those before; their version.
+
+        Raises:
+            DataError: a dtype that cannot be sent.
+        """
+        page = pack_dense(tensors)
+        with self._lock:
+            self._dense = self._dense[0] + 1, page
+            return self._dense[0]
+
+    def _publish(self) -> int:
+        cursor = self._cursor
+        if cursor is not None and cursor.incarnation != self._shard.incarnation:
+            cursor = None  # rows were loaded: versions before say nothing
+        with self._shard.snapshot(cursor) as snapshot:
+            closed_s = time.time()
+            segment = None if cursor is None else self._written(snapshot, closed_s)
+            now = Cursor(self._shard.incarnation, snapshot.version)
+            with self._lock:
+                if segment is None or now.incarnation != cursor.incarnation:  # type: ignore[union-attr]
+                    self._segments.clear()
+                else:
+                    self._append(segment)
+                self._cursor = now
+        self._shard.release(snapshot.version, self._consumer)
+        self._end_passes()
+        return snapshot.version
+
+    def _written(self, snapshot: Snapshot, closed_s: float) -> _Segment:
+        if self._spool.end > _FILE_BYTES:
+            self._spool = _Spool()
+        ends = [self._spool.end]
+        ends += [self._spool.append(page) for page in pages_of(snapshot, self.specs)]
+        number = next(self._numbers)
+        return _Segment(
+            number, snapshot.since, snapshot.version, closed_s, self._spool, tuple(ends)
+        )
+
+    def _append(self, segment: _Segment) -> None:
+        """Keep a segment, in place of one without pages before it."""
+        if self._segments and not self._segments[-1].pages:
+            segment = replace(segment, since=self._segments.pop().since)
+        self._segments.append(segment)
+        kept = sum(one.size for one in self._segments)
+        while len(self._segments) > 1 and kept > self._keep_bytes:
+            kept -= self._segments.popleft().size
+
+    def _end_passes(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            idle = [k for k, one in self._passes.items() if now - one.used_s > PASS_IDLE_S]
+            for number in idle:
+                self._passes.pop(number).close()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._every_s):
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self.publish()
+        except (ShoalError, OSError, MemoryError) as error:
+            _log.error("rows were not published; the next turn takes them, too: %s", error)
+
+    def __call__(self, head: bytes, frames: Frames) -> tuple[bytes, list[bytes]]:
+        """The reply to a replica.
+
+        Raises:
+            InputError: a request that is none, or of a segment that is gone.
+        """
+        try:
+            ask = Ask.model_validate_json(head)
+        except ValidationError as error:
+            raise _unknown(str(error.errors()[0]["msg"]), "requests of this version") from None
+        answer, pages = self._methods[ask.method](ask)
+        return json.dumps(answer).encode(), pages
+
+    def _hello(self, ask: Ask) -> _Answer:
+        return {"tables": [[one.name, one.dim, one.dtype] for one in self.specs]}, []
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take a turn, and wait until all replicas that ask have it; whether they do."""
+        version = self.publish()
+        ends = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            with self._lock:
+                wanted = self._shard.incarnation, version, self._dense[0]
+                there = [one for asked_s, one in self._replicas.values() if now - asked_s < _GONE_S]
+            behind = [one for one in there if not one.has(*wanted)]
+            if not behind or now > ends:
+                return not behind
+            time.sleep(_LOOK_S)
+
+    def _after(self, ask: Ask) -> _Answer:
+        """Segments that lead on from a version, or none: a pass is due."""
+        with self._lock:
+            if ask.replica:
+                if len(self._replicas) > _MOST_REPLICAS:
+                    self._replicas.clear()
+                self._replicas[ask.replica] = time.monotonic(), ask
+            cursor, dense = self._cursor, self._dense[0]
+            found = [one for one in self._segments if one.version > ask.version]
+            known = cursor is not None and cursor.incarnation == ask.incarnation
+            if known and cursor is not None:
+                known = (found[0].since if found else cursor.version) <= ask.version
+            listed = [[s.number, s.version, s.closed_s, s.pages] for s in found if known]
+            closed_s = self._segments[-1].closed_s if self._segments else None
+        return {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}, []
+
+    def _page(self, ask: Ask) -> _Answer:
+        with self._lock:
+            for one in self._segments:
+                if one.number == ask.number and ask.page < one.pages:
+                    return None, [one.page(ask.page)]
+        raise _unknown(f"segment {ask.number}, page {ask.page}", "segments that are kept")
+
+    def _open_pass(self, ask: Ask) -> _Answer:
+        self._end_passes()
+        if self._cursor is None:
+            self.publish()
+        with self._lock:
+            given_up = [k for k, one in self._passes.items() if one.replica == ask.replica]
+            for number in given_up:
+                self._passes.pop(number).close()
+            if len(self._passes) >= MOST_PASSES:
+                return {"number": None}, []
+            snapshot = self._shard.snapshot()
+            number = next(self._numbers)
+            one = _Pass(ask.replica, snapshot, pages_of(snapshot, self.specs), time.time())
+            self._passes[number] = one
+            incarnation = self._shard.incarnation
+        answer = {"number": number, "incarnation": incarnation, "closed_s": one.closed_s}
+        return {**answer, "version": snapshot.version}, []
+
+    def _next(self, ask: Ask) -> _Answer:
+        with self._lock:
+            one = self._passes.get(ask.number)
+        if one is None:
+            raise _unknown(f"pass {ask.number}", "passes that are open")
+        page = one.page(ask.page)
+        if page:
+            return None, [page]
+        with self._lock:
+            self._passes.pop(ask.number, one).close()
+        return None, []
+
+    def _dense_page(self, ask: Ask) -> _Answer:
+        with self._lock:
+            version, page = self._dense
+        return version, [page]
+
+
+def _unknown(got: str, allowed: str) -> InputError:
+    return InputError(
+        "request to a publisher",
+        got=got,
+        allowed=allowed,
+        remedy="Ask for what follows the replica's version again.",
+    )

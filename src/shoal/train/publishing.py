@@ -1,0 +1,101 @@
+"""A run's publisher: its rows and dense weights, for replicas, while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+from shoal.checkpoint.dense import named_state
+from shoal.comm.transport import Secret
+from shoal.config.tree import RunConfig
+from shoal.errors import ConfigError
+from shoal.sync.publisher import Publisher
+from shoal.train.learner import Learner
+from shoal.train.ranks import Ranks
+
+
+class Publishing:
+    """Publishes a model's rows, each rank its own, and rank 0 the dense weights.
+
+    Nothing, where the config has no `publish`.
+
+    Args:
+        config: of the run.
+        ranks: who trains together.
+        main: the model.
+        report: prints a line.
+
+    Raises:
+        ConfigError: an address that is taken, or a run whose rows or dense weights are elsewhere
+            or in parts.
+    """
+
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, main: Learner, report: Callable[[str], None]
+    ) -> None:
+        self._settings, self._ranks, self._main, self._report = config.publish, ranks, main, report
+        self._publisher: Publisher | None = None
+        self._held = ExitStack()
+        self._due_s = 0.0
+        if self._settings is not None and (main.served or config.distributed.dense == "fsdp2"):
+            raise ConfigError(
+                "publish",
+                got=f"distributed.path={config.distributed.path}, "
+                f"distributed.dense={config.distributed.dense}",
+                allowed="runs that hold their rows, and whole dense weights on rank 0",
+                remedy="Leave publish out, or choose another path.",
+            )
+
+    def __enter__(self) -> Publishing:
+        if self._settings is None:
+            return self
+        settings = self._settings
+        publisher = Publisher(
+            self._main.tables.hosted, every_s=settings.every_s, keep_bytes=settings.keep_bytes
+        )
+        server = publisher.serve(
+            _of_rank(settings.address, self._ranks.rank),
+            secret=Secret.of_file(settings.token_file),
+        )
+        self._held.callback(server.stop)
+        self._publisher = self._held.enter_context(publisher)
+        every = self._ranks.gathered(server.address, what="addresses of publishers")
+        self._report(f"publishing at {', '.join(every)}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.close()
+
+    def stepped(self) -> None:
+        """A step is done: dense weights are copied when they are due."""
+        if self._publisher is not None and time.monotonic() >= self._due_s:
+            self._publish_dense(self._publisher)
+
+    def finish(self) -> None:
+        """Publish the last state, and wait for replicas that are there."""
+        if self._publisher is None or self._settings is None:
+            return
+        self._publish_dense(self._publisher)
+        if not self._publisher.drain(self._settings.linger_s):
+            self._report("replicas are behind; the run ends without them")
+
+    def _publish_dense(self, publisher: Publisher) -> None:
+        if self._ranks.leads:
+            publisher.publish_dense(named_state(self._main.module))
+        if self._settings is not None:
+            self._due_s = time.monotonic() + self._settings.dense_every_s
+
+
+def _of_rank(address: str, rank: int) -> str:
+    """PORT + rank; a free port stays one."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or port == "0" or not rank:
+        return address
+    return f"{host}:{int(port) + rank}"

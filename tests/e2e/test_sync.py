@@ -1,0 +1,96 @@
+"""A run publishes what it changes; a replica in another process has the rows it ends with."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from shoal import config as settings
+from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load
+from shoal.comm.transport import Secret
+from shoal.config.build import build_parts, open_data
+from shoal.sync.replica import Replica
+from shoal.table.factory import make_shard
+from shoal.table.hosting import HostedTables
+from support.ranks import free_port
+
+CONFIG = {
+    "name": "published",
+    "seed": 1,
+    "data": {
+        "source": {
+            "kind": "synthetic",
+            "examples": 20_000,
+            "eval_examples": 1000,
+            "num_features": 4,
+            "vocabulary": 2000,
+        },
+        "batch_size": 256,
+    },
+    "tables": {"default": {"dim": 4}},
+    "model": {"kind": "deepfm", "hidden": [16]},
+    "baselines": [],
+    "publish": {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> None:
+    port = free_port()
+    token = tmp_path / "token"
+    token.write_text("between us")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(CONFIG))
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    if ranks == 1:
+        launcher = []
+    addresses = [f"tcp://127.0.0.1:{port + rank}" for rank in range(ranks)]
+    overrides = [f"publish.address={addresses[0]}", f"publish.token_file={token}"]
+    with subprocess.Popen(
+        [sys.executable, *launcher, "-m", "shoal.cli", "train", str(file), "--", *overrides],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as trainer:
+        run = settings.load(str(file), ())
+        data = open_data(run)
+        parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
+        with Replica(parts.tables, addresses, every_s=0.02, secret=Secret("between us")) as replica:
+            try:
+                printed, _ = trainer.communicate(timeout=240)
+            finally:
+                trainer.kill()
+            assert trainer.returncode == 0, printed
+            assert re.search(r"publishing at tcp://", printed)
+            assert "replicas are behind" not in printed
+            status = replica.status()
+            assert all(one.state == "AVAILABLE" and one.segments > 0 for one in status)
+            compare(replica, parts.tables, tmp_path / "runs")
+            parts.module.load_state_dict(replica.dense())
+
+
+def compare(replica: Replica, tables: tuple, runs: Path) -> None:
+    """A replica's rows and those of the run's last checkpoint."""
+    shard = make_shard(tables)
+    (folder,) = runs.glob("*/checkpoints")
+    newest = CheckpointStore(str(folder)).latest()
+    assert newest is not None
+    contents = Contents(tables={"deepfm": HostedTables(tables, shard)})
+    options = LoadOptions(allow_unknown=frozenset(("module:deepfm", "optimizer:deepfm")))
+    load(f"{folder}/{newest.name}", contents, options=options)
+    for table in range(len(tables)):
+        ours, theirs = replica.shard.export(table), shard.export(table)
+        assert len(ours.ids) > 100
+        assert torch.equal(ours.ids, theirs.ids)
+        assert torch.equal(ours.weights, theirs.weights)
+        assert torch.equal(ours.counts, theirs.counts)
