@@ -32,15 +32,13 @@ from shoal.exchange.received import ReceivedRows, RequestPlans
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
-from shoal.placement import hash_ids, ranks_of
+from shoal.ps.calls import Answer, Part, Split, answer_of, cat, chunk_of, head_of, parts_of
 from shoal.ps.messages import (
     REALS,
     UPDATES,
     Head,
     Method,
     memory,
-    rows_of_frames,
-    rows_of_segments,
     rows_to_frames,
     tensor,
 )
@@ -305,7 +303,7 @@ class RowsOverServers:
         checks.table_index(table, len(self.specs))
         hosted = self.placement.of(self.specs[table].name)[0]
         chunks = [
-            _chunk(self.specs[table], frames) for _, frames in self._all("export", argument=table)
+            chunk_of(self.specs[table], frames) for _, frames in self._all("export", argument=table)
         ]
         return joined_chunk(self.specs[table], [(hosted, chunk) for chunk in chunks])
 
@@ -349,18 +347,18 @@ class RowsOverServers:
         """`apply` with sums that the caller may have changed; ends the records' tickets."""
         sizes = [ids.numel() for ids in summed.ids]
         groups = IdGroups(
-            _cat(summed.ids),
+            cat(summed.ids),
             torch.tensor([0, *sizes], device="cpu").cumsum(0),
             torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
         )
         tickets = [cast(ServerTicket, record.ticket) for record in records]
         latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in tickets)])
-        counts_N = _cat(summed.counts)
+        counts_N = cat(summed.counts)
         self.apply_ids(groups, summed.sums, counts_N, ctx=replace(ctx, event_time_s=latest_s))
         for ticket in tickets:
             ticket.end()
 
-    def ask(self, head: Head, parts: Sequence[_Part], *, counted: bool, sets: int) -> list[Answer]:
+    def ask(self, head: Head, parts: Sequence[Part], *, counted: bool, sets: int) -> list[Answer]:
         """Each server's part of a call; what it replies. Who has no ids is not asked."""
         reply = self.wire.rows if head.method in ("find", "lookup") else None
         kind = self.wire.grads if head.method == "apply" else None
@@ -380,7 +378,7 @@ class RowsOverServers:
             requests.append((own, frames))
         replies = self.servers.ask(requests)
         return [
-            _answer(head.method, part, frames, self.specs, reply)
+            answer_of(head.method, part, frames, self.specs, reply)
             for part, (_, frames) in zip(parts, replies, strict=True)
         ]
 
@@ -391,10 +389,10 @@ class RowsOverServers:
         values: Sequence[Sequence[Tensor]],
         counts_N: Tensor | None,
         ctx: StepContext,
-    ) -> tuple[_Split, list[Answer]]:
+    ) -> tuple[Split, list[Answer]]:
         named = "apply_ids" if method == "apply" else method
         ready = check_call(named, groups, values, counts_N, ctx, self.specs, _CPU)
-        split = _Split(groups, self.specs, self.servers.count)
+        split = Split(groups, self.specs, self.servers.count)
         parts = split.parts(counts_N, ready)
         counted = counts_N is not None
         return split, self.ask(head_of(method, ctx), parts, counted=counted, sets=len(ready))
@@ -407,191 +405,11 @@ class RowsOverServers:
         return [int(json.loads(said)) for said, _ in self._all(method, argument)]
 
 
-def head_of(method: Method, ctx: StepContext) -> Head:
-    """The head of a request of a step."""
-    return Head(
-        method=method,
-        step=ctx.global_step,
-        event_time_s=ctx.event_time_s,
-        nan_policy=ctx.nan_policy,
-        nan_clip=ctx.nan_clip,
-        rates=dict(ctx.learning_rates),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """One server's share of a call: groups by buffer and table, and sets of flat rows by dtype."""
-
-    tables: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ids_n: Tensor
-    counts_n: Tensor
-    sets: list[list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What a server replied: flat rows of each dtype of `REALS`, and flags of each id."""
-
-    rows: list[Tensor]
-    flags: list[Tensor]
-
-
-class _Split:
-    """A call's groups by server: which of their positions go to which, in order.
-
-    Groups of tables that do not exist go nowhere.
-    """
-
-    def __init__(self, groups: IdGroups, specs: Sequence[TableSpec], servers: int) -> None:
-        self.groups, self.specs, self.servers = groups, specs, servers
-        cuts = pairwise(groups.splits_G1.tolist())
-        found = enumerate(zip(cuts, groups.tables_G.tolist(), strict=True))
-        self.spans = [(n, *cut, k) for n, (cut, k) in found if 0 <= k < len(specs)]
-        self.orders: list[Tensor | None] = []  # None: as they are, for one server has all
-        self.sizes: list[list[int]] = []
-        for _, start, stop, table in self.spans:
-            hashes_n = hash_ids(specs[table].hash_name, groups.ids_N[start:stop])
-            owner_n = ranks_of(hashes_n, servers)
-            sizes = torch.bincount(owner_n, minlength=servers).tolist()
-            self.sizes.append(sizes)
-            alone = max(sizes) == stop - start
-            self.orders.append(None if alone else owner_n.argsort(stable=True))
-
-    def parts(self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]) -> list[_Part]:
-        """Each server's share of ids, occurrences and rows."""
-        ids = self._by_server(self._of_groups(self.groups.ids_N))
-        counts = ids if counts_N is None else self._by_server(self._of_groups(counts_N))
-        rows = [self._by_server([one[n] for n, *_ in self.spans]) for one in sets]
-        tables = tuple(table for *_, table in self.spans)
-        return [
-            _Part(
-                tables,
-                tuple(sizes[server] for sizes in self.sizes),
-                _cat(ids[server]),
-                _cat(counts[server]),
-                [_by_real(one[server]) for one in rows],
-            )
-            for server in range(self.servers)
-        ]
-
-    def rows(self, answers: Sequence[Answer]) -> tuple[Tensor, ...]:
-        """Rows [n, D] of each group."""
-        pieces: list[list[Tensor]] = [[] for _ in self.spans]
-        for server, answer in enumerate(answers):
-            for real, flat in zip(REALS, answer.rows, strict=True):
-                own = [
-                    (g, (self.sizes[g][server], self.specs[table].dim))
-                    for g, (*_, table) in enumerate(self.spans)
-                    if real_dtype(self.specs[table]) is real
-                ]
-                views = rows_of_segments(flat, [segment for _, segment in own])
-                for (g, _), view in zip(own, views, strict=True):
-                    pieces[g].append(view)
-        return tuple(self._in_order(g, parts) for g, parts in enumerate(pieces))
-
-    def flags(self, answers: Sequence[Answer], other: int, dtype: torch.dtype) -> Tensor:
-        """Each position's flag; `other` of groups that went nowhere."""
-        flags_N = torch.full_like(self.groups.ids_N, other, dtype=dtype)
-        sizes = [[one[server] for one in self.sizes] for server in range(self.servers)]
-        cut = [torch.split(a.flags[0], cut) for a, cut in zip(answers, sizes, strict=True)]
-        for g, (_, start, stop, _) in enumerate(self.spans):
-            flags_N[start:stop] = self._in_order(g, [parts[g] for parts in cut])
-        return flags_N
-
-    def _of_groups(self, values_N: Tensor) -> list[Tensor]:
-        return [values_N[start:stop] for _, start, stop, _ in self.spans]
-
-    def _by_server(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Of each server, its part of each group's values."""
-        cut = [
-            torch.split(part if order is None else part[order], sizes)
-            for part, order, sizes in zip(values, self.orders, self.sizes, strict=True)
-        ]
-        return [[parts[server] for parts in cut] for server in range(self.servers)]
-
-    def _in_order(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        order, joined = self.orders[group], _cat(parts)
-        if order is None:
-            return joined
-        return torch.empty_like(joined).index_copy_(0, order, joined)
-
-
-def _by_real(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of each dtype of `REALS`, one after the other."""
-    own = [[part.reshape(-1) for part in parts if part.dtype is real] for real in REALS]
-    return [
-        _cat(some) if some else torch.empty(0, dtype=r, device="cpu")
-        for some, r in zip(own, REALS, strict=True)
-    ]
-
-
-def _parts_of(outgoing: Outgoing) -> list[_Part]:
-    """Each server's share of a lookup's distinct ids, by buffer and table."""
-    layouts = outgoing.plan.buffers
-    sizes = [buffer.sizes_WK.sum(1).tolist() for buffer in outgoing.buffers]
-    ids = [torch.split(b.ids_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
-    counts = [torch.split(b.counts_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
-    return [
-        _Part(
-            tuple(table.table for layout in layouts for table in layout.tables),
-            tuple(n for buffer in outgoing.buffers for n in buffer.sizes_WK[server].tolist()),
-            _cat([part[server] for part in ids]),
-            _cat([part[server] for part in counts]),
-            [],
-        )
-        for server in range(outgoing.plan.world_size)
-    ]
-
-
-def _answer(
-    method: Method, part: _Part, frames: Frames, specs: Sequence[TableSpec], kind: Any
-) -> Answer:
-    """Nothing was asked of a server without ids."""
-    if method not in ("find", "lookup", "reinitialize"):
-        return Answer([], [])
-    count = sum(part.sizes)
-    flag = torch.int32 if method == "reinitialize" else torch.bool
-    flags = {"find": 1, "lookup": 2, "reinitialize": 1}[method]
-    if not frames:
-        none = [torch.empty(0, dtype=real, device="cpu") for real in REALS]
-        return Answer(none, [torch.empty(0, dtype=flag, device="cpu")] * flags)
-    head = Head(method="find", tables=part.tables, sizes=part.sizes)
-    rows: list[Tensor] = []
-    if method != "reinitialize":
-        segments = [head.segments(specs, real) for real in REALS]
-        rows = rows_of_frames(segments, frames[: len(REALS)], kind)
-    return Answer(
-        rows, [tensor(frame, flag, count, "flags") for frame in frames[len(frames) - flags :]]
-    )
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Of ids, if there are none."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _chunk(spec: TableSpec, frames: Frames) -> RowChunk:
-    rows = frames[0].nbytes // 8
-    wide = (weight_dtype(spec), spec.dim), (real_dtype(spec), spec.state_width)
-    weights, state = (
-        tensor(frame, dtype, rows * width, "rows").view(rows, width)
-        for frame, (dtype, width) in zip(frames[1:3], wide, strict=True)
-    )
-    ids, versions, last_seen_s, counts = (
-        tensor(frame, torch.int64, rows, "rows") for frame in (frames[0], *frames[3:])
-    )
-    return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
-
-
 def _summed(
     parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, distinct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, sums and counts."""
-    ids, grads, counts = (_cat(columns) for columns in zip(*parts, strict=True))
+    ids, grads, counts = (cat(columns) for columns in zip(*parts, strict=True))
     if distinct:
         return ids, grads, counts
     unique, at_N = torch.unique(ids, return_inverse=True)
@@ -644,7 +462,7 @@ class ServerExchange:
         outgoing = sending.outgoing
         assert outgoing is not None
         method: Method = "lookup" if sending.insert else "find"
-        parts = _parts_of(outgoing)
+        parts = parts_of(outgoing)
         head = head_of(method, sending.ctx)
         answers = self._rows.ask(head, parts, counted=sending.insert, sets=0)
         groups, counts_N = _groups(parts)
@@ -658,7 +476,7 @@ class ServerExchange:
         else:
             ticket = ReadTicket(groups, counts_N)
         reals = [REALS.index(layout.real) for layout in outgoing.plan.buffers]
-        rows = [_cat([answer.rows[real] for answer in answers]) for real in reals]
+        rows = [cat([answer.rows[real] for answer in answers]) for real in reals]
         route = Route(sending.request, (ticket,), sending.ctx.event_time_s)
         self._brought[route] = _Brought(outgoing, rows)
         return route
@@ -701,13 +519,13 @@ class _Brought:
     rows: list[Tensor]
 
 
-def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
+def _groups(parts: Sequence[Part]) -> tuple[IdGroups, Tensor]:
     """All servers' groups, one after the other, and how often each id occurs."""
     sizes = torch.tensor([0, *(n for part in parts for n in part.sizes)], device="cpu")
     tables = [k for part in parts for k in part.tables]
     tables_G = torch.tensor(tables, dtype=torch.int32, device="cpu")
-    groups = IdGroups(_cat([part.ids_n for part in parts]), sizes.cumsum(0), tables_G)
-    return groups, _cat([part.counts_n for part in parts])
+    groups = IdGroups(cat([part.ids_n for part in parts]), sizes.cumsum(0), tables_G)
+    return groups, cat([part.counts_n for part in parts])
 
 
 def _by_group(outgoing: Outgoing, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
