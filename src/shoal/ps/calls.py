@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.transport import Frames
-from shoal.exchange.partition import Outgoing
+from shoal.exchange.partition import Outgoing, flat
+from shoal.exchange.wire import WireKind
 from shoal.placement import hash_ids, ranks_of
-from shoal.ps.messages import REALS, Head, Method, rows_of_frames, rows_of_segments, tensor
+from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments, tensor
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
+
+_CPU = torch.device("cpu")
+_FLAGS: dict[str, tuple[torch.dtype, int]] = {
+    "find": (torch.bool, 1),
+    "lookup": (torch.bool, 2),
+    "reinitialize": (torch.int32, 1),
+}
+"""Flags of each id in a reply: their dtype, and how many frames of them."""
 
 
 def head_of(method: Method, ctx: StepContext) -> Head:
@@ -33,7 +41,7 @@ def head_of(method: Method, ctx: StepContext) -> Head:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ServerShare:
     """One server's share of a call: groups by buffer and table, and sets of flat rows by dtype."""
 
     tables: tuple[int, ...]
@@ -45,13 +53,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a server replied: flat rows of each dtype of `REALS`, and flags of each id."""
+    """What a server replied: flat rows of each dtype of `REALS`, and flags of each id.
+
+    seen: updates that it had applied before a lookup; None of other calls.
+    """
 
     rows: list[Tensor]
     flags: list[Tensor]
+    seen: int | None = None
 
 
-class Split:
+class SplitCall:
     """A call's groups by server: which of their positions go to which, in order.
 
     Groups of tables that do not exist go nowhere.
@@ -72,19 +84,21 @@ class Split:
             alone = max(sizes) == stop - start
             self.orders.append(None if alone else owner_n.argsort(stable=True))
 
-    def parts(self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]) -> list[Part]:
+    def shares(
+        self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]
+    ) -> list[ServerShare]:
         """Each server's share of ids, occurrences and rows."""
         ids = self._by_server(self._of_groups(self.groups.ids_N))
         counts = ids if counts_N is None else self._by_server(self._of_groups(counts_N))
         rows = [self._by_server([one[n] for n, *_ in self.spans]) for one in sets]
         tables = tuple(table for *_, table in self.spans)
         return [
-            Part(
+            ServerShare(
                 tables,
                 tuple(sizes[server] for sizes in self.sizes),
                 cat(ids[server]),
                 cat(counts[server]),
-                [_by_real(one[server]) for one in rows],
+                [rows_by_real(one[server]) for one in rows],
             )
             for server in range(self.servers)
         ]
@@ -93,13 +107,13 @@ class Split:
         """Rows [n, D] of each group."""
         pieces: list[list[Tensor]] = [[] for _ in self.spans]
         for server, answer in enumerate(answers):
-            for real, flat in zip(REALS, answer.rows, strict=True):
+            for real, rows_E in zip(REALS, answer.rows, strict=True):
                 own = [
                     (g, (self.sizes[g][server], self.specs[table].dim))
                     for g, (*_, table) in enumerate(self.spans)
                     if real_dtype(self.specs[table]) is real
                 ]
-                views = rows_of_segments(flat, [segment for _, segment in own])
+                views = rows_of_segments(rows_E, [segment for _, segment in own])
                 for (g, _), view in zip(own, views, strict=True):
                     pieces[g].append(view)
         return tuple(self._in_order(g, parts) for g, parts in enumerate(pieces))
@@ -131,23 +145,19 @@ class Split:
         return torch.empty_like(joined).index_copy_(0, order, joined)
 
 
-def _by_real(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of each dtype of `REALS`, one after the other."""
-    own = [[part.reshape(-1) for part in parts if part.dtype is real] for real in REALS]
-    return [
-        cat(some) if some else torch.empty(0, dtype=r, device="cpu")
-        for some, r in zip(own, REALS, strict=True)
-    ]
+def rows_by_real(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of each dtype of `REALS`, one after the other, flat."""
+    return [flat([part for part in parts if part.dtype is real], real, _CPU) for real in REALS]
 
 
-def parts_of(outgoing: Outgoing) -> list[Part]:
+def shares_of(outgoing: Outgoing) -> list[ServerShare]:
     """Each server's share of a lookup's distinct ids, by buffer and table."""
     layouts = outgoing.plan.buffers
     sizes = [buffer.sizes_WK.sum(1).tolist() for buffer in outgoing.buffers]
     ids = [torch.split(b.ids_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
     counts = [torch.split(b.counts_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
     return [
-        Part(
+        ServerShare(
             tuple(table.table for layout in layouts for table in layout.tables),
             tuple(n for buffer in outgoing.buffers for n in buffer.sizes_WK[server].tolist()),
             cat([part[server] for part in ids]),
@@ -159,24 +169,28 @@ def parts_of(outgoing: Outgoing) -> list[Part]:
 
 
 def answer_of(
-    method: Method, part: Part, frames: Frames, specs: Sequence[TableSpec], kind: Any
+    method: Method,
+    share: ServerShare,
+    reply: tuple[bytes, Frames],
+    specs: Sequence[TableSpec],
+    kind: WireKind | None,
 ) -> Answer:
     """Nothing was asked of a server without ids."""
-    if method not in ("find", "lookup", "reinitialize"):
+    if method not in _FLAGS:
         return Answer([], [])
-    count = sum(part.sizes)
-    flag = torch.int32 if method == "reinitialize" else torch.bool
-    flags = {"find": 1, "lookup": 2, "reinitialize": 1}[method]
+    count, (dtype, flags), (said, frames) = sum(share.sizes), _FLAGS[method], reply
     if not frames:
         none = [torch.empty(0, dtype=real, device="cpu") for real in REALS]
-        return Answer(none, [torch.empty(0, dtype=flag, device="cpu")] * flags)
-    head = Head(method="find", tables=part.tables, sizes=part.sizes)
+        return Answer(none, [torch.empty(0, dtype=dtype, device="cpu")] * flags)
+    head = Head(method="find", tables=share.tables, sizes=share.sizes)
     rows: list[Tensor] = []
-    if method != "reinitialize":
+    if method in READS:
         segments = [head.segments(specs, real) for real in REALS]
         rows = rows_of_frames(segments, frames[: len(REALS)], kind)
     return Answer(
-        rows, [tensor(frame, flag, count, "flags") for frame in frames[len(frames) - flags :]]
+        rows,
+        [tensor(frame, dtype, count, "flags") for frame in frames[len(frames) - flags :]],
+        int(said) if said else None,
     )
 
 
@@ -187,7 +201,7 @@ def cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def chunk_of(spec: TableSpec, frames: Frames) -> RowChunk:
+def chunk_of_frames(spec: TableSpec, frames: Frames) -> RowChunk:
     rows = frames[0].nbytes // 8
     wide = (weight_dtype(spec), spec.dim), (real_dtype(spec), spec.state_width)
     weights, state = (
