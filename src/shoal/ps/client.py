@@ -105,7 +105,7 @@ class Servers:
         worker: this worker's name, of no other; None makes one.
         patience: how long to wait for replies.
         secret: what the servers were given.
-        stale_updates: how many updates of this worker may be on their way while training goes on;
+        stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
 
     Attributes:
