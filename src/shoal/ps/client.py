@@ -518,7 +518,7 @@ class RowsOverServers:
     ) -> tuple[SplitCall, Head, list[ServerShare]]:
         named = "apply_ids" if method == "apply" else method
         ready = check_call(named, groups, values, counts_N, ctx, self.specs, _CPU)
-        split = SplitCall(groups, self.specs, self.servers.count)
+        split = SplitCall(groups, self.specs, self.servers.count, distinct=method == "find")
         return split, head_of(method, ctx), split.shares(counts_N, ready)
 
     def _call(
