@@ -82,6 +82,7 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/table_cpu.py --json out-table-cpu.json
 	.venv-peers/bin/python bench/ops.py --json out-ops.json
 	.venv-peers/bin/python bench/comm_cpu.py --json out-comm.json
+	.venv-peers/bin/python bench/ps.py --json out-ps.json
 	.venv-peers/bin/python bench/dist.py --json out-dist.json
 	.venv-peers/bin/python bench/checkpoint.py --json out-checkpoint.json
 	.venv-peers/bin/python bench/sync.py --json out-sync.json

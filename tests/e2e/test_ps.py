@@ -144,10 +144,11 @@ def test_a_server_that_is_killed_comes_back_with_its_rows(job: Job, killed: int)
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_two_workers_share_the_rows(job: Job) -> None:
+@pytest.mark.parametrize("stale_updates", [0, 2])
+def test_two_workers_share_the_rows(job: Job, stale_updates: int) -> None:
     for index in range(2):
         job.server(index)
-    done(job.worker(ranks=2))
+    done(job.worker(f"distributed.servers.stale_updates={stale_updates}", ranks=2))
     assert job.auc() > 0.55
 
 
