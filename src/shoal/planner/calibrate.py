@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -227,9 +226,3 @@ def _all_to_all(made: Collectives, size: int, scale: Scale) -> float:
         made.all_to_all([Part(data, splits, splits)], what="calibration").wait()
 
     return best(once, made.device, scale.repeats)
-
-
-def cache_folder() -> Path:
-    """Where measured speeds are kept: XDG_CACHE_HOME/shoal, or ~/.cache/shoal."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shoal"

@@ -21,6 +21,7 @@ SMALL = ("data.source.examples=4096", "data.batch_size=256")
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no speeds that were measured before
 
 
 def invoke(*arguments: str) -> str:
@@ -82,10 +83,18 @@ def test_clusters_that_one_does_not_have(tmp_path: Path) -> None:
     assert point.step_s > 0 and 1e12 * 100 / 4096 < point.device_bytes + point.host_bytes < 80e9
 
 
-def test_more_devices_take_more_examples(tmp_path: Path) -> None:
+def test_ranks_share_the_batch_of_a_run(tmp_path: Path) -> None:
     out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,2,4")
     rows = [line.split() for line in out.splitlines()[1:4]]
-    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert [(row[0], row[2]) for row in rows] == [("1", "256"), ("2", "128"), ("4", "64")]
+    out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,4", "--batch-size", "32")
+    assert [line.split()[2] for line in out.splitlines()[1:3]] == ["32", "32"]
+
+
+def test_a_rank_has_the_batch_of_a_file_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "tables.yaml").write_text("batch_size: 512\ntables: {a: {rows: 100, dim: 8}}\n")
+    out = invoke("plan", "simulate", "tables.yaml", "--devices", "8,16")
+    assert [line.split()[2] for line in out.splitlines()[1:3]] == ["512", "512"]
 
 
 @pytest.mark.parametrize("text", ["", "8;16", "0", "8,,9", "many"])
