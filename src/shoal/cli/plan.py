@@ -69,8 +69,11 @@ def make(
     out: Out = Path(),
     groups: Groups = False,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Plan what twice the memory or speed would change.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--changes/--no-changes", help="Plan what twice the memory or speed would change."
+        ),
+    ] = True,
     time_limit: Annotated[float, option("S", "Seconds of the search.")] = 60.0,
     debug: Debug = False,
 ) -> None:
@@ -83,7 +86,7 @@ def make(
 
       shoal plan examples/dlrm_dcnv2.yaml --devices 4
 
-      shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --changes
+      shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --no-changes
     """
     with clean_errors(debug):
         from shoal.planner import report
@@ -206,14 +209,13 @@ def calibrate(
     """
     with clean_errors(debug):
         from shoal.comm import launch
+        from shoal.distributed import stepping
         from shoal.planner import calibrate as measuring
         from shoal.planner.topology import cache_folder
-        from shoal.train import stepping
 
         mesh = launch.init(device=device)
         try:
-            scale = measuring.QUICK if quick else measuring.Scale()
-            found = measuring.measure(mesh, scale=scale)
+            found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
             found = stepping.fitted(mesh, found, steps=5 if quick else 30)
             if mesh.rank == 0:
                 folder = cache_folder() if out is None else out

@@ -130,6 +130,7 @@ class Rates:
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
         reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
+        update_id_s: seconds of an owner for a row that it updates, besides its bytes.
     """
 
     copy: float
@@ -147,6 +148,7 @@ class Rates:
     table_s: float = 0.0
     step_s: float = 0.0
     reduce: float = 0.0
+    update_id_s: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -31,13 +31,18 @@ def invoke(*arguments: str) -> str:
 
 
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
-    out = invoke("plan", DLRM, *SMALL, "--devices", "4", "--changes")
+    out = invoke("plan", DLRM, *SMALL, "--devices", "4")
     assert "26 tables on 4 ranks" in out and "is the slowest" in out
     assert "device memory x2" in out and "assumed, not measured" in out
     plan = read_plan(tmp_path / "dlrm_dcnv2-plan.json")
     assert plan.world_size == 4 and len(plan.tables) == 26
     page = (tmp_path / "dlrm_dcnv2-plan.html").read_text()
-    assert page.count("<rect") > 8 and "rank 3" in page and "<script" not in page
+    assert (
+        "bandwidth in a node x2" in page
+        and page.count("<rect") > 8
+        and "rank 3" in page
+        and "<script" not in page
+    )
     assert not re.search(r"(?:src|href)=", page)
     first = str(tmp_path / "dlrm_dcnv2-plan.json")
     assert invoke("plan", "diff", first, first) == "no difference\n"
@@ -46,7 +51,8 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
 def test_a_run_on_a_declared_cluster(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ndevices_per_node: 8\ndevice_memory: 80GB\n")
     limits = "distributed.placement.constraints={f0: {sharding: [table_row_wise, grid]}}"
-    out = invoke("plan", "make", DLRM, *SMALL, limits, "--topology", "cluster.yaml")
+    out = invoke("plan", "make", DLRM, *SMALL, limits, "--topology", "cluster.yaml", "--no-changes")
+    assert "x2" not in out
     assert "26 tables on 16 ranks: 2 x 8 cuda" in out
     plan = read_plan(tmp_path / "dlrm_dcnv2-plan.json")
     assert plan.tables[0].name == "f0" and plan.tables[0].sharding in ("table_row_wise", "grid")
@@ -59,7 +65,7 @@ def test_statistics_of_data(tmp_path: Path) -> None:
     assert found["f5"].ids == 3 and found["f0"].ids > 1000
     assert all(one.ids_per_sample == 1 for one in found.values())
     told = "distributed.statistics=statistics.json"
-    assert "26 tables" in invoke("plan", DLRM, *SMALL, told, "--devices", "2")
+    assert "26 tables" in invoke("plan", DLRM, *SMALL, told, "--devices", "2", "--no-changes")
 
 
 TABLES = """
