@@ -19,6 +19,7 @@ from shoal.planner import (
     Topology,
     Workload,
     create_planner,
+    host_tier,
     make_plan,
     read_plan,
     zipf,
@@ -139,6 +140,15 @@ def test_the_cache_of_a_plan_in_bytes() -> None:
     values = sum(one.host_bytes for one in plan.tables)  # all rows of a rank
     assert plan.cache_bytes(0, ["a", "b"]) == math.ceil(values / 2)
     assert plan.cache_bytes(0, ["b"]) == math.ceil(values / 4)
+
+
+def test_every_rank_caches_its_share() -> None:
+    # 2 x 1000 rows of 16 weights and 16 numbers of state: 256,000 bytes on all ranks.
+    some = HostRows(cache_bytes=32_000)
+    given = [host_tier(some, specs("a", "b"), ranks) for ranks in (1, 4)]
+    assert given == [{"tiers": ("cache",), "cache": 0.125}, {"tiers": ("cache",), "cache": 0.5}]
+    assert host_tier(None, specs("a"), 4) == {"tiers": ("device",)}
+    assert host_tier(HostRows(), specs("a"), 4) == {"tiers": ("host",)}
 
 
 def test_pinned_ranks_are_those_of_every_group() -> None:
