@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from harness import Case, Job, Measured, add_json, as_row, conclude, measured_json, run_job
+from plan_measured import CASES, measured_of
 
-__all__ = ["kendall_tau", "main"]
+__all__ = ["main"]
 
 SCRIPT = Path(__file__).resolve()
 PACKAGES = ("torch", "numpy", "scipy", "shoal", "torchrec")
@@ -59,8 +60,6 @@ BETTER = {
     )
     for name, text in PLANNERS.items()
 }  # fmt: skip
-TAU = _floor("order of measured steps as predicted, Kendall's tau", 0.8)
-ERROR = _ceiling("predicted step over measured, or the inverse, worst plan", 1.25, "x")
 TORCHREC = _floor("torchrec's plan over ours under our cost model, worst of 50", 1.0)
 UNDER_THEIRS = _floor("torchrec's plan over ours under its cost model, median of 50", 0.95)
 
@@ -77,7 +76,7 @@ def jobs(quick: bool, count: int = 200) -> list[Job]:
             timeout_s=3000),
         Job(task="against", params={"count": 2 if quick else count}, cases=tuple(every),
             env=ONE_CORE, timeout_s=3000),
-        Job(task="steps", params={"quick": quick}, cases=(TAU, ERROR), timeout_s=900),
+        Job(task="steps", params={"quick": quick}, cases=CASES, timeout_s=900),
         Job(task="torchrec", params={"count": 2 if quick else 50}, cases=(TORCHREC, UNDER_THEIRS),
             env=ONE_CORE, timeout_s=3000),
     ]  # fmt: skip
@@ -175,26 +174,7 @@ def steps(*, quick: bool) -> dict[str, Measured]:
     params = {"device": "cuda" if gpus > 1 else "cpu", "quick": quick}
     ranks = gpus if gpus > 1 else 2
     found = on_ranks(ranks, "five_plans", params, timeout_s=800, module="work_plan")[0]
-    pairs = [(found["predicted"][name], found["measured"][name]) for name in found["measured"]]
-    worst = max(max(a / b, b / a) for a, b in pairs)
-    said = "; ".join(
-        f"{name} {1e3 * b:.1f} ms, predicted {1e3 * a:.1f}"
-        for name, (a, b) in zip(found["measured"], pairs, strict=True)
-    )
-    # A tau of 0 or less is no value of a ratio; it is in the note.
-    tau = kendall_tau(pairs)
-    return {
-        TAU.name: Measured(ours=tau, note=f"tau {tau:.2f} on {ranks} ranks: {said}"),
-        ERROR.name: Measured(ours=worst, note="; ".join(found["rates"])),
-    }
-
-
-def kendall_tau(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau of (a, b): 1 the same order, -1 the opposite one."""
-    signs = [
-        np.sign(a - c) * np.sign(b - d) for k, (a, b) in enumerate(pairs) for c, d in pairs[k + 1 :]
-    ]
-    return float(np.mean(signs))
+    return measured_of(found)
 
 
 def torchrec(*, count: int) -> dict[str, Measured]:

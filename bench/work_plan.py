@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from shoal.comm import init, shutdown
+from shoal.distributed.stepping import TableLoad, fitted, predicted, timed_steps
 from shoal.placement import (
     Hosted,
     Placement,
@@ -15,14 +19,15 @@ from shoal.placement import (
     table_wise,
 )
 from shoal.planner import calibrate
-from shoal.train.stepping import TableLoad, fitted, predicted, timed_steps
 
 __all__ = ["five_plans"]
 
 Placing = Callable[[int, TableLoad, int], tuple[Hosted, ...]]
 PLANS: dict[str, Placing] = {
     "all tables on rank 0": lambda k, t, ranks: table_wise(t.name, t.dim, 0),
-    "three quarters on rank 0": lambda k, t, ranks: table_wise(t.name, t.dim, int(k % 4 == 3)),
+    "three quarters on rank 0": lambda k, t, ranks: table_wise(
+        t.name, t.dim, k // 4 % ranks if k % 4 == 3 else 0
+    ),
     "tables in turns": lambda k, t, ranks: table_wise(t.name, t.dim, k % ranks),
     "rows split": lambda k, t, ranks: row_wise(t.name, t.dim, ranks),
     "columns split": lambda k, t, ranks: column_wise(t.name, t.dim, range(ranks)),
@@ -30,35 +35,68 @@ PLANS: dict[str, Placing] = {
 }
 
 
-def five_plans(*, device: str, quick: bool) -> dict[str, Any]:
-    """Measured and predicted seconds of a step by plan, and the speeds that were measured."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step looks up: tables of rows x dim, ids of an example, examples of a rank; and how
+    often it is timed."""
+
+    tables: int
+    rows: int
+    dim: int
+    ids: int
+    batch: int
+    turns: int
+    steps: int
+
+
+LOADS = {
+    "cpu": Load(tables=8, rows=50_000, dim=64, ids=4, batch=2048, turns=5, steps=15),
+    # Enough for bytes to matter next to launches.
+    "cuda": Load(tables=8, rows=2_000_000, dim=128, ids=8, batch=16_384, turns=3, steps=15),
+    "quick": Load(tables=8, rows=2_000, dim=64, ids=4, batch=256, turns=1, steps=4),
+}
+
+
+def five_plans(*, device: str, quick: bool, **sizes: int | None) -> dict[str, Any]:
+    """Measured and predicted seconds of a step by plan, and the speeds that were measured.
+
+    sizes: instead of those of `LOADS`.
+    """
     mesh = init(device=device)
-    scale = calibrate.QUICK if quick else calibrate.Scale()
-    topology = calibrate.measure(mesh, scale=scale)
+    load = LOADS["quick" if quick else mesh.device.type]
+    load = replace(load, **{name: value for name, value in sizes.items() if value is not None})
+    topology = calibrate.measure(mesh, scale=calibrate.QUICK if quick else None)
     topology = fitted(mesh, topology, steps=6 if quick else 40)
-    rows, batch = (2_000, 256) if quick else (50_000, 2048)
     loads = [
-        TableLoad(name=f"t{k}", rows=rows, dim=64, ids_per_sample=4, exponent=0.8) for k in range(8)
+        TableLoad(name=f"t{k}", rows=load.rows, dim=load.dim, ids_per_sample=load.ids, exponent=0.8)
+        for k in range(load.tables)
     ]
-    placements = {
-        name: Placement(
-            mesh.world_size,
-            tuple(h for k, t in enumerate(loads) for h in placing(k, t, mesh.world_size)),
-        )
-        for name, placing in PLANS.items()
-    }
-    found: dict[str, list[float]] = {name: [] for name in PLANS}
-    for seed in range(1 if quick else 3):
+    placements: dict[str, Placement] = {}
+    for name, placing in PLANS.items():
+        hosted = tuple(h for k, t in enumerate(loads) for h in placing(k, t, mesh.world_size))
+        made = Placement(mesh.world_size, hosted)
+        if made not in placements.values():  # one rank has all of everything
+            placements[name] = made
+    found: dict[str, list[float]] = {name: [] for name in placements}
+    for seed in range(load.turns):
         for name, placement in placements.items():
-            steps = 4 if quick else 15
-            found[name].append(timed_steps(mesh, loads, placement, batch, steps=steps, seed=seed))
+            found[name].append(
+                timed_steps(mesh, loads, placement, load.batch, steps=load.steps, seed=seed)
+            )
     result = {
+        "rank": mesh.rank,
+        "ranks": mesh.world_size,
+        "device": _device_name(mesh.device),
         "measured": {name: min(seconds) for name, seconds in found.items()},
         "predicted": {
-            name: predicted(topology, loads, placement, batch)
+            name: predicted(topology, loads, placement, load.batch)
             for name, placement in placements.items()
         },
         "rates": calibrate.lines_of(topology.rates),
     }
     shutdown()
     return result
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "one CPU"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from shoal.planner import Topology, create_planner, read_plan
 from shoal.ragged import KeyedRagged
 from shoal.rules.optimizers import Adagrad
 from shoal.table.spec import Segment, TableSpec
+from shoal.train import resuming
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -50,6 +53,7 @@ def with_(folder: Path, **distributed: Any) -> dict[str, Any]:
     return {**BASE, "output": {"dir": str(folder)}, "distributed": distributed}
 
 
+@pytest.mark.slow
 def test_a_planned_run_is_the_run_and_its_plan_can_be_read(tmp_path: Path) -> None:
     alone = trained(with_(tmp_path / "alone"))
     limits = {"default": "auto", "tables": {"f0": "column_wise"},
@@ -70,6 +74,7 @@ def refused(settings: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_ends_every_rank(tmp_path: Path) -> None:
     bad = with_(tmp_path / "a", placement={"default": "auto", "constraints": {"f9": {}}})
     for text in run_ranks(2, refused, bad, timeout_s=120):
@@ -78,6 +83,75 @@ def test_a_plan_that_fails_ends_every_rank(tmp_path: Path) -> None:
     file.write_text(json.dumps({"format": "shoal-plan"}))
     for text in run_ranks(2, refused, with_(tmp_path / "b", plan=str(file)), timeout_s=120):
         assert "shoal plan" in text
+
+
+def test_a_topology_of_other_devices_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: cpu\nnodes: 2\ndevices_per_node: 2\n")
+    bad = with_(tmp_path / "a", placement="auto", topology=str(file))
+    for text in run_ranks(2, refused, bad, timeout_s=120):
+        assert "4 on nodes of 2" in text and "2 on nodes of 2, the ranks of the launcher" in text
+
+
+@pytest.mark.slow
+def test_a_plan_of_rows_elsewhere_is_refused(tmp_path: Path) -> None:
+    auto = run_ranks(2, trained, with_(tmp_path / "auto", placement="auto"), timeout_s=120)
+    (folder,) = (tmp_path / "auto").iterdir()
+    plan = read_plan(folder)
+    moved = replace(plan, tables=(replace(plan.tables[0], tier="host"), *plan.tables[1:]))
+    file = tmp_path / "plan.json"
+    file.write_text(moved.to_json())
+    for text in run_ranks(2, refused, with_(tmp_path / "read", plan=str(file)), timeout_s=120):
+        assert "where a plan keeps rows: got f0: host; allowed: device" in text
+    assert not (tmp_path / "read").exists() and auto[0] == auto[1]
+
+
+def continued(settings: dict[str, Any], force: str | None) -> dict[str, float]:
+    """On rank 1 the variable is another one: what rank 0 has counts."""
+    if force is not None:
+        os.environ["FORCE_LOAD_SHARDING_PLAN"] = force if os.environ["RANK"] == "0" else "0"
+    return trained(settings)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_checkpoint_is_kept_if_that_is_asked(tmp_path: Path) -> None:
+    def of_run(name: str, constraints: Any) -> dict[str, Any]:
+        placement = {"default": "auto", "constraints": constraints}
+        settings = with_(tmp_path / name, placement=placement)
+        return {**settings, "checkpoint": {"dir": str(tmp_path / "saved"), "resume": "auto"}}
+
+    def where(name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        (folder,) = (tmp_path / name).iterdir()
+        return {t.name: (t.sharding, tuple(t.ranks())) for t in read_plan(folder).tables}
+
+    first = of_run("first", {"f0": {"sharding": "column_wise"}, "f1": {"ranks": [1]}})
+    run_ranks(2, trained, first, timeout_s=120)
+    begun = where("first")
+    assert begun["f0"][0] == "column_wise" and begun["f1"] == ("table_wise", (1,))
+    # What a later plan would have otherwise.
+    other = of_run("first", {"*": {"sharding": "row_wise"}})
+    run_ranks(2, continued, other, None, timeout_s=120)
+    free = where("first")
+    assert free["f1"] == ("row_wise", (0, 1))
+    # The newest checkpoint is of the first run still: nothing was left to train.
+    run_ranks(2, continued, other, "1", timeout_s=120)
+    assert where("first") == begun
+
+
+@pytest.mark.slow
+def test_a_plan_in_a_checkpoint_that_is_damaged_ends_every_rank(tmp_path: Path) -> None:
+    settings = with_(tmp_path / "run", placement="auto")
+    saved = {**settings, "checkpoint": {"dir": str(tmp_path / "saved"), "resume": "auto"}}
+    run_ranks(2, trained, saved, timeout_s=120)
+    for text in run_ranks(2, spoiled, saved, timeout_s=120):
+        assert "shoal plan" in text and "no plan at all" in text
+
+
+def spoiled(settings: dict[str, Any]) -> str:
+    os.environ["FORCE_LOAD_SHARDING_PLAN"] = "1"
+    read = resuming._job_in
+    resuming._job_in = lambda *at: {**read(*at), "plan": "no plan at all"}
+    return refused(settings)
 
 
 class Model(nn.Module):

@@ -69,8 +69,11 @@ def make(
     out: Out = Path(),
     groups: Groups = False,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Plan what twice the memory or speed would change.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--changes/--no-changes", help="Plan what twice the memory or speed would change."
+        ),
+    ] = True,
     time_limit: Annotated[float, option("S", "Seconds of the search.")] = 60.0,
     debug: Debug = False,
 ) -> None:
@@ -83,7 +86,7 @@ def make(
 
       shoal plan examples/dlrm_dcnv2.yaml --devices 4
 
-      shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --changes
+      shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --no-changes
     """
     with clean_errors(debug):
         from shoal.planner import report
@@ -93,7 +96,7 @@ def make(
         machines = _machines(settings, topology, devices)
         parts = placing.parts_of(settings)
 
-        inputs = placing.inputs_of(settings, parts)
+        inputs = placing.inputs_of(settings, parts, machines.world_size)
 
         def plan_on(where: Topology) -> Any:
             return placing.plan_run(
@@ -117,7 +120,8 @@ def simulate(
     ] = "8,16,32,64,128,256,512,1024,2048,4096",
     topology: TopologyFile = None,
     batch_size: Annotated[
-        int | None, option("N", "Examples of a rank; those of the run if left out.")
+        int | None,
+        option("N", "Examples of a rank; if left out, those of the tables, or the run's, divided."),
     ] = None,
     groups: Groups = False,
     out: Out = Path(),
@@ -127,7 +131,8 @@ def simulate(
     """Plan for clusters that one does not have: step time and memory against devices.
 
     A YAML of tables has them under "tables": name -> rows, dim, and maybe state_width, dtype,
-    copies, ids_per_sample, exponent, tiers; and maybe dense_weights and batch_size.
+    copies, ids_per_sample, exponent, tiers; and maybe dense_weights and batch_size (of a rank). Of
+    a run, data.batch_size is divided among the ranks.
 
     Examples:
 
@@ -149,9 +154,9 @@ def simulate(
             machines = _machines(settings, topology, None)
             weights = sum(one.numel() for one in parts.module.parameters())
             described = simulation.Simulated(
-                placing.inputs_of(settings, parts),
+                placing.inputs_of(settings, parts, 1),
                 weights,
-                settings.data.batch_size,
+                divided=settings.data.batch_size,
             )
         if machines is None or topology is not None:
             machines = simulation.machines_of(topology)
@@ -204,16 +209,16 @@ def calibrate(
     """
     with clean_errors(debug):
         from shoal.comm import launch
+        from shoal.distributed import stepping
         from shoal.planner import calibrate as measuring
-        from shoal.train import stepping
+        from shoal.planner.topology import cache_folder
 
         mesh = launch.init(device=device)
         try:
-            scale = measuring.QUICK if quick else measuring.Scale()
-            found = measuring.measure(mesh, scale=scale)
+            found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
             found = stepping.fitted(mesh, found, steps=5 if quick else 30)
             if mesh.rank == 0:
-                folder = measuring.cache_folder() if out is None else out
+                folder = cache_folder() if out is None else out
                 folder.mkdir(parents=True, exist_ok=True)
                 _print([found.summary(), *measuring.lines_of(found.rates)])
                 print_line(console(), f"wrote {measuring.cached(folder, found)}")

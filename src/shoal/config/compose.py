@@ -179,6 +179,9 @@ def _replaces(override: Override) -> bool:
     return isinstance(value, dict) and any(str(part) == "kind" for part in value)
 
 
+_PLACEMENT = "distributed.placement"
+
+
 def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> list[str]:
     """Let overrides name keys that the file leaves to their defaults; the tree checks them.
 
@@ -191,6 +194,9 @@ def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> l
         if override.is_add() or override.is_delete() or (folder / key).is_dir():
             forced.append(text)
             continue
+        if key == _PLACEMENT and isinstance(override.value(), str):
+            # Short for its default: next to types of tables neither override may replace the other.
+            text = text.replace(key, f"{key}.default", 1)
         if _replaces(override) and OmegaConf.select(alone, key) is not None:
             forced.append(f"~{key}")
         forced.append(f"++{text.lstrip('+')}")

@@ -114,6 +114,9 @@ def families_of(
         members.setdefault(id(collection.shard), {})[name] = collection
     every = [spec for shard in shards.values() for spec in shard.specs]
     placement = placed(every, placing, world_size, local_world_size)
+    if isinstance(placing, Plan):
+        for shard in shards.values():
+            placing.check_tiers(shard.specs, getattr(shard, "settings", {}).get("host_rows"))
     found = []
     for key, shard in shards.items():
         names = {spec.name for spec in shard.specs}

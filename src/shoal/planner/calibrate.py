@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,24 +45,28 @@ class Scale:
     repeats: int = 9
 
 
+ON_GPU = Scale(rows=2_000_000, ids=1 << 19, copied_bytes=1 << 29, sent_bytes=1 << 26)
 QUICK = Scale(rows=5_000, ids=1_024, copied_bytes=1 << 20, sent_bytes=1 << 18, repeats=3)
 
 
 def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
     """Measured speeds and sizes of this job's machines; a collective call.
 
-    Cross-node speeds are measured where there are several nodes, and assumed otherwise. What whole
-    steps cost besides is `shoal.train.stepping`'s to measure.
+    Speeds in a node and between nodes are measured where there are ranks for it, and assumed
+    otherwise. What whole steps cost besides is measured by `shoal.distributed.stepping`.
+
+    scale: of the device when left out.
 
     Raises:
         CollectiveFailed: a rank is gone.
     """
-    scale = Scale() if scale is None else scale
     device = mesh.device
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    if scale is None:
+        scale = ON_GPU if kind == "cuda" else Scale()
     known = ASSUMED[kind]
     copy = _copies(device, device, scale)
-    id_s, gather, update = _tables(device, scale, copy)
+    id_s, update_id_s, gather, update = _tables(device, scale, copy)
     rates = replace(
         known,
         copy=copy,
@@ -70,6 +74,7 @@ def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
         gather=gather,
         update=update,
         id_s=id_s,
+        update_id_s=update_id_s,
         flops=_flops(device, scale),
     )
     if mesh.world_size > 1:
@@ -105,8 +110,9 @@ def lines_of(rates: Rates) -> list[str]:
         "all-reduce": rates.reduce,
     }  # fmt: skip
     steps = {
-        "id": rates.id_s, "occurrence": rates.occurrence_s, "table": rates.table_s,
-        "slice": rates.slice_s, "step": rates.step_s, "collective": rates.intra_latency_s,
+        "id": rates.id_s, "updated row": rates.update_id_s, "occurrence": rates.occurrence_s,
+        "table": rates.table_s, "slice": rates.slice_s, "step": rates.step_s,
+        "collective": rates.intra_latency_s,
     }  # fmt: skip
     curves = (("rows read", rates.gather), ("rows updated", rates.update))
     return [
@@ -136,24 +142,25 @@ def _copies(source: torch.device, target: torch.device, scale: Scale) -> float:
 
 
 def _flops(device: torch.device, scale: Scale) -> float:
-    size = 512 if scale.rows > QUICK.rows else 128
+    size = 128 if scale == QUICK else 4096 if device.type == "cuda" else 512
     a, b = (torch.ones(size, size, device=device) for _ in range(2))
     return 2.0 * size**3 / best(lambda: a @ b, device, scale.repeats)
 
 
-def _tables(device: torch.device, scale: Scale, most: float) -> tuple[float, Curve, Curve]:
-    """(seconds of an id, bytes a second of rows read, of rows and state updated) of this shard."""
+def _tables(device: torch.device, scale: Scale, most: float) -> tuple[float, float, Curve, Curve]:
+    """(seconds of an id, of an updated row, bytes a second of rows read, of rows and state updated)
+    of this shard."""
     found = [_table(device, dim, scale) for dim in (1, *_WIDTHS)]
-    id_s = max(found[0][0] / scale.ids, _LEAST_S / 10)
     base_read, base_step = found[0]
+    id_s, step_s = (max(base / scale.ids, _LEAST_S / 10) for base in found[0])
     gather, update = [], []
-    for dim, (read_s, step_s) in zip(_WIDTHS, found[1:], strict=True):
+    for dim, (wide_read, wide_step) in zip(_WIDTHS, found[1:], strict=True):
         size = 4.0 * dim * scale.ids
         # What wider rows add to the time of rows of one column.
-        added_s = max(read_s - base_read, _LEAST_S), max(step_s - base_step, _LEAST_S)
+        added_s = max(wide_read - base_read, _LEAST_S), max(wide_step - base_step, _LEAST_S)
         gather.append((4.0 * dim, min(size / added_s[0], most)))
         update.append((8.0 * dim, min(4 * size / added_s[1], most)))
-    return id_s, tuple(gather), tuple(update)
+    return id_s, step_s, tuple(gather), tuple(update)
 
 
 def _table(device: torch.device, dim: int, scale: Scale) -> tuple[float, float]:
@@ -190,46 +197,43 @@ def _table(device: torch.device, dim: int, scale: Scale) -> tuple[float, float]:
 
 def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:
     """Speeds and latencies of collectives between ranks, of the slowest rank."""
+    ranks, local = mesh.world_size, mesh.launch.local_world_size
+    home = mesh.rank // local
+    here = tuple(rank // local == home for rank in range(ranks))
+    # Two patterns of the same all-to-all: to ranks of this node, and to those of others.
+    patterns = {"intra": here, "cross": tuple(not one for one in here)}
+    patterns = {name: to for name, to in patterns.items() if sum(to) > (name == "intra")}
     made = mesh.collectives("calibration")
     try:
-        empty = _all_to_all(made, 0, scale)
-        full = _all_to_all(made, scale.sent_bytes, scale)
         data = torch.ones(scale.sent_bytes // 4, device=made.device)
         summed = best(
             lambda: made.all_reduce(data, "sum", what="calibration").wait(),
             made.device,
             scale.repeats,
         )
-        seconds = torch.tensor([empty, full, summed], dtype=torch.float64, device="cpu")
+        found = [summed]
+        for to in patterns.values():
+            found += [_all_to_all(made, size, to, scale) for size in (0, scale.sent_bytes)]
+        seconds = torch.tensor(found, dtype=torch.float64, device="cpu")
         (worst,) = mesh.control.all_reduce(seconds, "max", what="calibration").wait()
     finally:
         made.close()
-    latency, moving = float(worst[0]), max(float(worst[1] - worst[0]), _LEAST_S)
-    ranks, local = mesh.world_size, mesh.launch.local_world_size
-    rates = replace(rates, reduce=scale.sent_bytes / float(worst[2]))
-    near = scale.sent_bytes * (local - 1) / ranks / moving
-    far = scale.sent_bytes * (ranks - local) / ranks / moving
-    if local == ranks:
-        return replace(rates, intra=near, intra_latency_s=latency)
-    if local == 1:
-        return replace(rates, cross=far, cross_latency_s=latency)
-    # The slower links decide; those of a node are at least as fast as what passed.
-    return replace(rates, cross=far, cross_latency_s=latency, intra=max(rates.intra, near))
+    speeds: dict[str, Any] = {"reduce": scale.sent_bytes / float(worst[0])}
+    for k, (name, to) in enumerate(patterns.items()):
+        empty, full = float(worst[1 + 2 * k]), float(worst[2 + 2 * k])
+        sent = scale.sent_bytes * (sum(to) - (name == "intra")) / sum(to)
+        speeds[name] = sent / max(full - empty, _LEAST_S)
+        speeds[f"{name}_latency_s"] = empty
+    return replace(rates, **speeds)
 
 
-def _all_to_all(made: Collectives, size: int, scale: Scale) -> float:
-    """Seconds of an even all-to-all in which each rank sends this number of bytes."""
-    each = size // 4 // made.world_size
-    splits = (each,) * made.world_size
-    data = torch.ones(each * made.world_size, 1, device=made.device)
+def _all_to_all(made: Collectives, size: int, to: tuple[bool, ...], scale: Scale) -> float:
+    """Seconds of an all-to-all in which each rank sends so many bytes to some ranks, evenly."""
+    each = size // 4 // sum(to)
+    splits = tuple(each * one for one in to)
+    data = torch.ones(sum(splits), 1, device=made.device)
 
     def once() -> None:
         made.all_to_all([Part(data, splits, splits)], what="calibration").wait()
 
     return best(once, made.device, scale.repeats)
-
-
-def cache_folder() -> Path:
-    """Where measured speeds are kept: XDG_CACHE_HOME/shoal, or ~/.cache/shoal."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shoal"

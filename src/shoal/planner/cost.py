@@ -121,7 +121,7 @@ class CostModel:
             0.0 if copied else self._network(received * sent) + 2 * received * sent / rates.copy
         )
         grads_s = self._network(received * grad) + 3 * received * grad / rates.copy
-        update_s = 2 * touched * whole / along(rates.update, whole)
+        update_s = touched * (2 * whole / along(rates.update, whole) + rates.update_id_s)
         if work.replicas > 1:  # rows touched in any group are brought together, then stepped alike
             grads_s += (work.replicas - 1) * touched * grad / rates.cross
             update_s *= synced / max(merged, 1e-9)

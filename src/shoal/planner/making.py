@@ -47,7 +47,8 @@ def make_plan(
         topology: the machines.
         work: what else a rank does.
         constraints: see `constraints_by_table`; features: feature -> its table.
-        groups: also try several groups that hold all tables each, from 64 devices up.
+        groups: also try several groups that hold all tables each, from 64 devices up; pinned ranks
+            are those of every group.
         time_limit_s, moves, seed: of the search.
 
     Raises:
@@ -64,10 +65,15 @@ def make_plan(
         )
     limits = constraints_by_table(constraints or {}, names, features)
     best: Plan | None = None
+    outside: list[int] = []  # numbers of groups that lack pinned ranks
+    last = max((rank for one in limits.values() for rank in one.ranks or ()), default=0)
     for count in (1, *(_GROUPS if groups and topology.world_size >= _FROM_DEVICES else ())):
         if topology.nodes % count:
             continue
         part = replace(topology, nodes=topology.nodes // count)
+        if count > 1 and last >= part.world_size:
+            outside.append(count)
+            continue
         model = CostModel(part, replace(work, replicas=count))
         options = [options_of(table, limits[table.name], part) for table in tables]
         problem = problem_of(tables, options, model) if all(options) else None
@@ -82,6 +88,9 @@ def make_plan(
         if best is None or plan.step_s < best.step_s:
             best = plan
     assert best is not None, "the first number of groups raises otherwise"
+    if outside:
+        text = f"{', '.join(map(str, outside))} groups were not tried: constraints pin tables to"
+        best = replace(best, notes=(*best.notes, f"{text} rank {last}, which no group has then"))
     return best
 
 

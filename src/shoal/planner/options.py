@@ -182,6 +182,13 @@ class Constraint:
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return replace(other, **{name: value for name, value in own.items() if value is not None})
 
+    def clashes(self, other: Constraint) -> list[str]:
+        """Settings that both have, and not alike."""
+        pairs = (
+            (one.name, getattr(self, one.name), getattr(other, one.name)) for one in fields(self)
+        )
+        return [name for name, a, b in pairs if a is not None and b is not None and a != b]
+
     def summary(self) -> str:
         """What it says, on one line."""
         said = ((one.name, getattr(self, one.name)) for one in fields(self))

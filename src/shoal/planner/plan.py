@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -13,9 +14,11 @@ from shoal.placement import Hosted, Placement
 from shoal.planner.cost import PHASES
 from shoal.planner.options import Constraint, Tier
 from shoal.table.hosting import Sharding, check_placement
-from shoal.table.spec import RowDType, TableSpec
+from shoal.table.spec import HostRows, RowDType, TableSpec
 
 _FORMAT = "shoal-plan"
+_MOST_RANKS = 1 << 16
+_MOST_NAMED = 1 << 22  # ranks of all different lists in a file: more is no plan of any job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +140,58 @@ class Plan:
             )
         check_placement(specs, self.placement())
 
+    def check_tiers(self, specs: Sequence[TableSpec], host_rows: HostRows | None) -> None:
+        """Check that rows of a shard's tables live where the plan has them.
+
+        Args:
+            specs: tables of one shard.
+            host_rows: of that shard.
+
+        Raises:
+            ConfigError: the plan has a table on another tier.
+        """
+        real, names = tier_of(host_rows), {spec.name for spec in specs}
+        own = [table for table in self.tables if table.name in names]
+        other = [f"{table.name}: {table.tier}" for table in own if table.tier != real]
+        if not other:
+            return
+        more = f" and {len(other) - 5} more" if len(other) > 5 else ""
+        wanted = {table.tier for table in own}
+        remedy = "Plan again with tiers as they are: tables of one collection share a tier."
+        if wanted == {"device"}:
+            remedy = "Leave host_rows out, or plan again with it."
+        elif wanted == {"host"}:
+            remedy = "Set host_rows.cache_bytes=0 (HostRows() of a collection), or plan again."
+        elif wanted == {"cache"}:
+            cached = max(self.cache_bytes(rank, names) for rank in range(self.world_size))
+            remedy = f"Set host_rows.cache_bytes={cached}, or plan again without a tier."
+        raise ConfigError(
+            "where a plan keeps rows",
+            got="; ".join(other[:5]) + more,
+            allowed=f"{real}, where rows of these tables live in this run",
+            remedy=remedy,
+        )
+
+    def cache_bytes(self, rank: int, tables: Iterable[str]) -> int:
+        """Device memory that the plan gives a rank to cache rows of some tables in."""
+        names, total = set(tables), 0.0
+        for table in self.tables:
+            held = [one for one in table.hosted if rank in one.ranks]
+            if table.name in names and table.tier == "cache" and held:
+                total += len(held) * table.cache * table.host_bytes
+        return math.ceil(total)
+
     def constraints(self) -> dict[str, Constraint]:
-        """What keeps each table as it is here: type, slices, tier and, for single ranks, where."""
+        """What keeps each table as it is here: type, slices, tier and ranks."""
         found = {}
         for one in self.tables:
             ranks = tuple(dict.fromkeys(one.ranks()))
-            free = one.sharding in ("row_wise", "data_parallel") and len(ranks) == self.world_size
             found[one.name] = Constraint(
                 sharding=(one.sharding,),
                 tiers=(one.tier,),
                 cache_ratios=(one.cache,) if one.tier == "cache" else None,
                 slices=(len(one.hosted),),
-                ranks=None if free else ranks,
+                ranks=ranks,
             )
         return found
 
@@ -204,7 +247,11 @@ class Plan:
             content = json.loads(text)
             if content.pop("format") != _FORMAT:
                 raise KeyError("format")
-            tables = tuple(_table_of(one) for one in content.pop("tables"))
+            world_size = content["world_size"]
+            if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
+                raise ValueError(f"world_size {str(world_size)[:40]}, not 1..{_MOST_RANKS}")
+            lists = _RankLists(world_size)
+            tables = tuple(_table_of(one, lists) for one in content.pop("tables"))
             settings: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in content.items()
@@ -244,6 +291,13 @@ def read_plan(path: str | Path) -> Plan:
         ) from None
 
 
+def tier_of(host_rows: HostRows | None) -> Tier:
+    """Where a shard made with this value keeps its rows."""
+    if host_rows is None:
+        return "device"
+    return "cache" if host_rows.cache_bytes else "host"
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """Ranks as text: "0-7,9"."""
     spans: list[list[int]] = []
@@ -255,10 +309,31 @@ def ranges(ranks: Iterable[int]) -> str:
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _ranks_of(text: str) -> Iterator[int]:
-    for span in text.split(","):
-        first, _, last = span.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+class _RankLists:
+    """Reads lists such as "0-7,9" of a file, each once, and refuses ranks that no job has."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._named = 0
+
+    def read(self, text: str) -> tuple[int, ...]:
+        """The ranks, within memory that the world size bounds."""
+        if text not in self._known:
+            spans = [self._span(one) for one in text.split(",")]
+            count = sum(map(len, spans))
+            self._named += count
+            if count > self._world_size or self._named > _MOST_NAMED:
+                raise ValueError(f"{count} ranks of a job of {self._world_size}")
+            self._known[text] = tuple(rank for span in spans for rank in span)
+        return self._known[text]
+
+    def _span(self, text: str) -> range:
+        first, _, last = text.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        if not 0 <= span.start < span.stop <= self._world_size:
+            raise ValueError(f"ranks {text[:40]}, not within 0..{self._world_size - 1}")
+        return span
 
 
 def _place(table: TablePlan) -> str:
@@ -277,10 +352,10 @@ def _plain_table(table: TablePlan) -> dict[str, Any]:
     return plain
 
 
-def _table_of(plain: dict[str, Any]) -> TablePlan:
+def _table_of(plain: dict[str, Any], lists: _RankLists) -> TablePlan:
     copied = plain["sharding"] == "data_parallel"
     hosted = tuple(
-        Hosted(plain["name"], one["start"], one["stop"], tuple(_ranks_of(one["ranks"])), copied)
+        Hosted(plain["name"], one["start"], one["stop"], lists.read(one["ranks"]), copied)
         for one in plain["hosted"]
     )
     for name, known in (("sharding", Sharding), ("tier", Tier), ("dtype", RowDType)):

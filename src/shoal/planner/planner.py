@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,8 +18,15 @@ from shoal.comm.launchers import choice
 from shoal.errors import ConfigError, unknown_name
 from shoal.planner.cost import dense_work
 from shoal.planner.making import make_plan
-from shoal.planner.options import FEATURE, GLOBAL, TableInput, Tier, constraint_of, table_input
-from shoal.planner.plan import Plan, read_plan
+from shoal.planner.options import (
+    FEATURE,
+    GLOBAL,
+    Constraint,
+    TableInput,
+    constraint_of,
+    table_input,
+)
+from shoal.planner.plan import Plan, read_plan, tier_of
 from shoal.planner.statistics import TableStatistics, check_known
 from shoal.planner.topology import Topology, from_environment
 from shoal.table.spec import HostRows, TableSpec
@@ -32,7 +39,7 @@ class FeatureLike(Protocol):
     table: str
 
 
-class Collection(Protocol):
+class Tables(Protocol):
     """What a plan reads of an `EmbeddingCollection`."""
 
     @property
@@ -58,9 +65,11 @@ class Planner:
         device: where rows live, "cuda" or "cpu".
         constraints: see `constraints_by_table`.
         statistics: of ids by table; a Zipf law over the expected rows of tables without.
-        previous: a plan whose types, tiers and ranks its tables keep.
+        ckpt_plan_path: a plan, or a folder with one, whose tables keep types, tiers and ranks if
+            FORCE_LOAD_SHARDING_PLAN is 1; read where the plan is made.
         horizon_samples: examples that tables are to grow for.
         time_limit_s: of the search.
+        environ: variables.
     """
 
     topology: Topology
@@ -68,9 +77,10 @@ class Planner:
     device: str = "cuda"
     constraints: Mapping[str, Any] = field(default_factory=dict)
     statistics: Mapping[str, TableStatistics] = field(default_factory=dict)
-    previous: Plan | None = None
+    ckpt_plan_path: str | Path | None = None
     horizon_samples: float = 0.0
     time_limit_s: float = 60.0
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def plan(self, model: nn.Module) -> Plan:
         """A plan of the tables of a module.
@@ -88,7 +98,7 @@ class Planner:
                 spec,
                 self.statistics.get(name),
                 horizon_samples=self.horizon_samples,
-                **_tier_of(made, spec),
+                **_tier_of(made, self.topology.world_size),
             )
             for made in collections
             for name, spec in made.tables.items()
@@ -126,38 +136,86 @@ class Planner:
     ) -> dict[str, Any]:
         """Those of the modules, under the planner's own, under those of the previous plan."""
         names = {table.name for table in tables}
-        found: dict[str, Any] = {}
-        for module in model.modules():
-            declared = getattr(module, "parameter_constraints", None)
-            declared = declared() if callable(declared) else declared
-            for key, one in (declared or {}).items():
-                if key not in names and key.removeprefix(FEATURE) not in features:
-                    raise unknown_name("table of parameter_constraints", str(key), names)
-                found[key] = constraint_of(one)
+        found = declared_constraints(model, names, features)
         for key, one in self.constraints.items():
             own = constraint_of(one)
             found[key] = own.under(found[key]) if key in found else own
-        if self.previous is not None:
-            if self.previous.world_size != self.topology.world_size:
-                raise ConfigError(
-                    "world size of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
-                    got=self.previous.world_size,
-                    allowed=f"{self.topology.world_size}, the ranks of this job",
-                    remedy="Set FORCE_LOAD_SHARDING_PLAN=0 to plan again.",
-                )
-            kept = self.previous.constraints()
-            if unknown := sorted(kept.keys() - set(names)):
-                raise ConfigError(
-                    "tables of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
-                    got=", ".join(unknown),
-                    allowed=f"tables of this model: {', '.join(sorted(names))}",
-                    remedy="Name a plan of this model, or set FORCE_LOAD_SHARDING_PLAN=0.",
-                )
-            found |= {name: one for name, one in kept.items() if name in names}
+        if self.ckpt_plan_path is not None and forced(self.environ):
+            previous = read_plan(self.ckpt_plan_path)
+            found |= kept(previous, names, self.topology.world_size)
         return found
 
 
-def collections_of(model: nn.Module) -> list[Collection]:
+def forced(environ: Mapping[str, str]) -> bool:
+    """Whether FORCE_LOAD_SHARDING_PLAN asks for the tables of an earlier plan as they were.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    return bool(choice(environ, "FORCE_LOAD_SHARDING_PLAN", 0))
+
+
+def kept(previous: Plan, tables: Collection[str], world_size: int) -> dict[str, Constraint]:
+    """Constraints that keep types, tiers and ranks of an earlier plan's tables.
+
+    Raises:
+        ConfigError: it is of another world size, or has tables that there are not.
+    """
+    remedy = "Set FORCE_LOAD_SHARDING_PLAN=0 to plan from scratch."
+    if previous.world_size * previous.replicas != world_size:
+        raise ConfigError(
+            "world size of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
+            got=previous.world_size * previous.replicas,
+            allowed=f"{world_size}, the ranks of this job",
+            remedy=remedy,
+        )
+    found = previous.constraints()
+    if unknown := sorted(found.keys() - set(tables)):
+        raise ConfigError(
+            "tables of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
+            got=", ".join(unknown),
+            allowed=f"tables of this model: {', '.join(sorted(tables))}",
+            remedy=remedy,
+        )
+    return found
+
+
+def declared_constraints(
+    model: nn.Module, tables: Collection[str], features: Mapping[str, str]
+) -> dict[str, Any]:
+    """What modules declare as `parameter_constraints`, by table or "feature:NAME".
+
+    Raises:
+        UnknownName: a table or feature that the model does not have.
+        ConfigError: two modules that contradict each other.
+    """
+    found: dict[str, Constraint] = {}
+    owners: dict[str, str] = {}
+    for path, module in model.named_modules():
+        declared = getattr(module, "parameter_constraints", None)
+        declared = declared() if callable(declared) else declared
+        owner = f"{path or 'the model'} ({type(module).__name__})"
+        for key, one in (declared or {}).items():
+            name = str(key)
+            known = features if name.startswith(FEATURE) else tables
+            if name.removeprefix(FEATURE) not in known:
+                raise unknown_name("table of parameter_constraints", name, tables)
+            own = constraint_of(one)
+            if name in found:
+                if differing := own.clashes(found[name]):
+                    raise ConfigError(
+                        f"parameter_constraints of {name!r}",
+                        got=f"{', '.join(differing)} differ: {owners[name]} has "
+                        f"{found[name].summary()}; {owner} has {own.summary()}",
+                        allowed="modules that agree on each setting of a table",
+                        remedy="Declare the table in one of them.",
+                    )
+                own, owner = own.under(found[name]), f"{owners[name]}, {owner}"
+            found[name], owners[name] = own, owner
+    return dict(found)
+
+
+def collections_of(model: nn.Module) -> list[Tables]:
     """The embedding collections in a module.
 
     Raises:
@@ -165,7 +223,7 @@ def collections_of(model: nn.Module) -> list[Collection]:
     """
     # By what the class has: asking an instance for properties would make its exchange.
     found = [
-        cast(Collection, one)
+        cast(Tables, one)
         for one in model.modules()
         if all(hasattr(type(one), name) for name in ("tables", "shard", "distribute"))
     ]
@@ -179,21 +237,20 @@ def collections_of(model: nn.Module) -> list[Collection]:
     return found
 
 
-def _tier_of(made: Collection, spec: TableSpec) -> dict[str, Any]:
+def _tier_of(made: Tables, ranks: int) -> dict[str, Any]:
     """Where a collection's rows live, which was settled when it was built."""
     host: HostRows | None = getattr(made.shard, "settings", {}).get("host_rows")
-    return host_tier(host, made.tables.values(), spec)
+    return host_tier(host, made.tables.values(), ranks)
 
 
-def host_tier(host: HostRows | None, specs: Any, spec: TableSpec) -> dict[str, Any]:
-    """Tier and cached part of a table whose shard keeps rows as `host` says."""
-    tiers: tuple[Tier, ...] = ("device",)
-    if host is None:
-        return {"tiers": tiers}
-    if not host.cache_bytes:
-        return {"tiers": ("host",)}
+def host_tier(host: HostRows | None, specs: Any, ranks: int) -> dict[str, Any]:
+    """Tier and cached part of tables whose shards keep rows as `host` says, on every rank."""
+    tier = tier_of(host)
+    if host is None or tier != "cache":
+        return {"tiers": (tier,)}
     rows = sum(4.0 * (s.expected_rows or 10**6) * (s.dim + s.state_width) for s in specs)
-    return {"tiers": ("cache",), "cache": min(0.99, max(1e-3, host.cache_bytes / max(rows, 1.0)))}
+    cached = ranks * host.cache_bytes / max(rows, 1.0)
+    return {"tiers": (tier,), "cache": min(0.99, max(1e-3, cached))}
 
 
 def create_planner(
@@ -221,7 +278,7 @@ def create_planner(
         global_constraints_cfg: of all tables: a `Constraint`, its settings, or an object with
             `sharding_types` and `compute_kernels`.
         model: if given, must have a collection.
-        topology: the machines; the launcher's when left out.
+        topology: the machines; the launcher's when left out, with speeds measured before.
         statistics: of ids by table.
         constraints: by table, pattern, "*" or "feature:NAME".
         horizon_samples: examples that tables are to grow for.
@@ -240,17 +297,15 @@ def create_planner(
     if global_constraints_cfg is not None:
         whole = constraint_of(global_constraints_cfg, "global constraint")
         given[GLOBAL] = constraint_of(given[GLOBAL]).under(whole) if GLOBAL in given else whole
-    previous = None
-    if choice(environ, "FORCE_LOAD_SHARDING_PLAN", 0) and ckpt_plan_path is not None:
-        previous = read_plan(ckpt_plan_path)
     if model is not None:
         collections_of(model)
     return Planner(
-        topology=topology or from_environment(str(device), environ=environ),
+        topology=topology or from_environment(str(device), environ=environ, cached=True),
         batch_size=batch_size,
         device=kind,
         constraints=given,
         statistics=statistics or {},
-        previous=previous,
+        ckpt_plan_path=ckpt_plan_path,
         horizon_samples=horizon_samples,
+        environ=environ,
     )

@@ -144,7 +144,7 @@ def html_of(plan: Plan, title: str, changes: Sequence[Change] = ()) -> str:
 class Point:
     """A plan of a simulation: devices, groups, seconds of a step, examples a second, fullest rank.
 
-    failed: why there is no plan.
+    failed: why there is no plan; batch_size: examples of a rank.
     """
 
     devices: int
@@ -154,6 +154,7 @@ class Point:
     device_bytes: float = 0.0
     host_bytes: float = 0.0
     failed: str = ""
+    batch_size: int = 0
 
 
 def point_of(plan: Plan, batch_size: int) -> Point:
@@ -166,20 +167,22 @@ def point_of(plan: Plan, batch_size: int) -> Point:
         devices * batch_size / plan.step_s,
         max(plan.rank_device_bytes),
         max(plan.rank_host_bytes),
+        batch_size=batch_size,
     )
 
 
 def simulated_text(points: Sequence[Point]) -> list[str]:
     """The lines that `shoal plan simulate` prints."""
     lines = [
-        f"{'devices':>8} {'groups':>6} {'step':>9} {'examples/s':>11} {'device':>9} {'host':>9}"
+        f"{'devices':>8} {'groups':>6} {'batch/rank':>10} {'step':>9} {'examples/s':>11} "
+        f"{'device':>9} {'host':>9}"
     ]
     for one in points:
         if one.failed:
             lines.append(f"{one.devices:>8} {one.failed}")
             continue
         lines.append(
-            f"{one.devices:>8} {one.groups:>6} {show_seconds(one.step_s):>9} "
+            f"{one.devices:>8} {one.groups:>6} {one.batch_size:>10} {show_seconds(one.step_s):>9} "
             f"{one.examples_per_s:>11.3g} {show_bytes(one.device_bytes):>9} "
             f"{show_bytes(one.host_bytes):>9}"
         )

@@ -30,11 +30,18 @@ class Simulated:
         tables: of the model.
         dense_weights: of its dense part.
         batch_size: examples of a rank.
+        divided: examples of all ranks together, which share them, as a run's do; None: each rank
+            has `batch_size`, however many there are.
     """
 
     tables: Sequence[TableInput]
     dense_weights: int = 0
     batch_size: int = 4096
+    divided: int | None = None
+
+    def batch_of(self, devices: int) -> int:
+        """Examples of the rank that has most."""
+        return self.batch_size if self.divided is None else -(-self.divided // devices)
 
 
 def read_tables(path: str | Path) -> Simulated | None:
@@ -124,13 +131,13 @@ def simulate(
         what: tables and dense part.
         machines: nodes of which there are as many as it takes.
         sizes: numbers of devices.
-        batch_size: examples of a rank, if another than that of `what`.
+        batch_size: examples of a rank, instead of those of `what`.
         groups: also try groups that hold all tables each, from 64 devices up.
         time_limit_s: of each search.
     """
-    batch = batch_size or what.batch_size
     points = []
     for devices in sizes:
+        batch = batch_size or what.batch_of(devices)
         try:
             topology = machines.with_devices(devices)
             work = dense_work(topology, batch, what.dense_weights)

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -130,6 +130,7 @@ class Rates:
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
         reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
+        update_id_s: seconds of an owner for a row that it updates, besides its bytes.
     """
 
     copy: float
@@ -147,6 +148,7 @@ class Rates:
     table_s: float = 0.0
     step_s: float = 0.0
     reduce: float = 0.0
+    update_id_s: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -285,6 +287,20 @@ class Topology:
             raise _bad(what, devices, f"a multiple of {local}", "Plan for whole nodes.")
         return replace(self, nodes=devices // local, local_size=local)
 
+    def check_job(self, world_size: int, local_size: int) -> None:
+        """Refuse machines that are not those of a job.
+
+        Raises:
+            ConfigError: other numbers of ranks, or of ranks on a node.
+        """
+        if (self.world_size, self.local_size) != (world_size, local_size):
+            raise _bad(
+                "devices of a topology that a run uses",
+                f"{self.world_size} on nodes of {self.local_size}",
+                f"{world_size} on nodes of {local_size}, the ranks of the launcher",
+                "Correct nodes and devices_per_node, calibrate on as many ranks, or launch so.",
+            )
+
     def summary(self) -> str:
         """One line."""
         rates = self.rates
@@ -301,6 +317,7 @@ def from_environment(
     *,
     environ: Mapping[str, str] | None = None,
     measured: str | Path | None = None,
+    cached: bool = False,
 ) -> Topology:
     """The machines of this job: ranks of the launcher, memory of this host and its device.
 
@@ -310,6 +327,7 @@ def from_environment(
         device: "cuda" or "cpu", with a number or without.
         environ: variables; the process's own when left out.
         measured: a file of `shoal plan calibrate`; speeds are assumed when left out.
+        cached: take speeds that this machine has measured before, if `measured` is left out.
 
     Raises:
         ConfigError: a variable without sense, a file that is none, or nodes of different sizes.
@@ -332,29 +350,38 @@ def from_environment(
             "as many on every host",
             "Start the same number on each host, or name sharding types.",
         )
+    found = _with_speeds(device, nodes, launch.local_world_size, measured, cached)
+    return overridden(replace(found, device_bytes=memory, host_bytes=host), environ)
+
+
+def _with_speeds(
+    device: str, nodes: int, local: int, measured: str | Path | None, cached: bool
+) -> Topology:
+    """So many devices with speeds that are measured, in a file or before, or assumed."""
+    kind, note = torch.device(device).type, ""
+    if measured is None and cached:
+        measured, note = cached_speeds(device, nodes, local)
     found = _described({"device": kind} | ({} if measured is None else {"measured": str(measured)}))
-    found = replace(
-        found,
-        nodes=nodes,
-        local_size=launch.local_world_size,
-        device_bytes=memory,
-        host_bytes=host,
-    )
-    return overridden(found, environ)
+    notes = (*found.notes, note) if note else found.notes
+    return replace(found, nodes=nodes, local_size=local, notes=notes)
 
 
-def on_this_host(devices: int, device: str, measured: str | Path | None = None) -> Topology:
-    """So many devices like those of this host, on one node, or on nodes of 8 GPUs.
+def on_this_host(devices: int, device: str) -> Topology:
+    """So many devices like those of this host, on one node, or on nodes of 8 GPUs; with speeds that
+    it has measured before.
 
     Raises:
-        ConfigError: none, not whole nodes, or a variable or file without sense.
+        ConfigError: none, not whole nodes, or a variable without sense.
     """
-    here = from_environment(device, measured=measured)
+    here = from_environment(device)
     local = min(devices, 8) if here.device == "cuda" else devices
     host = here.host_bytes * here.local_size // max(local, 1)
     memory = here.device_bytes if here.device == "cuda" else host
     sized = replace(here, nodes=1, local_size=max(local, 1), device_bytes=memory, host_bytes=host)
-    return sized.with_devices(devices)
+    sized = sized.with_devices(devices)
+    fast = _with_speeds(device, sized.nodes, sized.local_size, None, cached=True)
+    fast = replace(fast, device_bytes=memory, host_bytes=host)
+    return overridden(fast, os.environ)
 
 
 def overridden(topology: Topology, environ: Mapping[str, str]) -> Topology:
@@ -415,10 +442,19 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
     base: dict[str, Any] = {}
     if settings.get("measured"):
         base = read_measured(folder / str(settings["measured"]))
-        notes.append(f"measured: {settings['measured']} on {base.pop('fingerprint')}")
+        where = base.pop("fingerprint")
+        line = ", ".join(map(str, where.values()))
+        notes.append(f"measured: {settings['measured']} on {line}")
+        if differing := _differing(where, fingerprint_of(base["device"], base["local_size"])):
+            notes[-1] += f"; {NOT_HERE} ({differing})"
     kind = settings.get("device", base.get("device", "cuda"))
     if kind not in get_args(DeviceKind):
         raise unknown_name("device of a topology", str(kind), get_args(DeviceKind))
+    if base and kind != base["device"]:
+        remedy = "Measure there with shoal plan calibrate, or leave the file out."
+        raise _bad(
+            "device of measured speeds", base["device"], f"{kind}, as is planned for", remedy
+        )
     rates: Rates = base.get("rates", ASSUMED[kind])
     if not base:
         notes.append(f"speeds of {kind} are assumed, not measured")
@@ -468,7 +504,7 @@ def measured_text(topology: Topology, fingerprint: Mapping[str, Any]) -> str:
 
 
 def read_measured(path: str | Path) -> dict[str, Any]:
-    """Speeds and sizes of a file of `shoal plan calibrate`; its fingerprint as one line.
+    """Speeds, sizes and fingerprint of a file of `shoal plan calibrate`.
 
     Raises:
         ConfigError: no such file, or another kind of file.
@@ -486,14 +522,59 @@ def read_measured(path: str | Path) -> dict[str, Any]:
         rates = Rates(**speeds)
         known = {"device", "nodes", "local_size", "device_bytes", "host_bytes"}
         found = {name: content[name] for name in known}
-        line = ", ".join(f"{value}" for value in content["fingerprint"].values())
+        fingerprint = {str(key): value for key, value in content["fingerprint"].items()}
+        if found["device"] not in get_args(DeviceKind):
+            raise ValueError(f"device {found['device']!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         got = f"{type(error).__name__}: {error}"
         allowed = "a file that shoal plan calibrate wrote"
         raise _bad(f"measured topology {path}", got, allowed, "Measure again.") from error
-    return {**found, "rates": rates, "fingerprint": line}
+    return {**found, "rates": rates, "fingerprint": fingerprint}
+
+
+NOT_HERE = "that is not this machine"
+
+
+def cache_folder() -> Path:
+    """Where measured speeds are kept: XDG_CACHE_HOME/shoal, or ~/.cache/shoal."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shoal"
+
+
+def cached_speeds(device: str, nodes: int, local_size: int) -> tuple[Path | None, str]:
+    """What this machine measured before: for so many nodes and ranks, or at least for one rank.
+
+    Returns:
+        the file, or None; and what is to be known of files that are not used.
+    """
+    kind = torch.device(device).type
+    refused: list[str] = []
+    for many, local in dict.fromkeys(((nodes, local_size), (1, local_size), (1, 1))):
+        path = cache_folder() / f"topology-{many}x{local}-{kind}.json"
+        if not path.is_file():
+            continue
+        try:
+            where = read_measured(path)["fingerprint"]
+            why = _differing(where, fingerprint_of(device, local))
+            why = f"{NOT_HERE} ({why})" if why else ""
+        except ConfigError as error:
+            why = str(error)
+        if not why:
+            return path, "; ".join(refused)
+        refused.append(f"{path} is not used: {why}; run shoal plan calibrate")
+    return None, "; ".join(refused)
+
+
+def _differing(measured: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What two fingerprints have differently, but for the number of ranks; "" if nothing."""
+    names = [one for one in {**measured, **here} if one != "ranks_per_node"]
+    return ", ".join(
+        f"{name} {measured.get(name, 'none')}, here {here.get(name, 'none')}"
+        for name in names
+        if measured.get(name) != here.get(name)
+    )
 
 
 def _with(rates: Rates, name: str, speed: float) -> Rates:
@@ -512,7 +593,7 @@ def _bad(what: str, got: object, allowed: object, remedy: str) -> ConfigError:
     return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
-def fingerprint_of(device: str, local_size: int, extra: Sequence[str] = ()) -> dict[str, Any]:
+def fingerprint_of(device: str, local_size: int) -> dict[str, Any]:
     """What speeds depend on: processor or GPU, cores, memory, torch."""
     import platform
 
@@ -524,9 +605,9 @@ def fingerprint_of(device: str, local_size: int, extra: Sequence[str] = ()) -> d
         "torch": torch.__version__,
         "ranks_per_node": local_size,
     }
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return found | {f"extra_{k}": one for k, one in enumerate(extra)}
+    return found
 
 
 def _cpuinfo() -> list[str]:

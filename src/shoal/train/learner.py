@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.planner import Plan
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
@@ -72,6 +73,7 @@ class Learner:
         config: device, seed, dense optimizer, clipping and mixed precision of the run.
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
+        previous: the plan of the checkpoint to continue from, where that is to be kept.
 
     Attributes:
         model: Batch -> logits; a `DistributedModelParallel` over several ranks.
@@ -83,7 +85,12 @@ class Learner:
     """
 
     def __init__(
-        self, name: str, parts: ModelParts, config: RunConfig, ranks: Ranks = ALONE
+        self,
+        name: str,
+        parts: ModelParts,
+        config: RunConfig,
+        ranks: Ranks = ALONE,
+        previous: Callable[[], Plan | None] = lambda: None,
     ) -> None:
         self.name = name
         self.tables = EmbeddingCollection(
@@ -105,7 +112,7 @@ class Learner:
         self._dense_settings = config.dense_optimizer
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
-        self.plan = planned(config, parts, ranks) if placed_here else None
+        self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(config, ranks)
         self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
         self._sparse = SparseOptimizer(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.comm.consensus import as_first_rank
@@ -28,11 +30,14 @@ from shoal.planner import (
     table_input,
 )
 from shoal.planner.options import constraint_of
+from shoal.planner.planner import kept
 from shoal.planner.statistics import check_known
-from shoal.planner.topology import overridden
+from shoal.planner.topology import NOT_HERE, overridden
 from shoal.table.hosting import plan_placement
 from shoal.table.spec import TableSpec
 from shoal.train.ranks import Ranks
+
+_log = logging.getLogger("shoal.train")
 
 _PROFILED = 32  # batches that a plan without a file of statistics reads
 _WIRE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
@@ -50,10 +55,21 @@ def settled_placement(config: RunConfig, specs: tuple[TableSpec, ...], mesh: Mes
     )
 
 
-def planned(config: RunConfig, parts: ModelParts, ranks: Ranks) -> Plan | None:
+def planned(
+    config: RunConfig,
+    parts: ModelParts,
+    ranks: Ranks,
+    previous: Callable[[], Plan | None] = lambda: None,
+) -> Plan | None:
     """The plan of a model, read or made on rank 0; None where the config names types.
 
     A baseline, whose tables are others than those of the run's model, is never planned.
+
+    Args:
+        config: of the run.
+        parts: of the model.
+        ranks: of the run; all of them call this.
+        previous: called on rank 0: a plan whose tables keep types, tiers and ranks.
 
     Raises:
         ShoalError: what rank 0 raised, on every rank.
@@ -66,19 +82,32 @@ def planned(config: RunConfig, parts: ModelParts, ranks: Ranks) -> Plan | None:
     def find() -> Plan:
         if settings.plan is not None:
             plan = read_plan(settings.plan)
-            plan.check(parts.tables, ranks.world_size)
-            return plan
-        return plan_run(config, parts, topology_of(config, ranks.world_size))
+        else:
+            plan = plan_run(config, parts, topology_of(config, ranks), previous=previous())
+        plan.check(parts.tables, ranks.world_size)
+        plan.check_tiers(parts.tables, build_host_rows(config))
+        return plan
 
     return as_first_rank(ranks.control, find, what="sharding plan")
 
 
-def topology_of(config: RunConfig, world_size: int) -> Topology:
-    """The machines of a run: of the file that its config names, or those that there are."""
+def topology_of(config: RunConfig, ranks: Ranks) -> Topology:
+    """The machines of a run: of the file that its config names, or those that there are.
+
+    Raises:
+        ConfigError: the file is of other numbers of ranks.
+    """
     if config.distributed.topology is None:
-        return from_environment(config.device)
-    found = read_topology(config.distributed.topology)
-    return overridden(found.with_devices(world_size), os.environ)
+        found = from_environment(config.device, cached=True)
+    else:
+        found = read_topology(config.distributed.topology)
+        mesh = ranks.mesh
+        found.check_job(ranks.world_size, 1 if mesh is None else mesh.launch.local_world_size)
+        found = overridden(found, os.environ)
+    for note in found.notes:
+        if NOT_HERE in note:
+            _log.warning("speeds of the plan: %s", note)
+    return found
 
 
 def statistics_of(
@@ -104,9 +133,9 @@ def data_of(config: RunConfig) -> RunData:
     return open_data(config.model_copy(update={"device": "cpu"}), RankShare())
 
 
-def inputs_of(config: RunConfig, parts: ModelParts, batches: int = _PROFILED) -> list[TableInput]:
+def inputs_of(config: RunConfig, parts: ModelParts, ranks: int) -> list[TableInput]:
     """What is to be planned for each table of a model, as it will be when all data was seen."""
-    statistics = statistics_of(config, parts, batches)
+    statistics = statistics_of(config, parts)
     examples = len(data_of(config).train.source)
     host = build_host_rows(config)
     return [
@@ -114,7 +143,7 @@ def inputs_of(config: RunConfig, parts: ModelParts, batches: int = _PROFILED) ->
             spec,
             statistics.get(spec.name),
             horizon_samples=float(examples),
-            **host_tier(host, parts.tables, spec),
+            **host_tier(host, parts.tables, ranks),
         )
         for spec in parts.tables
     ]
@@ -125,7 +154,7 @@ def work_of(config: RunConfig, parts: ModelParts, topology: Topology) -> Workloa
     wire = config.distributed.wire
     return dense_work(
         topology,
-        max(1, config.data.batch_size // topology.world_size),
+        -(-config.data.batch_size // topology.world_size),
         sum(one.numel() for one in parts.module.parameters()),
         row_bytes=None if wire.rows is None else _WIRE_BYTES[wire.rows],
         grad_bytes=None if wire.grads is None else _WIRE_BYTES[wire.grads],
@@ -138,12 +167,19 @@ def plan_run(
     topology: Topology,
     *,
     inputs: list[TableInput] | None = None,
+    previous: Plan | None = None,
     groups: bool = False,
     time_limit_s: float = 60.0,
 ) -> Plan:
     """A plan of a run's model on some machines.
 
-    inputs: what is to be planned, if that is known.
+    Args:
+        config: of the run.
+        parts: of the model.
+        topology: the machines.
+        inputs: what is to be planned, if that is known.
+        previous: a plan whose tables keep types, tiers and ranks.
+        groups, time_limit_s: as of `make_plan`.
 
     Raises:
         UnknownName: constraints or statistics of tables that the model does not have.
@@ -154,8 +190,12 @@ def plan_run(
     for table, kind in placement.tables.items():
         own = constraints.get(table, constraint_of({}))
         constraints[table] = replace(own, sharding=(kind,))
+    if inputs is None:
+        inputs = inputs_of(config, parts, topology.world_size)
+    if previous is not None:
+        constraints |= kept(previous, [one.name for one in inputs], topology.world_size)
     return make_plan(
-        inputs_of(config, parts) if inputs is None else inputs,
+        inputs,
         topology,
         work_of(config, parts, topology),
         constraints=constraints,

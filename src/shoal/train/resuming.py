@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from shoal.comm.launchers import Attempt
 from shoal.config import RunConfig, from_mapping, to_yaml
 from shoal.config.tree import WarmStartSettings
 from shoal.errors import CheckpointError, ConfigError
+from shoal.planner import Plan
+from shoal.planner.planner import forced
 from shoal.train import folder as folders
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
@@ -161,24 +164,7 @@ def find_beginning(
             other data.
     """
     settings = config.checkpoint
-    if resume is not None and settings.resume == "never":
-        allowed = "checkpoint.resume=auto or must next to --resume"
-        raise CheckpointError("checkpoint.resume", "never", allowed, "Leave one of them out.")
-    mine = None
-    if resume is not None:
-        mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
-        if mine is None:
-            got = f"no unfinished run {config.name}-* in {config.output.dir}"
-            raise CheckpointError(
-                "--resume latest", got, "one that was interrupted", "Name its folder."
-            )
-    elif _again(attempt) and settings.resume != "never":
-        mine = folders.made_by(config, attempt.job)
-    url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
-    newest = None
-    if url is not None:
-        entry = CheckpointStore(url).latest()
-        newest = None if entry is None else entry.name
+    mine, url, newest = _newest(config, resume, attempt)
     if newest is not None and settings.resume == "never":
         got = f"{url}, which holds {newest}"
         remedy = "Choose another folder, or set checkpoint.resume=auto."
@@ -201,10 +187,57 @@ def find_beginning(
     return Beginning(mine, url, newest)
 
 
-def job_of(config: RunConfig, folder: RunFolder, examples: int | None = None) -> dict[str, Any]:
+def _newest(
+    config: RunConfig, resume: str | None, attempt: Attempt | None
+) -> tuple[RunFolder | None, str | None, str | None]:
+    """(the run's folder, if it has one, folder of its checkpoints, name of the newest)."""
+    settings = config.checkpoint
+    if resume is not None and settings.resume == "never":
+        allowed = "checkpoint.resume=auto or must next to --resume"
+        raise CheckpointError("checkpoint.resume", "never", allowed, "Leave one of them out.")
+    mine = None
+    if resume is not None:
+        mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
+        if mine is None:
+            got = f"no unfinished run {config.name}-* in {config.output.dir}"
+            raise CheckpointError(
+                "--resume latest", got, "one that was interrupted", "Name its folder."
+            )
+    elif _again(attempt) and settings.resume != "never":
+        mine = folders.made_by(config, attempt.job)
+    url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
+    newest = None
+    if url is not None:
+        entry = CheckpointStore(url).latest()
+        newest = None if entry is None else entry.name
+    return mine, url, newest
+
+
+def plan_to_keep(config: RunConfig, resume: str | None, attempt: Attempt | None) -> Plan | None:
+    """The plan of the checkpoint to continue from, if FORCE_LOAD_SHARDING_PLAN is 1; on one rank.
+
+    Raises:
+        CheckpointError, ConfigError: as `find_beginning`; or a plan that is damaged.
+    """
+    if not forced(os.environ):
+        return None
+    _, url, newest = _newest(config, resume, attempt)
+    if url is None or newest is None:
+        return None
+    text = _job_in(url, newest).get("plan")
+    if text is None:
+        _log.warning("FORCE_LOAD_SHARDING_PLAN: %s/%s has no plan to keep", url, newest)
+        return None
+    return Plan.from_json(text)
+
+
+def job_of(
+    config: RunConfig, folder: RunFolder, examples: int | None = None, plan: Plan | None = None
+) -> dict[str, Any]:
     """What checkpoints hold of the run that they belong to; `examples` as for `find_beginning`."""
     where = str(folder.path.absolute())
-    return {"config": to_yaml(config), "folder": where, "examples": examples}
+    job = {"config": to_yaml(config), "folder": where, "examples": examples}
+    return job if plan is None else {**job, "plan": plan.to_json()}
 
 
 def restore(config: RunConfig, beginning: Beginning, course: Course) -> SavedChain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from shoal.config.tree import LogisticSettings
 from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
+from shoal.planner import Plan
 from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
 from shoal.table.spec import MAX_THREADS
@@ -45,7 +46,7 @@ from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks
-from shoal.train.resuming import LOGISTIC, find_beginning, job_of, restore
+from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
 
@@ -165,8 +166,13 @@ class _Opened:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _open(config: RunConfig, ranks: Ranks, console: Console) -> _Opened:
-    """Open the data and build the models."""
+def _open(
+    config: RunConfig,
+    ranks: Ranks,
+    console: Console,
+    previous: Callable[[], Plan | None] = lambda: None,
+) -> _Opened:
+    """Open the data and build the models; previous: as of `Learner`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -191,7 +197,7 @@ def _open(config: RunConfig, ranks: Ranks, console: Console) -> _Opened:
         )
         for name, model in models.items()
     }
-    learners = [Learner(name, parts, config, ranks) for name, parts in every.items()]
+    learners = [Learner(name, parts, config, ranks, previous) for name, parts in every.items()]
     ranks.step = lambda: learners[0].steps
     if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
         torch.manual_seed(config.seed + ranks.rank)
@@ -219,7 +225,8 @@ def run(config: RunConfig, *, console: Console, resume: str | None = None) -> Ru
     ranks, placed = gather_ranks(config)
     with ranks.together():
         require_same(ranks.control, config)
-        return _run(config, _open(placed, ranks, console), resume)
+        opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
+        return _run(config, opened, resume)
 
 
 def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
@@ -251,7 +258,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         beginning.url,
         config.checkpoint,
         course,
-        job=job_of(config, folder, examples),
+        job=job_of(config, folder, examples, plan),
         ranks=ranks,
         chain=chain,
     )

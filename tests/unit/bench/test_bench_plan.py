@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("scipy")
 
 import plan
+import plan_measured
 from harness import as_row
 from plan_cases import greedy_plan, random_problem, seed_plan
 
@@ -39,7 +40,21 @@ def test_sizes_are_planned() -> None:
      ([(1, 1), (2, 3), (3, 2)], 1 / 3)],
 )  # fmt: skip
 def test_kendalls_tau(pairs: list[tuple[float, float]], tau: float) -> None:
-    assert plan.kendall_tau(pairs) == pytest.approx(tau)
+    assert plan_measured.kendall_tau(pairs) == pytest.approx(tau)
+
+
+def test_figures_of_steps() -> None:
+    found = {"rank": 0, "ranks": 2, "device": "one CPU", "rates": ["copy 1 GB/s"],
+             "measured": {"a": 1.0, "b": 2.0, "c": 3.0},
+             "predicted": {"a": 1.1, "b": 1.6, "c": 3.0}}  # fmt: skip
+    figures = plan_measured.measured_of(found)
+    rows = {case.name: as_row(case, figures[case.name]) for case in plan_measured.CASES}
+    assert all(row["ok"] for row in rows.values())
+    assert rows[plan_measured.ERROR.name]["ours"] == pytest.approx(1.25)
+    worse = {**found, "predicted": {"a": 3.0, "b": 2.0, "c": 1.0}}
+    figures = plan_measured.measured_of(worse)
+    assert figures[plan_measured.TAU.name].ours is None  # the opposite order
+    assert not as_row(plan_measured.TAU, figures[plan_measured.TAU.name])["ok"]
 
 
 def test_the_seeds_objective_is_the_sum() -> None:

@@ -21,6 +21,7 @@ SMALL = ("data.source.examples=4096", "data.batch_size=256")
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no speeds that were measured before
 
 
 def invoke(*arguments: str) -> str:
@@ -30,13 +31,18 @@ def invoke(*arguments: str) -> str:
 
 
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
-    out = invoke("plan", DLRM, *SMALL, "--devices", "4", "--changes")
+    out = invoke("plan", DLRM, *SMALL, "--devices", "4")
     assert "26 tables on 4 ranks" in out and "is the slowest" in out
     assert "device memory x2" in out and "assumed, not measured" in out
     plan = read_plan(tmp_path / "dlrm_dcnv2-plan.json")
     assert plan.world_size == 4 and len(plan.tables) == 26
     page = (tmp_path / "dlrm_dcnv2-plan.html").read_text()
-    assert page.count("<rect") > 8 and "rank 3" in page and "<script" not in page
+    assert (
+        "bandwidth in a node x2" in page
+        and page.count("<rect") > 8
+        and "rank 3" in page
+        and "<script" not in page
+    )
     assert not re.search(r"(?:src|href)=", page)
     first = str(tmp_path / "dlrm_dcnv2-plan.json")
     assert invoke("plan", "diff", first, first) == "no difference\n"
@@ -45,7 +51,8 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
 def test_a_run_on_a_declared_cluster(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ndevices_per_node: 8\ndevice_memory: 80GB\n")
     limits = "distributed.placement.constraints={f0: {sharding: [table_row_wise, grid]}}"
-    out = invoke("plan", "make", DLRM, *SMALL, limits, "--topology", "cluster.yaml")
+    out = invoke("plan", "make", DLRM, *SMALL, limits, "--topology", "cluster.yaml", "--no-changes")
+    assert "x2" not in out
     assert "26 tables on 16 ranks: 2 x 8 cuda" in out
     plan = read_plan(tmp_path / "dlrm_dcnv2-plan.json")
     assert plan.tables[0].name == "f0" and plan.tables[0].sharding in ("table_row_wise", "grid")
@@ -58,7 +65,7 @@ def test_statistics_of_data(tmp_path: Path) -> None:
     assert found["f5"].ids == 3 and found["f0"].ids > 1000
     assert all(one.ids_per_sample == 1 for one in found.values())
     told = "distributed.statistics=statistics.json"
-    assert "26 tables" in invoke("plan", DLRM, *SMALL, told, "--devices", "2")
+    assert "26 tables" in invoke("plan", DLRM, *SMALL, told, "--devices", "2", "--no-changes")
 
 
 TABLES = """
@@ -82,10 +89,18 @@ def test_clusters_that_one_does_not_have(tmp_path: Path) -> None:
     assert point.step_s > 0 and 1e12 * 100 / 4096 < point.device_bytes + point.host_bytes < 80e9
 
 
-def test_more_devices_take_more_examples(tmp_path: Path) -> None:
+def test_ranks_share_the_batch_of_a_run(tmp_path: Path) -> None:
     out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,2,4")
     rows = [line.split() for line in out.splitlines()[1:4]]
-    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert [(row[0], row[2]) for row in rows] == [("1", "256"), ("2", "128"), ("4", "64")]
+    out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,4", "--batch-size", "32")
+    assert [line.split()[2] for line in out.splitlines()[1:3]] == ["32", "32"]
+
+
+def test_a_rank_has_the_batch_of_a_file_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "tables.yaml").write_text("batch_size: 512\ntables: {a: {rows: 100, dim: 8}}\n")
+    out = invoke("plan", "simulate", "tables.yaml", "--devices", "8,16")
+    assert [line.split()[2] for line in out.splitlines()[1:3]] == ["512", "512"]
 
 
 @pytest.mark.parametrize("text", ["", "8;16", "0", "8,,9", "many"])

@@ -270,6 +270,10 @@ def test_settings_of_several_ranks():
     assert (plain.placement.default, plain.grad_reduce, plain.staleness) == ("row_wise", "mean", 0)
     short = load("distributed.placement=grid", "distributed.wire.rows=int8").distributed
     assert (short.placement.default, short.wire.rows, short.wire.grads) == ("grid", "int8", None)
+    both = ("distributed.placement=auto", "distributed.placement.tables.tail=grid")
+    for order in (both, both[::-1]):  # neither replaces the other
+        placement = load(*order).distributed.placement
+        assert (placement.default, dict(placement.tables)) == ("auto", {"tail": "grid"})
     named_ones = load("distributed.placement.tables.tail=data_parallel").distributed.placement
     assert (named_ones.default, named_ones.tables) == ("row_wise", {"tail": "data_parallel"})
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.comm.launch import init
+from shoal.distributed import stepping
 from shoal.placement import Placement, row_wise
 from shoal.planner import Topology, Workload, calibrate, make_plan, read_topology
 from shoal.planner.topology import ASSUMED
-from shoal.train import stepping
 from support.planning import table
 from support.ranks import run_ranks
 
@@ -42,6 +43,21 @@ def test_two_ranks_measure_their_links_and_whole_steps() -> None:
     rates = found.rates
     assert rates.intra != ASSUMED["cpu"].intra and rates.intra_latency_s > 0
     assert rates.step_s >= 0 and min(rates.table_s, rates.slice_s, rates.occurrence_s) > 0
+
+
+def measured_links() -> Topology:
+    os.environ["LOCAL_RANK"] = "0"
+    return calibrate.measure(init(device="cpu"), scale=calibrate.QUICK)
+
+
+@pytest.mark.multiproc
+def test_two_nodes_measure_the_link_between_them() -> None:
+    first, second = run_ranks(2, measured_links, timeout_s=120, environ={"LOCAL_WORLD_SIZE": "1"})
+    assert (first.nodes, first.local_size) == (2, 1)
+    assert first.rates.intra == ASSUMED["cpu"].intra
+    for name in ("cross", "cross_latency_s"):
+        assert getattr(first.rates, name) == getattr(second.rates, name) > 0
+        assert getattr(first.rates, name) != getattr(ASSUMED["cpu"], name)
 
 
 def test_more_of_a_batch_is_predicted_to_take_longer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from shoal.planner import (
     Topology,
     Workload,
     create_planner,
+    host_tier,
     make_plan,
     read_plan,
     zipf,
 )
 from shoal.rules.optimizers import Adagrad
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import HostRows, Segment, TableSpec
 from support.planning import table
 
 GPUS = Topology(nodes=2, local_size=4)
@@ -76,7 +78,8 @@ def test_differences_are_named() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"format": "other"}, {"tables": [{}]}, {"extra": 1}, {"world_size": 1},
+    {"format": "other"}, {"tables": [{}]}, {"extra": 1}, {"world_size": 1}, {"world_size": 1 << 40},
+    {"world_size": True}, {"world_size": "8"},
 ])  # fmt: skip
 def test_other_text_is_no_plan(change: dict[str, Any], tmp_path: Path) -> None:
     plan = make_plan([table()], GPUS, WORK, constraints={"t": {"sharding": "row_wise"}})
@@ -88,6 +91,74 @@ def test_other_text_is_no_plan(change: dict[str, Any], tmp_path: Path) -> None:
             Plan.from_json(text)
     with pytest.raises(ConfigError, match="shoal plan CONFIG"):
         read_plan(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "ranks", ["0-999999999999999", "0-8", "7-0", "-1", "0-7,0", ",".join(["0-7"] * 99), "", "a-b"]
+)
+def test_ranks_of_a_file_are_bounded_before_they_are_listed(ranks: str) -> None:
+    plan = make_plan([table()], GPUS, WORK, constraints={"t": {"sharding": "row_wise"}})
+    text = plan.to_json()
+    assert '"ranks": "0-7"' in text
+    with pytest.raises(ConfigError, match="shoal plan"):
+        Plan.from_json(text.replace('"ranks": "0-7"', f'"ranks": "{ranks}"'))
+
+
+def test_lists_of_ranks_are_bounded_all_together() -> None:
+    plan = json.loads(make_plan([table()], GPUS, WORK).to_json())
+    plan["world_size"] = 1 << 16
+    every = [{"start": k, "stop": k + 1, "ranks": f"{k}-65535"} for k in range(200)]
+    plan["tables"][0]["hosted"] = every
+    with pytest.raises(ConfigError, match="ranks of a job"):
+        Plan.from_json(json.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "host_rows", "match"),
+    [
+        ("cache", None, "host_rows.cache_bytes=[1-9]"),
+        ("host", None, "host_rows.cache_bytes=0"),
+        ("device", HostRows(cache_bytes=1 << 20), "Leave host_rows out"),
+        ("host", HostRows(cache_bytes=1 << 20), "cache_bytes=0"),
+    ],
+)
+def test_rows_live_where_the_plan_has_them_or_it_is_refused(
+    tiers: str, host_rows: HostRows | None, match: str
+) -> None:
+    plan = make_plan([table("user")], GPUS, WORK, constraints={"user": {"tiers": tiers}})
+    with pytest.raises(ConfigError, match=match) as failure:
+        plan.check_tiers(specs("user"), host_rows)
+    assert f"user: {tiers}" in str(failure.value)
+    plan.check_tiers(specs("other"), host_rows)
+    real = {"device": None, "cache": HostRows(cache_bytes=8), "host": HostRows()}
+    plan.check_tiers(specs("user"), real[tiers])
+
+
+def test_the_cache_of_a_plan_in_bytes() -> None:
+    given = {"*": {"tiers": "cache", "cache_ratios": [0.5], "sharding": "row_wise"}}
+    plan = make_plan([table("a", 8000.0), table("b", 8000.0)], GPUS, WORK, constraints=given)
+    values = sum(one.host_bytes for one in plan.tables)  # all rows of a rank
+    assert plan.cache_bytes(0, ["a", "b"]) == math.ceil(values / 2)
+    assert plan.cache_bytes(0, ["b"]) == math.ceil(values / 4)
+
+
+def test_every_rank_caches_its_share() -> None:
+    # 2 x 1000 rows of 16 weights and 16 numbers of state: 256,000 bytes on all ranks.
+    some = HostRows(cache_bytes=32_000)
+    given = [host_tier(some, specs("a", "b"), ranks) for ranks in (1, 4)]
+    assert given == [{"tiers": ("cache",), "cache": 0.125}, {"tiers": ("cache",), "cache": 0.5}]
+    assert host_tier(None, specs("a"), 4) == {"tiers": ("device",)}
+    assert host_tier(HostRows(), specs("a"), 4) == {"tiers": ("host",)}
+
+
+def test_pinned_ranks_are_those_of_every_group() -> None:
+    many = Topology(nodes=16, local_size=8)
+    # Little is left to exchange in a group, so that several of them pay.
+    tables = [table(f"t{k}", 1e5) for k in range(6)]
+    plan = make_plan(tables, many, WORK, groups=True, constraints={"t0": {"ranks": [9]}})
+    assert plan.replicas > 1 and plan.tables[0].ranks() == [9]
+    high = make_plan(tables, many, WORK, groups=True, constraints={"t0": {"ranks": [100]}})
+    assert high.replicas == 1 and "2, 4, 8 groups were not tried" in high.notes[-1]
 
 
 def test_pinned_ranks_and_nodes() -> None:
@@ -168,8 +239,15 @@ def test_the_plan_of_a_checkpoint_is_kept_when_asked(tmp_path: Path) -> None:
     forced = {"FORCE_LOAD_SHARDING_PLAN": "1"}
     kept = create_planner("cpu", 512, tmp_path, topology=GPUS, environ=forced).plan(Model())
     assert kept.placement() == first.placement()
-    free = create_planner("cpu", 512, tmp_path, topology=GPUS, environ={})
-    assert free.previous is None
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "plan.json").write_text("{}")
+    create_planner("cpu", 512, tmp_path / "broken", topology=GPUS, environ={}).plan(Model())
+    # Also under limits of all tables, which would move them.
+    limits = {"ranks": [0, 1]}
+    kept = create_planner(
+        "cpu", 512, tmp_path, limits, topology=GPUS, environ=forced
+    ).plan(Model())  # fmt: skip
+    assert kept.placement() == first.placement()
     other = create_planner("cpu", 512, tmp_path, topology=GPUS.with_devices(4), environ=forced)
     with pytest.raises(ConfigError, match="FORCE_LOAD_SHARDING_PLAN"):
         other.plan(Model())
@@ -196,7 +274,27 @@ def test_other_wrong_arguments() -> None:
     with pytest.raises(UnknownName, match="parameter_constraints"):
         create_planner("cpu", 1, topology=GPUS).plan(Model({"usr": {}}))
     with pytest.raises(ConfigError, match="FORCE_LOAD"):
-        create_planner("cpu", 1, "x", topology=GPUS, environ={"FORCE_LOAD_SHARDING_PLAN": "2"})
+        # Where the plan is made, which is rank 0.
+        environ = {"FORCE_LOAD_SHARDING_PLAN": "2"}
+        create_planner("cpu", 1, "x", topology=GPUS, environ=environ).plan(Model())
+
+
+class Both(nn.Module):
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.model = Model(first)
+        self.head = nn.Linear(1, 1)
+        self.head.parameter_constraints = second
+
+
+def test_modules_that_contradict_each_other_are_both_named() -> None:
+    planner = create_planner("cpu", 8, topology=GPUS)
+    with pytest.raises(ConfigError) as failure:
+        planner.plan(Both({"user": {"max_ranks": 1}}, {"user": {"max_ranks": 2}}))
+    assert all(name in str(failure.value) for name in ("model (Model)", "head (Linear)"))
+    joined = planner.plan(Both({"user": {"ranks": [3]}}, {"user": {"sharding": "table_wise"}}))
+    (user,) = (one for one in joined.tables if one.name == "user")
+    assert (user.sharding, user.ranks()) == ("table_wise", [3])
 
 
 def test_a_plan_of_another_model_or_job() -> None:

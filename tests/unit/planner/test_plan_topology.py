@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import ConfigError, UnknownName
+from shoal.planner import calibrate
 from shoal.planner.topology import (
     ASSUMED,
     Topology,
     along,
+    fingerprint_of,
     from_environment,
     measured_text,
+    on_this_host,
     overridden,
     parse_bandwidth,
     parse_bytes,
@@ -155,6 +159,65 @@ def test_measured_speeds_come_back(tmp_path: Path) -> None:
     file.write_text('{"format": "other"}')
     with pytest.raises(ConfigError, match="calibrate"):
         read_topology(file)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "shoal"
+    folder.mkdir()
+    return folder
+
+
+def test_speeds_that_this_machine_measured_are_used(cache: Path) -> None:
+    assert any("assumed" in note for note in from_environment("cpu", cached=True).notes)
+    fast = replace(ASSUMED["cpu"], copy=123e9)
+    made = Topology(nodes=1, local_size=1, device="cpu", rates=fast)
+    calibrate.cached(cache, made)
+    found = from_environment("cpu", cached=True)
+    assert found.rates == fast and "measured" in found.notes[0]
+    assert from_environment("cpu").rates == ASSUMED["cpu"]
+    # One rank's speeds of tables serve more ranks; those of more ranks go first.
+    assert on_this_host(4, "cpu").rates == fast and on_this_host(4, "cpu").world_size == 4
+    faster = replace(fast, copy=124e9)
+    calibrate.cached(cache, replace(made, local_size=4, rates=faster))
+    assert on_this_host(4, "cpu").rates == faster and on_this_host(2, "cpu").rates == fast
+
+
+def test_speeds_of_another_machine_are_never_silently_used(cache: Path) -> None:
+    file = cache / "topology-1x1-cpu.json"
+    made = Topology(nodes=1, local_size=1, device="cpu", rates=replace(ASSUMED["cpu"], copy=1e12))
+    file.write_text(measured_text(made, {**fingerprint_of("cpu", 1), "processor": "Abacus"}))
+    found = from_environment("cpu", cached=True)
+    assert found.rates == ASSUMED["cpu"]
+    assert "not used" in found.notes[-1] and "processor Abacus, here" in found.notes[-1]
+    # A file that is named is used, and says whose it is.
+    named = read_topology(file)
+    assert named.rates.copy == 1e12 and "not this machine (processor Abacus" in named.notes[0]
+    file.write_text("{}")
+    broken = from_environment("cpu", cached=True)
+    assert broken.rates == ASSUMED["cpu"] and "not used" in broken.notes[-1]
+
+
+def test_speeds_of_another_kind_of_device_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text(measured_text(Topology(nodes=1, local_size=1, device="cpu"), {}))
+    with pytest.raises(ConfigError, match="device of measured speeds"):
+        from_environment("cuda", environ={}, measured=file)
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "device": "tpu"}))
+    with pytest.raises(ConfigError, match="tpu"):
+        read_topology(file)
+
+
+def test_a_run_has_the_devices_of_its_topology() -> None:
+    nodes = Topology(nodes=2, local_size=4)
+    nodes.check_job(8, 4)
+    for ranks in ((4, 4), (8, 8), (2, 1)):
+        with pytest.raises(ConfigError, match="8 on nodes of 4"):
+            nodes.check_job(*ranks)
 
 
 def test_other_numbers_of_devices() -> None:

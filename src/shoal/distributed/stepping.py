@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.distributed import DistributedModelParallel
+from shoal.distributed.model import DistributedModelParallel
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.optim import SparseOptimizer
@@ -188,8 +188,9 @@ def fitted(mesh: Mesh, topology: Topology, *, steps: int = 30) -> Topology:
     table_s = max((whole - one - (held - 1) * slice_s) / 15, 1e-7)
     step_s = max(one - slice_s - table_s, 0.0)
     rates = replace(zeroed, step_s=step_s, table_s=table_s, slice_s=slice_s)
-    heavy = [TableLoad(name=f"t{k:02}", rows=50_000, dim=32, ids_per_sample=8) for k in range(4)]
-    batch = 1024
+    # Enough for a GPU to have more to do than to begin.
+    rows, batch = (1_000_000, 32_768) if mesh.device.type == "cuda" else (50_000, 1024)
+    heavy = [TableLoad(name=f"t{k:02}", rows=rows, dim=32, ids_per_sample=8) for k in range(4)]
     more = residual(heavy, True, batch, replace(topology, rates=rates))
     occurrences = 2.0 * batch * sum(load.ids_per_sample for load in heavy)
     return replace(topology, rates=replace(rates, occurrence_s=max(more / occurrences, 1e-10)))
