@@ -516,13 +516,15 @@ class ServersSettings(Section):
     """Parameter servers that hold the model's rows, under `distributed.path=ps`.
 
     `addresses` in order of the servers' indices; `token_file` holds what the servers were given.
-    A request without a reply within `reply_s` is sent again, `repeats` times.
+    A request without a reply within `reply_s` is sent again, `repeats` times. `stale_updates` of a
+    worker may be on their way while it trains on; 0: each step waits until servers have applied it.
     """
 
     addresses: tuple[str, ...] = ()
     token_file: str | None = None
     reply_s: Seconds = 30.0
     repeats: Few = 5
+    stale_updates: Few = 0
 
 
 class DistributedSettings(Section):

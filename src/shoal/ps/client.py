@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 import threading
 import time
@@ -32,18 +34,28 @@ from shoal.exchange.received import ReceivedRows, RequestPlans
 from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
-from shoal.placement import hash_ids, ranks_of
+from shoal.ps.calls import (
+    Answer,
+    ServerShare,
+    SplitCall,
+    answer_of,
+    cat,
+    chunk_of_frames,
+    head_of,
+    rows_by_real,
+    shares_of,
+)
 from shoal.ps.messages import (
+    READS,
     REALS,
     UPDATES,
     Head,
     Method,
     memory,
-    rows_of_frames,
-    rows_of_segments,
     rows_to_frames,
     tensor,
 )
+from shoal.ps.sending import HedgeDelay, Staleness, UpdateSender, first_reply
 from shoal.ps.server import spread_over
 from shoal.table import checks
 from shoal.table.hosting import joined_chunk, joined_stats
@@ -57,6 +69,7 @@ Asked = tuple[Head, Sequence[Any]]
 
 _CPU = torch.device("cpu")
 _NOBODY = -1  # of the servers, a worker is none
+_LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,15 @@ class Patience:
     repeats: int = 5
     pause_s: float = 0.5
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which no request is sent again."""
+        return self.reply_s * (1 + self.repeats) + sum(map(self.pause_of, range(self.repeats)))
+
+    def pause_of(self, repeat: int) -> float:
+        """Seconds before a repeat, the first of which is 0, at most."""
+        return min(_LONGEST_PAUSE_S, self.pause_s * 2.0**repeat)
+
 
 class Servers:
     """Connections to all servers of a job, as one worker.
@@ -83,6 +105,11 @@ class Servers:
         worker: this worker's name, of no other; None makes one.
         patience: how long to wait for replies.
         secret: what the servers were given.
+        stale_updates: how many updates of this worker may be on their way while training goes on;
+            0: `step` returns when servers have applied them, and lookups see all of them.
+
+    Attributes:
+        staleness: what lookups lacked, and what was sent again.
 
     Raises:
         ConfigError: servers of other tables, or in another order.
@@ -97,15 +124,19 @@ class Servers:
         worker: str | None = None,
         patience: Patience | None = None,
         secret: Secret | None = None,
+        stale_updates: int = 0,
     ) -> None:
         self.specs = tuple(specs)
         self.count = len(addresses)
+        self.staleness = Staleness()
         self.worker = worker or uuid.uuid4().hex
         self._patience = patience or Patience()
         self._client = Client(addresses, secret=secret)
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
-        self.repeated = 0
+        self._lookups = itertools.count(1)
+        self._hedge = HedgeDelay()
+        self._sender = UpdateSender(stale_updates)
         try:
             self.seed = self._greet()
         except BaseException:
@@ -113,8 +144,15 @@ class Servers:
             raise
 
     def close(self) -> None:
-        """Disconnect. May be called twice."""
-        self._client.close()
+        """Wait for updates that are on their way, and disconnect. May be called twice.
+
+        Raises:
+            ShoalError: one of them failed.
+        """
+        try:
+            self._sender.close()
+        finally:
+            self._client.close()
 
     def _greet(self) -> int:
         mine = [repr(spec) for spec in self.specs]
@@ -142,22 +180,56 @@ class Servers:
     def ask(self, requests: Sequence[Asked | None]) -> list[Reply]:
         """Send each server its request, all at once, and wait for all replies; None sends none.
 
-        A request without a reply is sent again; an update then is applied once.
+        A request without a reply is sent again; an update then is applied once, and a lookup
+        counts its ids once. All but training lookups wait for updates that are on their way.
 
         Raises:
             ServerLost: a server gave no reply, however often it was asked.
-            ShoalError: what a server raised.
+            ShoalError: what a server raised, or an update before this request.
         """
-        if any(request is not None and request[0].method in UPDATES for request in requests):
-            with self._updating:
-                return self._asked([self._numbered(*each) for each in enumerate(requests)])
-        return self._asked(requests)
+        methods = {request[0].method for request in requests if request is not None}
+        if methods == {"lookup"}:
+            self.staleness.looked_up(self._sender.on_their_way)
+            number = next(self._lookups)
+            return self._asked([self._numbered(request, number) for request in requests])
+        self._sender.settle()
+        return self._updated(requests) if methods & set(UPDATES) else self._asked(requests)
 
-    def _numbered(self, server: int, request: Asked | None) -> Asked | None:
+    def update(self, requests: Sequence[Asked | None]) -> None:
+        """Send updates; returns while up to `stale_updates` of them are on their way.
+
+        Raises:
+            ShoalError: what a server raised, now or at an update before this one, which then is
+                not sent.
+        """
+
+        def send() -> None:
+            replies = self._updated(requests)
+            self.staleness.updated([int(said) for said, _ in replies if said])
+
+        self._sender.send(send)
+
+    def settle(self) -> None:
+        """Wait until servers have applied this worker's updates.
+
+        Raises:
+            ShoalError: one of them failed.
+        """
+        self._sender.settle()
+
+    def _updated(self, requests: Sequence[Asked | None]) -> list[Reply]:
+        with self._updating:
+            numbered = []
+            for server, request in enumerate(requests):
+                self._numbers[server] += request is not None
+                numbered.append(self._numbered(request, self._numbers[server]))
+            return self._asked(numbered)
+
+    def _numbered(self, request: Asked | None, number: int) -> Asked | None:
         if request is None:
             return None
-        self._numbers[server] += 1
-        return request[0].model_copy(update={"number": self._numbers[server]}), request[1]
+        added = {"number": number, "argument": math.ceil(self._patience.longest_s)}
+        return request[0].model_copy(update=added), request[1]
 
     def _asked(self, requests: Sequence[Asked | None]) -> list[Reply]:
         heads = [
@@ -171,7 +243,14 @@ class Servers:
                 return None
             return self._client.call(server, head, request[1], timeout_s=self._patience.reply_s)
 
+        began_s = time.monotonic()
         under_way = [send(server) for server in range(len(requests))]
+        reads = all(request is None or request[0].method in READS for request in requests)
+        if reads:
+            again = self._hedge.late(under_way)
+            self.staleness.hedged += len(again)
+            for server in again:
+                under_way[server] = first_reply(under_way[server], send(server))
         # All are waited for: the next update must not overtake one that a server still works on.
         outcomes = [
             self._outcome(future, partial(send, server)) for server, future in enumerate(under_way)
@@ -179,6 +258,8 @@ class Servers:
         for outcome in outcomes:
             if isinstance(outcome, ShoalError):
                 raise outcome
+        if reads:
+            self._hedge.took(time.monotonic() - began_s)
         return [outcome for outcome in outcomes if not isinstance(outcome, ShoalError)]
 
     def _outcome(
@@ -191,8 +272,10 @@ class Servers:
             error = future.exception()
             if not isinstance(error, ServerLost):
                 break
-            self.repeated += 1
-            time.sleep(random.uniform(0.5, 1) * min(10, self._patience.pause_s * 2**pause))
+            self.staleness.repeated += 1
+            time.sleep(
+                random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, self._patience.pause_s * 2**pause)
+            )
             future = send() or future
         error = future.exception()
         if error is None or not isinstance(error, ShoalError):
@@ -223,7 +306,7 @@ class RowsOverServers:
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
-        split, answers = self._call("find", groups, (), None, StepContext())
+        split, answers = self._call("find", groups, (), StepContext())
         return Found(split.rows(answers), split.flags(answers, False, torch.bool))
 
     def apply_ids(
@@ -237,21 +320,22 @@ class RowsOverServers:
     ) -> None:
         """One optimizer step per row; missing ids are inserted (admission applies)."""
         values = [grads] if seen_weights is None else [grads, seen_weights]
-        self._call("apply", groups, values, counts_N, ctx)
+        _, head, shares = self._split("apply", groups, values, counts_N, ctx)
+        self._update(head, shares, (), counted=counts_N is not None)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins."""
-        self._call("assign", groups, [weights], None, ctx)
+        self._call("assign", groups, [weights], ctx)
 
     def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Add to rows; a missing id is initialised first. Duplicates add up."""
-        self._call("assign_add", groups, [deltas], None, ctx)
+        self._call("assign_add", groups, [deltas], ctx)
 
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
         """Initial value and state again: int32 [N] in input order: 1 existed, 0 inserted,
         -1 of a table that does not exist.
         """
-        split, answers = self._call("reinitialize", groups, (), None, ctx)
+        split, answers = self._call("reinitialize", groups, (), ctx)
         return split.flags(answers, -1, torch.int32)
 
     def evict(self, now_s: int) -> int:
@@ -305,16 +389,33 @@ class RowsOverServers:
         checks.table_index(table, len(self.specs))
         hosted = self.placement.of(self.specs[table].name)[0]
         chunks = [
-            _chunk(self.specs[table], frames) for _, frames in self._all("export", argument=table)
+            chunk_of_frames(self.specs[table], frames)
+            for _, frames in self._all("export", argument=table)
         ]
         return joined_chunk(self.specs[table], [(hosted, chunk) for chunk in chunks])
 
     def check(self) -> None:
-        """Nothing is found later than its call."""
+        """Wait for updates that are on their way, and raise what servers found in them."""
+        self.servers.settle()
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records; one optimizer step per admitted row."""
-        self.apply_summed(self.sum_grads(records), records, ctx=ctx)
+        ticket = cast(ServerTicket, records[0].ticket) if len(records) == 1 else None
+        if ticket is None or not ticket.admitted_N.all():
+            self.apply_summed(self.sum_grads(records), records, ctx=ctx)
+            return
+        # The ids of one lookup are distinct, and lie by server already.
+        (record,) = records
+        grads = record.grads
+        if record.scale != 1.0:
+            grads = tuple(grad * record.scale for grad in grads)
+        (ready,) = check_call(
+            "apply", ticket.groups, [grads], ticket.counts_N, ctx, self.specs, _CPU
+        )
+        latest_s = max(ctx.event_time_s, ticket.event_time_s)
+        head = head_of("apply", replace(ctx, event_time_s=latest_s))
+        self._update(head, ticket.with_rows(ready), [ticket], counted=True)
+        ticket.end()
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
         """The per-row sums of `apply`: of ids that were admitted, each server's in order."""
@@ -349,55 +450,86 @@ class RowsOverServers:
         """`apply` with sums that the caller may have changed; ends the records' tickets."""
         sizes = [ids.numel() for ids in summed.ids]
         groups = IdGroups(
-            _cat(summed.ids),
+            cat(summed.ids),
             torch.tensor([0, *sizes], device="cpu").cumsum(0),
             torch.tensor(summed.tables, dtype=torch.int32, device="cpu"),
         )
         tickets = [cast(ServerTicket, record.ticket) for record in records]
         latest_s = max([ctx.event_time_s, *(ticket.event_time_s for ticket in tickets)])
-        counts_N = _cat(summed.counts)
-        self.apply_ids(groups, summed.sums, counts_N, ctx=replace(ctx, event_time_s=latest_s))
+        latest = replace(ctx, event_time_s=latest_s)
+        _, head, shares = self._split("apply", groups, [summed.sums], cat(summed.counts), latest)
+        self._update(head, shares, tickets, counted=True)
         for ticket in tickets:
             ticket.end()
 
-    def ask(self, head: Head, parts: Sequence[_Part], *, counted: bool, sets: int) -> list[Answer]:
-        """Each server's part of a call; what it replies. Who has no ids is not asked."""
-        reply = self.wire.rows if head.method in ("find", "lookup") else None
-        kind = self.wire.grads if head.method == "apply" else None
-        same = {"counted": counted, "sets": sets, "wire": kind, "reply": reply}
-        requests: list[Asked | None] = []
-        for part in parts:
-            if not part.ids_n.numel():
-                requests.append(None)
-                continue
-            own = head.model_copy(update={**same, "tables": part.tables, "sizes": part.sizes})
-            frames = [memory(part.ids_n)]
-            if counted:
-                frames.append(memory(part.counts_n.to(torch.int32)))
-            segments = [own.segments(self.specs, real) for real in REALS]
-            for flats in part.sets:
-                frames += rows_to_frames(segments, flats, kind)
-            requests.append((own, frames))
-        replies = self.servers.ask(requests)
+    def _update(
+        self,
+        head: Head,
+        shares: Sequence[ServerShare],
+        tickets: Sequence[ServerTicket],
+        *,
+        counted: bool,
+    ) -> None:
+        requests = self._requests(head, shares, counted=counted)
+        for server, request in enumerate(requests):
+            seen = [one.seen[server] for one in tickets if one.seen[server] is not None]
+            if request is not None and seen:
+                read_at = min(one for one in seen if one is not None)
+                requests[server] = request[0].model_copy(update={"seen": read_at}), request[1]
+        self.servers.update(requests)
+
+    def ask(self, head: Head, shares: Sequence[ServerShare], *, counted: bool) -> list[Answer]:
+        """Each server's share of a call; what it replies. Who has no ids is not asked."""
+        replies = self.servers.ask(self._requests(head, shares, counted=counted))
         return [
-            _answer(head.method, part, frames, self.specs, reply)
-            for part, (_, frames) in zip(parts, replies, strict=True)
+            answer_of(head.method, share, reply, self.specs, self.wire.rows)
+            for share, reply in zip(shares, replies, strict=True)
         ]
 
-    def _call(
+    def _requests(
+        self, head: Head, shares: Sequence[ServerShare], *, counted: bool
+    ) -> list[Asked | None]:
+        reply = self.wire.rows if head.method in READS else None
+        kind = self.wire.grads if head.method == "apply" else None
+        requests: list[Asked | None] = []
+        for share in shares:
+            if not share.ids_n.numel():
+                requests.append(None)
+                continue
+            own = {"tables": share.tables, "sizes": share.sizes, "sets": len(share.sets)}
+            same = {"counted": counted, "wire": kind, "reply": reply}
+            named = head.model_copy(update={**same, **own})
+            frames = [memory(share.ids_n)]
+            if counted:
+                frames.append(memory(share.counts_n.to(torch.int32)))
+            segments = [named.segments(self.specs, real) for real in REALS]
+            for flats in share.sets:
+                frames += rows_to_frames(segments, flats, kind)
+            requests.append((named, frames))
+        return requests
+
+    def _split(
         self,
         method: Method,
         groups: IdGroups,
         values: Sequence[Sequence[Tensor]],
         counts_N: Tensor | None,
         ctx: StepContext,
-    ) -> tuple[_Split, list[Answer]]:
+    ) -> tuple[SplitCall, Head, list[ServerShare]]:
         named = "apply_ids" if method == "apply" else method
         ready = check_call(named, groups, values, counts_N, ctx, self.specs, _CPU)
-        split = _Split(groups, self.specs, self.servers.count)
-        parts = split.parts(counts_N, ready)
-        counted = counts_N is not None
-        return split, self.ask(head_of(method, ctx), parts, counted=counted, sets=len(ready))
+        split = SplitCall(groups, self.specs, self.servers.count)
+        return split, head_of(method, ctx), split.shares(counts_N, ready)
+
+    def _call(
+        self,
+        method: Method,
+        groups: IdGroups,
+        values: Sequence[Sequence[Tensor]],
+        ctx: StepContext,
+    ) -> tuple[SplitCall, list[Answer]]:
+        split, head, shares = self._split(method, groups, values, None, ctx)
+        return split, self.ask(head, shares, counted=False)
 
     def _all(self, method: Method, argument: int = 0, id: int = 0) -> list[Reply]:
         head = Head(method=method, argument=argument, id=id)
@@ -407,191 +539,11 @@ class RowsOverServers:
         return [int(json.loads(said)) for said, _ in self._all(method, argument)]
 
 
-def head_of(method: Method, ctx: StepContext) -> Head:
-    """The head of a request of a step."""
-    return Head(
-        method=method,
-        step=ctx.global_step,
-        event_time_s=ctx.event_time_s,
-        nan_policy=ctx.nan_policy,
-        nan_clip=ctx.nan_clip,
-        rates=dict(ctx.learning_rates),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """One server's share of a call: groups by buffer and table, and sets of flat rows by dtype."""
-
-    tables: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ids_n: Tensor
-    counts_n: Tensor
-    sets: list[list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What a server replied: flat rows of each dtype of `REALS`, and flags of each id."""
-
-    rows: list[Tensor]
-    flags: list[Tensor]
-
-
-class _Split:
-    """A call's groups by server: which of their positions go to which, in order.
-
-    Groups of tables that do not exist go nowhere.
-    """
-
-    def __init__(self, groups: IdGroups, specs: Sequence[TableSpec], servers: int) -> None:
-        self.groups, self.specs, self.servers = groups, specs, servers
-        cuts = pairwise(groups.splits_G1.tolist())
-        found = enumerate(zip(cuts, groups.tables_G.tolist(), strict=True))
-        self.spans = [(n, *cut, k) for n, (cut, k) in found if 0 <= k < len(specs)]
-        self.orders: list[Tensor | None] = []  # None: as they are, for one server has all
-        self.sizes: list[list[int]] = []
-        for _, start, stop, table in self.spans:
-            hashes_n = hash_ids(specs[table].hash_name, groups.ids_N[start:stop])
-            owner_n = ranks_of(hashes_n, servers)
-            sizes = torch.bincount(owner_n, minlength=servers).tolist()
-            self.sizes.append(sizes)
-            alone = max(sizes) == stop - start
-            self.orders.append(None if alone else owner_n.argsort(stable=True))
-
-    def parts(self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]) -> list[_Part]:
-        """Each server's share of ids, occurrences and rows."""
-        ids = self._by_server(self._of_groups(self.groups.ids_N))
-        counts = ids if counts_N is None else self._by_server(self._of_groups(counts_N))
-        rows = [self._by_server([one[n] for n, *_ in self.spans]) for one in sets]
-        tables = tuple(table for *_, table in self.spans)
-        return [
-            _Part(
-                tables,
-                tuple(sizes[server] for sizes in self.sizes),
-                _cat(ids[server]),
-                _cat(counts[server]),
-                [_by_real(one[server]) for one in rows],
-            )
-            for server in range(self.servers)
-        ]
-
-    def rows(self, answers: Sequence[Answer]) -> tuple[Tensor, ...]:
-        """Rows [n, D] of each group."""
-        pieces: list[list[Tensor]] = [[] for _ in self.spans]
-        for server, answer in enumerate(answers):
-            for real, flat in zip(REALS, answer.rows, strict=True):
-                own = [
-                    (g, (self.sizes[g][server], self.specs[table].dim))
-                    for g, (*_, table) in enumerate(self.spans)
-                    if real_dtype(self.specs[table]) is real
-                ]
-                views = rows_of_segments(flat, [segment for _, segment in own])
-                for (g, _), view in zip(own, views, strict=True):
-                    pieces[g].append(view)
-        return tuple(self._in_order(g, parts) for g, parts in enumerate(pieces))
-
-    def flags(self, answers: Sequence[Answer], other: int, dtype: torch.dtype) -> Tensor:
-        """Each position's flag; `other` of groups that went nowhere."""
-        flags_N = torch.full_like(self.groups.ids_N, other, dtype=dtype)
-        sizes = [[one[server] for one in self.sizes] for server in range(self.servers)]
-        cut = [torch.split(a.flags[0], cut) for a, cut in zip(answers, sizes, strict=True)]
-        for g, (_, start, stop, _) in enumerate(self.spans):
-            flags_N[start:stop] = self._in_order(g, [parts[g] for parts in cut])
-        return flags_N
-
-    def _of_groups(self, values_N: Tensor) -> list[Tensor]:
-        return [values_N[start:stop] for _, start, stop, _ in self.spans]
-
-    def _by_server(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Of each server, its part of each group's values."""
-        cut = [
-            torch.split(part if order is None else part[order], sizes)
-            for part, order, sizes in zip(values, self.orders, self.sizes, strict=True)
-        ]
-        return [[parts[server] for parts in cut] for server in range(self.servers)]
-
-    def _in_order(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        order, joined = self.orders[group], _cat(parts)
-        if order is None:
-            return joined
-        return torch.empty_like(joined).index_copy_(0, order, joined)
-
-
-def _by_real(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of each dtype of `REALS`, one after the other."""
-    own = [[part.reshape(-1) for part in parts if part.dtype is real] for real in REALS]
-    return [
-        _cat(some) if some else torch.empty(0, dtype=r, device="cpu")
-        for some, r in zip(own, REALS, strict=True)
-    ]
-
-
-def _parts_of(outgoing: Outgoing) -> list[_Part]:
-    """Each server's share of a lookup's distinct ids, by buffer and table."""
-    layouts = outgoing.plan.buffers
-    sizes = [buffer.sizes_WK.sum(1).tolist() for buffer in outgoing.buffers]
-    ids = [torch.split(b.ids_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
-    counts = [torch.split(b.counts_N, cut) for b, cut in zip(outgoing.buffers, sizes, strict=True)]
-    return [
-        _Part(
-            tuple(table.table for layout in layouts for table in layout.tables),
-            tuple(n for buffer in outgoing.buffers for n in buffer.sizes_WK[server].tolist()),
-            _cat([part[server] for part in ids]),
-            _cat([part[server] for part in counts]),
-            [],
-        )
-        for server in range(outgoing.plan.world_size)
-    ]
-
-
-def _answer(
-    method: Method, part: _Part, frames: Frames, specs: Sequence[TableSpec], kind: Any
-) -> Answer:
-    """Nothing was asked of a server without ids."""
-    if method not in ("find", "lookup", "reinitialize"):
-        return Answer([], [])
-    count = sum(part.sizes)
-    flag = torch.int32 if method == "reinitialize" else torch.bool
-    flags = {"find": 1, "lookup": 2, "reinitialize": 1}[method]
-    if not frames:
-        none = [torch.empty(0, dtype=real, device="cpu") for real in REALS]
-        return Answer(none, [torch.empty(0, dtype=flag, device="cpu")] * flags)
-    head = Head(method="find", tables=part.tables, sizes=part.sizes)
-    rows: list[Tensor] = []
-    if method != "reinitialize":
-        segments = [head.segments(specs, real) for real in REALS]
-        rows = rows_of_frames(segments, frames[: len(REALS)], kind)
-    return Answer(
-        rows, [tensor(frame, flag, count, "flags") for frame in frames[len(frames) - flags :]]
-    )
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Of ids, if there are none."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _chunk(spec: TableSpec, frames: Frames) -> RowChunk:
-    rows = frames[0].nbytes // 8
-    wide = (weight_dtype(spec), spec.dim), (real_dtype(spec), spec.state_width)
-    weights, state = (
-        tensor(frame, dtype, rows * width, "rows").view(rows, width)
-        for frame, (dtype, width) in zip(frames[1:3], wide, strict=True)
-    )
-    ids, versions, last_seen_s, counts = (
-        tensor(frame, torch.int64, rows, "rows") for frame in (frames[0], *frames[3:])
-    )
-    return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
-
-
 def _summed(
     parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, distinct: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, sums and counts."""
-    ids, grads, counts = (_cat(columns) for columns in zip(*parts, strict=True))
+    ids, grads, counts = (cat(columns) for columns in zip(*parts, strict=True))
     if distinct:
         return ids, grads, counts
     unique, at_N = torch.unique(ids, return_inverse=True)
@@ -604,6 +556,9 @@ class ServerTicket:
     """A training lookup: distinct ids by server, buffer and table, their rows as they were.
 
     Servers hold nothing for it: the update names the ids again.
+
+    shares: the same ids by server.
+    seen: updates that each server had applied when it read the rows; None of one without ids.
     """
 
     groups: IdGroups
@@ -611,6 +566,16 @@ class ServerTicket:
     admitted_N: Tensor
     found_N: Tensor
     event_time_s: int
+    shares: tuple[ServerShare, ...]
+    seen: tuple[int | None, ...]
+
+    def with_rows(self, rows: Sequence[Tensor]) -> list[ServerShare]:
+        """Each server's share of the ids, with the rows [n, D] of its groups."""
+        left = iter(rows)
+        return [
+            replace(share, sets=[rows_by_real([next(left) for _ in share.tables])])
+            for share in self.shares
+        ]
 
     def end(self) -> None:
         """Nothing is held."""
@@ -619,8 +584,8 @@ class ServerTicket:
 class ServerExchange:
     """Lookups of a worker: ids to servers, rows back and pooled here, gradients the same way.
 
-    What a lookup reads may lack updates of other workers that are on their way; never one of this
-    worker's own.
+    What a lookup reads may lack updates that are on their way: of other workers, and of this one as
+    many as `Servers` allows.
 
     Args:
         shard: the servers' rows.
@@ -644,21 +609,27 @@ class ServerExchange:
         outgoing = sending.outgoing
         assert outgoing is not None
         method: Method = "lookup" if sending.insert else "find"
-        parts = _parts_of(outgoing)
+        shares = shares_of(outgoing)
         head = head_of(method, sending.ctx)
-        answers = self._rows.ask(head, parts, counted=sending.insert, sets=0)
-        groups, counts_N = _groups(parts)
+        answers = self._rows.ask(head, shares, counted=sending.insert)
+        groups, counts_N = _groups(shares)
         if sending.insert:
             admitted_N, found_N = (
                 torch.cat([answer.flags[k] for answer in answers]) for k in range(2)
             )
             ticket: Any = ServerTicket(
-                groups, counts_N, admitted_N, found_N, sending.ctx.event_time_s
+                groups,
+                counts_N,
+                admitted_N,
+                found_N,
+                sending.ctx.event_time_s,
+                tuple(shares),
+                tuple(answer.seen for answer in answers),
             )
         else:
             ticket = ReadTicket(groups, counts_N)
         reals = [REALS.index(layout.real) for layout in outgoing.plan.buffers]
-        rows = [_cat([answer.rows[real] for answer in answers]) for real in reals]
+        rows = [cat([answer.rows[real] for answer in answers]) for real in reals]
         route = Route(sending.request, (ticket,), sending.ctx.event_time_s)
         self._brought[route] = _Brought(outgoing, rows)
         return route
@@ -701,13 +672,13 @@ class _Brought:
     rows: list[Tensor]
 
 
-def _groups(parts: Sequence[_Part]) -> tuple[IdGroups, Tensor]:
+def _groups(shares: Sequence[ServerShare]) -> tuple[IdGroups, Tensor]:
     """All servers' groups, one after the other, and how often each id occurs."""
-    sizes = torch.tensor([0, *(n for part in parts for n in part.sizes)], device="cpu")
-    tables = [k for part in parts for k in part.tables]
+    sizes = torch.tensor([0, *(n for share in shares for n in share.sizes)], device="cpu")
+    tables = [k for share in shares for k in share.tables]
     tables_G = torch.tensor(tables, dtype=torch.int32, device="cpu")
-    groups = IdGroups(_cat([part.ids_n for part in parts]), sizes.cumsum(0), tables_G)
-    return groups, _cat([part.counts_n for part in parts])
+    groups = IdGroups(cat([share.ids_n for share in shares]), sizes.cumsum(0), tables_G)
+    return groups, cat([share.counts_n for share in shares])
 
 
 def _by_group(outgoing: Outgoing, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:

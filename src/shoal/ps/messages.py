@@ -24,6 +24,9 @@ Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
     "evict", "close_version", "clear", "size", "stats", "entry", "export",
 ]  # fmt: skip
+READS = ("find", "lookup")
+"""Methods whose reply has rows; one that is sent again does no harm."""
+
 UPDATES = ("apply", "assign", "assign_add", "reinitialize")
 """Methods that change rows: each worker numbers its own, and a repeated number changes nothing."""
 
@@ -37,13 +40,16 @@ class Head(BaseModel):
 
     Args:
         method: what to do.
-        worker, number: who asks, and its number of this update, from 1; 0 of what is none.
+        worker, number: who asks, and its number of this update, or of this lookup, from 1; 0 of
+            what is neither.
         tables, sizes: of each group: its table, and how many ids it has.
         counted: a frame of int32 occurrences follows the ids.
         sets: sets of rows that follow.
         wire, reply: how rows travel in the request and in the reply; None: as they are.
         step, event_time_s, nan_policy, nan_clip, rates: of the `StepContext`.
-        argument: what a method without ids takes: a time, a table.
+        seen: updates that the server had applied when it read the rows of an update.
+        argument: what a method without ids takes: a time, a table; with a number, the seconds
+            within which the worker may send the request again.
         id: of `entry`.
     """
 
@@ -63,6 +69,7 @@ class Head(BaseModel):
     nan_policy: NanPolicy = "raise"
     nan_clip: float = 1.0
     rates: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    seen: Whole | None = None
     argument: Whole = 0
     id: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
 

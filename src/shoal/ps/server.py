@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,10 +31,14 @@ from shoal.ps.messages import (
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs
 from shoal.table.rows import real_dtype
-from shoal.table.shard import IdGroups, Shard
+from shoal.table.shard import IdGroups, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 
 Reply = tuple[bytes, list[memoryview]]
+
+_LOOKUPS = 64
+_KEEP_S = 3600
+_KEEP_AT_MOST_S = 86_400
 
 
 def spread_over(specs: Sequence[TableSpec], servers: int) -> Placement:
@@ -42,15 +48,19 @@ def spread_over(specs: Sequence[TableSpec], servers: int) -> Placement:
 
 
 class _Worker:
-    """What a server knows of one worker's updates."""
+    """What a server knows of one worker's updates and lookups."""
 
-    __slots__ = ("applied", "lock", "lost", "refused")
+    __slots__ = ("applied", "keep_s", "lock", "looked_up", "lookups", "lost", "refused", "seen_s")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.applied = 0
         self.lost = 0
         self.refused: Exception | None = None  # the last update, if it was
+        self.lookups = threading.Lock()
+        self.looked_up: deque[int] = deque(maxlen=_LOOKUPS)  # numbers whose ids were counted
+        self.seen_s = time.monotonic()
+        self.keep_s = _KEEP_S  # after it was seen last, none of its requests comes again
 
 
 class _Gate:
@@ -94,23 +104,40 @@ class TableServer:
 
     Lookups and updates run side by side. An update that comes again, for its reply was lost, is
     not applied again: each worker numbers its own, and they are applied in order. Numbers that
-    never came, say for they were applied by a server that died before it saved, are counted.
+    never came, say for they were applied by a server that died before it saved, are counted. A
+    training lookup that comes again counts its ids once for admission.
 
     Args:
         specs: all tables, the same for all servers and workers.
         index, of: this server among all.
         seed: of initial values, the same for all servers.
+        most_workers: that are remembered. Those whose requests can come no more are forgotten
+            before others are refused.
+
+    Attributes:
+        updates: applied so far, of all workers.
+        forgotten: workers.
 
     Raises:
         ConfigError: no such server.
     """
 
-    def __init__(self, specs: Sequence[TableSpec], *, index: int, of: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        index: int,
+        of: int,
+        seed: int = 0,
+        most_workers: int = 4096,
+    ) -> None:
         self.specs = tuple(specs)
         self.shard: Shard = make_shard(
             hosted_specs(specs, spread_over(specs, of), index), seed=seed
         )
         self.index, self.of = index, of
+        self.updates = self.forgotten = 0
+        self._most_workers = most_workers
         self._workers: dict[str, _Worker] = {}
         self._known = threading.Lock()
         self._gate = _Gate()
@@ -150,12 +177,15 @@ class TableServer:
     def between_updates(self) -> Iterator[dict[str, Any]]:
         """No update is under way inside; gives what to save with the rows."""
         with self._gate.closed(), self._known:
-            yield {"workers": {name: one.applied for name, one in self._workers.items()}}
+            workers = {name: [one.applied, one.lost] for name, one in self._workers.items()}
+            yield {"workers": workers, "updates": self.updates, "forgotten": self.forgotten}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved with the rows that were loaded."""
-        for name, applied in state["workers"].items():
-            self._worker(name).applied = int(applied)
+        self.updates, self.forgotten = state["updates"], state["forgotten"]
+        for name, (applied, lost) in state["workers"].items():
+            worker = self._workers[name] = _Worker()
+            worker.applied, worker.lost = applied, lost
 
     def _hello(self, head: Head, frames: Frames) -> Reply:
         with self._known:
@@ -167,6 +197,8 @@ class TableServer:
             "tables": [repr(spec) for spec in self.specs],
             "applied": worker.applied,
             "lost": worker.lost,
+            "updates": self.updates,
+            "forgotten": self.forgotten,
         }
         return json.dumps(said).encode(), []
 
@@ -176,24 +208,44 @@ class TableServer:
 
     def _lookup(self, head: Head, frames: Frames) -> Reply:
         """Find or insert, and read; nothing is held: the update brings the ids again."""
-        groups, ctx = self._groups(head, frames), head.context()
-        ticket = self.shard.find_or_init(groups, self._counts(head, frames), ctx=ctx)
+        groups, counts_N, ctx = (
+            self._groups(head, frames),
+            self._counts(head, frames),
+            head.context(),
+        )
+        updates = self.updates
+        ticket = self._found_or_made(head, groups, counts_N, ctx)
         try:
             rows = self.shard.gather(ticket, ctx=ctx)
             flags = [memory(ticket.admitted_N), memory(ticket.found_N)]
         finally:
             ticket.end()
-        return b"", [*self._rows(head, rows), *flags]
+        return b"%d" % updates, [*self._rows(head, rows), *flags]
+
+    def _found_or_made(
+        self, head: Head, groups: IdGroups, counts_N: Tensor | None, ctx: StepContext
+    ) -> Ticket:
+        """Of a lookup that comes again, ids count for nothing."""
+        if not head.number:
+            return self.shard.find_or_init(groups, counts_N, ctx=ctx)
+        worker = self._worker(head)
+        with worker.lookups:
+            if head.number in worker.looked_up:
+                counts_N = torch.zeros_like(groups.ids_N)
+            ticket = self.shard.find_or_init(groups, counts_N, ctx=ctx)
+            worker.looked_up.append(head.number)
+        return ticket
 
     def _apply(self, head: Head, frames: Frames) -> Reply:
         groups, counts_N = self._groups(head, frames), self._counts(head, frames)
         sets = self._sets(head, frames)
         seen = sets[1] if len(sets) > 1 else None
         with self._update(head) as fresh:
+            behind = 0 if head.seen is None else max(0, self.updates - head.seen)
             if fresh:
                 ctx = head.context()
                 self.shard.apply_ids(groups, sets[0], counts_N, ctx=ctx, seen_weights=seen)
-        return b"", []
+        return b"" if head.seen is None else b"%d" % behind, []
 
     def _write(self, head: Head, frames: Frames, write: Callable[..., None]) -> Reply:
         groups, (rows,) = self._groups(head, frames), self._sets(head, frames)
@@ -273,14 +325,42 @@ class TableServer:
             )
         return head.argument
 
-    def _worker(self, name: str) -> _Worker:
+    def _worker(self, head: Head) -> _Worker:
+        """Who sent a request.
+
+        Raises:
+            InputError: one too many.
+        """
+        now_s = time.monotonic()
         with self._known:
-            return self._workers.setdefault(name, _Worker())
+            worker = self._workers.get(head.worker)
+            if worker is None:
+                if len(self._workers) >= self._most_workers:
+                    self._forget(now_s)
+                worker = self._workers[head.worker] = _Worker()
+            worker.seen_s = now_s
+            if head.number:
+                worker.keep_s = min(head.argument, _KEEP_AT_MOST_S)
+        return worker
+
+    def _forget(self, now_s: float) -> None:
+        known = len(self._workers)
+        for name, one in list(self._workers.items()):
+            if now_s - one.seen_s > one.keep_s:
+                del self._workers[name]
+        self.forgotten += known - len(self._workers)
+        if len(self._workers) >= self._most_workers:
+            raise InputError(
+                "workers of a parameter server",
+                got=f"more than {self._most_workers} that may send requests again",
+                allowed=self._most_workers,
+                remedy="Give workers names of their own that stay, or make them less patient.",
+            )
 
     @contextmanager
     def _update(self, head: Head) -> Iterator[bool]:
         """Whether an update is to be applied: not if it was before; in the order of its worker."""
-        worker = self._worker(head.worker)
+        worker = self._worker(head)
         with worker.lock, self._gate.updating():
             if head.number and head.number <= worker.applied:
                 if head.number == worker.applied and worker.refused is not None:
@@ -290,6 +370,8 @@ class TableServer:
             worker.refused = None
             try:
                 yield True
+                with self._known:
+                    self.updates += 1
             except Exception as error:
                 worker.refused = error.with_traceback(None)
                 raise

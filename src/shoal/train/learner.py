@@ -266,6 +266,7 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
         wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
         patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
         secret=Secret.of_file(settings.token_file),
+        stale_updates=settings.stale_updates,
     )
 
 
