@@ -8,7 +8,6 @@ the sum of a server's rows says how many updates it applied.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -16,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,14 +72,16 @@ SPECS = (
         segments=(Segment(dim=DIM, name="vec", initializer=Zeros(), optimizer=SGD(lr=1.0)),),
     ),
 )
-SENT, DONE, STOP, TORN, REPEATED = range(5)
+SENT, DONE, STOP, TORN = range(4)
 
 
 def id_groups(servers: int) -> Tensor:
     """Ids [servers, GROUPS, SIZE]; those of a server fall to it."""
     ids = torch.arange(servers * GROUPS * SIZE * 2)
     owner = owners(spread_over(SPECS, servers).of("f0")[0], hash_ids("f0", ids))
-    return torch.stack([ids[owner == s][: GROUPS * SIZE].view(GROUPS, SIZE) for s in range(servers)])
+    return torch.stack(
+        [ids[owner == s][: GROUPS * SIZE].view(GROUPS, SIZE) for s in range(servers)]
+    )
 
 
 def one_group(ids_N: Tensor) -> IdGroups:
@@ -92,7 +94,7 @@ class Lost:
     """What one worker's updates came to on one server.
 
     Args:
-        sent, done: updates that the worker sent, and that were acknowledged.
+        sent, done: updates that the worker made, and that it knows to be applied.
         lost: as the server counts.
     """
 
@@ -107,17 +109,18 @@ class Job:
     Args:
         folder: of config, stores and logs.
         seed: of what the workers do.
-        servers: how many.
+        stale_updates: of each worker, that may be on their way.
+
+    Attributes:
         reply_s: how long a worker waits before it sends a request again.
     """
 
-    def __init__(
-        self, folder: Path, seed: int, *, servers: int = 2, reply_s: float = 0.5
-    ) -> None:
-        self.folder, self.seed, self.count, self.reply_s = folder, seed, servers, reply_s
+    def __init__(self, folder: Path, seed: int, *, stale_updates: int = 0) -> None:
+        self.folder, self.seed, self.stale_updates = folder, seed, stale_updates
+        self.count, self.reply_s = 2, 0.5
         self.config = folder / "run.yaml"
         self.config.write_text(yaml.safe_dump(CONFIG))
-        self.listens = [f"tcp://127.0.0.1:{free_port()}" for _ in range(servers)]
+        self.listens = [f"tcp://127.0.0.1:{free_port()}" for _ in range(self.count)]
         self.addresses = list(self.listens)  # where workers find them
         self.namespaces: dict[int, str] = {}  # of networks, in which a server is
         self.servers: dict[int, Any] = {}
@@ -125,7 +128,7 @@ class Job:
         self.counters: dict[str, Any] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["torch", "shoal", "shoal.cli.app", "shoal.ps.client", "shoal.ps.saving"]
+            ["torch", "shoal.cli.app", "shoal.config.build", "shoal.ps.client", "shoal.ps.saving"]
         )
 
     def __enter__(self) -> Job:
@@ -146,11 +149,18 @@ class Job:
 
     def start_worker(self, name: str) -> None:
         """Start to send updates."""
-        counters = self._context.RawArray("q", 5)
+        counters = self._context.RawArray("q", 4)
         self.counters[name] = counters
         seed = f"{self.seed} {name}"
         self.workers[name] = self._start(
-            _work, self.addresses, name, seed, counters, self.reply_s, str(self.folder)
+            _work,
+            self.addresses,
+            name,
+            seed,
+            counters,
+            self.reply_s,
+            self.stale_updates,
+            str(self.folder),
         )
 
     def start(self, workers: int = 2) -> None:
@@ -167,7 +177,7 @@ class Job:
         return process
 
     def done(self) -> dict[str, int]:
-        """Acknowledged updates of each worker."""
+        """Updates of each worker that it knows to be applied, so many at least."""
         return {name: counters[DONE] for name, counters in self.counters.items()}
 
     def advance(self, updates: int) -> None:
@@ -175,7 +185,7 @@ class Job:
         goal = {name: done + updates for name, done in self.done().items()}
 
         def there() -> bool:
-            for name, process in self.workers.items():
+            for process in self.workers.values():
                 assert process.is_alive() or process.exitcode == -signal.SIGKILL, self.logs()
             return all(
                 self.done()[name] >= goal[name]
@@ -264,9 +274,23 @@ def _checker(addresses: Sequence[str]) -> Iterator[RowsOverServers]:
         servers.close()
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, however it did."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _prepare(path: Sequence[str], log: str, namespace: str | None = None) -> None:
     sys.path[:] = path
+    end_with_parent()
     torch.set_num_threads(1)
+    transport._BEAT_MS, transport._DEAD_MS = 300, 1500  # the tests' cuts are short
     if namespace is not None:
         enter(namespace)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -295,12 +319,13 @@ def _work(
     seed: str,
     counters: Any,
     reply_s: float,
+    stale_updates: int,
     folder: str,
 ) -> None:
     _prepare(path, f"{folder}/{name}.log")
     chance = random.Random(seed)
     patience = Patience(reply_s=reply_s, repeats=500, pause_s=0.05)
-    servers = Servers(addresses, SPECS, worker=name, patience=patience)
+    servers = Servers(addresses, SPECS, worker=name, patience=patience, stale_updates=stale_updates)
     rows = RowsOverServers(servers)
     ids_SGk = id_groups(len(addresses))
     while not counters[STOP]:
@@ -309,10 +334,9 @@ def _work(
         counters[SENT] += 1
         grads = torch.full((groups.ids_N.numel(), DIM), -1.0)
         rows.apply_ids(groups, (grads,), ctx=StepContext())
-        counters[DONE] += 1
+        counters[DONE] = max(0, counters[SENT] - stale_updates)
         if chance.random() < 0.3:
             weights = rows.find(groups).weights[0]
             counters[TORN] += int((weights != weights[:, :1]).any())
-        counters[REPEATED] = servers.repeated
-    with contextlib.suppress(OSError):
-        servers.close()
+    servers.close()
+    counters[DONE] = counters[SENT]
