@@ -140,10 +140,10 @@ class Job:
             process.join()
 
     def start_server(self, index: int) -> None:
-        """Start it, or start it again; it saves every 0.1 s."""
+        """Start it, or start it again; it saves every 0.2 s."""
         arguments = ["ps", str(self.config), "--index", str(index), "--of", str(self.count)]
         arguments += ["--address", self.listens[index], "--store", str(self.folder / "store")]
-        arguments += ["--save-every-s", "0.1"]
+        arguments += ["--save-every-s", "0.2"]
         log = self.folder / f"server-{index}.log"
         self.servers[index] = self._start(_serve, arguments, str(log), self.namespaces.get(index))
 
@@ -335,6 +335,7 @@ def _work(
         grads = torch.full((groups.ids_N.numel(), DIM), -1.0)
         rows.apply_ids(groups, (grads,), ctx=StepContext())
         counters[DONE] = max(0, counters[SENT] - stale_updates)
+        time.sleep(chance.uniform(0, 0.01))
         if chance.random() < 0.3:
             weights = rows.find(groups).weights[0]
             counters[TORN] += int((weights != weights[:, :1]).any())
