@@ -39,7 +39,7 @@ from shoal.table.rows import real_dtype
 from shoal.table.spec import Segment, TableSpec
 from support.counted_updates import end_with_parent
 
-__all__ = ["CORPUS", "Fuzzer", "ServerProcess", "corpus"]
+__all__ = ["CORPUS", "Fuzzer", "ServerProcess", "corpus", "send_bytes"]
 
 Parts = list[bytes]
 """Of a message: the request's number, head, frames."""
@@ -239,14 +239,7 @@ class Fuzzer:
     def send_raw(self, data: bytes) -> None:
         """Send bytes to its port, on a connection of their own, and leave."""
         self.outcomes["raw"] += 1
-        host, port = self.server.address.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=REPLY_S) as connection:
-            try:
-                connection.sendall(data)
-                connection.settimeout(0.002)
-                connection.recv(1 << 16)
-            except (TimeoutError, ConnectionError):
-                pass
+        send_bytes(self.server.address, data)
 
     def check(self) -> None:
         """The server is alive, and takes no more than it needs."""
@@ -292,6 +285,18 @@ class Fuzzer:
         if chance.random() < 0.9:
             data = _spoiled_bytes(data, chance)
         return data
+
+
+def send_bytes(address: str, data: bytes) -> None:
+    """Send them on a connection of their own, and leave."""
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=REPLY_S) as connection:
+        try:
+            connection.sendall(data)
+            connection.settimeout(0.002)
+            connection.recv(1 << 16)
+        except (TimeoutError, ConnectionError):
+            pass
 
 
 def _is_request(parts: Parts) -> bool:

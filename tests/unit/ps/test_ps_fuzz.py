@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from shoal.comm.transport import Client
+from shoal.comm.transport import Client, Secret
 from shoal.errors import ServerLost, ShoalError
-from support.hostile_requests import Fuzzer, ServerProcess, corpus
+from shoal.ps.client import Servers
+from shoal.ps.server import TableServer
+from support.hostile_requests import SPECS, Fuzzer, ServerProcess, corpus, send_bytes
 from support.shares import SHARE
 
 
@@ -50,6 +52,18 @@ def test_many_spoiled_requests_take_no_memory(server: ServerProcess, seed: int) 
         fuzzer.run(1000 // SHARE)
         fuzzer.check_memory(before)
     fuzzer.close()
+
+
+def test_bytes_at_the_port_of_an_encrypted_server() -> None:
+    secret = Secret("of the fuzzer")
+    server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0", secret=secret)
+    for one in corpus():
+        if "raw" in one:
+            send_bytes(server.address, bytes.fromhex(one["raw"]))
+    servers = Servers([server.address], SPECS, secret=secret)
+    assert servers.seed == 0
+    servers.close()
+    server.stop()
 
 
 REPLIES = {
