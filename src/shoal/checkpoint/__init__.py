@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.checkpoint.contents import Contents
-from shoal.checkpoint.loading import Loaded, load
+from shoal.checkpoint.loading import Loaded, load, load_share
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.saving import Saving, begin, save
@@ -28,6 +28,7 @@ __all__ = [
     "compact",
     "diff",
     "load",
+    "load_share",
     "read_manifest",
     "save",
     "verify",

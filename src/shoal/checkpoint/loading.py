@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError
+from shoal.table.hosting import HostedTables
 from shoal.table.shard import Shard
 from shoal.table.values import Cursor
 
@@ -125,6 +126,49 @@ def load(
     )
 
 
+def load_share(
+    urls: Sequence[str | Path], tables: HostedTables, rank: int, *, collection: str
+) -> int:
+    """Fill one rank's empty tables with its rows of several checkpoints that have none in common.
+
+    So a server takes its share of what any number of servers, or a job of ranks, have saved. No
+    other rank has to call it. Where it fails, tables are empty again.
+
+    Args:
+        urls: as `load` takes them.
+        tables: of this rank.
+        rank: this one, of the placement of `tables`.
+        collection: that the tables were saved as.
+
+    Returns:
+        rows that were loaded.
+
+    Raises:
+        CheckpointError: one is missing, damaged, or lacks one of the tables; or tables have rows.
+        TableFull: rows do not fit a table.
+    """
+    chains = [Chain(*locate(url), check=False) for url in urls]
+    found: list[tuple[TableMatch, ...]] = []
+    for chain in chains:
+        keys = {f"{collection}/{spec.name}" for spec in tables.specs}
+        others = frozenset(table.key for table in chain.tables) - keys
+        options = LoadOptions(allow_unknown=others)
+        found.append(match_tables(chain.tables, {collection: tables.specs}, options))
+        chain.check_forms(keys)
+    targets = targets_of(found[0], {collection: tables}, rank)
+    _check_empty(targets)
+    rows = RowLoader(chains, targets, rank=rank, alone=False, now_s=None)
+    try:
+        tally = rows.load()
+        tables.shard.resume(max(chain.last.manifest.version for chain in chains))
+    except BaseException:
+        rows.clear()
+        raise
+    steps = [chain.last.manifest.last_steps.get(collection, 0) for chain in chains]
+    tables.shard.last_step = max(tables.shard.last_step, *steps)
+    return sum(tally.rows.values())
+
+
 class _Load:
     """One rank's part of a load, stage by stage; no stage talks to other ranks."""
 
@@ -147,7 +191,7 @@ class _Load:
         targets = targets_of(self.matches, contents.tables, ranks.rank)
         _check_empty(targets)
         self.rows = RowLoader(
-            chain,
+            (chain,),
             targets,
             rank=ranks.rank,
             alone=ranks.world_size == 1,

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.chain import Chain, ChainFile, Newer, runs
+from shoal.checkpoint.chain import Chain, Link, Newer, runs
 from shoal.checkpoint.manifest import SavedFile
 from shoal.checkpoint.matching import SegmentMatch, TableMatch
 from shoal.checkpoint.rank_rows import slices_of
@@ -236,7 +237,7 @@ class RowLoader:
     """Loads a rank's rows: one thread reads and checks a file while another one loads the last.
 
     Args:
-        chain: what is loaded.
+        chains: what is loaded; no row is in two of them.
         targets: empty tables.
         rank: this one.
         alone: no other rank reads the files.
@@ -245,14 +246,14 @@ class RowLoader:
 
     def __init__(
         self,
-        chain: Chain,
+        chains: Sequence[Chain],
         targets: Sequence[Target],
         *,
         rank: int,
         alone: bool,
         now_s: int | None,
     ) -> None:
-        self._chain, self._rank, self._alone, self._now_s = chain, rank, alone, now_s
+        self._chains, self._rank, self._alone, self._now_s = chains, rank, alone, now_s
         self._targets: dict[str, list[Target]] = {}
         for target in targets:
             self._targets.setdefault(target.match.saved.key, []).append(target)
@@ -269,7 +270,7 @@ class RowLoader:
                 dtypes. Rows may be loaded already.
             TableFull: a table has no room. As above.
         """
-        for link in self._chain.links:
+        for link in joined.from_iterable(chain.links for chain in self._chains):
             check_sizes(link.storage, filter(self._wanted, link.manifest.files))
         trims: list[Trim] = []
         try:
@@ -307,8 +308,11 @@ class RowLoader:
         for counter in (self._rows, self._expired, self._unfit):
             counter.clear()
         self._expect()
-        parts = runs([link.manifest for link in self._chain.links], self._wanted)
-        files = [one for run in parts for one in run]
+        parts, files = [], []
+        for chain in self._chains:
+            for run in runs([link.manifest for link in chain.links], self._wanted):
+                parts.append(run)
+                files += [(chain.links[one.link], one.file) for one in run]
         with closing(_ahead(files, self._opened, once=self._alone)) as ahead:
             for run in parts:
                 newer: dict[str, Newer] = {}
@@ -329,8 +333,10 @@ class RowLoader:
         Not where many may be left out as expired.
         """
         for key, targets in self._targets.items():
-            own = (link.table(key) for link in self._chain.links)
-            saved = max(one.rows for one in own if one is not None)
+            saved = sum(
+                max(one.rows for link in chain.links if (one := link.table(key)) is not None)
+                for chain in self._chains
+            )
             for target in targets:
                 if self._now_s is None or target.match.spec.expiry is None:
                     target.shard.expect(target.table, -(-saved // target.hosted.shares))
@@ -342,12 +348,13 @@ class RowLoader:
             for target in self._targets.get(key, ())
         )
 
-    def _opened(self, one: ChainFile, buffer: ReadBuffer) -> Iterator[tuple[int, Columns]]:
+    def _opened(
+        self, one: tuple[Link, SavedFile], buffer: ReadBuffer
+    ) -> Iterator[tuple[int, Columns]]:
         """Rows or deleted ids of a file; it is read and checked when this returns."""
-        link = self._chain.links[one.link]
-        manifest = link.manifest
-        layout = layout_of(one.file, manifest.tables)
-        return read_rows(link.storage, one.file, layout, buffer, version=manifest.version)
+        link, file = one
+        layout = layout_of(file, link.manifest.tables)
+        return read_rows(link.storage, file, layout, buffer, version=link.manifest.version)
 
     def _load_rows(self, targets: Sequence[Target], chunk: RowChunk) -> None:
         adapted: Adapted | None = None
@@ -373,30 +380,42 @@ class RowLoader:
 
     def _load_admission(self) -> None:
         """Admission counters are whole in every checkpoint: the newest has all."""
-        storage, manifest = self._chain.last.storage, self._chain.last.manifest
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        parts: dict[str, list[AdmissionState]] = {}
-        for file in filter(self._wanted, manifest.files):
-            if file.kind == "sketch":
-                cells = read_checked(storage, file).numpy().tobytes()
-                parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
-            elif file.kind == "admission":
-                for index, (ids_P, counts_P) in read_rows(
-                    storage, file, RowLayout.ids(counted=True)
-                ):
-                    found = AdmissionState(ids_P, counts_P, b"")
-                    parts.setdefault(file.tables[index], []).append(found)
+        saved = [self._admission(chain.last) for chain in self._chains]
         for target in joined.from_iterable(self._targets.values()):
-            found_here = parts.get(target.match.saved.key, ())
+            key = target.match.saved.key
+            found_here = [one[key] for one in saved if key in one]
             if target.match.admission and found_here:
                 spec, hosted = target.match.spec, target.hosted
                 own = [hosted_admission(spec, hosted, self._rank, one) for one in found_here]
                 whole = AdmissionState(
                     torch.cat([one.ids for one in own]),
                     torch.cat([one.counts for one in own]),
-                    b"".join(one.cells for one in own),
+                    _largest([one.cells for one in own]),
                 )
                 target.shard.load_admission_state(target.table, whole)
+
+    def _admission(self, link: Link) -> dict[str, AdmissionState]:
+        """Admission counters of a checkpoint by key."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        parts: dict[str, list[AdmissionState]] = {}
+        for file in filter(self._wanted, link.manifest.files):
+            if file.kind == "sketch":
+                cells = read_checked(link.storage, file).numpy().tobytes()
+                parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
+            elif file.kind == "admission":
+                for index, (ids_P, counts_P) in read_rows(
+                    link.storage, file, RowLayout.ids(counted=True)
+                ):
+                    found = AdmissionState(ids_P, counts_P, b"")
+                    parts.setdefault(file.tables[index], []).append(found)
+        return {
+            key: AdmissionState(
+                torch.cat([one.ids for one in found]),
+                torch.cat([one.counts for one in found]),
+                b"".join(one.cells for one in found),
+            )
+            for key, found in parts.items()
+        }
 
 
 def _ahead(
@@ -418,6 +437,15 @@ def _ahead(
             if number < len(files):
                 pending = pool.submit(begin, files[number], buffers[number % 2])
             yield result
+
+
+def _largest(sketches: Sequence[bytes]) -> bytes:
+    """Each cell's largest count: counters only grow, and who does not own a cell has an old one."""
+    if len(sketches) == 1:
+        return sketches[0]
+    cells = [np.frombuffer(one, dtype="<u4") for one in sketches]
+    largest: bytes = np.maximum.reduce(cells).tobytes()
+    return largest
 
 
 def _choose(targets: Iterable[Target]) -> list[Trim]:

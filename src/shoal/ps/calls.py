@@ -12,6 +12,8 @@ from torch import Tensor
 from shoal.comm.transport import Frames
 from shoal.exchange.partition import Outgoing, flat
 from shoal.exchange.wire import WireKind
+from shoal.ids import salt, to_signed
+from shoal.ops.reorder import fused_reorder
 from shoal.placement import hash_ids, ranks_of
 from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments, tensor
 from shoal.table.rows import real_dtype, weight_dtype
@@ -67,30 +69,48 @@ class SplitCall:
     """A call's groups by server: which of their positions go to which, in order.
 
     Groups of tables that do not exist go nowhere.
+
+    distinct: each id of a group goes out once, whose rows and flags then are those of all its
+        positions; such a call brings no values.
     """
 
-    def __init__(self, groups: IdGroups, specs: Sequence[TableSpec], servers: int) -> None:
+    def __init__(
+        self, groups: IdGroups, specs: Sequence[TableSpec], servers: int, *, distinct: bool = False
+    ) -> None:
         self.groups, self.specs, self.servers = groups, specs, servers
         cuts = pairwise(groups.splits_G1.tolist())
         found = enumerate(zip(cuts, groups.tables_G.tolist(), strict=True))
         self.spans = [(n, *cut, k) for n, (cut, k) in found if 0 <= k < len(specs)]
         self.orders: list[Tensor | None] = []  # None: as they are, for one server has all
+        self.places: list[Tensor] = []  # of distinct ids: which of them each position has
         self.sizes: list[list[int]] = []
+        self._ids: list[Tensor] = []
         for _, start, stop, table in self.spans:
-            hashes_n = hash_ids(specs[table].hash_name, groups.ids_N[start:stop])
-            owner_n = ranks_of(hashes_n, servers)
-            sizes = torch.bincount(owner_n, minlength=servers).tolist()
-            self.sizes.append(sizes)
-            alone = max(sizes) == stop - start
-            self.orders.append(None if alone else owner_n.argsort(stable=True))
+            ids_n, hash_name = groups.ids_N[start:stop], specs[table].hash_name
+            if distinct:
+                ranges = torch.tensor(
+                    [[to_signed(salt(hash_name)), servers, *range(servers)]], device="cpu"
+                )
+                ids_n, _, sizes_W, place_n = fused_reorder(
+                    [ids_n], None, [1], servers, "hash_ranges", ranges
+                )
+                self.places.append(place_n)
+            else:
+                owner_n = ranks_of(hash_ids(hash_name, ids_n), servers)
+                sizes_W = torch.bincount(owner_n, minlength=servers)
+                order = None if sizes_W.max() == stop - start else owner_n.argsort(stable=True)
+                self.orders.append(order)
+                ids_n = ids_n if order is None else ids_n[order]
+            self.sizes.append(sizes_W.tolist())
+            self._ids.append(ids_n)
 
     def shares(
         self, counts_N: Tensor | None, sets: Sequence[Sequence[Tensor]]
     ) -> list[ServerShare]:
         """Each server's share of ids, occurrences and rows."""
-        ids = self._by_server(self._of_groups(self.groups.ids_N))
-        counts = ids if counts_N is None else self._by_server(self._of_groups(counts_N))
-        rows = [self._by_server([one[n] for n, *_ in self.spans]) for one in sets]
+        ids = self._cut(self._ids)
+        counts = ids if counts_N is None else self._cut(self._ordered(self._of_groups(counts_N)))
+        rows = [self._cut(self._ordered([one[n] for n, *_ in self.spans])) for one in sets]
         tables = tuple(table for *_, table in self.spans)
         return [
             ServerShare(
@@ -130,16 +150,21 @@ class SplitCall:
     def _of_groups(self, values_N: Tensor) -> list[Tensor]:
         return [values_N[start:stop] for _, start, stop, _ in self.spans]
 
-    def _by_server(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _ordered(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Each group's values, by server."""
+        pairs = zip(values, self.orders, strict=True)
+        return [part if order is None else part[order] for part, order in pairs]
+
+    def _cut(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
         """Of each server, its part of each group's values."""
-        cut = [
-            torch.split(part if order is None else part[order], sizes)
-            for part, order, sizes in zip(values, self.orders, self.sizes, strict=True)
-        ]
+        cut = [torch.split(part, sizes) for part, sizes in zip(values, self.sizes, strict=True)]
         return [[parts[server] for parts in cut] for server in range(self.servers)]
 
     def _in_order(self, group: int, parts: Sequence[Tensor]) -> Tensor:
-        order, joined = self.orders[group], cat(parts)
+        joined = cat(parts)
+        if self.places:
+            return joined.index_select(0, self.places[group])
+        order = self.orders[group]
         if order is None:
             return joined
         return torch.empty_like(joined).index_copy_(0, order, joined)

@@ -105,7 +105,7 @@ class Servers:
         worker: this worker's name, of no other; None makes one.
         patience: how long to wait for replies.
         secret: what the servers were given.
-        stale_updates: how many updates of this worker may be on their way while training goes on;
+        stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
 
     Attributes:
@@ -520,7 +520,7 @@ class RowsOverServers:
     ) -> tuple[SplitCall, Head, list[ServerShare]]:
         named = "apply_ids" if method == "apply" else method
         ready = check_call(named, groups, values, counts_N, ctx, self.specs, _CPU)
-        split = SplitCall(groups, self.specs, self.servers.count)
+        split = SplitCall(groups, self.specs, self.servers.count, distinct=method == "find")
         return split, head_of(method, ctx), split.shares(counts_N, ready)
 
     def _call(

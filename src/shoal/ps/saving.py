@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load
+from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load, load_share
+from shoal.checkpoint.storage import Storage
 from shoal.errors import ShoalError
-from shoal.ps.server import TableServer
+from shoal.ps.server import TableServer, spread_over
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
 
@@ -27,7 +30,8 @@ class ServerSaver:
 
     Use as a context: it loads the newest checkpoint there is first, and saves once more at the
     end. A server that died loses the updates since its last save; they are counted when its
-    workers come back.
+    workers come back. Where another number of servers saved last, it takes its share of what all
+    of them have.
 
     Args:
         server: whose rows; they are empty.
@@ -35,6 +39,8 @@ class ServerSaver:
         every_s: seconds from one save to the next.
         full_every: one save in `full_every` is full, the others are deltas.
         keep_full: full checkpoints that are kept.
+        start: a checkpoint of a run, whose rows it takes a share of if no server has saved yet.
+        collection: the model in it that has the tables.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged or of other tables.
@@ -48,8 +54,11 @@ class ServerSaver:
         every_s: float = 60.0,
         full_every: int = 20,
         keep_full: int = 2,
+        start: str | Path | None = None,
+        collection: str = _TABLES,
     ) -> None:
         self._server = server
+        self._folder, self._start, self._collection = Storage(url), start, collection
         self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)
         self._every_s, self._full_every = every_s, full_every
         self._tables = HostedTables(server.shard.specs, server.shard)
@@ -103,14 +112,45 @@ class ServerSaver:
 
     def _restore(self) -> None:
         newest = self._store.latest()
+        self._saves = 0 if newest is None else newest.step
+        saved_s = -1 if newest is None else self._store.manifest(newest.name).created_s
+        others = [one for one in self._other_servers() if one[0] > saved_s]
+        if others or (newest is None and self._start is not None):
+            _, urls = max(others, default=(0, [str(self._start)]))
+            self._take_share(urls, _TABLES if others else self._collection)
+            return
         if newest is None:
             return
         loaded = load(f"{self._store.url}/{newest.name}", Contents(tables={_TABLES: self._tables}))
         self._server.resume(loaded.state)
         self._newest = loaded.manifest
         self._cursors = None if loaded.cursors is None else dict(loaded.cursors)
-        self._saves = newest.step
         self._deltas = len(self._store.chain(newest.name)) - 1
+
+    def _take_share(self, urls: Sequence[str], collection: str) -> None:
+        server = self._server
+        tables = HostedTables(server.specs, server.shard, spread_over(server.specs, server.of))
+        rows = load_share(urls, tables, server.index, collection=collection)
+        _log.info("%d rows of %s", rows, ", ".join(urls))
+
+    def _other_servers(self) -> list[tuple[int, list[str]]]:
+        """When other numbers of servers saved last, and where; of those that all have saved."""
+        found = []
+        counts = {
+            int(match[1])
+            for name in self._folder.folders()
+            if (match := re.fullmatch(r"server-\d+-of-(\d+)", name))
+        }
+        for of in counts - {self._server.of}:
+            stores = [CheckpointStore(store_of(self._folder.url, k, of)) for k in range(of)]
+            newest = [store.latest() for store in stores]
+            if None in newest:
+                _log.warning("of %d servers not all have saved at %s", of, self._folder.url)
+                continue
+            links = [(s, one) for s, one in zip(stores, newest, strict=True) if one is not None]
+            saved_s = max(store.manifest(one.name).created_s for store, one in links)
+            found.append((saved_s, [f"{store.url}/{one.name}" for store, one in links]))
+        return found
 
     def _run(self) -> None:
         while not self._ending.wait(self._every_s):

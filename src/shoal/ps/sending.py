@@ -1,4 +1,4 @@
-"""When a worker sends: updates while training goes on, reads a second time; what it counts."""
+"""When a worker sends: updates while training continues, reads a second time; what it counts."""
 
 from __future__ import annotations
 
