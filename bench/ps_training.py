@@ -55,10 +55,10 @@ def main() -> None:
     found: dict[str, Measured] = {}
     chosen = [case for case in _cases() if options.case in case.name]
     for batch in BATCHES:
-        if any(case.name in _speed_names(batch) for case in chosen):
-            found |= speeds(batch, rounds)
-    if any(case.unit == "AUC" for case in chosen):
-        found |= qualities(epochs)
+        if any(f"batches of {batch}" in case.name for case in chosen):
+            found |= measure(batch, epochs if batch == BATCHES[0] else 1, rounds)
+    if any(case.name == KILLED for case in chosen):
+        found |= killed_midway(epochs)
     rows: list[dict[str, Any]] = [as_row(case, found.get(case.name)) for case in chosen]
     conclude(rows, options.json, PACKAGES)
 
@@ -69,9 +69,15 @@ def _cases() -> list[Case]:
         for batch in BATCHES
         for name in _speed_names(batch)
     ]
+    ceiling: dict[str, Any] = {
+        "unit": "AUC",
+        "peer": "ceiling",
+        "peer_value": NOISE,
+        "better": "lower",
+    }
     quality = [
-        Case(name=name, unit="AUC", peer="ceiling", better="lower", bar=1.0, peer_value=NOISE)
-        for name in (*map(_quality_name, STALE), KILLED)
+        *(Case(name=_quality_name(BATCHES[0], stale), bar=1.0, **ceiling) for stale in STALE),
+        Case(name=KILLED, bar=1.0, **ceiling),
     ]
     return [*speed, *quality]
 
@@ -79,52 +85,55 @@ def _cases() -> list[Case]:
 KILLED = "flights, AUC away from one process, a server killed midway"
 
 
-def _quality_name(stale: int) -> str:
-    return f"flights, AUC away from one process, stale_updates={stale}"
+def _quality_name(batch: int, stale: int) -> str:
+    return f"flights, AUC away from one process, batches of {batch}, stale_updates={stale}"
 
 
 def _speed_names(batch: int) -> list[str]:
     return [f"flights, batches of {batch}, stale_updates={stale}" for stale in STALE]
 
 
-def speeds(batch: int, rounds: int) -> dict[str, Measured]:
-    """Examples a second of servers and workers, and of ranks, in turns."""
-    settings = [f"data.batch_size={batch}", "data.epochs=1"]
-    ranks: list[float] = []
-    served: dict[str, list[float]] = {name: [] for name in _speed_names(batch)}
-    for _ in range(rounds):
-        ranks.append(train(settings, ranks=2).examples_per_s)
-        for stale, values in zip(STALE, served.values(), strict=True):
-            values.append(train_served(settings, stale).examples_per_s)
-        _log(f"batches of {batch}: ranks {ranks}, served {served}")
-    peer = median(ranks) / 1e3
-    note = f"{rounds} runs each"
-    return {
-        name: Measured(ours=median(values) / 1e3, peer_value=peer, note=note)
-        for name, values in served.items()
-    }
-
-
-def qualities(epochs: int) -> dict[str, Measured]:
-    """How far the AUC is from that of one process."""
-    settings = [f"data.epochs={epochs}"]
+def measure(batch: int, epochs: int, rounds: int) -> dict[str, Measured]:
+    """Runs of one process, of ranks, and of servers and workers, in turns."""
+    settings = [f"data.batch_size={batch}", f"data.epochs={epochs}"]
+    names = dict(zip(STALE, _speed_names(batch), strict=True))
+    ranks: list[Run] = []
+    served: dict[int, list[Run]] = {stale: [] for stale in STALE}
     one = train(settings)
-    _log(f"one process: {one}")
-    found = {}
-    for stale in STALE:
-        began_s = time.monotonic()
-        run = train_served(settings, stale)
-        took_s = time.monotonic() - began_s
-        _log(f"stale_updates={stale}: {run}")
-        found[_quality_name(stale)] = _away(run, one)
+    _log(f"batches of {batch}, one process: {one}")
+    for _ in range(rounds):
+        ranks.append(train(settings, ranks=2))
+        _log(f"two ranks: {ranks[-1]}")
+        for stale, runs in served.items():
+            runs.append(train_served(settings, stale))
+            _log(f"stale_updates={stale}: {runs[-1]}")
+    peer = median([run.examples_per_s for run in ranks]) / 1e3
+    found = {
+        names[stale]: Measured(
+            ours=median([run.examples_per_s for run in runs]) / 1e3,
+            peer_value=peer,
+            note=f"{rounds} runs each, {epochs} epochs",
+        )
+        for stale, runs in served.items()
+    }
+    return {**found, **{_quality_name(batch, stale): _away(served[stale], one) for stale in STALE}}
+
+
+def killed_midway(epochs: int) -> dict[str, Measured]:
+    """A server dies halfway and comes back."""
+    settings = [f"data.batch_size={BATCHES[0]}", f"data.epochs={epochs}"]
+    one = train(settings)
+    began_s = time.monotonic()
+    train_served(settings, STALE[-1])
+    took_s = time.monotonic() - began_s
     killed = train_served(settings, STALE[-1], kill_after_s=took_s / 2)
     _log(f"a server killed midway: {killed}")
-    return {**found, KILLED: _away(killed, one)}
+    return {KILLED: _away([killed], one)}
 
 
-def _away(run: Run, one: Run) -> Measured:
-    note = f"{run.auc:.4f}, one process {one.auc:.4f}"
-    return Measured(ours=max(abs(run.auc - one.auc), 1e-6), note=note)
+def _away(runs: Sequence[Run], one: Run) -> Measured:
+    auc = median([run.auc for run in runs])
+    return Measured(ours=max(abs(auc - one.auc), 1e-6), note=f"{auc:.4f}, one {one.auc:.4f}")
 
 
 def train(settings: Sequence[str], *, ranks: int = 1) -> Run:
@@ -158,7 +167,7 @@ def _servers(folder: str) -> Iterator[tuple[list[subprocess.Popen[str]], list[st
     running: list[subprocess.Popen[str]] = []
     try:
         running.extend(_start_server(folder, k, "tcp://127.0.0.1:0") for k in range(SERVERS))
-        yield running, [process.address for process in running]  # type: ignore[attr-defined]
+        yield running, [_address(process) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -169,10 +178,12 @@ def _start_server(folder: str, index: int, address: str) -> subprocess.Popen[str
     command = [sys.executable, "-m", "shoal.cli", "ps", CONFIG, "--index", str(index)]
     command += ["--of", str(SERVERS), "--address", address]
     command += ["--store", f"{folder}/store", "--save-every-s", "5"]
-    process = subprocess.Popen(command, env=ENVIRON, text=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.address = process.stdout.readline().split()[-1]  # type: ignore[attr-defined]
-    return process
+    return subprocess.Popen(command, env=ENVIRON, text=True, stdout=subprocess.PIPE)
+
+
+def _address(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    return server.stdout.readline().split()[-1]
 
 
 def _start_training(settings: Sequence[str], folder: str, ranks: int) -> subprocess.Popen[bytes]:
