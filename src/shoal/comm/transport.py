@@ -35,6 +35,8 @@ _MOST_HEAD = 1 << 20  # bytes
 _MOST_FRAMES = 16
 _MESSAGES = 8  # of one client, that wait in a socket
 _QUIET_MS = 200  # how often a thread looks whether it should end
+_BEAT_MS = 5000  # how often a connection is tried
+_DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more than a frame takes
 
 
 def _package() -> Any:
@@ -48,6 +50,12 @@ def _package() -> Any:
             remedy="pip install 'shoal[ps]'.",
         ) from None
     return zmq
+
+
+def _watch(socket: zmq.Socket[bytes]) -> None:
+    """Notice connections that are dead though nobody closed them: a router forgot them, say."""
+    socket.heartbeat_ivl = _BEAT_MS
+    socket.heartbeat_timeout = socket.handshake_ivl = socket.connect_timeout = _DEAD_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.maxmsgsize = most_bytes
         self._socket.rcvhwm = self._socket.sndhwm = _MESSAGES
+        _watch(self._socket)
         if secret is not None:
             secret.guard(self._socket)
         try:
@@ -259,6 +268,7 @@ class Client:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = _MESSAGES
+        _watch(socket)
         if self._secret is not None:
             self._secret.join(socket)
         try:
@@ -345,6 +355,8 @@ class Client:
 
 
 def _settle(calls: dict[bytes, _Call], reply: list[Any]) -> None:
+    if len(reply) < 3:  # not of a server of ours
+        return
     number, status, head, *frames = reply
     call = calls.pop(number.bytes, None)
     if call is None:  # given up before
@@ -373,7 +385,10 @@ def _described(error: BaseException) -> bytes:
 
 
 def _raised(described: bytes) -> ShoalError:
-    kind, text = json.loads(described)
+    try:
+        kind, text = map(str, json.loads(described))
+    except (ValueError, TypeError):
+        return ShoalError("a reply that no server of Shoal writes")
     made: Any = getattr(errors, kind, None)
     known = isinstance(made, type) and issubclass(made, ShoalError)
     return made(text) if known else ShoalError(text)

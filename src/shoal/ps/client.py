@@ -202,6 +202,8 @@ class Servers:
             ShoalError: what a server raised, now or at an update before this one, which then is
                 not sent.
         """
+        if self._sender.most:  # the caller may write to its tensors before they are sent
+            requests = [one and (one[0], [bytes(frame) for frame in one[1]]) for one in requests]
 
         def send() -> None:
             replies = self._updated(requests)

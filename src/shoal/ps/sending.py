@@ -62,7 +62,7 @@ class UpdateSender:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._changed = threading.Condition()
         self._failed: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "shoal-updates") if most else None
@@ -79,7 +79,7 @@ class UpdateSender:
             update()
             return
         with self._changed:
-            self._changed.wait_for(lambda: self.on_their_way < self._most)
+            self._changed.wait_for(lambda: self.on_their_way < self.most)
             self._raise()
             self.on_their_way += 1
         self._pool.submit(update).add_done_callback(self._done)

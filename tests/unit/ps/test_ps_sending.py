@@ -120,6 +120,21 @@ def test_a_step_returns_while_its_update_is_on_its_way(gate: Gate, connected: Co
     assert 1 <= staleness.most_behind <= 2
 
 
+def test_tensors_may_change_while_their_update_is_on_its_way(
+    gate: Gate, connected: Connected
+) -> None:
+    rows = connected(gate, 3).shard
+    gate.open.clear()
+    ids_N, grads = torch.tensor([5]), torch.zeros(1, gate.rows.specs[0].dim)
+    groups = IdGroups(ids_N, torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))
+    for grad in (1, 2, 3):
+        grads.fill_(grad)
+        rows.apply_ids(groups, (grads,), ctx=StepContext())
+    grads.fill_(100)
+    gate.open.set()
+    assert (rows.find(groups).weights[0] == -6).all()
+
+
 def test_without_stale_updates_a_lookup_sees_all(gate: Gate, connected: Connected) -> None:
     exchange = connected(gate)
     made, optimizer = collection(exchange)

@@ -1,0 +1,53 @@
+"""Workers that come and go, or vanish: a server keeps neither memory nor threads for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+
+from shoal.ps.client import RowsOverServers, Servers
+from shoal.table.shard import IdGroups, StepContext
+from support.hostile_requests import SPECS, ServerProcess
+
+WORKERS = 100
+SPARE_BYTES = 16 << 20
+
+
+def work(address: str) -> None:
+    """Connect, look up and update the same rows as everybody, and leave."""
+    servers = Servers([address], SPECS)
+    rows = RowsOverServers(servers)
+    ids_N = torch.arange(500)
+    groups = IdGroups(ids_N, torch.tensor([0, 500]), torch.zeros(1, dtype=torch.int32))
+    rows.find(groups)
+    rows.apply_ids(groups, (torch.ones(500, 3),), ctx=StepContext())
+    servers.close()
+
+
+def vanish(address: str) -> None:
+    """Connect, and leave in the middle of the greeting."""
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"\xff" + bytes(8))
+
+
+@pytest.mark.slow
+def test_workers_that_come_and_go() -> None:
+    with ServerProcess() as server:
+        for _ in range(20):
+            work(server.address)
+        bytes_before, threads_before = server.memory_and_threads()
+        own_threads, own_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        for _ in range(WORKERS):
+            work(server.address)
+            vanish(server.address)
+        bytes_after, threads_after = server.memory_and_threads()
+        assert threads_after <= threads_before
+        assert bytes_after <= bytes_before + SPARE_BYTES
+        assert threading.active_count() <= own_threads
+        assert len(os.listdir("/proc/self/fd")) <= own_files + 2
+        assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 60
