@@ -121,7 +121,7 @@ def test_a_worker_trains_on_two_servers(job: Job) -> None:
         store = CheckpointStore(job.folder / f"store/server-{index}-of-2")
         manifests = [store.manifest(entry.name) for entry in store.list()]
         assert sum(table.rows for one in manifests for table in one.tables) > 1000
-        assert manifests[-1].kind == "delta"
+        assert {one.kind for one in manifests} == {"full", "delta"}
 
 
 @pytest.mark.slow

@@ -515,11 +515,17 @@ def _by_default(value: Any) -> Any:
 class ServersSettings(Section):
     """Parameter servers that hold the model's rows, under `distributed.path=ps`.
 
-    `addresses` in order of the servers' indices; `token_file` holds what the servers were given.
-    A request without a reply within `reply_s` is sent again, `repeats` times.
+    `addresses` in order of the servers' indices, or the `discovery` where `count` of them
+    register, for whom workers wait `start_s`, and which forgets a server that it did not hear for
+    `session_s`; `token_file` holds what the servers were given. A
+    request without a reply within `reply_s` is sent again, `repeats` times.
     """
 
     addresses: tuple[str, ...] = ()
+    discovery: str | None = None
+    count: Annotated[int, Field(ge=1, le=4096)] | None = None
+    session_s: Annotated[float, Field(ge=1, le=600)] = 10.0
+    start_s: Seconds = 600.0
     token_file: str | None = None
     reply_s: Seconds = 30.0
     repeats: Few = 5

@@ -50,7 +50,11 @@ class Discovery(Protocol):
 
 
 def open_discovery(
-    where: str, *, job: str, environment: Mapping[str, str] | None = None
+    where: str,
+    *,
+    job: str,
+    session_s: float = 10.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Discovery:
     """The discovery that a text names.
 
@@ -58,6 +62,7 @@ def open_discovery(
         where: "zookeeper://HOST:PORT[,HOST:PORT...][/PATH]" (without a path: /monolith/JOB), or
             "tf_config".
         job: name of the job.
+        session_s: how long a registry keeps who has died.
         environment: variables to read; the process's own when left out.
 
     Raises:
@@ -70,7 +75,7 @@ def open_discovery(
         return TfConfig(found.get("TF_CONFIG", ""))
     if kind == "zookeeper" and rest:
         hosts, _, path = rest.partition("/")
-        return ZooKeeper(hosts, f"/{path.strip('/') or f'monolith/{job}'}")
+        return ZooKeeper(hosts, f"/{path or f'monolith/{job}'}", session_s=session_s)
     raise ConfigError(
         "discovery of servers",
         got=repr(where)[:200],

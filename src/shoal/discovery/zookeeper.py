@@ -52,7 +52,8 @@ class ZooKeeper:
     Args:
         hosts: HOST:PORT of ZooKeeper's servers, with commas between them.
         path: folder of the job.
-        session_s: how long ZooKeeper keeps nodes of a process that it does not hear.
+        session_s: how long ZooKeeper keeps nodes of a process that it does not hear; it has bounds
+            of its own (4 to 40 by default).
         connect_s: how long to wait for ZooKeeper at first, and for each of its replies.
 
     Raises:

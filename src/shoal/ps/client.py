@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +78,7 @@ class Servers:
     """Connections to all servers of a job, as one worker.
 
     Args:
-        addresses: of the servers, by index.
+        addresses: of the servers, by index: tcp://HOST:PORT, or HOST:PORT.
         specs: all tables, as the servers have them.
         worker: this worker's name, of no other; None makes one.
         patience: how long to wait for replies.
@@ -102,7 +102,7 @@ class Servers:
         self.count = len(addresses)
         self.worker = worker or uuid.uuid4().hex
         self._patience = patience or Patience()
-        self._client = Client(addresses, secret=secret)
+        self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
         self.repeated = 0
@@ -115,6 +115,12 @@ class Servers:
     def close(self) -> None:
         """Disconnect. May be called twice."""
         self._client.close()
+
+    def follow(self, book: Mapping[int, str]) -> None:
+        """Call servers where an address book has them; who is not in it stays where it was."""
+        for index, address in book.items():
+            if index < self.count:
+                self._client.move(index, _with_scheme(address))
 
     def _greet(self) -> int:
         mine = [repr(spec) for spec in self.specs]
@@ -198,6 +204,10 @@ class Servers:
         if error is None or not isinstance(error, ShoalError):
             return future.result()
         return error
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
 
 
 class RowsOverServers:

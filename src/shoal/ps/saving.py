@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load
-from shoal.errors import ShoalError
+from shoal.errors import ServerLost, ShoalError
 from shoal.ps.server import TableServer
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
@@ -35,6 +36,8 @@ class ServerSaver:
         every_s: seconds from one save to the next.
         full_every: one save in `full_every` is full, the others are deltas.
         keep_full: full checkpoints that are kept.
+        is_held: whether the server's index is its own; asked where another server has saved to
+            the same store meanwhile: one of them has been replaced.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged or of other tables.
@@ -48,10 +51,12 @@ class ServerSaver:
         every_s: float = 60.0,
         full_every: int = 20,
         keep_full: int = 2,
+        is_held: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server = server
         self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)
         self._every_s, self._full_every = every_s, full_every
+        self._is_held = is_held
         self._tables = HostedTables(server.shard.specs, server.shard)
         self._newest: Manifest | None = None
         self._cursors: dict[str, Cursor] | None = None
@@ -81,7 +86,9 @@ class ServerSaver:
 
         Raises:
             CheckpointError: the storage refuses.
+            ServerLost: another server saves in this one's place.
         """
+        self._check_newest()
         delta = self._cursors is not None and self._deltas + 1 < self._full_every
         self._saves += 1
         with self._server.between_updates() as state:
@@ -100,6 +107,21 @@ class ServerSaver:
         self._deltas = self._deltas + 1 if delta else 0
         self._store.retain()
         return self._newest
+
+    def _check_newest(self) -> None:
+        """Save above what another server has saved, or not at all if that one has the index."""
+        newest = self._store.latest()
+        own = -1 if self._newest is None else self._newest.step
+        if newest is None or newest.step <= own:
+            return
+        if not self._is_held():
+            raise ServerLost(
+                f"store of server {self._server.index}",
+                got=f"checkpoint {newest.name} of another server",
+                allowed="only this server's",
+                remedy="One of them has been replaced: stop the one that workers do not use.",
+            )
+        self._saves, self._cursors = newest.step, None
 
     def _restore(self) -> None:
         newest = self._store.latest()

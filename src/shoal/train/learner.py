@@ -24,6 +24,7 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.ps.client import Patience, ServerExchange, connect
+from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
@@ -250,23 +251,29 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
 
     Raises:
         ConfigError: a run without addresses, on a GPU, or with another model's servers.
-        ServerLost: a server does not answer.
+        ServerLost: a server does not register in time, or does not answer.
     """
     settings = config.distributed.servers
-    if not settings.addresses or config.device != "cpu":
+    if config.device != "cpu":
         raise ConfigError(
-            "distributed.servers under distributed.path=ps",
-            got=f"addresses {list(settings.addresses)} and device {config.device!r}",
-            allowed="tcp://HOST:PORT of every server, in order, and device=cpu",
-            remedy="Start `shoal ps CONFIG --index I --of N` for each, and name what they print.",
+            "device under distributed.path=ps",
+            got=repr(config.device),
+            allowed="cpu",
+            remedy="Set device=cpu: rows are on CPUs, and come to the worker's.",
         )
-    return connect(
-        settings.addresses,
+    discovery = discovery_of(
+        settings.discovery, settings.addresses, config.name, settings.session_s
+    )
+    addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
+    exchange = connect(
+        addresses,
         specs,
         wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
         patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
         secret=Secret.of_file(settings.token_file),
     )
+    discovery.watch(ROLE, exchange.shard.servers.follow)
+    return exchange
 
 
 def window_weight(batch: Batch) -> float:

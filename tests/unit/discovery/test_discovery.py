@@ -295,6 +295,7 @@ def test_an_unknown_discovery_is_refused(where: str) -> None:
         ("zookeeper://h:1/a b", "path in ZooKeeper"),
         ("zookeeper://h:1/../x", "path in ZooKeeper"),
         ("zookeeper://h:1/a//b", "path in ZooKeeper"),
+        ("zookeeper://h:1/a?", "path in ZooKeeper"),
     ],
 )
 def test_a_malformed_address_of_zookeeper_is_refused(where: str, match: str) -> None:
