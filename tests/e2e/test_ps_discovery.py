@@ -6,11 +6,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from shoal.ps.membership import ROLE, servers_of
 from shoal.ps.messages import Head
 from shoal.table.shard import IdGroups
 from shoal.train import runs
+from support.served import start_server
 from support.shares import SHARE
 from support.zookeeper import ZooKeeperServer, expire, require_zookeeper
 
@@ -79,44 +79,54 @@ class Cluster:
         self.where = f"zookeeper://{hosts}"
         config = {**CONFIG, "tables": {"default": {"dim": 4, "initializer": "zeros"}}}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, BaseProcess] = {}
         self.sent = 0
         self._ending = threading.Event()
         self._errors: list[BaseException] = []
 
     def start(self, *names: str) -> None:
         for name in names:
-            with self.log(name).open("w") as log:
-                self._processes[name] = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "shoal.cli", "ps", "run.yaml"),
-                        *("--of", str(self.servers), "--store", "store", "--save-every-s", "0.5"),
-                        f"distributed.servers.discovery={self.where}",
-                        "distributed.servers.session_s=2",
-                    ],
-                    cwd=self.folder,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
+            self._processes[name] = start_server(
+                self.folder,
+                self.log(name),
+                [
+                    *("run.yaml", "--of", str(self.servers)),
+                    *("--store", "store", "--save-every-s", "0.5"),
+                    f"distributed.servers.discovery={self.where}",
+                    "distributed.servers.session_s=2",
+                ],
+            )
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
     def who(self, line: str) -> list[str]:
         """The servers whose last line it is."""
-        return [n for n in self._processes if self.log(n).read_text().endswith(line + "\n")]
+        return [name for name in self._processes if self.said(name).endswith(line + "\n")]
 
-    def process(self, name: str) -> subprocess.Popen[str]:
+    def said(self, name: str) -> str:
+        return self.log(name).read_text() if self.log(name).exists() else ""
+
+    def process(self, name: str) -> BaseProcess:
         return self._processes[name]
+
+    def signal(self, name: str, number: int) -> None:
+        pid = self._processes[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def ended(self, name: str, number: int) -> int | None:
+        """The exit status after a signal."""
+        self.signal(name, number)
+        self._processes[name].join(100)
+        return self._processes[name].exitcode
 
     def serving(self, index: int) -> list[str]:
         started = f"server {index} of {self.servers} at "
         return [
             name
             for name, process in self._processes.items()
-            if process.poll() is None and started in self.log(name).read_text()
+            if process.exitcode is None and started in self.said(name)
         ]
 
     def connect(self) -> None:
@@ -171,9 +181,8 @@ class Cluster:
     def end(self) -> None:
         self._ending.set()
         for process in self._processes.values():
-            process.send_signal(signal.SIGCONT)
             process.kill()
-            process.wait()
+            process.join()
         for name in ("rows", "discovery"):
             held = getattr(self, name, None)
             if held is not None:
@@ -195,7 +204,7 @@ def started(cluster: Cluster, *names: str) -> None:
     cluster.start(*names)
 
     def ready() -> bool:
-        assert all(cluster.process(name).poll() is None for name in names), "a server ended"
+        assert all(cluster.process(name).exitcode is None for name in names), "a server ended"
         return all(cluster.serving(index) for index in range(cluster.servers))
 
     until(ready, 200)
@@ -211,15 +220,14 @@ def test_a_server_that_stands_by_takes_over(cluster: Cluster) -> None:
     until(lambda: len(store.list()) >= 2)
     (killed,) = cluster.serving(1)
     cluster.process(killed).kill()
-    cluster.process(killed).wait()
+    cluster.process(killed).join()
     until(lambda: cluster.serving(1) == [spare], 120)
     cluster.advance()
     lost = cluster.finish()
     assert lost[0] == 0
     (other,) = cluster.serving(0)
     for name in (other, spare):
-        cluster.process(name).send_signal(signal.SIGTERM)
-        assert cluster.process(name).wait(60) == 0, cluster.log(name).read_text()
+        assert cluster.ended(name, signal.SIGTERM) == 0, cluster.said(name)
     assert cluster.discovery.query(ROLE) == {}
 
 
@@ -231,12 +239,11 @@ def test_a_server_that_was_replaced_ends_and_saves_nothing(cluster: Cluster) -> 
     cluster.start("c")
     until(lambda: cluster.who("all indices are taken: standing by") == ["c"], 120)
     (still,) = cluster.serving(0)
-    cluster.process(still).send_signal(signal.SIGSTOP)
+    cluster.signal(still, signal.SIGSTOP)
     until(lambda: "c" in cluster.serving(0), 120)
     cluster.advance()
-    cluster.process(still).send_signal(signal.SIGCONT)
-    assert cluster.process(still).wait(60) == 2
-    assert "taken by" in cluster.log(still).read_text()
+    assert cluster.ended(still, signal.SIGCONT) == 2
+    assert "taken by" in cluster.said(still)
     cluster.advance()
     assert cluster.finish()[1] == 0
 
@@ -257,9 +264,9 @@ def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
         until(lambda both=both: set(cluster.discovery.query(ROLE)) == both, 60)  # type: ignore[misc]
         expire(cluster.discovery)
         (name,) = cluster.serving(chance.randrange(2))
-        cluster.process(name).send_signal(signal.SIGSTOP)
+        cluster.signal(name, signal.SIGSTOP)
         time.sleep(chance.uniform(0, 4))
-        cluster.process(name).send_signal(signal.SIGCONT)
+        cluster.signal(name, signal.SIGCONT)
         cluster.advance()
     fresh = open_discovery(cluster.where, job="served")
     until(lambda: set(fresh.query(ROLE)) == {0, 1}, 60)

@@ -23,6 +23,7 @@ from shoal.table.spec import TableSpec
 Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
     "evict", "close_version", "clear", "size", "stats", "entry", "export",
+    "average",
 ]  # fmt: skip
 UPDATES = ("apply", "assign", "assign_add", "reinitialize")
 """Methods that change rows: each worker numbers its own, and a repeated number changes nothing."""
@@ -45,6 +46,7 @@ class Head(BaseModel):
         step, event_time_s, nan_policy, nan_clip, rates: of the `StepContext`.
         argument: what a method without ids takes: a time, a table.
         id: of `entry`.
+        share: of `average`: how far weights move towards each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -65,6 +67,7 @@ class Head(BaseModel):
     rates: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     argument: Whole = 0
     id: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def to_bytes(self) -> bytes:
         """As JSON, without what is as by default."""

@@ -111,8 +111,7 @@ class ServerSaver:
     def _check_newest(self) -> None:
         """Save above what another server has saved, or not at all if that one has the index."""
         newest = self._store.latest()
-        own = -1 if self._newest is None else self._newest.step
-        if newest is None or newest.step <= own:
+        if newest is None or newest.step <= self._saves:
             return
         if not self._is_held():
             raise ServerLost(

@@ -23,6 +23,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.ps.averaging import DenseAverage
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.rules.schedules import as_rate
@@ -115,6 +116,30 @@ class Learner:
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
+        self._average = self._joined(config, ranks) if self.served else None
+
+    def _joined(self, config: RunConfig, ranks: Ranks) -> DenseAverage | None:
+        """The average of workers without a process group, whose weights this one begins with."""
+        settings = config.distributed
+        if settings.dense != "average":
+            return None
+        if ranks.many:
+            raise ConfigError(
+                "distributed.dense in a process group",
+                got="average",
+                allowed="ddp, fsdp2",
+                remedy="Start workers that average one by one, without torchrun, mpirun or srun.",
+            )
+        follow = [one for one in self.module.buffers() if one.is_floating_point()]
+        rows: Any = self.tables.shard
+        average = DenseAverage(
+            rows.servers,
+            [*self.module.parameters(), *follow],
+            every=settings.average_every,
+            workers=settings.workers,
+        )
+        average.join(leads=settings.worker == 0, timeout_s=settings.servers.start_s)
+        return average
 
     def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:
@@ -140,7 +165,7 @@ class Learner:
             grad_reduce=settings.grad_reduce,
             per_sender_steps=settings.per_sender_steps,
             wire=Wire(settings.wire.rows, settings.wire.grads),
-            dense=settings.dense,
+            dense="fsdp2" if settings.dense == "fsdp2" else "ddp",
             exchange_path=path,
         )
 
@@ -228,6 +253,8 @@ class Learner:
         self.steps += 1
         if self._moments is not None:
             self._moments.step = self.steps
+        if self._average is not None:
+            self._average.stepped(self.steps)
 
     @property
     def expires(self) -> bool:
