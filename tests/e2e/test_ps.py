@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -83,9 +84,12 @@ class Job:
             *overrides,
         )
 
-    def auc(self) -> float:
+    def metrics(self) -> dict[str, Any]:
         (found,) = sorted(self.folder.glob("runs/*/metrics.json"))
-        return float(json.loads(found.read_text())["models"]["deepfm"]["auc"])
+        return dict(json.loads(found.read_text()))
+
+    def auc(self) -> float:
+        return float(self.metrics()["models"]["deepfm"]["auc"])
 
     def end(self) -> None:
         for process in self.running:
@@ -149,6 +153,7 @@ def test_two_workers_share_the_rows(job: Job) -> None:
         job.server(index)
     done(job.worker(ranks=2))
     assert job.auc() > 0.55
+    assert max(job.metrics()["rows_by_table"].values()) <= 2000  # counted once, not by each worker
 
 
 def test_a_run_without_servers_says_so(job: Job) -> None:

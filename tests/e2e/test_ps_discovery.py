@@ -255,7 +255,7 @@ def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
     chance = random.Random(0)
     started(cluster, "a", "b")
     cluster.connect()
-    for _ in range(0, 50, SHARE * 2):
+    for _ in range(0, 50, max(10, SHARE)):
         zookeeper.stop()
         cluster.advance()  # the last good address book is kept
         time.sleep(chance.uniform(0, 4))  # sessions take 2 s

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.errors import ServerLost
+from shoal.errors import ConfigError, ServerLost
 from shoal.ps.client import Servers
 from shoal.ps.messages import Head, memory, tensor
 
@@ -86,3 +86,32 @@ class DenseAverage:
             for one, new in zip(self._weights, torch.split(new_P, sizes), strict=True):
                 one.copy_(new.view_as(one))
         return True
+
+
+def joined(
+    servers: Servers,
+    module: nn.Module,
+    *,
+    every: int,
+    worker: int,
+    workers: int,
+    timeout_s: float,
+    grouped: bool,
+) -> DenseAverage:
+    """The average of a module's parameters and buffers, which it begins with; worker 0 leads.
+
+    Raises:
+        ConfigError: of a worker in a process group.
+        ServerLost, ShapeError: as `DenseAverage.join`.
+    """
+    if grouped:
+        raise ConfigError(
+            "distributed.dense in a process group",
+            got="average",
+            allowed="ddp, fsdp2",
+            remedy="Start workers that average one by one, without torchrun, mpirun or srun.",
+        )
+    buffers = [one for one in module.buffers() if one.is_floating_point()]
+    average = DenseAverage(servers, [*module.parameters(), *buffers], every=every, workers=workers)
+    average.join(leads=worker == 0, timeout_s=timeout_s)
+    return average

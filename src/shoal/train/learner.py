@@ -23,7 +23,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
-from shoal.ps.averaging import DenseAverage
+from shoal.ps.averaging import DenseAverage, joined
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.rules.schedules import as_rate
@@ -116,30 +116,18 @@ class Learner:
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
-        self._average = self._joined(config, ranks) if self.served else None
-
-    def _joined(self, config: RunConfig, ranks: Ranks) -> DenseAverage | None:
-        """The average of workers without a process group, whose weights this one begins with."""
-        settings = config.distributed
-        if settings.dense != "average":
-            return None
-        if ranks.many:
-            raise ConfigError(
-                "distributed.dense in a process group",
-                got="average",
-                allowed="ddp, fsdp2",
-                remedy="Start workers that average one by one, without torchrun, mpirun or srun.",
+        self._average: DenseAverage | None = None
+        if self.served and config.distributed.dense == "average":
+            rows: Any = self.tables.shard
+            self._average = joined(
+                rows.servers,
+                self.module,
+                every=config.distributed.average_every,
+                worker=config.distributed.worker,
+                workers=config.distributed.workers,
+                timeout_s=config.distributed.servers.start_s,
+                grouped=ranks.many,
             )
-        follow = [one for one in self.module.buffers() if one.is_floating_point()]
-        rows: Any = self.tables.shard
-        average = DenseAverage(
-            rows.servers,
-            [*self.module.parameters(), *follow],
-            every=settings.average_every,
-            workers=settings.workers,
-        )
-        average.join(leads=settings.worker == 0, timeout_s=settings.servers.start_s)
-        return average
 
     def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:

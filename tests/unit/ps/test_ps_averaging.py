@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal import Segment, TableSpec
-from shoal.errors import InputError, ServerLost, ShapeError
-from shoal.ps.averaging import DenseAverage
+from shoal.errors import ConfigError, InputError, ServerLost, ShapeError
+from shoal.ps.averaging import DenseAverage, joined
 from shoal.ps.client import Servers
 from shoal.ps.server import TableServer
 
@@ -75,6 +75,16 @@ def test_exchanges_are_every_so_many_steps(worker: Worker) -> None:
         average.stepped(step)
         seen.append(one.item())
     assert seen == [1, 2, 1.5, 2.5, 3.5, 3]
+
+
+def test_a_process_group_averages_by_itself(worker: Worker) -> None:
+    servers = worker(torch.zeros(1))._servers
+    module = torch.nn.BatchNorm1d(2)
+    options = {"every": 1, "worker": 0, "workers": 1, "timeout_s": 1.0}
+    with pytest.raises(ConfigError, match="in a process group"):
+        joined(servers, module, grouped=True, **options)  # type: ignore[arg-type]
+    average = joined(servers, module, grouped=False, **options)  # type: ignore[arg-type]
+    assert [one.numel() for one in average._weights] == [2, 2, 2, 2]  # statistics, too; no counts
 
 
 def test_nobody_leads(worker: Worker) -> None:
