@@ -84,12 +84,12 @@ class Demo:
         """Kill what still runs."""
         for process in self._running:
             process.terminate()  # torchrun ends its workers
+        until = time.monotonic() + 30
         for process in self._running:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.1)
+            process.kill()
+            process.wait()
 
 
 def _free_port() -> int:

@@ -279,14 +279,18 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
     discovery = discovery_of(
         settings.discovery, settings.addresses, config.name, settings.session_s
     )
-    addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
-    exchange = connect(
-        addresses,
-        specs,
-        wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
-        patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
-        secret=Secret.of_file(settings.token_file),
-    )
+    try:
+        addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
+        exchange = connect(
+            addresses,
+            specs,
+            wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
+            patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
+            secret=Secret.of_file(settings.token_file),
+        )
+    except BaseException:
+        discovery.close()
+        raise
     discovery.watch(ROLE, exchange.shard.servers.follow)
     return exchange
 
