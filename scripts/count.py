@@ -40,13 +40,13 @@ BARS = {
     "modules on the trip": (9, 7),
     "lookup of 64 ids, us": (9.8, 8),
 }
-CEILINGS = {"code lines": 45_730, "python files": 210, "duplicates": 100}
+CEILINGS = {"code lines": 45_900, "python files": 210, "duplicates": 100}
 ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
 )
 # Rooms that were built on the house, and the lines that each may have.
-LATER = {"planner": 3_500, "ps": 4_500, "sync": 6_000}
+LATER = {"planner": 3_500, "ps": 3_900, "discovery": 600, "sync": 6_000}
 SHARED_LINES, SHARED_TOKENS = 6, 30
 OF_PS = PurePosixPath("src/shoal/compat/monolith/native_training")
 COMMON = 8  # a run that stands in more places is a form, such as a list of arguments

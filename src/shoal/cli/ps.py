@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -14,14 +15,24 @@ from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, o
 def ps(
     config: Annotated[str, argument("CONFIG", "YAML file of the run.")],
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option(metavar="I", help="Which server this is, from 0.")] = 0,
-    of: Annotated[int, typer.Option(metavar="N", help="How many servers there are.")] = 1,
+    index: Annotated[
+        int | None,
+        option("I", "Which server this is, from 0; without it, with a discovery, a free one."),
+    ] = None,
+    of: Annotated[
+        int | None,
+        option("N", "How many servers there are; by default those of the config, or 1."),
+    ] = None,
     address: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS", help="Where it listens: tcp://HOST:PORT; port 0 takes a free one."
         ),
     ] = "tcp://127.0.0.1:0",
+    announce: Annotated[
+        str | None,
+        option("HOST:PORT", "Where workers reach it, if not where it listens; for a discovery."),
+    ] = None,
     store: Annotated[
         str | None,
         option("FOLDER", "Where it saves its rows, and looks for them when it starts."),
@@ -40,8 +51,9 @@ def ps(
 ) -> None:
     """Serve a share of the rows of a run's model to workers, until SIGTERM or Ctrl-C.
 
-    Workers train with distributed.path=ps and the addresses of all servers. At the end requests
-    that were read are answered, and the rows are saved.
+    Workers train with distributed.path=ps and the addresses of all servers, or the discovery where
+    they register. Servers beyond --of stand by there, and take the index of one that is gone. At
+    the end requests that were read are answered, and the rows are saved.
 
     Examples:
 
@@ -51,28 +63,42 @@ def ps(
 
       shoal train examples/flights.yaml distributed.path=ps \\
         'distributed.servers.addresses=[tcp://127.0.0.1:7000,tcp://127.0.0.1:7001]'
+
+      shoal ps examples/flights.yaml distributed.servers.discovery=zookeeper://127.0.0.1:2181 \\
+        --of 2 --store runs/ps
     """
     with clean_errors(debug):
-        from contextlib import nullcontext
-
         from shoal import config as settings
         from shoal.comm.transport import Secret
         from shoal.config.build import build_parts, open_data
+        from shoal.discovery import open_discovery
+        from shoal.ps.membership import IndexLease
         from shoal.ps.saving import ServerSaver
         from shoal.ps.server import TableServer
 
         run = settings.load(config, overrides or ())
+        servers = run.distributed.servers
         data = open_data(run)
         parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
-        rows = TableServer(parts.tables, index=index, of=of, seed=run.seed)
         secret = Secret.of_file(token_file)
-        done = threading.Event()
+        done, out = threading.Event(), console()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: done.set())
-        saves = nullcontext() if store is None else ServerSaver(rows, store, every_s=save_every_s)
-        with saves:
+        count = of or servers.count or len(servers.addresses) or 1
+        where = servers.discovery
+        registry = where and open_discovery(where, job=run.name, session_s=servers.session_s)
+        with IndexLease(registry or None, count, done) as lease, ExitStack() as saves:
+            own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
+            if own is None:
+                return
+            rows = TableServer(parts.tables, index=own, of=count, seed=run.seed)
+            if store is not None:
+                saves.enter_context(
+                    ServerSaver(rows, store, every_s=save_every_s, is_held=lease.is_held)
+                )
             server = rows.serve(address, threads=threads, secret=secret)
-            out = console()
-            print_line(out, f"server {index} of {of} at {server.address}")
+            lease.announce(own, announce or server.address)
+            print_line(out, f"server {own} of {count} at {server.address}")
             done.wait()
             server.stop()
+            lease.check()

@@ -237,6 +237,14 @@ class _Call:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Where a server is now."""
+
+    server: int
+    socket: Any
+
+
 class Client:
     """Calls to some servers; any thread may call. A server that comes back is connected again.
 
@@ -252,14 +260,19 @@ class Client:
         zmq = _package()
         self._context = zmq.Context()
         self._secret = secret
-        self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Call | _Move | None] = queue.SimpleQueue()
+        self._addresses = list(addresses)
         self._bell = self._context.socket(zmq.PUSH)
         self._lock = threading.Lock()
         self._closed = False
         bell = self._context.socket(zmq.PULL)
         bell.bind("inproc://bell")
         self._bell.connect("inproc://bell")
-        sockets = [self._connected(address) for address in addresses]
+        try:
+            sockets = [self._connected(address) for address in addresses]
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
         self._thread = threading.Thread(target=self._turn, args=(bell, sockets), daemon=True)
         self._thread.start()
 
@@ -274,7 +287,7 @@ class Client:
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            socket.close(linger=0)
             raise ConfigError(
                 "address of a server",
                 got=f"{address}: {error.strerror}",
@@ -303,6 +316,19 @@ class Client:
             self._asked.put(call)
             self._bell.send(b"")
         return call.future
+
+    def move(self, server: int, address: str) -> None:
+        """Call a server at another address from now on; calls under way to it are lost.
+
+        Raises:
+            ConfigError: an address that is none; nothing changed.
+        """
+        with self._lock:
+            if self._closed or address == self._addresses[server]:
+                return
+            self._asked.put(_Move(server, self._connected(address)))
+            self._bell.send(b"")
+            self._addresses[server] = address
 
     def close(self) -> None:
         """Give up what is under way. May be called twice."""
@@ -334,6 +360,13 @@ class Client:
                 call = self._asked.get()
                 if call is None:
                     going = False
+                elif isinstance(call, _Move):
+                    poller.unregister(sockets[call.server])
+                    sockets[call.server].close(linger=0)
+                    sockets[call.server] = call.socket
+                    poller.register(call.socket, zmq.POLLIN)
+                    for number in [n for n, one in calls.items() if one.server == call.server]:
+                        _fail(calls.pop(number), "a server that moved")
                 else:
                     number = next(numbers).to_bytes(_NUMBER, "little")
                     try:

@@ -269,7 +269,8 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
 
     Args:
         config: settings of the run; batch sizes count the examples of all ranks.
-        share: this rank's part of each batch; None: all of it.
+        share: this rank's part of each batch; None: all of it, but of training batches this
+            worker's part if it is one of several.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
@@ -281,6 +282,8 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
     normalises = getattr(config.model, "batch_norm", False)
+    workers = config.distributed.workers
+    training_share = RankShare(config.distributed.worker, workers) if workers > 1 else share
     if normalises and settings.batch_size == 1:
         raise ConfigError(
             "data.batch_size with model.batch_norm",
@@ -301,10 +304,11 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             _first(training, settings.max_examples),
             settings.batch_size,
             order=order,
-            share=share,
+            share=training_share,
             prefetch=settings.prefetch,
             pin_memory=pins,
-            least=2 if normalises else 1,
+            # Workers without a process group normalise over their own examples.
+            least=2 * workers if normalises else workers,
             short=settings.last_batch,
         ),
         evaluation=Loader(

@@ -28,6 +28,7 @@ Tree = TypeVar("Tree", bound=BaseModel)
 ENVIRONMENT: Mapping[str, str] = {
     "SHOAL_DEVICE": "device",
     "SHOAL_OUTPUT_DIR": "output.dir",
+    "SHOAL_PS": "distributed.servers.addresses",
     "SHOAL_SEED": "seed",
     "SHOAL_THREADS": "threads",
 }
@@ -158,7 +159,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[str]:
             raise unknown_name(
                 "environment variable", name, ENVIRONMENT, remedy="Unset it, or use one of these."
             )
-    return [f"{ENVIRONMENT[name]}={environment[name]}" for name in found]
+    values = {name: environment[name] for name in found}
+    if "SHOAL_PS" in values:
+        values["SHOAL_PS"] = f"[{values['SHOAL_PS']}]"  # HOST:PORT,HOST:PORT
+    return [f"{ENVIRONMENT[name]}={value}" for name, value in values.items()]
 
 
 def _parsed(text: str) -> Override:

@@ -515,12 +515,18 @@ def _by_default(value: Any) -> Any:
 class ServersSettings(Section):
     """Parameter servers that hold the model's rows, under `distributed.path=ps`.
 
-    `addresses` in order of the servers' indices; `token_file` holds what the servers were given.
-    A request without a reply within `reply_s` is sent again, `repeats` times. `stale_updates` of a
-    worker may be on their way while it trains on; 0: each step waits until servers have applied it.
+    `addresses` in order of the servers' indices, or the `discovery` where `count` of them
+    register, for whom workers wait `start_s`, and which forgets a server that it did not hear for
+    `session_s`; `token_file` holds what the servers were given. A request without a reply within
+    `reply_s` is sent again, `repeats` times. `stale_updates` of a worker may be on their way while
+    it trains on; 0: each step waits until servers have applied it.
     """
 
     addresses: tuple[str, ...] = ()
+    discovery: str | None = None
+    count: Annotated[int, Field(ge=1, le=4096)] | None = None
+    session_s: Annotated[float, Field(ge=1, le=600)] = 10.0
+    start_s: Seconds = 600.0
     token_file: str | None = None
     reply_s: Seconds = 30.0
     repeats: Few = 5
@@ -532,7 +538,10 @@ class DistributedSettings(Section):
     concerns parameter servers.
 
     `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. `plan` is a
-    file of `shoal plan`; `topology` and `statistics` are what placement "auto" plans with.
+    file of `shoal plan`; `topology` and `statistics` are what placement "auto" plans with. Under
+    `dense: average` this process is `worker` of about `workers` that have no process group: it
+    reads its part of every batch, and every `average_every` steps moves towards the average of
+    their dense weights on server 0.
     """
 
     placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
@@ -547,11 +556,27 @@ class DistributedSettings(Section):
     wire: WireSettings = Field(default_factory=WireSettings)
     path: Literal["auto", "torch", "shared_memory", "mpi", "ps"] = "auto"
     servers: ServersSettings = Field(default_factory=ServersSettings)
-    dense: Literal["ddp", "fsdp2"] = "ddp"
+    dense: Literal["ddp", "fsdp2", "average"] = "ddp"
+    average_every: Annotated[int, Field(ge=1, le=1 << 20)] = 8
+    worker: Annotated[int, Field(ge=0, lt=4096)] = 0
+    workers: Annotated[int, Field(ge=1, le=4096)] = 1
     timeout_s: Seconds | None = None
     pin_cores: bool = True
     enable_alltoall_metrics: bool = False
     enable_alltoall_metrics_for_slot: bool = False
+
+    @model_validator(mode="after")
+    def _workers_have_servers(self) -> DistributedSettings:
+        alone = self.dense == "average"
+        if alone > (self.path == "ps") or self.worker >= self.workers or (self.workers > 1) > alone:
+            raise ConfigError(
+                "dense, path, worker and workers",
+                got=f"{self.dense}, {self.path}, {self.worker} and {self.workers}",
+                allowed="dense=average with path=ps and worker of 0..workers-1, or another dense "
+                "and one worker",
+                remedy="Set dense=average and path=ps for workers without a process group.",
+            )
+        return self
 
 
 class PublishSettings(Section):

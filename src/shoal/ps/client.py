@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,7 +100,7 @@ class Servers:
     """Connections to all servers of a job, as one worker.
 
     Args:
-        addresses: of the servers, by index.
+        addresses: of the servers, by index: tcp://HOST:PORT, or HOST:PORT.
         specs: all tables, as the servers have them.
         worker: this worker's name, of no other; None makes one.
         patience: how long to wait for replies.
@@ -131,7 +131,7 @@ class Servers:
         self.staleness = Staleness()
         self.worker = worker or uuid.uuid4().hex
         self._patience = patience or Patience()
-        self._client = Client(addresses, secret=secret)
+        self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
         self._lookups = itertools.count(1)
@@ -153,6 +153,12 @@ class Servers:
             self._sender.close()
         finally:
             self._client.close()
+
+    def follow(self, book: Mapping[int, str]) -> None:
+        """Call servers where an address book has them; who is not in it stays where it was."""
+        for index, address in book.items():
+            if index < self.count:
+                self._client.move(index, _with_scheme(address))
 
     def _greet(self) -> int:
         mine = [repr(spec) for spec in self.specs]
@@ -283,6 +289,10 @@ class Servers:
         if error is None or not isinstance(error, ShoalError):
             return future.result()
         return error
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
 
 
 class RowsOverServers:

@@ -23,6 +23,7 @@ from shoal.table.spec import TableSpec
 Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
     "evict", "close_version", "clear", "size", "stats", "entry", "export",
+    "average",
 ]  # fmt: skip
 READS = ("find", "lookup")
 """Methods whose reply has rows; one that is sent again does no harm."""
@@ -51,6 +52,7 @@ class Head(BaseModel):
         argument: what a method without ids takes: a time, a table; with a number, the seconds
             within which the worker may send the request again.
         id: of `entry`.
+        share: of `average`: how far weights move towards each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,6 +74,7 @@ class Head(BaseModel):
     seen: Whole | None = None
     argument: Whole = 0
     id: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def to_bytes(self) -> bytes:
         """As JSON, without what is as by default."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load, load_share
 from shoal.checkpoint.storage import Storage
-from shoal.errors import ShoalError
+from shoal.errors import ServerLost, ShoalError
 from shoal.ps.server import TableServer, spread_over
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
@@ -41,6 +41,8 @@ class ServerSaver:
         keep_full: full checkpoints that are kept.
         start: a checkpoint of a run, whose rows it takes a share of if no server has saved yet.
         collection: the model in it that has the tables.
+        is_held: whether the server's index is its own; asked where another server has saved to
+            the same store meanwhile: one of them has been replaced.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged or of other tables.
@@ -56,11 +58,13 @@ class ServerSaver:
         keep_full: int = 2,
         start: str | Path | None = None,
         collection: str = _TABLES,
+        is_held: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server = server
         self._folder, self._start, self._collection = Storage(url), start, collection
         self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)
         self._every_s, self._full_every = every_s, full_every
+        self._is_held = is_held
         self._tables = HostedTables(server.shard.specs, server.shard)
         self._newest: Manifest | None = None
         self._cursors: dict[str, Cursor] | None = None
@@ -90,7 +94,9 @@ class ServerSaver:
 
         Raises:
             CheckpointError: the storage refuses.
+            ServerLost: another server saves in this one's place.
         """
+        self._check_newest()
         delta = self._cursors is not None and self._deltas + 1 < self._full_every
         self._saves += 1
         with self._server.between_updates() as state:
@@ -109,6 +115,20 @@ class ServerSaver:
         self._deltas = self._deltas + 1 if delta else 0
         self._store.retain()
         return self._newest
+
+    def _check_newest(self) -> None:
+        """Save above what another server has saved, or not at all if that one has the index."""
+        newest = self._store.latest()
+        if newest is None or newest.step <= self._saves:
+            return
+        if not self._is_held():
+            raise ServerLost(
+                f"store of server {self._server.index}",
+                got=f"checkpoint {newest.name} of another server",
+                allowed="only this server's",
+                remedy="One of them has been replaced: stop the one that workers do not use.",
+            )
+        self._saves, self._cursors = newest.step, None
 
     def _restore(self) -> None:
         newest = self._store.latest()

@@ -99,6 +99,39 @@ class _Gate:
                 self._changed.notify_all()
 
 
+class _Average:
+    """Dense weights that workers without a process group move towards; those of the first, first.
+
+    They are in no save: after a restart the first worker that comes brings them again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values_P: Tensor | None = None
+
+    def exchange(self, head: Head, frames: Frames) -> Reply:
+        """Without a frame, what there is; with a worker's float32 [P], both move by a share of
+        their difference, and what the worker's become is returned.
+        """
+        with self._lock:
+            if not frames:
+                return b"", [] if self._values_P is None else [memory(self._values_P.clone())]
+            count = frames[0].nbytes // 4 if self._values_P is None else self._values_P.numel()
+            own_P = tensor(frames[0], torch.float32, count, "dense weights")
+            if not own_P.isfinite().all():
+                raise InputError(
+                    "dense weights of a worker",
+                    got="NaN or infinity",
+                    allowed="finite numbers",
+                    remedy="Lower the learning rate, or set clip_norm: its training diverged.",
+                )
+            if self._values_P is None:
+                self._values_P = own_P.clone()
+            moved_P = head.share * (own_P - self._values_P)
+            self._values_P = self._values_P + moved_P
+            return b"", [memory(own_P - moved_P)]
+
+
 class TableServer:
     """Rows of all tables whose ids fall to this server; a handler of requests (`Server`).
 
@@ -141,6 +174,7 @@ class TableServer:
         self._workers: dict[str, _Worker] = {}
         self._known = threading.Lock()
         self._gate = _Gate()
+        self._average = _Average()
         self._methods: dict[str, Callable[[Head, Frames], Reply]] = {
             "hello": self._hello,
             "find": self._find,
@@ -156,6 +190,7 @@ class TableServer:
             "stats": lambda *_: (json.dumps([asdict(s) for s in self.shard.stats()]).encode(), []),
             "entry": self._entry,
             "export": self._export,
+            "average": self._average.exchange,
         }
 
     def serve(

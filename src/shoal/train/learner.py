@@ -24,7 +24,9 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
+from shoal.ps.averaging import DenseAverage, joined
 from shoal.ps.client import Patience, ServerExchange, connect
+from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
@@ -121,6 +123,18 @@ class Learner:
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
+        self._average: DenseAverage | None = None
+        if self.served and config.distributed.dense == "average":
+            rows: Any = self.tables.shard
+            self._average = joined(
+                rows.servers,
+                self.module,
+                every=config.distributed.average_every,
+                worker=config.distributed.worker,
+                workers=config.distributed.workers,
+                timeout_s=config.distributed.servers.start_s,
+                grouped=ranks.many,
+            )
 
     def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:
@@ -146,7 +160,7 @@ class Learner:
             grad_reduce=settings.grad_reduce,
             per_sender_steps=settings.per_sender_steps,
             wire=Wire(settings.wire.rows, settings.wire.grads),
-            dense=settings.dense,
+            dense="fsdp2" if settings.dense == "fsdp2" else "ddp",
             exchange_path=path,
         )
 
@@ -234,6 +248,8 @@ class Learner:
         self.steps += 1
         if self._moments is not None:
             self._moments.step = self.steps
+        if self._average is not None:
+            self._average.stepped(self.steps)
 
     @property
     def expires(self) -> bool:
@@ -257,24 +273,34 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
 
     Raises:
         ConfigError: a run without addresses, on a GPU, or with another model's servers.
-        ServerLost: a server does not answer.
+        ServerLost: a server does not register in time, or does not answer.
     """
     settings = config.distributed.servers
-    if not settings.addresses or config.device != "cpu":
+    if config.device != "cpu":
         raise ConfigError(
-            "distributed.servers under distributed.path=ps",
-            got=f"addresses {list(settings.addresses)} and device {config.device!r}",
-            allowed="tcp://HOST:PORT of every server, in order, and device=cpu",
-            remedy="Start `shoal ps CONFIG --index I --of N` for each, and name what they print.",
+            "device under distributed.path=ps",
+            got=repr(config.device),
+            allowed="cpu",
+            remedy="Set device=cpu: rows are on CPUs, and come to the worker's.",
         )
-    return connect(
-        settings.addresses,
-        specs,
-        wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
-        patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
-        secret=Secret.of_file(settings.token_file),
-        stale_updates=settings.stale_updates,
+    discovery = discovery_of(
+        settings.discovery, settings.addresses, config.name, settings.session_s
     )
+    try:
+        addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
+        exchange = connect(
+            addresses,
+            specs,
+            wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
+            patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
+            secret=Secret.of_file(settings.token_file),
+            stale_updates=settings.stale_updates,
+        )
+    except BaseException:
+        discovery.close()
+        raise
+    discovery.watch(ROLE, exchange.shard.servers.follow)
+    return exchange
 
 
 def window_weight(batch: Batch) -> float:

@@ -28,9 +28,12 @@ CALIBRATION_BINS = 20
 def counted_rows(tables: HostedTables, rank: int) -> dict[str, int]:
     """Rows of each whole table that count on this rank; over all ranks they add up to all rows.
 
-    Of columns in slices the first one's rows count, of replicas the first rank's.
+    Of columns in slices the first one's rows count, of replicas and of rows that all ranks share
+    (on parameter servers) the first rank's.
     """
     shard = tables.shard
+    if tables.placement is None and rank:
+        return dict.fromkeys((spec.name for spec in tables.specs), 0)
     local = {spec.name: k for k, spec in enumerate(shard.specs)}
     if tables.placement is None:
         return {spec.name: shard.size(local[spec.name]) for spec in tables.specs}
@@ -217,7 +220,8 @@ def train(
     def point() -> None:
         main = course.learners[0]
         rows = counted_rows(main.tables.hosted, ranks.rank)
-        scalars = recorder.point(rows, main.row_bytes, observer.scalars())
+        row_bytes = main.row_bytes if ranks.leads or not main.served else 0
+        scalars = recorder.point(rows, row_bytes, observer.scalars())
         sink.write(course.steps, observer.completed(scalars))
 
     course.started()

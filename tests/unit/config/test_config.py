@@ -153,6 +153,25 @@ def test_unknown_variables_are_refused():
         load(environment={"SHOAL_THREAD": "2"})
 
 
+def test_addresses_of_servers_from_a_variable():
+    found = load(environment={"SHOAL_PS": "tcp://h0:1,h1:2"}).distributed.servers
+    assert found.addresses == ("tcp://h0:1", "h1:2")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dense": "average"},
+        {"path": "ps", "workers": 2},
+        {"path": "ps", "dense": "average", "worker": 1},
+        {"path": "ps", "dense": "average", "workers": 2, "worker": 2},
+    ],
+)
+def test_workers_without_a_process_group_need_servers(keys: dict[str, object]):
+    with pytest.raises(ConfigError, match="dense, path, worker and workers"):
+        settings(distributed=keys)
+
+
 def test_each_rule_has_a_name():
     rules = {cls for cls in vars(optimizers).values() if _is_leaf(cls, optimizers.Optimizer)}
     assert set(tree.OPTIMIZERS.values()) == rules
