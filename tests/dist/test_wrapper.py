@@ -209,7 +209,7 @@ def idle_norm(model: DistributedModelParallel) -> Any:
     return outcome_of(model, []).state
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     ranks = run_ranks(request.param, on_mesh, on_rank, timeout_s=120)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}

@@ -114,6 +114,7 @@ def done(process: subprocess.Popen[str], timeout_s: float = 200) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_a_worker_trains_on_two_servers(job: Job) -> None:
     servers = [job.server(index) for index in range(2)]
     done(job.worker())
@@ -158,6 +159,7 @@ def test_two_workers_share_the_rows(job: Job, stale_updates: int) -> None:
     assert max(job.metrics()["rows_by_table"].values()) < 4000
 
 
+@pytest.mark.slow
 def test_a_run_without_servers_says_so(job: Job) -> None:
     worker = job.worker("distributed.servers.reply_s=0.2", "distributed.servers.repeats=1")
     output, _ = worker.communicate(timeout=120)

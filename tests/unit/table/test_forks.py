@@ -104,6 +104,7 @@ def test_children_forked_under_load_work_or_say_why_not(verb: str) -> None:
     assert used(shard)
 
 
+@pytest.mark.slow
 def test_another_table_works_where_one_cannot() -> None:
     """What was in use is refused for good, and only that."""
     busy, idle, stop = table(), table(), threading.Event()

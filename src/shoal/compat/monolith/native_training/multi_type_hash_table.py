@@ -47,7 +47,7 @@ def merged_slots(
 
 def event_seconds(req_time: Tensor | int | None) -> int:
     """The latest of Monolith's request times; 0 of none."""
-    times = torch.as_tensor([] if req_time is None else req_time)
+    times = torch.as_tensor([] if req_time is None else req_time, device="cpu")
     return int(times.max()) if times.numel() else 0
 
 
