@@ -42,7 +42,7 @@ from support.ranks import free_port
 __all__ = ["Job", "Lost"]
 
 DIM, SIZE, GROUPS, GROUPS_OF_UPDATE = 3, 8, 200, 20
-WAIT_S = 90
+WAIT_S = 200
 CONFIG = {
     "name": "counted",
     "seed": 1,
