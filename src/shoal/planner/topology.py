@@ -601,7 +601,7 @@ def fingerprint_of(device: str, local_size: int) -> dict[str, Any]:
     processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
     found: dict[str, Any] = {
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "cores": os.cpu_count() or 0,  # of the machine: ranks are pinned before they plan
         "torch": torch.__version__,
         "ranks_per_node": local_size,
     }

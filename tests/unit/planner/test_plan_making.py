@@ -253,6 +253,14 @@ def test_the_plan_of_a_checkpoint_is_kept_when_asked(tmp_path: Path) -> None:
         other.plan(Model())
 
 
+def test_a_plan_of_several_groups_is_not_kept(tmp_path: Path) -> None:
+    plan = create_planner("cpu", 512, topology=GPUS.with_devices(4)).plan(Model())
+    (tmp_path / "plan.json").write_text(replace(plan, replicas=2).to_json())
+    forced = {"FORCE_LOAD_SHARDING_PLAN": "1"}
+    with pytest.raises(ConfigError, match="4 in each of 2 groups"):
+        create_planner("cpu", 512, tmp_path, topology=GPUS, environ=forced).plan(Model())
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

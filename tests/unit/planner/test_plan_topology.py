@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,15 @@ def test_speeds_that_this_machine_measured_are_used(cache: Path) -> None:
     faster = replace(fast, copy=124e9)
     calibrate.cached(cache, replace(made, local_size=4, rates=faster))
     assert on_this_host(4, "cpu").rates == faster and on_this_host(2, "cpu").rates == fast
+
+
+def test_a_pinned_rank_finds_what_its_machine_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = replace(ASSUMED["cpu"], copy=123e9)
+    calibrate.cached(cache, Topology(nodes=1, local_size=2, device="cpu", rates=fast))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert on_this_host(2, "cpu").rates == fast
 
 
 def test_speeds_of_another_machine_are_never_silently_used(cache: Path) -> None:
