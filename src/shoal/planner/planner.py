@@ -201,7 +201,8 @@ def declared_constraints(
             name = str(key)
             known = features if name.startswith(FEATURE) else tables
             if name.removeprefix(FEATURE) not in known:
-                raise unknown_name("table of parameter_constraints", name, tables)
+                kind = "feature" if known is features else "table"
+                raise unknown_name(f"{kind} of parameter_constraints", name, known)
             own = constraint_of(one)
             if name in found:
                 if differing := own.clashes(found[name]):
