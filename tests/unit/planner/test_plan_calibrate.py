@@ -64,6 +64,17 @@ def test_two_nodes_measure_the_link_between_them() -> None:
         assert getattr(first.rates, name) != getattr(ASSUMED["cpu"], name)
 
 
+def test_links_are_fitted_over_all_sizes() -> None:
+    sizes = [0.0, 1e6, 4e6, 16e6]
+    exact = [2e-4 + size / 5e9 for size in sizes]
+    assert calibrate.fitted_line(sizes, exact) == pytest.approx((2e-4, 5e9))
+    # One slow call does not become the speed or the latency of the link.
+    latency_s, speed = calibrate.fitted_line(sizes, [*exact[:-1], 2 * exact[-1]])
+    assert 1e-4 < latency_s < 3e-4 and 3.5e9 < speed < 5e9
+    latency_s, speed = calibrate.fitted_line(sizes, [3e-4, 2e-4, 2e-4, 1e-4])
+    assert latency_s > 0 and speed > 0
+
+
 def test_more_of_a_batch_is_predicted_to_take_longer() -> None:
     topology = Topology(nodes=1, local_size=2, device="cpu", rates=ASSUMED["cpu"])
     load = stepping.TableLoad(name="t", rows=1000, dim=16)
