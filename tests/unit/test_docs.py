@@ -26,6 +26,7 @@ RUNNABLE = [
     DOCS / "guide" / "tables.md",
     DOCS / "guide" / "checkpoints.md",
     DOCS / "guide" / "missing-values-and-ids.md",
+    DOCS / "guide" / "planner.md",
     DOCS / "reference" / "ops.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,6 +148,8 @@ def simulate(
         described = simulation.read_tables(config)
         machines = None
         if described is None:
+            from shoal.config.build import build_host_rows
+            from shoal.planner import host_tier
             from shoal.train import placing
 
             settings = _loaded(config, overrides)
@@ -157,6 +160,7 @@ def simulate(
                 placing.inputs_of(settings, parts, 1),
                 weights,
                 divided=settings.data.batch_size,
+                tier_on=partial(host_tier, build_host_rows(settings), parts.tables),
             )
         if machines is None or topology is not None:
             machines = simulation.machines_of(topology)

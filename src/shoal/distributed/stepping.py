@@ -182,8 +182,8 @@ def fitted(mesh: Mesh, topology: Topology, *, steps: int = 30) -> Topology:
     ranks = topology.world_size
     one = residual(small[:1], False, 8, bare)
     whole, split = (residual(small, by_row, 8, bare) for by_row in (False, True))
-    held = 16 / ranks
-    # With rows split each rank holds 16 slices, with whole tables 16 / W of them.
+    held = -(-16 // ranks)
+    # With rows split each rank holds 16 slices, with whole tables the slowest rank `held` of them.
     slice_s = max((split - whole) / (16 - held), 1e-7) if ranks > 1 else 1e-7
     table_s = max((whole - one - (held - 1) * slice_s) / 15, 1e-7)
     step_s = max(one - slice_s - table_s, 0.0)

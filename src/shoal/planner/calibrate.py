@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -203,6 +204,7 @@ def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:
     # Two patterns of the same all-to-all: to ranks of this node, and to those of others.
     patterns = {"intra": here, "cross": tuple(not one for one in here)}
     patterns = {name: to for name, to in patterns.items() if sum(to) > (name == "intra")}
+    sizes = (0, scale.sent_bytes // 16, scale.sent_bytes // 4, scale.sent_bytes)
     made = mesh.collectives("calibration")
     try:
         data = torch.ones(scale.sent_bytes // 4, device=made.device)
@@ -213,18 +215,25 @@ def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:
         )
         found = [summed]
         for to in patterns.values():
-            found += [_all_to_all(made, size, to, scale) for size in (0, scale.sent_bytes)]
+            found += [_all_to_all(made, size, to, scale) for size in sizes]
         seconds = torch.tensor(found, dtype=torch.float64, device="cpu")
         (worst,) = mesh.control.all_reduce(seconds, "max", what="calibration").wait()
     finally:
         made.close()
     speeds: dict[str, Any] = {"reduce": scale.sent_bytes / float(worst[0])}
-    for k, (name, to) in enumerate(patterns.items()):
-        empty, full = float(worst[1 + 2 * k]), float(worst[2 + 2 * k])
-        sent = scale.sent_bytes * (sum(to) - (name == "intra")) / sum(to)
-        speeds[name] = sent / max(full - empty, _LEAST_S)
-        speeds[f"{name}_latency_s"] = empty
+    by_pattern = worst[1:].reshape(-1, len(sizes)).tolist()
+    for (name, to), measured in zip(patterns.items(), by_pattern, strict=True):
+        part = (sum(to) - (name == "intra")) / sum(to)  # what stays on a rank is not sent
+        latency_s, speed = fitted_line([size * part for size in sizes], measured)
+        speeds |= {name: speed, f"{name}_latency_s": latency_s}
     return replace(rates, **speeds)
+
+
+def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds of no bytes, bytes a second) of times by size: least squares of relative errors."""
+    times = np.maximum(seconds, _LEAST_S)
+    slope, empty = np.polyfit(sizes, times, 1, w=1 / times)
+    return max(float(empty), _LEAST_S), 1 / max(float(slope), _LEAST_S / max(sizes))
 
 
 def _all_to_all(made: Collectives, size: int, to: tuple[bool, ...], scale: Scale) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -247,21 +247,28 @@ class Plan:
             content = json.loads(text)
             if content.pop("format") != _FORMAT:
                 raise KeyError("format")
-            world_size = content["world_size"]
-            if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
-                raise ValueError(f"world_size {str(world_size)[:40]}, not 1..{_MOST_RANKS}")
-            lists = _RankLists(world_size)
+            content.setdefault("replicas", 1)
+            for name in ("world_size", "local_size", "replicas"):
+                count = content[name]
+                if type(count) is not int or not 0 < count <= _MOST_RANKS:
+                    raise ValueError(f"{name} {str(count)[:40]}, not 1..{_MOST_RANKS}")
+            lists = _RankLists(content["world_size"])
             tables = tuple(_table_of(one, lists) for one in content.pop("tables"))
             settings: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in content.items()
             }
             found = cls(tables=tables, **settings)
+            _check_types(found)
+            for table in tables:
+                _check_types(table)
             if any(len(table.phases) != len(PHASES) for table in tables):
                 raise ValueError(f"phases of a table: {len(PHASES)}")
             if found.replicas == 1:
                 found.placement()  # ranks and columns are those of a placement
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
+        ) as error:  # fmt: skip
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
@@ -334,6 +341,39 @@ class _RankLists:
         if not 0 <= span.start < span.stop <= self._world_size:
             raise ValueError(f"ranks {text[:40]}, not within 0..{self._world_size - 1}")
         return span
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _all(value: object, kind: type, check: Callable[[Any], bool]) -> bool:
+    return isinstance(value, kind) and all(map(check, value))  # type: ignore[call-overload]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "str": _is_text,
+    "int": lambda value: type(value) is int,
+    "float": _is_number,
+    "tuple[str, ...]": lambda value: _all(value, tuple, _is_text),
+    "tuple[float, ...]": lambda value: _all(value, tuple, _is_number),
+    "tuple[float, float]": lambda value: _all(value, tuple, _is_number) and len(value) == 2,
+    "Mapping[str, float]": lambda value: (
+        isinstance(value, dict) and _all(tuple(value.values()), tuple, _is_number)
+    ),
+}
+
+
+def _check_types(made: Plan | TablePlan) -> None:
+    """Refuse values of a file that are not what their fields say."""
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if not _TYPES.get(str(one.type), lambda _: True)(value):
+            raise ValueError(f"{one.name} {str(value)[:40]}, not {one.type}")
 
 
 def _place(table: TablePlan) -> str:

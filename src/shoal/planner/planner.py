@@ -159,14 +159,16 @@ def kept(previous: Plan, tables: Collection[str], world_size: int) -> dict[str, 
     """Constraints that keep types, tiers and ranks of an earlier plan's tables.
 
     Raises:
-        ConfigError: it is of another world size, or has tables that there are not.
+        ConfigError: it is of another world size or of several groups, or has tables that there are
+            not.
     """
     remedy = "Set FORCE_LOAD_SHARDING_PLAN=0 to plan from scratch."
-    if previous.world_size * previous.replicas != world_size:
+    if (previous.world_size, previous.replicas) != (world_size, 1):
+        groups = f" in each of {previous.replicas} groups" if previous.replicas > 1 else ""
         raise ConfigError(
             "world size of the plan to keep (FORCE_LOAD_SHARDING_PLAN)",
-            got=previous.world_size * previous.replicas,
-            allowed=f"{world_size}, the ranks of this job",
+            got=f"{previous.world_size}{groups}",
+            allowed=f"{world_size}, the ranks of this job, in one group",
             remedy=remedy,
         )
     found = previous.constraints()
@@ -199,7 +201,8 @@ def declared_constraints(
             name = str(key)
             known = features if name.startswith(FEATURE) else tables
             if name.removeprefix(FEATURE) not in known:
-                raise unknown_name("table of parameter_constraints", name, tables)
+                kind = "feature" if known is features else "table"
+                raise unknown_name(f"{kind} of parameter_constraints", name, known)
             own = constraint_of(one)
             if name in found:
                 if differing := own.clashes(found[name]):

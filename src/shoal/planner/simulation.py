@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,22 @@ class Simulated:
         batch_size: examples of a rank.
         divided: examples of all ranks together, which share them, as a run's do; None: each rank
             has `batch_size`, however many there are.
+        tier_on: of a number of devices: tier and cached part of every table, as of `host_tier`;
+            None: those of `tables`.
     """
 
     tables: Sequence[TableInput]
     dense_weights: int = 0
     batch_size: int = 4096
     divided: int | None = None
+    tier_on: Callable[[int], dict[str, Any]] | None = None
+
+    def tables_on(self, devices: int) -> Sequence[TableInput]:
+        """The tables, with the tier and cache of this number of devices."""
+        if self.tier_on is None:
+            return self.tables
+        tier = self.tier_on(devices)
+        return [replace(one, **tier) for one in self.tables]
 
     def batch_of(self, devices: int) -> int:
         """Examples of the rank that has most."""
@@ -141,7 +151,8 @@ def simulate(
         try:
             topology = machines.with_devices(devices)
             work = dense_work(topology, batch, what.dense_weights)
-            plan = make_plan(what.tables, topology, work, groups=groups, time_limit_s=time_limit_s)
+            tables = what.tables_on(devices)
+            plan = make_plan(tables, topology, work, groups=groups, time_limit_s=time_limit_s)
         except ConfigError as error:
             points.append(Point(devices, failed=str(error)))
             continue

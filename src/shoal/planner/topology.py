@@ -357,18 +357,18 @@ def from_environment(
 def _with_speeds(
     device: str, nodes: int, local: int, measured: str | Path | None, cached: bool
 ) -> Topology:
-    """So many devices with speeds that are measured, in a file or before, or assumed."""
-    kind, note = torch.device(device).type, ""
+    """Nodes of `local` devices with speeds that are measured, in a file or before, or assumed."""
+    note = ""
     if measured is None and cached:
         measured, note = cached_speeds(device, nodes, local)
-    found = _described({"device": kind} | ({} if measured is None else {"measured": str(measured)}))
-    notes = (*found.notes, note) if note else found.notes
-    return replace(found, nodes=nodes, local_size=local, notes=notes)
+    settings = {"nodes": nodes, "devices_per_node": local, "device": torch.device(device).type}
+    found = _described(settings | ({} if measured is None else {"measured": str(measured)}))
+    return replace(found, notes=(*found.notes, note)) if note else found
 
 
 def on_this_host(devices: int, device: str) -> Topology:
-    """So many devices like those of this host, on one node, or on nodes of 8 GPUs; with speeds that
-    it has measured before.
+    """This number of devices like those of this host, on one node, or on nodes of 8 GPUs; with
+    speeds that it has measured before.
 
     Raises:
         ConfigError: none, not whole nodes, or a variable without sense.
@@ -477,7 +477,7 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
         sizes["host_bytes"] = whole // local if isinstance(local, int) and local > 0 else whole
     if kind == "cpu" and "host_bytes" in sizes:
         sizes.setdefault("device_bytes", sizes["host_bytes"])  # rows are in the host's memory
-    return Topology(
+    found = Topology(
         nodes=settings.get("nodes", base.get("nodes", 1)),
         local_size=local,
         device=kind,
@@ -486,6 +486,15 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
         notes=tuple(notes),
         **sizes,
     )
+    if base and base["nodes"] * base["local_size"] == 1 < found.world_size:
+        note = "measured on one rank: slices, links and collectives are assumed, not measured"
+        assumed = {name: getattr(ASSUMED[kind], name) for name in _OF_RANKS}
+        rates = replace(rates, **assumed)
+        found = replace(found, rates=rates, notes=(*found.notes, note))
+    return found
+
+
+_OF_RANKS = ("slice_s", "intra_latency_s", "cross_latency_s")  # what one rank cannot measure
 
 
 def measured_text(topology: Topology, fingerprint: Mapping[str, Any]) -> str:
@@ -544,7 +553,7 @@ def cache_folder() -> Path:
 
 
 def cached_speeds(device: str, nodes: int, local_size: int) -> tuple[Path | None, str]:
-    """What this machine measured before: for so many nodes and ranks, or at least for one rank.
+    """What this machine measured before: for these nodes and ranks, or at least for one rank.
 
     Returns:
         the file, or None; and what is to be known of files that are not used.
@@ -601,7 +610,7 @@ def fingerprint_of(device: str, local_size: int) -> dict[str, Any]:
     processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
     found: dict[str, Any] = {
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "cores": os.cpu_count() or 0,  # of the machine: ranks are pinned before they plan
         "torch": torch.__version__,
         "ranks_per_node": local_size,
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from shoal.planner import read_plan, read_statistics
-from shoal.planner.simulation import machines_of, read_tables, simulate, sizes_of
+from shoal.planner import Topology, read_plan, read_statistics, simulation
+from shoal.planner.simulation import Simulated, machines_of, read_tables, simulate, sizes_of
 
 ROOT = Path(__file__).parents[3]
 DLRM = str(ROOT / "examples" / "dlrm_dcnv2.yaml")
@@ -95,6 +96,19 @@ def test_ranks_share_the_batch_of_a_run(tmp_path: Path) -> None:
     assert [(row[0], row[2]) for row in rows] == [("1", "256"), ("2", "128"), ("4", "64")]
     out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,4", "--batch-size", "32")
     assert [line.split()[2] for line in out.splitlines()[1:3]] == ["32", "32"]
+
+
+def test_more_ranks_cache_more_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def simulated(what: Simulated, machines: Topology, sizes: list[int], **_: Any) -> list[Any]:
+        asked.update({devices: what.tables_on(devices)[0].cache for devices in sizes})
+        return []
+
+    monkeypatch.setattr(simulation, "simulate", simulated)
+    cached = ("host_rows.cache_bytes=1000000000", "device=cuda")
+    invoke("plan", "simulate", DLRM, *SMALL, *cached, "--devices", "1,4")
+    assert asked[4] == pytest.approx(4 * asked[1]) and asked[4] < 0.99
 
 
 def test_a_rank_has_the_batch_of_a_file_of_tables(tmp_path: Path) -> None:

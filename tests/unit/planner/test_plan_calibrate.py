@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +64,41 @@ def test_two_nodes_measure_the_link_between_them() -> None:
         assert getattr(first.rates, name) != getattr(ASSUMED["cpu"], name)
 
 
+def test_links_are_fitted_over_all_sizes() -> None:
+    sizes = [0.0, 1e6, 4e6, 16e6]
+    exact = [2e-4 + size / 5e9 for size in sizes]
+    assert calibrate.fitted_line(sizes, exact) == pytest.approx((2e-4, 5e9))
+    # One slow call does not become the speed or the latency of the link.
+    latency_s, speed = calibrate.fitted_line(sizes, [*exact[:-1], 2 * exact[-1]])
+    assert 1e-4 < latency_s < 3e-4 and 3.5e9 < speed < 5e9
+    latency_s, speed = calibrate.fitted_line(sizes, [3e-4, 2e-4, 2e-4, 1e-4])
+    assert latency_s > 0 and speed > 0
+
+
 def test_more_of_a_batch_is_predicted_to_take_longer() -> None:
     topology = Topology(nodes=1, local_size=2, device="cpu", rates=ASSUMED["cpu"])
     load = stepping.TableLoad(name="t", rows=1000, dim=16)
     placement = Placement(2, row_wise("t", 16, 2))
     times = [stepping.predicted(topology, [load], placement, batch) for batch in (64, 512, 4096)]
     assert times == sorted(times) and times[0] > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 24])
+def test_whole_steps_are_those_of_the_rank_with_most_slices(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    step_s, table_s, slice_s = 1e-3, 3e-5, 2e-4
+
+    def timed(
+        mesh: Any, loads: Sequence[stepping.TableLoad], where: Placement, *_: Any, **__: Any
+    ) -> float:
+        held = [rank for load in loads for one in where.of(load.name) for rank in one.ranks]
+        return step_s + len(loads) * table_s + max(Counter(held).values()) * slice_s
+
+    monkeypatch.setattr(stepping, "timed_steps", timed)
+    monkeypatch.setattr(stepping, "predicted", lambda *_: 0.0)
+    topology = Topology(nodes=1, local_size=ranks, device="cpu", rates=ASSUMED["cpu"])
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    found = stepping.fitted(mesh, topology).rates
+    expected = pytest.approx([step_s, table_s, slice_s])
+    assert [found.step_s, found.table_s, found.slice_s] == expected

@@ -79,13 +79,21 @@ def test_differences_are_named() -> None:
 
 @pytest.mark.parametrize("change", [
     {"format": "other"}, {"tables": [{}]}, {"extra": 1}, {"world_size": 1}, {"world_size": 1 << 40},
-    {"world_size": True}, {"world_size": "8"},
+    {"world_size": True}, {"world_size": "8"}, {"local_size": 0}, {"replicas": 0},
+    {"replicas": 1.0}, {"replicas": "1111111111"}, {"step_s": "x"}, {"step_s": math.nan},
+    {"lower_bound_s": None}, {"notes": 5}, {"notes": [5]}, {"topology": 5}, {"limits": [1.0]},
+    {"rank_seconds": ["x"] * 8}, {"rank_host_bytes": 5.0}, {"base_phases": {"dense": "x"}},
+    {"base_phases": [1.0]}, {"step_s": 10**400},
 ])  # fmt: skip
 def test_other_text_is_no_plan(change: dict[str, Any], tmp_path: Path) -> None:
     plan = make_plan([table()], GPUS, WORK, constraints={"t": {"sharding": "row_wise"}})
     plain = json.loads(plan.to_json())
     with pytest.raises(ConfigError):
         Plan.from_json(json.dumps({**plain, **change}))
+    first = plain["tables"][0]
+    for bad in ({"rows": "x"}, {"dim": 16.0}, {"device_bytes": None}, {"phases": ["x"] * 9}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Plan.from_json(json.dumps({**plain, "tables": [{**first, **bad}]}))
     for text in ("", "[]", "{"):
         with pytest.raises(ConfigError, match="shoal plan"):
             Plan.from_json(text)
@@ -253,6 +261,14 @@ def test_the_plan_of_a_checkpoint_is_kept_when_asked(tmp_path: Path) -> None:
         other.plan(Model())
 
 
+def test_a_plan_of_several_groups_is_not_kept(tmp_path: Path) -> None:
+    plan = create_planner("cpu", 512, topology=GPUS.with_devices(4)).plan(Model())
+    (tmp_path / "plan.json").write_text(replace(plan, replicas=2).to_json())
+    forced = {"FORCE_LOAD_SHARDING_PLAN": "1"}
+    with pytest.raises(ConfigError, match="4 in each of 2 groups"):
+        create_planner("cpu", 512, tmp_path, topology=GPUS, environ=forced).plan(Model())
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -271,8 +287,9 @@ def test_other_wrong_arguments() -> None:
         create_planner("cpu", 0, topology=GPUS)
     with pytest.raises(ConfigError, match="EmbeddingCollection"):
         create_planner("cpu", 1, None, None, nn.Linear(1, 1), topology=GPUS)
-    with pytest.raises(UnknownName, match="parameter_constraints"):
-        create_planner("cpu", 1, topology=GPUS).plan(Model({"usr": {}}))
+    for key, match in (("usr", "table of par.*user"), ("feature:whoo", "feature of par.*: who")):
+        with pytest.raises(UnknownName, match=match):
+            create_planner("cpu", 1, topology=GPUS).plan(Model({key: {}}))
     with pytest.raises(ConfigError, match="FORCE_LOAD"):
         # Where the plan is made, which is rank 0.
         environ = {"FORCE_LOAD_SHARDING_PLAN": "2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,28 @@ def test_speeds_that_this_machine_measured_are_used(cache: Path) -> None:
     faster = replace(fast, copy=124e9)
     calibrate.cached(cache, replace(made, local_size=4, rates=faster))
     assert on_this_host(4, "cpu").rates == faster and on_this_host(2, "cpu").rates == fast
+
+
+def test_one_rank_measures_no_slices_of_many(cache: Path) -> None:
+    known = ASSUMED["cpu"]
+    alone = replace(known, copy=123e9, slice_s=1e-7, intra_latency_s=1e-9, cross_latency_s=1e-9)
+    file = calibrate.cached(cache, Topology(nodes=1, local_size=1, device="cpu", rates=alone))
+    assert on_this_host(1, "cpu").rates == alone
+    many = on_this_host(4, "cpu")
+    assert many.rates == replace(known, copy=123e9)
+    assert many.notes[-1].startswith("measured on one rank")
+    named = cache / "cluster.yaml"
+    named.write_text(f"measured: {file.name}\ndevices_per_node: 4\n")
+    assert read_topology(named).rates == many.rates
+
+
+def test_a_pinned_rank_finds_what_its_machine_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = replace(ASSUMED["cpu"], copy=123e9)
+    calibrate.cached(cache, Topology(nodes=1, local_size=2, device="cpu", rates=fast))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert on_this_host(2, "cpu").rates == fast
 
 
 def test_speeds_of_another_machine_are_never_silently_used(cache: Path) -> None:
