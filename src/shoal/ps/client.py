@@ -51,6 +51,7 @@ from shoal.ps.messages import (
     UPDATES,
     Head,
     Method,
+    identity,
     memory,
     rows_to_frames,
     tensor,
@@ -107,6 +108,8 @@ class Servers:
         secret: what the servers were given.
         stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
+        watch: called with `follow` before servers are greeted, so that one that moves meanwhile
+            is found; None: they stay where they are.
 
     Attributes:
         staleness: what lookups lacked, and what was sent again.
@@ -125,6 +128,7 @@ class Servers:
         patience: Patience | None = None,
         secret: Secret | None = None,
         stale_updates: int = 0,
+        watch: Callable[[Callable[[Mapping[int, str]], None]], None] | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.count = len(addresses)
@@ -134,11 +138,18 @@ class Servers:
         self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
-        self._lookups = itertools.count(1)
+        self._identities = [""] * self.count  # not known before the greeting
+        # Above those of a process that had this name before.
+        self._numbers_once = itertools.count(time.time_ns())
         self._hedge = HedgeDelay()
         self._sender = UpdateSender(stale_updates)
         try:
+            if watch is not None:
+                watch(self.follow)
             self.seed = self._greet()
+            self._identities = [
+                identity(self.specs, index, self.count, self.seed) for index in range(self.count)
+            ]
         except BaseException:
             self.close()
             raise
@@ -186,19 +197,23 @@ class Servers:
     def ask(self, requests: Sequence[Asked | None]) -> list[Reply]:
         """Send each server its request, all at once, and wait for all replies; None sends none.
 
-        A request without a reply is sent again; an update then is applied once, and a lookup
-        counts its ids once. All but training lookups wait for updates that are on their way.
+        A request without a reply is sent again; an update then is applied once, a lookup counts
+        its ids once, and weights move their average once. All but training lookups wait for
+        updates that are on their way.
 
         Raises:
             ServerLost: a server gave no reply, however often it was asked.
             ShoalError: what a server raised, or an update before this request.
         """
         methods = {request[0].method for request in requests if request is not None}
+        if not methods:
+            return [(b"", [])] * len(requests)
         if methods == {"lookup"}:
             self.staleness.looked_up(self._sender.on_their_way)
-            number = next(self._lookups)
-            return self._asked([self._numbered(request, number) for request in requests])
+            return self._asked(self._numbered_once(requests))
         self._sender.settle()
+        if methods == {"average"}:
+            return self._asked(self._numbered_once(requests))
         return self._updated(requests) if methods & set(UPDATES) else self._asked(requests)
 
     def update(self, requests: Sequence[Asked | None]) -> None:
@@ -233,6 +248,10 @@ class Servers:
                 numbered.append(self._numbered(request, self._numbers[server]))
             return self._asked(numbered)
 
+    def _numbered_once(self, requests: Sequence[Asked | None]) -> list[Asked | None]:
+        number = next(self._numbers_once)
+        return [self._numbered(request, number) for request in requests]
+
     def _numbered(self, request: Asked | None, number: int) -> Asked | None:
         if request is None:
             return None
@@ -241,8 +260,8 @@ class Servers:
 
     def _asked(self, requests: Sequence[Asked | None]) -> list[Reply]:
         heads = [
-            None if one is None else one[0].model_copy(update={"worker": self.worker}).to_bytes()
-            for one in requests
+            one and one[0].model_copy(update={"worker": self.worker, "server": meant}).to_bytes()
+            for one, meant in zip(requests, self._identities, strict=True)
         ]
 
         def send(server: int) -> Future[Reply] | None:
