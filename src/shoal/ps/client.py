@@ -11,9 +11,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
 from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, ServerLost, ShoalError
+from shoal.errors import ConfigError, ServerLost
 from shoal.exchange.partition import (
     Outgoing,
     SendPlan,
@@ -264,50 +263,42 @@ class Servers:
             for one, meant in zip(requests, self._identities, strict=True)
         ]
 
+        until_s = time.monotonic() + self._patience.reply_s
+
         def send(server: int) -> Future[Reply] | None:
             head, request = heads[server], requests[server]
             if head is None or request is None:
                 return None
-            return self._client.call(server, head, request[1], timeout_s=self._patience.reply_s)
+            left_s = max(0.0, until_s - time.monotonic())
+            return self._client.call(server, head, request[1], timeout_s=left_s)
 
         began_s = time.monotonic()
         under_way = [send(server) for server in range(len(requests))]
         reads = all(request is None or request[0].method in READS for request in requests)
         if reads:
-            again = self._hedge.late(under_way)
+            again = {server: send(server) for server in self._hedge.late(under_way)}
             self.staleness.hedged += len(again)
-            for server in again:
-                under_way[server] = first_reply(under_way[server], send(server))
+            for server, other in again.items():
+                under_way[server] = first_reply(under_way[server], other)
         # All are waited for: the next update must not overtake one that a server still works on.
-        outcomes = [
-            self._outcome(future, partial(send, server)) for server, future in enumerate(under_way)
-        ]
-        for outcome in outcomes:
-            if isinstance(outcome, ShoalError):
-                raise outcome
+        for repeat in range(self._patience.repeats):
+            lost = [
+                server
+                for server, future in enumerate(under_way)
+                if future is not None and isinstance(future.exception(), ServerLost)
+            ]
+            if not lost:
+                break
+            self.staleness.repeated += len(lost)
+            time.sleep(random.uniform(0.5, 1) * self._patience.pause_of(repeat))
+            until_s = time.monotonic() + self._patience.reply_s
+            for server in lost:
+                under_way[server] = send(server)
+        wait([future for future in under_way if future is not None])
+        replies = [(b"", []) if future is None else future.result() for future in under_way]
         if reads:
             self._hedge.took(time.monotonic() - began_s)
-        return [outcome for outcome in outcomes if not isinstance(outcome, ShoalError)]
-
-    def _outcome(
-        self, future: Future[Reply] | None, send: Callable[[], Future[Reply] | None]
-    ) -> Reply | ShoalError:
-        """A reply, or the error in its place; what gets no reply is sent again."""
-        if future is None:
-            return b"", []
-        for pause in range(self._patience.repeats):
-            error = future.exception()
-            if not isinstance(error, ServerLost):
-                break
-            self.staleness.repeated += 1
-            time.sleep(
-                random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, self._patience.pause_s * 2**pause)
-            )
-            future = send() or future
-        error = future.exception()
-        if error is None or not isinstance(error, ShoalError):
-            return future.result()
-        return error
+        return replies
 
 
 def _with_scheme(address: str) -> str:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,10 @@ SPECS = (
 class Gate:
     """A server whose updates wait until they are let through."""
 
-    def __init__(self, specs: tuple[TableSpec, ...] = SPECS) -> None:
-        self.rows = TableServer(specs, index=0, of=1)
+    def __init__(
+        self, specs: tuple[TableSpec, ...] = SPECS, *, index: int = 0, of: int = 1
+    ) -> None:
+        self.rows = TableServer(specs, index=index, of=of)
         self.open = threading.Event()
         self.open.set()
         self.methods: list[str] = []
@@ -416,3 +419,35 @@ def test_many_calls_at_once_are_all_answered(gate: Gate, connected: Connected) -
     late = [client.call(0, head, frames, timeout_s=0.5) for _ in range(20)]
     for call in late:
         assert isinstance(call.exception(60), ServerLost)
+
+
+def test_servers_that_are_down_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeats of one server do not wait for those of another."""
+    gates = [Gate(index=index, of=3) for index in range(3)]
+    exchange = connect(
+        [gate.server.address for gate in gates],
+        SPECS,
+        patience=Patience(reply_s=0.4, repeats=2, pause_s=0.01),
+    )
+    servers = exchange.shard.servers
+    rounds: list[int] = []
+    call = servers._client.call
+
+    def counted(server: int, *arguments: Any, **options: Any) -> Any:
+        rounds.append(server)
+        return call(server, *arguments, **options)
+
+    monkeypatch.setattr(servers._client, "call", counted)
+    for gate in gates:
+        gate.open.clear()
+    ids = list(range(50))
+    with pytest.raises(ServerLost):
+        exchange.shard.apply_ids(one_group(ids), [torch.ones(50, 2)], ctx=StepContext())
+    assert rounds == [0, 1, 2] * 3
+    assert servers.staleness.repeated == 6
+    for gate in gates:
+        gate.open.set()
+    exchange.shard.apply_ids(one_group(ids), [torch.ones(50, 2)], ctx=StepContext())
+    servers.close()
+    for gate in gates:
+        gate.stop()
