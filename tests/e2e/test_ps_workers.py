@@ -11,16 +11,18 @@ from rich.console import Console
 from shoal import config
 from shoal.config.build import build_parts, open_data
 from shoal.config.tree import RunConfig
-from shoal.errors import ServerLost
+from shoal.errors import ConfigError, ServerLost
 from shoal.ps.averaging import DenseAverage
+from shoal.ps.messages import Head
 from shoal.ps.server import TableServer
 from shoal.train import runs
+from shoal.train.learner import Learner
 from shoal.train.summary import RunResult
 
 EXAMPLES = 2_000
 
 
-def settings(folder: Path, **distributed: object) -> RunConfig:
+def settings(folder: Path, warm: Path | None = None, **distributed: object) -> RunConfig:
     source = {"kind": "synthetic", "num_features": 2, "vocabulary": 200}
     return config.from_mapping(
         {
@@ -33,6 +35,7 @@ def settings(folder: Path, **distributed: object) -> RunConfig:
             "model": {"kind": "deepfm", "hidden": [8]},
             "baselines": [],
             "output": {"dir": str(folder)},
+            "checkpoint": {} if warm is None else {"warm_start": str(warm)},
             "distributed": {"path": "ps", "dense": "average", **distributed},
         }
     )
@@ -52,15 +55,57 @@ def addresses(tmp_path: Path) -> Iterator[list[str]]:
         server.stop()
 
 
-def trained(folder: Path, addresses: list[str], worker: int, start_s: float = 60) -> RunResult:
+def trained(
+    folder: Path,
+    addresses: list[str],
+    worker: int,
+    start_s: float = 60,
+    warm: Path | None = None,
+) -> RunResult:
     run = settings(
         folder,
+        warm,
         worker=worker,
         workers=2,
         average_every=2,
         servers={"addresses": addresses, "start_s": start_s},
     )
     return runs.run(run, console=Console(quiet=True))
+
+
+def test_a_run_that_continues_brings_what_it_has_trained(
+    tmp_path: Path, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To servers that have no average; an evaluation before it brings none."""
+    brought: list[list[float]] = []
+    trains: list[list[float]] = []
+    closed: list[Learner] = []
+    join, close = DenseAverage.join, Learner.close
+
+    def spied(self: DenseAverage, **options: object) -> None:
+        brought.append(self._weights[0].reshape(-1).tolist())
+        join(self, **options)  # type: ignore[arg-type]
+
+    def closing(self: Learner) -> None:
+        trains.append(next(self.module.parameters()).reshape(-1).tolist())
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(DenseAverage, "join", spied)
+    monkeypatch.setattr(Learner, "close", closing)
+    first = trained(tmp_path / "first", addresses, 0)
+    runs.evaluate(str(first.folder), console=Console(quiet=True))
+    assert len(brought) == 1
+    assert trains[1] == trains[0] != brought[0]
+    warm = trained(tmp_path / "second", addresses, 0, warm=first.folder)
+    assert warm.steps
+    assert brought[1] == trains[0]
+    learner = closed[0]
+    assert learner.staleness is not None
+    assert learner.staleness.lookups > 0
+    assert learner._servers is not None
+    with pytest.raises(ConfigError, match="closed"):
+        learner._servers.ask([(Head(method="size"), [])] * 2)
 
 
 def test_workers_join_one_after_the_other(

@@ -71,8 +71,8 @@ def ps(
         from shoal import config as settings
         from shoal.comm.transport import Secret
         from shoal.config.build import build_parts, open_data
-        from shoal.discovery import open_discovery
-        from shoal.ps.membership import IndexLease
+        from shoal.discovery import TfConfig, open_discovery
+        from shoal.ps.membership import ROLE, IndexLease
         from shoal.ps.saving import ServerSaver
         from shoal.ps.server import TableServer
 
@@ -84,9 +84,10 @@ def ps(
         done, out = threading.Event(), console()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: done.set())
-        count = of or servers.count or len(servers.addresses) or 1
         where = servers.discovery
         registry = where and open_discovery(where, job=run.name, session_s=servers.session_s)
+        listed = registry.query(ROLE) if isinstance(registry, TfConfig) else servers.addresses
+        count = of or servers.count or len(listed) or 1
         with IndexLease(registry or None, count, done) as lease, ExitStack() as saves:
             own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
             if own is None:

@@ -12,7 +12,8 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +32,11 @@ Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
 _DONE, _FAILED = b"\0", b"\1"
 _NUMBER = 8  # bytes of a request's number
 _LINGER_MS = 1000
+MOST_BYTES = 1 << 31  # of a frame
 _MOST_HEAD = 1 << 20  # bytes
 _MOST_FRAMES = 16
-_MESSAGES = 8  # of one client, that wait in a socket
+_MESSAGES = 8  # of one client, that wait in a socket; requests to one server under way at once
+_FULL_MS = 50  # how often a socket is tried that takes no more
 _QUIET_MS = 200  # how often a thread looks whether it should end
 _BEAT_MS = 5000  # how often a connection is tried
 _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more than a frame takes
@@ -137,7 +140,7 @@ class Server:
         handler: Handler,
         *,
         threads: int = 4,
-        most_bytes: int = 1 << 31,
+        most_bytes: int = MOST_BYTES,
         waiting: int = 64,
         secret: Secret | None = None,
     ) -> None:
@@ -146,7 +149,8 @@ class Server:
         self._handler = handler
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.maxmsgsize = most_bytes
-        self._socket.rcvhwm = self._socket.sndhwm = _MESSAGES
+        self._socket.rcvhwm = _MESSAGES
+        self._socket.sndhwm = 2 * _MESSAGES  # replies above are dropped; some were given up
         _watch(self._socket)
         if secret is not None:
             secret.guard(self._socket)
@@ -247,6 +251,8 @@ class _Move:
 
 class Client:
     """Calls to some servers; any thread may call. A server that comes back is connected again.
+
+    Few requests to a server are under way at once; others wait here, until their deadlines.
 
     Args:
         addresses: "tcp://HOST:PORT" of each server.
@@ -349,11 +355,15 @@ class Client:
         for socket in (bell, *sockets):
             poller.register(socket, zmq.POLLIN)
         numbers = iter(range(1 << 62))
-        calls: dict[bytes, _Call] = {}
-        going = True
+        calls: dict[bytes, _Call] = {}  # under way
+        held: list[deque[_Call]] = [deque() for _ in sockets]
+        going, full = True, False
         while going:
-            soonest = min((call.deadline for call in calls.values()), default=None)
+            every = [*calls.values(), *(call for line in held for call in line)]
+            soonest = min((call.deadline for call in every), default=None)
             wait_ms = None if soonest is None else max(0, int(1e3 * (soonest - time.monotonic())))
+            if full:
+                wait_ms = _FULL_MS if wait_ms is None else min(wait_ms, _FULL_MS)
             ready = dict(poller.poll(wait_ms))
             if bell in ready:
                 bell.recv()
@@ -368,23 +378,43 @@ class Client:
                     for number in [n for n, one in calls.items() if one.server == call.server]:
                         _fail(calls.pop(number), "a server that moved")
                 else:
-                    number = next(numbers).to_bytes(_NUMBER, "little")
-                    try:
-                        parts = [number, *call.parts]
-                        sockets[call.server].send_multipart(parts, zmq.DONTWAIT, copy=False)
-                        calls[number] = call
-                    except zmq.Again:  # it is down, and as much waits for it as may
-                        _fail(call, "a server that takes no more requests")
+                    held[call.server].append(call)
             for socket in sockets:
                 if socket in ready:
                     _settle(calls, socket.recv_multipart(copy=False))
             now = time.monotonic()
             for number in [n for n, call in calls.items() if call.deadline <= now]:
                 _fail(calls.pop(number), "no reply in time")
-        for call in calls.values():
+            for line in held:
+                for call in [call for call in line if call.deadline <= now]:
+                    line.remove(call)
+                    _fail(call, "a server that takes no more requests")
+            full = not all(
+                [_sent(*pair, calls, numbers) for pair in zip(sockets, held, strict=True)]
+            )
+        for call in (*calls.values(), *(call for line in held for call in line)):
             _fail(call, "a client that was closed")
         for socket in (bell, *sockets):
             socket.close(linger=0)
+
+
+def _sent(
+    socket: Any, held: deque[_Call], calls: dict[bytes, _Call], numbers: Iterator[int]
+) -> bool:
+    """Send what is held, as far as it may be under way; False: the socket takes no more."""
+    zmq = _package()
+    if not held:
+        return True
+    room = _MESSAGES - sum(call.server == held[0].server for call in calls.values())
+    while held and room > 0:
+        number = next(numbers).to_bytes(_NUMBER, "little")
+        try:
+            socket.send_multipart([number, *held[0].parts], zmq.DONTWAIT, copy=False)
+        except zmq.Again:  # it is down, and as much waits for it as may
+            return False
+        calls[number] = held.popleft()
+        room -= 1
+    return True
 
 
 def _settle(calls: dict[bytes, _Call], reply: list[Any]) -> None:
@@ -420,7 +450,7 @@ def _described(error: BaseException) -> bytes:
 def _raised(described: bytes) -> ShoalError:
     try:
         kind, text = map(str, json.loads(described))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return ShoalError("a reply that no server of Shoal writes")
     made: Any = getattr(errors, kind, None)
     known = isinstance(made, type) and issubclass(made, ShoalError)

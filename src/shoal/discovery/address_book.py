@@ -95,6 +95,8 @@ def wait_for(discovery: Discovery, role: str, count: int, *, timeout_s: float) -
 
     def changed(book: Book) -> None:
         nonlocal latest
+        if complete.is_set():  # who leaves between this and the answer is still in it
+            return
         latest = dict(book)
         if all(index in latest for index in range(count)):
             complete.set()
@@ -108,5 +110,4 @@ def wait_for(discovery: Discovery, role: str, count: int, *, timeout_s: float) -
             allowed=f"{count} of them",
             remedy="Start them, or look whether they use the same discovery and job.",
         )
-    found = latest
-    return tuple(found[index] for index in range(count))
+    return tuple(latest[index] for index in range(count))

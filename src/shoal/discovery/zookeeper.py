@@ -80,6 +80,7 @@ class ZooKeeper:
             kazoo.handlers.threading.KazooTimeoutError,
         )
         self._exists: type[Exception] = kazoo.exceptions.NodeExistsError
+        self._expired: type[Exception] = kazoo.exceptions.SessionExpiredError
         self._missing: type[Exception] = kazoo.exceptions.NoNodeError
         self._lock = threading.RLock()
         self._own: dict[tuple[str, int], str] = {}
@@ -163,7 +164,10 @@ class ZooKeeper:
                 pass
             try:
                 found, stat = self._asked("get", node)
-                if stat.ephemeralOwner == self._client.client_id[0]:
+                owner = self._client.client_id
+                if owner is None:
+                    raise self._expired("session lost while a node was read")
+                if stat.ephemeralOwner == owner[0]:
                     if found != data:
                         self._asked("set", node, data)
                     return True
@@ -209,9 +213,12 @@ class ZooKeeper:
                 if self._client.connected:
                     self._repair()
                     self._report()
-            except self._errors as error:
+            except Exception as error:  # noqa: BLE001 - without this thread no worker follows
+                known = isinstance(error, self._errors)
                 if not self._closing.wait(_AGAIN_S):
-                    _log.info("ZooKeeper at %s: %r; the last book is kept", self._hosts, error)
+                    level = logging.INFO if known else logging.ERROR
+                    said = "ZooKeeper at %s: %r; the last book is kept"
+                    _log.log(level, said, self._hosts, error, exc_info=not known)
                     self._woken.set()
 
     def _repair(self) -> None:

@@ -88,21 +88,13 @@ class DenseAverage:
         return True
 
 
-def joined(
-    servers: Servers,
-    module: nn.Module,
-    *,
-    every: int,
-    worker: int,
-    workers: int,
-    timeout_s: float,
-    grouped: bool,
+def average_of(
+    servers: Servers, module: nn.Module, *, every: int, workers: int, grouped: bool
 ) -> DenseAverage:
-    """The average of a module's parameters and buffers, which it begins with; worker 0 leads.
+    """The average of a module's parameters and buffers, which has not joined yet.
 
     Raises:
         ConfigError: of a worker in a process group.
-        ServerLost, ShapeError: as `DenseAverage.join`.
     """
     if grouped:
         raise ConfigError(
@@ -112,6 +104,4 @@ def joined(
             remedy="Start workers that average one by one, without torchrun, mpirun or srun.",
         )
     buffers = [one for one in module.buffers() if one.is_floating_point()]
-    average = DenseAverage(servers, [*module.parameters(), *buffers], every=every, workers=workers)
-    average.join(leads=worker == 0, timeout_s=timeout_s)
-    return average
+    return DenseAverage(servers, [*module.parameters(), *buffers], every=every, workers=workers)

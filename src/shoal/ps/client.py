@@ -11,9 +11,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
 from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, ServerLost, ShoalError
+from shoal.errors import ConfigError, ServerLost
 from shoal.exchange.partition import (
     Outgoing,
     SendPlan,
@@ -51,6 +50,7 @@ from shoal.ps.messages import (
     UPDATES,
     Head,
     Method,
+    identity,
     memory,
     rows_to_frames,
     tensor,
@@ -107,6 +107,8 @@ class Servers:
         secret: what the servers were given.
         stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
+        watch: called with `follow` before servers are greeted, so that one that moves meanwhile
+            is found; None: they stay where they are.
 
     Attributes:
         staleness: what lookups lacked, and what was sent again.
@@ -125,6 +127,7 @@ class Servers:
         patience: Patience | None = None,
         secret: Secret | None = None,
         stale_updates: int = 0,
+        watch: Callable[[Callable[[Mapping[int, str]], None]], None] | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.count = len(addresses)
@@ -134,11 +137,18 @@ class Servers:
         self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
-        self._lookups = itertools.count(1)
+        self._identities = [""] * self.count  # not known before the greeting
+        # Above those of a process that had this name before.
+        self._numbers_once = itertools.count(time.time_ns())
         self._hedge = HedgeDelay()
         self._sender = UpdateSender(stale_updates)
         try:
+            if watch is not None:
+                watch(self.follow)
             self.seed = self._greet()
+            self._identities = [
+                identity(self.specs, index, self.count, self.seed) for index in range(self.count)
+            ]
         except BaseException:
             self.close()
             raise
@@ -186,19 +196,23 @@ class Servers:
     def ask(self, requests: Sequence[Asked | None]) -> list[Reply]:
         """Send each server its request, all at once, and wait for all replies; None sends none.
 
-        A request without a reply is sent again; an update then is applied once, and a lookup
-        counts its ids once. All but training lookups wait for updates that are on their way.
+        A request without a reply is sent again; an update then is applied once, a lookup counts
+        its ids once, and weights move their average once. All but training lookups wait for
+        updates that are on their way.
 
         Raises:
             ServerLost: a server gave no reply, however often it was asked.
             ShoalError: what a server raised, or an update before this request.
         """
         methods = {request[0].method for request in requests if request is not None}
+        if not methods:
+            return [(b"", [])] * len(requests)
         if methods == {"lookup"}:
             self.staleness.looked_up(self._sender.on_their_way)
-            number = next(self._lookups)
-            return self._asked([self._numbered(request, number) for request in requests])
+            return self._asked(self._numbered_once(requests))
         self._sender.settle()
+        if methods == {"average"}:
+            return self._asked(self._numbered_once(requests))
         return self._updated(requests) if methods & set(UPDATES) else self._asked(requests)
 
     def update(self, requests: Sequence[Asked | None]) -> None:
@@ -233,6 +247,10 @@ class Servers:
                 numbered.append(self._numbered(request, self._numbers[server]))
             return self._asked(numbered)
 
+    def _numbered_once(self, requests: Sequence[Asked | None]) -> list[Asked | None]:
+        number = next(self._numbers_once)
+        return [self._numbered(request, number) for request in requests]
+
     def _numbered(self, request: Asked | None, number: int) -> Asked | None:
         if request is None:
             return None
@@ -241,54 +259,46 @@ class Servers:
 
     def _asked(self, requests: Sequence[Asked | None]) -> list[Reply]:
         heads = [
-            None if one is None else one[0].model_copy(update={"worker": self.worker}).to_bytes()
-            for one in requests
+            one and one[0].model_copy(update={"worker": self.worker, "server": meant}).to_bytes()
+            for one, meant in zip(requests, self._identities, strict=True)
         ]
+
+        until_s = time.monotonic() + self._patience.reply_s
 
         def send(server: int) -> Future[Reply] | None:
             head, request = heads[server], requests[server]
             if head is None or request is None:
                 return None
-            return self._client.call(server, head, request[1], timeout_s=self._patience.reply_s)
+            left_s = max(0.0, until_s - time.monotonic())
+            return self._client.call(server, head, request[1], timeout_s=left_s)
 
         began_s = time.monotonic()
         under_way = [send(server) for server in range(len(requests))]
         reads = all(request is None or request[0].method in READS for request in requests)
         if reads:
-            again = self._hedge.late(under_way)
+            again = {server: send(server) for server in self._hedge.late(under_way)}
             self.staleness.hedged += len(again)
-            for server in again:
-                under_way[server] = first_reply(under_way[server], send(server))
+            for server, other in again.items():
+                under_way[server] = first_reply(under_way[server], other)
         # All are waited for: the next update must not overtake one that a server still works on.
-        outcomes = [
-            self._outcome(future, partial(send, server)) for server, future in enumerate(under_way)
-        ]
-        for outcome in outcomes:
-            if isinstance(outcome, ShoalError):
-                raise outcome
+        for repeat in range(self._patience.repeats):
+            lost = [
+                server
+                for server, future in enumerate(under_way)
+                if future is not None and isinstance(future.exception(), ServerLost)
+            ]
+            if not lost:
+                break
+            self.staleness.repeated += len(lost)
+            time.sleep(random.uniform(0.5, 1) * self._patience.pause_of(repeat))
+            until_s = time.monotonic() + self._patience.reply_s
+            for server in lost:
+                under_way[server] = send(server)
+        wait([future for future in under_way if future is not None])
+        replies = [(b"", []) if future is None else future.result() for future in under_way]
         if reads:
             self._hedge.took(time.monotonic() - began_s)
-        return [outcome for outcome in outcomes if not isinstance(outcome, ShoalError)]
-
-    def _outcome(
-        self, future: Future[Reply] | None, send: Callable[[], Future[Reply] | None]
-    ) -> Reply | ShoalError:
-        """A reply, or the error in its place; what gets no reply is sent again."""
-        if future is None:
-            return b"", []
-        for pause in range(self._patience.repeats):
-            error = future.exception()
-            if not isinstance(error, ServerLost):
-                break
-            self.staleness.repeated += 1
-            time.sleep(
-                random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, self._patience.pause_s * 2**pause)
-            )
-            future = send() or future
-        error = future.exception()
-        if error is None or not isinstance(error, ShoalError):
-            return future.result()
-        return error
+        return replies
 
 
 def _with_scheme(address: str) -> str:

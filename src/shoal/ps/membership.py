@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from shoal.discovery import Book, Discovery, StaticList, TfConfig, open_discovery, wait_for
 from shoal.discovery.values import check_address
 from shoal.errors import ConfigError, ServerLost
+
+_log = logging.getLogger(__name__)
 
 ROLE = "ps"
 _EVERYWHERE = ("0.0.0.0", "*", "[::]")
@@ -91,7 +94,7 @@ class IndexLease:
 
         Raises:
             ConfigError: none is given, and there is nowhere to find one; or one that is too high.
-            ServerLost: the registry does not answer.
+            ServerLost: the registry does not answer; later, the server waits for it to come back.
         """
         found = self._discovery
         if index is None and isinstance(found, TfConfig) and found.role == ROLE:
@@ -112,9 +115,14 @@ class IndexLease:
         waits = False
         while not self._ended.is_set():
             self._changed.clear()
-            for free in range(self._of):
-                if found.register(ROLE, free, "", replace=False):
-                    return free
+            try:
+                for free in range(self._of):
+                    if found.register(ROLE, free, "", replace=False):
+                        return free
+            except ServerLost as error:
+                if not waits:
+                    raise
+                _log.warning("standing by without the registry: %s", error)
             if not waits:
                 stands_by()
             waits = True

@@ -6,6 +6,7 @@ all of float64 tables, in one frame each.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -41,8 +42,8 @@ class Head(BaseModel):
 
     Args:
         method: what to do.
-        worker, number: who asks, and its number of this update, or of this lookup, from 1; 0 of
-            what is neither.
+        worker, number: who asks, and its number of this update, from 1; or of this lookup or
+            `average`, above all before; 0 of what is neither.
         tables, sizes: of each group: its table, and how many ids it has.
         counted: a frame of int32 occurrences follows the ids.
         sets: sets of rows that follow.
@@ -53,6 +54,7 @@ class Head(BaseModel):
             within which the worker may send the request again.
         id: of `entry`.
         share: of `average`: how far weights move towards each other.
+        server: `identity` of the server that is meant, once the worker knows it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -75,6 +77,7 @@ class Head(BaseModel):
     argument: Whole = 0
     id: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    server: Annotated[str, Field(max_length=32)] = ""
 
     def to_bytes(self) -> bytes:
         """As JSON, without what is as by default."""
@@ -113,6 +116,12 @@ class Head(BaseModel):
         """(rows, width) of each group whose rows are of that dtype."""
         pairs = [(n, specs[table]) for table, n in zip(self.tables, self.sizes, strict=True)]
         return [(n, spec.dim) for n, spec in pairs if real_dtype(spec) is real]
+
+
+def identity(specs: Sequence[TableSpec], index: int, of: int, seed: int) -> str:
+    """A short digest of which server it is: its index, their number, tables and seed."""
+    parts = repr((index, of, seed, tuple(specs))).encode()
+    return hashlib.sha256(parts).hexdigest()[:32]
 
 
 def memory(values: Tensor) -> memoryview:

@@ -168,7 +168,8 @@ class ServerSaver:
                 _log.warning("of %d servers not all have saved at %s", of, self._folder.url)
                 continue
             links = [(s, one) for s, one in zip(stores, newest, strict=True) if one is not None]
-            saved_s = max(store.manifest(one.name).created_s for store, one in links)
+            # The first of them: if one has not saved since they came back, all of them are old.
+            saved_s = min(store.manifest(one.name).created_s for store, one in links)
             found.append((saved_s, [f"{store.url}/{one.name}" for store, one in links]))
         return found
 
@@ -179,6 +180,7 @@ class ServerSaver:
     def _try(self) -> None:
         try:
             self.save()
-        except (ShoalError, OSError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - the next one may succeed
             self._cursors = None  # whatever it was that a delta could not be built on
-            _log.error("a save failed; the next one is a full one: %s", error)
+            known = isinstance(error, ShoalError | OSError | MemoryError)
+            _log.error("a save failed; the next one is a full one: %s", error, exc_info=not known)

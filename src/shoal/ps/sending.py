@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ServerLost, ShoalError
 
 _LATENCIES = 256  # of the last reads
 _KNOWN = 64  # before that many, none is late
@@ -53,6 +53,16 @@ class Staleness:
         self.behind += sum(behind)
         self.most_behind = max([self.most_behind, *behind])
 
+    def scalars(self) -> dict[str, float]:
+        """What a run logs: updates that the mean lookup lacked, and what was sent again so far."""
+        return {
+            "servers/updates_on_their_way": self.on_their_way / max(self.lookups, 1),
+            "servers/updates_behind": self.behind / max(self.updates, 1),
+            "servers/most_updates_behind": float(self.most_behind),
+            "servers/repeated": float(self.repeated),
+            "servers/hedged": float(self.hedged),
+        }
+
 
 class UpdateSender:
     """Sends one worker's updates in their order, from a thread of its own.
@@ -68,12 +78,15 @@ class UpdateSender:
         self._pool = ThreadPoolExecutor(1, "shoal-updates") if most else None
         self.on_their_way = 0
         self.failed = 0
+        self._queued = self._given_up = 0  # updates so far; the last behind one that was lost
+        self._closed = False
 
     def send(self, update: Callable[[], None]) -> None:
         """Send an update, when there is room.
 
         Raises:
             ShoalError: an update before this one failed, which is not sent then.
+            ConfigError: it is closed.
         """
         if self._pool is None:
             update()
@@ -81,8 +94,17 @@ class UpdateSender:
         with self._changed:
             self._changed.wait_for(lambda: self.on_their_way < self.most)
             self._raise()
+            if self._closed:
+                raise ConfigError(
+                    "update of parameter servers",
+                    got="a connection that was closed",
+                    allowed="an open one",
+                    remedy="Connect again.",
+                )
             self.on_their_way += 1
-        self._pool.submit(update).add_done_callback(self._done)
+            self._queued += 1
+            sent = self._pool.submit(self._sent, self._queued, update)
+        sent.add_done_callback(self._done)
 
     def settle(self) -> None:
         """Wait for what is on its way.
@@ -99,8 +121,22 @@ class UpdateSender:
         try:
             self.settle()
         finally:
+            with self._changed:
+                self._closed = True
             if self._pool is not None:
                 self._pool.shutdown()
+
+    def _sent(self, number: int, update: Callable[[], None]) -> None:
+        """Those behind an update that found no server are not sent: each would wait as long."""
+        with self._changed:
+            if number <= self._given_up:
+                raise ServerLost("update behind one that found no server: not sent")
+        try:
+            update()
+        except ServerLost:
+            with self._changed:
+                self._given_up = self._queued
+            raise
 
     def _done(self, update: Future[None]) -> None:
         error = update.exception()
@@ -123,7 +159,10 @@ class UpdateSender:
 
 
 class HedgeDelay:
-    """How long a read may take before it is sent again: longer than 99 of the last 100."""
+    """How long a read may take before it is sent again: longer than 99 % of the last 256.
+
+    None is sent again before 64 have been timed.
+    """
 
     def __init__(self) -> None:
         self._recent_s: deque[float] = deque(maxlen=_LATENCIES)

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.transport import Frames, Secret, Server
-from shoal.errors import InputError
+from shoal.comm.transport import MOST_BYTES, Frames, Secret, Server
+from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.exchange.partition import flat
 from shoal.placement import Placement, row_wise
 from shoal.ps.messages import (
     REALS,
     Head,
     groups_of,
+    identity,
     memory,
     rows_of_frames,
     rows_of_segments,
@@ -50,13 +51,24 @@ def spread_over(specs: Sequence[TableSpec], servers: int) -> Placement:
 class _Worker:
     """What a server knows of one worker's updates and lookups."""
 
-    __slots__ = ("applied", "keep_s", "lock", "looked_up", "lookups", "lost", "refused", "seen_s")
+    __slots__ = (
+        "applied",
+        "averaged",
+        "keep_s",
+        "lock",
+        "looked_up",
+        "lookups",
+        "lost",
+        "refused",
+        "seen_s",
+    )
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.applied = 0
         self.lost = 0
-        self.refused: Exception | None = None  # the last update, if it was
+        self.averaged = 0  # the last exchange of dense weights
+        self.refused: tuple[type[Exception], str] | None = None  # the last update, if it was
         self.lookups = threading.Lock()
         self.looked_up: deque[int] = deque(maxlen=_LOOKUPS)  # numbers whose ids were counted
         self.seen_s = time.monotonic()
@@ -109,9 +121,10 @@ class _Average:
         self._lock = threading.Lock()
         self._values_P: Tensor | None = None
 
-    def exchange(self, head: Head, frames: Frames) -> Reply:
+    def exchange(self, head: Head, frames: Frames, *, again: bool = False) -> Reply:
         """Without a frame, what there is; with a worker's float32 [P], both move by a share of
-        their difference, and what the worker's become is returned.
+        their difference, and what the worker's become is returned. The average does not move
+        `again`.
         """
         with self._lock:
             if not frames:
@@ -128,7 +141,8 @@ class _Average:
             if self._values_P is None:
                 self._values_P = own_P.clone()
             moved_P = head.share * (own_P - self._values_P)
-            self._values_P = self._values_P + moved_P
+            if not again:
+                self._values_P = self._values_P + moved_P
             return b"", [memory(own_P - moved_P)]
 
 
@@ -146,6 +160,7 @@ class TableServer:
         seed: of initial values, the same for all servers.
         most_workers: that are remembered. Those whose requests can come no more are forgotten
             before others are refused.
+        most_bytes: of the rows in a reply.
 
     Attributes:
         updates: applied so far, of all workers.
@@ -163,14 +178,16 @@ class TableServer:
         of: int,
         seed: int = 0,
         most_workers: int = 4096,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self.specs = tuple(specs)
         self.shard: Shard = make_shard(
             hosted_specs(specs, spread_over(specs, of), index), seed=seed
         )
         self.index, self.of = index, of
+        self._identity = identity(self.specs, index, of, self.shard.seed)
         self.updates = self.forgotten = 0
-        self._most_workers = most_workers
+        self._most_workers, self._most_bytes = most_workers, most_bytes
         self._workers: dict[str, _Worker] = {}
         self._known = threading.Lock()
         self._gate = _Gate()
@@ -190,7 +207,7 @@ class TableServer:
             "stats": lambda *_: (json.dumps([asdict(s) for s in self.shard.stats()]).encode(), []),
             "entry": self._entry,
             "export": self._export,
-            "average": self._average.exchange,
+            "average": self._averaged,
         }
 
     def serve(
@@ -204,23 +221,34 @@ class TableServer:
 
         Raises:
             ShoalError: the request is wrong, or a shard refuses it; nothing was changed.
+            ConfigError: another server is meant.
         """
         parsed = Head.of(head)
+        if parsed.server not in ("", self._identity) and parsed.method != "hello":
+            raise ConfigError(
+                "request to a parameter server",
+                got=f"one for another server than {self.index} of {self.of}, or for other tables",
+                allowed="the index, count, tables and seed that this server has",
+                remedy="Start workers again when the number of servers or the config changes.",
+            )
         return self._methods[parsed.method](parsed, frames)
 
     @contextmanager
     def between_updates(self) -> Iterator[dict[str, Any]]:
         """No update is under way inside; gives what to save with the rows."""
         with self._gate.closed(), self._known:
-            workers = {name: [one.applied, one.lost] for name, one in self._workers.items()}
+            workers = {
+                name: [one.applied, one.lost, one.keep_s] for name, one in self._workers.items()
+            }
             yield {"workers": workers, "updates": self.updates, "forgotten": self.forgotten}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved with the rows that were loaded."""
         self.updates, self.forgotten = state["updates"], state["forgotten"]
-        for name, (applied, lost) in state["workers"].items():
+        for name, (applied, lost, *keep_s) in state["workers"].items():
             worker = self._workers[name] = _Worker()
             worker.applied, worker.lost = applied, lost
+            worker.keep_s = keep_s[0] if keep_s else _KEEP_S  # saves before had none
 
     def _hello(self, head: Head, frames: Frames) -> Reply:
         with self._known:
@@ -238,11 +266,13 @@ class TableServer:
         return json.dumps(said).encode(), []
 
     def _find(self, head: Head, frames: Frames) -> Reply:
+        self._check_reply(head)
         found = self.shard.find(self._groups(head, frames))
         return b"", [*self._rows(head, found.weights), memory(found.found_N)]
 
     def _lookup(self, head: Head, frames: Frames) -> Reply:
         """Find or insert, and read; nothing is held: the update brings the ids again."""
+        self._check_reply(head)
         groups, counts_N, ctx = (
             self._groups(head, frames),
             self._counts(head, frames),
@@ -282,6 +312,17 @@ class TableServer:
                 self.shard.apply_ids(groups, sets[0], counts_N, ctx=ctx, seen_weights=seen)
         return b"" if head.seen is None else b"%d" % behind, []
 
+    def _averaged(self, head: Head, frames: Frames) -> Reply:
+        """A worker's share moves the average once, though its reply be lost."""
+        if not head.number or not frames:
+            return self._average.exchange(head, frames)
+        worker = self._worker(head)
+        with worker.lock:
+            again = head.number <= worker.averaged
+            reply = self._average.exchange(head, frames, again=again)
+            worker.averaged = max(worker.averaged, head.number)
+        return reply
+
     def _write(self, head: Head, frames: Frames, write: Callable[..., None]) -> Reply:
         groups, (rows,) = self._groups(head, frames), self._sets(head, frames)
         with self._update(head) as fresh:
@@ -313,6 +354,21 @@ class TableServer:
         chunk = self.shard.export(self._table(head))
         columns = chunk.ids, chunk.weights, chunk.state, chunk.versions, chunk.last_seen_s
         return b"", [memory(column) for column in (*columns, chunk.counts)]
+
+    def _check_reply(self, head: Head) -> None:
+        """Before rows are read: a few bytes of ids may ask for many of rows."""
+        groups = zip(head.tables, head.sizes, strict=False)  # `_groups` checks them
+        specs = self.specs
+        total = sum(
+            n * specs[k].dim * real_dtype(specs[k]).itemsize for k, n in groups if k < len(specs)
+        )
+        if total > self._most_bytes:
+            raise InputError(
+                f"rows of a reply to {head.method}",
+                got=f"{total} bytes",
+                allowed=f"{self._most_bytes} bytes at most",
+                remedy="Ask for fewer ids at once.",
+            )
 
     def _groups(self, head: Head, frames: Frames) -> IdGroups:
         wanted = 1 + head.counted + len(REALS) * head.sets
@@ -399,7 +455,8 @@ class TableServer:
         with worker.lock, self._gate.updating():
             if head.number and head.number <= worker.applied:
                 if head.number == worker.applied and worker.refused is not None:
-                    raise worker.refused
+                    kind, text = worker.refused
+                    raise kind(text)
                 yield False
                 return
             worker.refused = None
@@ -407,8 +464,11 @@ class TableServer:
                 yield True
                 with self._known:
                     self.updates += 1
+            except ShoalError as error:  # its traceback would keep the request's frames
+                worker.refused = type(error), str(error)
+                raise
             except Exception as error:
-                worker.refused = error.with_traceback(None)
+                worker.refused = ShoalError, f"{type(error).__name__}: {error}"
                 raise
             finally:
                 if head.number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shoal.comm.transport import Secret
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_host_rows
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
+from shoal.discovery import Discovery
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
@@ -24,9 +26,10 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
-from shoal.ps.averaging import DenseAverage, joined
-from shoal.ps.client import Patience, ServerExchange, connect
+from shoal.ps.averaging import DenseAverage, average_of
+from shoal.ps.client import Patience, ServerExchange, Servers, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
+from shoal.ps.sending import Staleness
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
@@ -104,8 +107,12 @@ class Learner:
             seed=config.seed,
         )
         self.served = name == config.model.kind and config.distributed.path == "ps"
+        self._servers: Servers | None = None
+        self._discovery: Discovery | None = None
         if self.served:
-            self.tables.distribute(_connected(parts.tables, config))
+            self._discovery, exchange = _connected(parts.tables, config)
+            self.tables.distribute(exchange)
+            self._servers = exchange.shard.servers
         self.module = parts.module.to(config.device)
         self.steps = 0
         self.nan_policy = config.nan_policy
@@ -124,17 +131,46 @@ class Learner:
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
         self._average: DenseAverage | None = None
-        if self.served and config.distributed.dense == "average":
-            rows: Any = self.tables.shard
-            self._average = joined(
-                rows.servers,
+        if self._servers is not None and config.distributed.dense == "average":
+            self._average = average_of(
+                self._servers,
                 self.module,
                 every=config.distributed.average_every,
-                worker=config.distributed.worker,
                 workers=config.distributed.workers,
-                timeout_s=config.distributed.servers.start_s,
                 grouped=ranks.many,
             )
+        self._leads = config.distributed.worker == 0
+        self._start_s = config.distributed.servers.start_s
+
+    def join(self) -> None:
+        """Begin with the average of dense weights, if there is one; once, before the first step.
+
+        Worker 0 brings its own where there is none: those of its checkpoint, if it continues.
+
+        Raises:
+            ServerLost: worker 0 did not come in time, or a server does not answer.
+            ShapeError: the average is of another model.
+        """
+        if self._average is not None:
+            self._average.join(leads=self._leads, timeout_s=self._start_s)
+
+    def close(self) -> None:
+        """Disconnect from parameter servers, once they have its updates.
+
+        Raises:
+            ShoalError: one of them failed.
+        """
+        try:
+            if self._servers is not None:
+                self._servers.close()
+        finally:
+            if self._discovery is not None:
+                self._discovery.close()
+
+    @property
+    def staleness(self) -> Staleness | None:
+        """What lookups of parameter servers lacked; None without them."""
+        return None if self._servers is None else self._servers.staleness
 
     def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:
@@ -268,7 +304,7 @@ class Learner:
         return sum(stats.bytes_total for stats in self.tables.shard.stats())
 
 
-def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
+def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery, ServerExchange]:
     """The parameter servers of a run; each process is a worker of its own.
 
     Raises:
@@ -295,12 +331,12 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> ServerExchange:
             patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
             secret=Secret.of_file(settings.token_file),
             stale_updates=settings.stale_updates,
+            watch=partial(discovery.watch, ROLE),
         )
     except BaseException:
         discovery.close()
         raise
-    discovery.watch(ROLE, exchange.shard.servers.follow)
-    return exchange
+    return discovery, exchange
 
 
 def window_weight(batch: Batch) -> float:

@@ -91,6 +91,8 @@ class RunObserver:
         self._since_s = now_s
         if self._device.type == "cuda":
             found |= _device_use(self._device)
+        if self._main.staleness is not None:
+            found |= self._main.staleness.scalars()
         if self._watches and self._transfer is not None:
             found |= self._exchanged(self._transfer)
         return found

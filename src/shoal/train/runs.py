@@ -226,7 +226,16 @@ def run(config: RunConfig, *, console: Console, resume: str | None = None) -> Ru
     with ranks.together():
         require_same(ranks.control, config)
         opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
-        return _run(config, opened, resume)
+        with _closing(opened):
+            return _run(config, opened, resume)
+
+
+@contextmanager
+def _closing(opened: _Opened) -> Iterator[None]:
+    with ExitStack() as held:
+        for learner in opened.learners:
+            held.callback(learner.close)
+        yield
 
 
 def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
@@ -243,6 +252,8 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     folder = beginning.folder
     course = Course(opened.learners, stride=opened.stride, ranks=ranks, seed=config.seed)
     chain = restore(config, beginning, course)
+    for learner in opened.learners:
+        learner.join()
     after = None
     if beginning.checkpoint is not None:
         after = course.steps
@@ -340,19 +351,20 @@ def _trained(
     with ranks.together():
         require_same(ranks.control, settings)
         opened = _open(config, ranks, console)
-        where = as_first_rank(
-            ranks.control, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
-        )
-        assert where is not None, "found before"
-        # What trained the models stays there.
-        optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-        load(
-            where,
-            contents_of(opened.learners, trains=False),
-            options=LoadOptions(allow_unknown=optimizers),
-            collectives=ranks.control,
-        )
-        yield folder, opened
+        with _closing(opened):
+            where = as_first_rank(
+                ranks.control, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
+            )
+            assert where is not None, "found before"
+            # What trained the models stays there.
+            optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
+            load(
+                where,
+                contents_of(opened.learners, trains=False),
+                options=LoadOptions(allow_unknown=optimizers),
+                collectives=ranks.control,
+            )
+            yield folder, opened
 
 
 def _train(

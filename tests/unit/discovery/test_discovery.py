@@ -355,3 +355,54 @@ def test_a_session_that_expires_registers_again(server: ZooKeeperServer, tmp_pat
     finally:
         one.close()
         other.close()
+
+
+def test_who_leaves_right_after_all_were_there_is_still_named() -> None:
+    class Brief(Memory):
+        def watch(self, role: str, changed: Callable[[Mapping[int, str]], None]) -> None:
+            changed({0: "h:1", 1: "h:2"})
+            changed({1: "h:2"})
+
+    assert wait_for(Brief(Space()), "ps", 2, timeout_s=1) == ("h:1", "h:2")
+
+
+class Lost:
+    """A client whose session is lost while it reads a node, the first few times."""
+
+    connected = True
+    client_id: tuple[int, bytes] | None = None
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+
+def test_a_session_lost_while_a_node_is_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.discovery.zookeeper._AGAIN_S", 0.01)
+    import kazoo.exceptions as kazoo
+
+    one: Any = object.__new__(ZooKeeper)
+    one._client, one._hosts, one._path, one._lock = Lost(), "h:1", "/a", threading.RLock()
+    one._woken, one._closing = threading.Event(), threading.Event()
+    one._errors, one._missing = (kazoo.KazooException,), kazoo.NoNodeError
+    one._exists, one._expired = kazoo.NodeExistsError, kazoo.SessionExpiredError
+    one._own, one._watching = {("ps", 0): "h:1"}, []
+
+    def asked(method: str, *_: object, **__: object) -> object:
+        if method == "create":
+            raise kazoo.NodeExistsError
+        one._client.reads += 1
+        if one._client.reads == 3:
+            raise KeyError("what nobody expects")
+        if one._client.reads > 5:
+            one._closing.set()
+        return b"h:1", None
+
+    one._asked = asked
+    with pytest.raises(kazoo.SessionExpiredError):
+        one._written(("ps", 0), "h:1", replace=False)
+    one._woken.set()
+    thread = threading.Thread(target=one._follow, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert one._client.reads > 5

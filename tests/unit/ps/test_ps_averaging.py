@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shoal import Segment, TableSpec
 from shoal.errors import ConfigError, InputError, ServerLost, ShapeError
-from shoal.ps.averaging import DenseAverage, joined
+from shoal.ps.averaging import DenseAverage, average_of
 from shoal.ps.client import Servers
+from shoal.ps.messages import Head, memory
 from shoal.ps.server import TableServer
 
 SPECS = (TableSpec(name="t", segments=(Segment(dim=2),)),)
@@ -80,10 +81,9 @@ def test_exchanges_are_every_so_many_steps(worker: Worker) -> None:
 def test_a_process_group_averages_by_itself(worker: Worker) -> None:
     servers = worker(torch.zeros(1))._servers
     module = torch.nn.BatchNorm1d(2)
-    options = {"every": 1, "worker": 0, "workers": 1, "timeout_s": 1.0}
     with pytest.raises(ConfigError, match="in a process group"):
-        joined(servers, module, grouped=True, **options)  # type: ignore[arg-type]
-    average = joined(servers, module, grouped=False, **options)  # type: ignore[arg-type]
+        average_of(servers, module, every=1, workers=1, grouped=True)
+    average = average_of(servers, module, every=1, workers=1, grouped=False)
     assert [one.numel() for one in average._weights] == [2, 2, 2, 2]  # statistics, too; no counts
 
 
@@ -106,3 +106,21 @@ def test_weights_of_another_model_or_that_diverged_change_nothing(worker: Worker
     fresh = torch.zeros(2)
     worker(fresh).join(leads=False, timeout_s=1)
     assert fresh.tolist() == [1, 2]
+
+
+def test_weights_that_come_again_move_the_average_once() -> None:
+    server = TableServer(SPECS, index=0, of=1)
+
+    def exchange(value: float, number: int) -> float:
+        head = Head(method="average", worker="w", number=number, share=0.5)
+        return float(server(head.to_bytes(), [memory(torch.tensor([value]))])[1][0].cast("f")[0])
+
+    def average() -> float:
+        return float(server(Head(method="average").to_bytes(), [])[1][0].cast("f")[0])
+
+    exchange(0.0, 5)
+    assert exchange(8.0, 6) == 4
+    exchange(8.0, 6)
+    assert average() == 4
+    exchange(8.0, 7)
+    assert average() == 6

@@ -192,3 +192,39 @@ def test_two_servers_with_one_store(tmp_path: Path, held: bool) -> None:
                 with pytest.raises(ServerLost, match="another server"):
                     replaced.save()
                 replaced._is_held = lambda: True
+
+
+class Outage(Memory):
+    """A registry that does not answer, some of the time."""
+
+    answers = True
+    asked = 0
+
+    def register(self, role: str, index: int, address: str, *, replace: bool = True) -> bool:
+        self.asked += 1
+        if not self.answers:
+            raise ServerLost("registry")
+        return super().register(role, index, address, replace=replace)
+
+
+def test_a_server_that_stands_by_outlasts_an_outage_of_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.ps.membership._AGAIN_S", 0.01)
+    space = Space()
+    first, session, _ = lease(space, 1)
+    assert first.take(None, refuse) == 0
+    registry, waits, got = Outage(space), threading.Event(), []
+    second = IndexLease(registry, 1, threading.Event())
+    thread = threading.Thread(target=lambda: got.append(second.take(None, waits.set)), daemon=True)
+    thread.start()
+    assert waits.wait(60)
+    registry.answers, before = False, registry.asked
+    until(lambda: registry.asked > before + 2)
+    session.close()
+    registry.answers = True
+    thread.join(60)
+    assert got == [0]
+    registry.answers = False
+    with pytest.raises(ServerLost):  # one that only starts
+        IndexLease(registry, 1, threading.Event()).take(None, refuse)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from shoal import (
     TableSpec,
 )
 from shoal.comm.transport import Frames, Server
-from shoal.errors import InputError, NonFiniteGradient, ServerLost, TableFull
+from shoal.errors import ConfigError, InputError, NonFiniteGradient, ServerLost, TableFull
 from shoal.ps.client import Patience, ServerExchange, connect
 from shoal.ps.messages import Head, memory
 from shoal.ps.sending import HedgeDelay, UpdateSender, first_reply
@@ -38,8 +39,10 @@ SPECS = (
 class Gate:
     """A server whose updates wait until they are let through."""
 
-    def __init__(self, specs: tuple[TableSpec, ...] = SPECS) -> None:
-        self.rows = TableServer(specs, index=0, of=1)
+    def __init__(
+        self, specs: tuple[TableSpec, ...] = SPECS, *, index: int = 0, of: int = 1
+    ) -> None:
+        self.rows = TableServer(specs, index=index, of=of)
         self.open = threading.Event()
         self.open.set()
         self.methods: list[str] = []
@@ -327,3 +330,124 @@ def test_close_waits_for_updates(gate: Gate, connected: Connected) -> None:
 
 def test_a_worker_says_how_long_it_may_repeat() -> None:
     assert Patience(reply_s=10, repeats=2, pause_s=0.5).longest_s == 10 * 3 + 0.5 + 1.0
+
+
+def test_updates_behind_one_that_found_no_server_are_not_sent() -> None:
+    sender, sent, release = UpdateSender(3), [], threading.Event()
+
+    def lose() -> None:
+        assert release.wait(60)
+        raise ServerLost("gone")
+
+    sender.send(lose)
+    for number in range(2):
+        sender.send(lambda number=number: sent.append(number))  # type: ignore[misc]
+    release.set()
+    with pytest.raises(ServerLost, match=r"\(and 2 more\): gone"):
+        sender.settle()
+    sender.send(lambda: sent.append(9))
+    sender.close()
+    assert sent == [9]
+
+
+def test_nothing_hangs_after_an_update_that_came_after_the_end() -> None:
+    sender = UpdateSender(2)
+    sender.close()
+    with pytest.raises(ConfigError, match="a connection that was closed"):
+        sender.send(lambda: None)
+    sender.settle()
+
+
+def test_a_worker_that_comes_back_by_its_name_is_counted(gate: Gate, connected: Connected) -> None:
+    numbers: list[int] = []
+    gate.drop = lambda head: head.method == "lookup" and bool(numbers.append(head.number))
+    for _ in range(2):
+        made, _ = collection(connected(gate, worker="w"))
+        for _ in range(3):
+            made(KeyedRagged.from_lists({"t": [[1]]}))
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 6
+
+
+def test_a_worker_that_reaches_another_server_is_refused(gate: Gate, connected: Connected) -> None:
+    rows = connected(gate).shard
+    for other in (
+        TableServer(SPECS, index=0, of=2),
+        TableServer(SPECS, index=0, of=1, seed=3),
+    ):
+        server = other.serve("tcp://127.0.0.1:0")
+        rows.servers.follow({0: server.address})
+        with pytest.raises(ConfigError, match="one for another server"):
+            rows.apply_ids(one_group([1]), [torch.ones(1, 2)], ctx=StepContext())
+        with pytest.raises(ConfigError, match="one for another server"):
+            rows.find(one_group([1]))
+        assert other.shard.size(0) == 0
+        server.stop()
+
+
+def test_a_worker_follows_before_it_greets(gate: Gate) -> None:
+    from support.ranks import free_port
+
+    def watch(follow: Callable[[dict[int, str]], None]) -> None:
+        follow({0: gate.server.address})
+
+    gone = f"tcp://127.0.0.1:{free_port()}"
+    exchange = connect([gone], SPECS, patience=Patience(reply_s=60), watch=watch)
+    exchange.shard.servers.close()
+
+
+def test_a_lookup_without_ids_waits_for_nothing(gate: Gate, connected: Connected) -> None:
+    exchange = connected(gate, stale=1)
+    made, optimizer = collection(exchange)
+    gate.open.clear()
+    step(made, optimizer)
+    made(KeyedRagged.from_lists({"t": [[], []]}))
+    assert exchange.shard.servers._sender.on_their_way == 1
+    assert exchange.shard.servers.staleness.scalars()["servers/repeated"] == 0
+    gate.open.set()
+
+
+def test_many_calls_at_once_are_all_answered(gate: Gate, connected: Connected) -> None:
+    client = connected(gate).shard.servers._client
+    gate.open.clear()
+    head = Head(method="apply", tables=(0,), sizes=(0,), sets=1).to_bytes()
+    frames = [memory(torch.empty(0, dtype=torch.int64))] * 3
+    calls = [client.call(0, head, frames, timeout_s=60) for _ in range(64)]
+    gate.open.set()
+    assert [call.result(60)[0] for call in calls] == [b""] * 64
+    gate.open.clear()
+    late = [client.call(0, head, frames, timeout_s=0.5) for _ in range(20)]
+    for call in late:
+        assert isinstance(call.exception(60), ServerLost)
+
+
+def test_servers_that_are_down_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeats of one server do not wait for those of another."""
+    gates = [Gate(index=index, of=3) for index in range(3)]
+    exchange = connect(
+        [gate.server.address for gate in gates],
+        SPECS,
+        patience=Patience(reply_s=0.4, repeats=2, pause_s=0.01),
+    )
+    servers = exchange.shard.servers
+    rounds: list[int] = []
+    call = servers._client.call
+
+    def counted(server: int, *arguments: Any, **options: Any) -> Any:
+        rounds.append(server)
+        return call(server, *arguments, **options)
+
+    monkeypatch.setattr(servers._client, "call", counted)
+    for gate in gates:
+        gate.open.clear()
+    ids = list(range(50))
+    with pytest.raises(ServerLost):
+        exchange.shard.apply_ids(one_group(ids), [torch.ones(50, 2)], ctx=StepContext())
+    assert rounds == [0, 1, 2] * 3
+    assert servers.staleness.repeated == 6
+    for gate in gates:
+        gate.open.set()
+    exchange.shard.apply_ids(one_group(ids), [torch.ones(50, 2)], ctx=StepContext())
+    servers.close()
+    for gate in gates:
+        gate.stop()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import pytest
 import torch
 
 from shoal import Segment, TableSpec
-from shoal.errors import InputError, NonFiniteGradient, ShoalError, UnknownName
-from shoal.ps.messages import REALS, Head, memory, rows_to_frames, tensor
+from shoal.checkpoint import CheckpointStore
+from shoal.checkpoint.manifest import to_json
+from shoal.errors import ConfigError, InputError, NonFiniteGradient, ShoalError, UnknownName
+from shoal.ps.messages import REALS, Head, identity, memory, rows_to_frames, tensor
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
@@ -209,3 +214,76 @@ def test_frames_at_odd_addresses_are_copied() -> None:
     )
     frame = memoryview(memory_9)[start : start + 16]
     assert tensor(frame, torch.int64, 2, "ids").data_ptr() % 8 == 0
+
+
+def test_a_request_for_another_server_changes_nothing() -> None:
+    one = server()
+    for other in ((0, 2, 0), (1, 2, 0), (0, 1, 7)):
+        with pytest.raises(ConfigError, match="one for another server than 0 of 1"):
+            one(*update([5], 1.0, server=identity(SPECS, *other)))
+    assert one.shard.size(0) == 0
+    one(*update([5], 1.0, server=identity(SPECS, 0, 1, 0)))
+    assert row(one, 5) == [-1, -1]
+
+
+@pytest.mark.parametrize("method", ["find", "lookup"])
+def test_a_reply_that_is_too_large_is_refused_before_rows_are_read(method: Any) -> None:
+    one = TableServer(SPECS, index=0, of=1, most_bytes=8 * 100)
+    for count, allowed in ((100, True), (101, False)):
+        head = Head(method=method, worker="w", tables=(0,), sizes=(count,))
+        frames = [memory(torch.zeros(count, dtype=torch.int64))]
+        if allowed:
+            one(head.to_bytes(), frames)
+        else:
+            with pytest.raises(InputError, match="808 bytes"):
+                one(head.to_bytes(), frames)
+
+
+def test_a_server_that_comes_back_keeps_workers_no_longer_than_before() -> None:
+    one, again = (TableServer(SPECS, index=0, of=1, most_workers=1) for _ in range(2))
+    one(*update([5], 1.0, number=1, argument=0))
+    with one.between_updates() as state:
+        saved = json.loads(json.dumps(state))
+    again.resume(saved)
+    head, frames = update([5], 1.0, number=1, argument=0)
+    again(head.replace(b'"w"', b'"new"'), frames)
+    assert again.forgotten == 1
+    again.resume({**saved, "workers": {"old": [3, 0]}})
+
+
+def test_what_a_refused_update_brought_is_not_kept() -> None:
+    one = server()
+    head, frames = update([5], float("nan"), number=1)
+    held: Any = np.frombuffer(bytearray(frames[2]), np.uint8).copy()
+    brought = weakref.ref(held)
+    frames[2] = memoryview(held)
+    with pytest.raises(NonFiniteGradient):
+        one(head, frames)
+    del held, frames
+    gc.collect()
+    assert brought() is None
+
+
+def test_a_store_is_as_old_as_the_first_of_its_servers(tmp_path: Path) -> None:
+    """2 servers, then 3, then 2 of which one dies before it saves, then 3 again."""
+    for of, when in ((2, 1), (3, 2)):
+        for index in range(of):
+            saved(tmp_path, index, of, when)
+    saved(tmp_path, 0, 2, 3)
+    for index in range(3):
+        again = TableServer(SPECS, index=index, of=3)
+        saver = ServerSaver(again, tmp_path, every_s=1000)
+        saver._restore()
+        assert saver._newest is not None  # its own
+
+
+def saved(folder: Path, index: int, of: int, when: int) -> None:
+    one = TableServer(SPECS, index=index, of=of)
+    saver = ServerSaver(one, folder, every_s=1000)
+    saver._saves = when
+    newest = saver.save()
+    store = CheckpointStore(folder / f"server-{index}-of-{of}")
+    link = store.latest()
+    assert link is not None
+    dated = replace(newest, created_s=2_000_000_000 + when)
+    store.folder(link.name).replace("manifest.json", to_json(dated))
