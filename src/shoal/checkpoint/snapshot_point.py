@@ -75,7 +75,7 @@ def take_snapshot_point(
                 break
             # A rank that was restarted alone, say, or whose publisher takes its own snapshot
             # points: it closes versions until it is where others are.
-            again = max(versions) + 2
+            again = max(versions) + 16
             what = "snapshot point of a job at one version"
             versions = set().union(*together(collectives, what, partial(held.take, again)))
         if len(versions) > 1:

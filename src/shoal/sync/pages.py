@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import DataError
-from shoal.table.rows import weight_dtype
+from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import HASHES, MOST_BITS, Snapshot
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
@@ -92,7 +92,7 @@ def pack_dense(tensors: Mapping[str, Tensor]) -> bytes:
     """Tensors by name, of any device.
 
     Raises:
-        DataError: a dtype that pages do not know.
+        DataError: a dtype that pages do not know, or more bytes than a page may have.
     """
     heads, columns = [], []
     for name, value in tensors.items():
@@ -126,7 +126,7 @@ def unpack(page: memoryview, specs: Sequence[TableSpec]) -> Page:
     sizes = [(torch.int64, n), *meta, (weight_dtype(spec), n * spec.dim)]
     ids, *whole, weights = _columns(data, sizes)
     versions, last_seen_s, counts = (one.long() & 0xFFFFFFFF for one in whole)
-    none = torch.empty(n, 0, device="cpu")
+    none = torch.empty(n, 0, dtype=real_dtype(spec), device="cpu")
     chunk = RowChunk(spec.name, ids, weights.view(n, spec.dim), none, versions, last_seen_s, counts)
     return ChangedRows(head.table, chunk)
 
@@ -153,11 +153,11 @@ def pages_of(snapshot: Snapshot, specs: Sequence[TableSpec]) -> Iterator[bytes]:
             for ids in torch.split(snapshot.deleted(table), PAGE_ROWS):
                 if len(ids):
                     yield pack_deleted(table, ids)
-        for start, stop in _ranges(snapshot, table):
+        for start, stop in row_ranges(snapshot, table):
             yield pack_rows(table, snapshot.read(table, start, stop))
 
 
-def _ranges(snapshot: Snapshot, table: int) -> Iterator[tuple[int, int]]:
+def row_ranges(snapshot: Snapshot, table: int) -> Iterator[tuple[int, int]]:
     """Ranges of hashes with about `PAGE_ROWS` rows each; none without rows."""
     rows = int(snapshot.histogram(table, 0).sum())
     bits = min(MOST_BITS, max(0, (4 * rows // PAGE_ROWS).bit_length()))
@@ -173,6 +173,14 @@ def _ranges(snapshot: Snapshot, table: int) -> Iterator[tuple[int, int]]:
 
 def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
     text = head.model_dump_json(exclude_defaults=True).encode()
+    size = _PREFIX.size + len(text) + sum(column.nbytes for column in columns)
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{head.kind} to publish",
+            got=f"{size} bytes",
+            allowed=f"at most {MOST_BYTES} bytes of a page",
+            remedy="Publish a smaller module, or leave publish out.",
+        )
     rest = b"".join([struct.pack("<I", len(text)), text, *(column.tobytes() for column in columns)])
     return _MARK + struct.pack("<I", _core.crc32(memoryview(rest), 0)) + rest
 

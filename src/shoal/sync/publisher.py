@@ -9,9 +9,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import TracebackType
 from typing import Annotated, Literal
 
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from shoal.comm.transport import Frames, Secret, Server
-from shoal.errors import ConfigError, InputError, ShoalError
+from shoal.errors import ConfigError, InputError
+from shoal.placement import row_wise
 from shoal.sync.pages import pack_dense, pages_of
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Snapshot
@@ -32,6 +34,7 @@ PASS_IDLE_S = 60.0
 _GONE_S = 5.0  # who has not asked for so long is away
 _LOOK_S = 0.02
 _MOST_REPLICAS = 10_000
+_REQUEST_BYTES = 1 << 16  # a frame of a request
 _FILE_BYTES = 64 << 20  # of segments, before the next file
 _Answer = tuple[object, list[bytes]]
 _Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -41,8 +44,9 @@ class Ask(BaseModel):
     """What a replica asks.
 
     Args:
-        method: "hello": tables and rank; "after": segments after a version; "page": one of a
-            segment; "pass": start a pass over all rows; "next": its next page; "dense": tensors.
+        method: "hello": tables, rank and number of ranks; "after": segments after a version;
+            "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
+            "dense": tensors.
         incarnation, version: what the replica has.
         number, page: of a segment or pass, and of its page; of "after": of its dense weights.
         replica: who asks. It has one pass at a time.
@@ -113,24 +117,35 @@ class _Pass:
     ) -> None:
         self.replica, self.snapshot, self.closed_s = replica, snapshot, closed_s
         self.used_s = time.monotonic()
+        self.ended = False
         self._pages, self._lock = pages, threading.Lock()
         self._last: tuple[int, bytes] | None = None
+        self._lost = False
 
     def page(self, index: int) -> bytes:
-        """Empty after the last one."""
+        """Empty after the last one, as often as it is asked for.
+
+        Raises:
+            InputError: neither the last page nor the next, or of a pass that was closed or failed.
+        """
         with self._lock:
             self.used_s = time.monotonic()
             wanted = 0 if self._last is None else self._last[0] + 1
             if self._last is not None and index == self._last[0]:
                 return self._last[1]
-            if index != wanted:
-                raise _unknown(f"page {index} of a pass", f"page {wanted}")
-            self._last = index, next(self._pages, b"")
-            return self._last[1]
+            if index != wanted or self._lost:
+                got = "a pass that was closed" if self._lost else f"page {index} of a pass"
+                raise _unknown(got, f"page {wanted} of one that is open")
+            self._lost = True  # until the page is there
+            page = next(self._pages, b"")
+            self._last, self._lost, self.ended = (index, page), not page, not page
+            if not page:
+                self.snapshot.close()
+            return page
 
     def close(self) -> None:
         with self._lock:
-            self._pages = iter(())
+            self._lost = True
             self.snapshot.close()
 
 
@@ -143,39 +158,48 @@ class Publisher:
     rows first. What a replica misses is asked for again: nothing waits for one that is down.
 
     Args:
-        tables: of this rank; whole rows.
+        tables: of this rank: row_wise over all ranks.
+        rank: this one, of those in the placement.
         every_s: from one turn to the next.
         keep_bytes: of segments; the oldest go.
         consumer: its name among the consumers of deletions.
 
     Raises:
-        ConfigError: tables whose columns are on several ranks.
+        ConfigError: tables that are not row_wise over all ranks.
     """
 
     def __init__(
         self,
         tables: HostedTables,
         *,
+        rank: int = 0,
         every_s: float = 0.4,
         keep_bytes: int = 1 << 30,
         consumer: str = "publisher",
     ) -> None:
-        split = [one.name for one in tables.shard.specs if one.hashed_as is not None]
-        if split:
+        placement = tables.placement
+        self._rank, self._of = rank, 1 if placement is None else placement.world_size
+        other = [one.name for one in tables.shard.specs if one.hashed_as is not None]
+        if placement is not None:
+            wanted = {one.name: row_wise(one.name, one.dim, self._of) for one in tables.specs}
+            other += [name for name, rows in wanted.items() if placement.of(name) != rows]
+        if other:
             raise ConfigError(
                 "tables to publish",
-                got=f"columns of tables on several ranks: {split}",
-                allowed="row_wise, table_wise and table_row_wise tables",
-                remedy="Choose another placement for them.",
+                got=f"tables of another placement: {sorted(other)}",
+                allowed="row_wise tables, over all ranks",
+                remedy="Choose row_wise for them.",
             )
         self._shard, self.specs = tables.shard, tables.shard.specs
         self._every_s, self._keep_bytes, self._consumer = every_s, keep_bytes, consumer
         self._lock = threading.Lock()  # of what replicas see
         self._turn = threading.Lock()
-        self._segments: deque[_Segment] = deque()
+        self._segments: list[_Segment] = []
+        self._kept = 0  # bytes of segments
         self._passes: dict[int, _Pass] = {}
         self._numbers = iter(range(1, 1 << 62))
         self._cursor: Cursor | None = None
+        self._last_step = 0  # of the shard at the cursor
         self._dense: tuple[int, bytes] = (0, b"")
         self._spool = _Spool()
         self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
@@ -192,7 +216,7 @@ class Publisher:
 
     def serve(self, address: str, *, threads: int = 4, secret: Secret | None = None) -> Server:
         """Answer replicas at an address until the server is stopped."""
-        return Server(address, self, threads=threads, secret=secret)
+        return Server(address, self, threads=threads, most_bytes=_REQUEST_BYTES, secret=secret)
 
     def __enter__(self) -> Publisher:
         self._thread.start()
@@ -207,10 +231,11 @@ class Publisher:
         self._ending.set()
         self._thread.join()
         with self._lock:
-            for one in self._passes.values():
-                one.close()
+            passes = list(self._passes.values())
             self._passes.clear()
-            self._segments.clear()
+            self._clear()
+        for one in passes:
+            one.close()
         self._shard.release(None, self._consumer)
 
     def publish(self) -> int:
@@ -222,7 +247,7 @@ class Publisher:
         """Offer dense weights, whole, in place of those before; their version.
 
         Raises:
-            DataError: a dtype that cannot be sent.
+            DataError: a dtype that cannot be sent, or more than a page takes.
         """
         page = pack_dense(tensors)
         with self._lock:
@@ -233,16 +258,23 @@ class Publisher:
         cursor = self._cursor
         if cursor is not None and cursor.incarnation != self._shard.incarnation:
             cursor = None  # rows were loaded: versions before say nothing
-        with self._shard.snapshot(cursor) as snapshot:
-            closed_s = time.time()
+        try:
+            held = self._shard.snapshot(cursor)
+        except InputError as error:
+            if cursor is None:
+                raise
+            _log.warning("replicas take all rows again: %s", error)
+            cursor, held = None, self._shard.snapshot()
+        with held as snapshot:
+            closed_s, last_step = time.time(), self._shard.last_step
             segment = None if cursor is None else self._written(snapshot, closed_s)
             now = Cursor(self._shard.incarnation, snapshot.version)
             with self._lock:
                 if segment is None or now.incarnation != cursor.incarnation:  # type: ignore[union-attr]
-                    self._segments.clear()
+                    self._clear()
                 else:
                     self._append(segment)
-                self._cursor = now
+                self._cursor, self._last_step = now, last_step
         self._shard.release(snapshot.version, self._consumer)
         self._end_passes()
         return snapshot.version
@@ -262,16 +294,27 @@ class Publisher:
         if self._segments and not self._segments[-1].pages:
             segment = replace(segment, since=self._segments.pop().since)
         self._segments.append(segment)
-        kept = sum(one.size for one in self._segments)
-        while len(self._segments) > 1 and kept > self._keep_bytes:
-            kept -= self._segments.popleft().size
+        self._kept += segment.size
+        while len(self._segments) > 1 and self._kept > self._keep_bytes:
+            self._kept -= self._segments.pop(0).size
 
-    def _end_passes(self) -> None:
+    def _clear(self) -> None:
+        self._segments.clear()
+        self._kept = 0
+
+    def _end_passes(self, replica: str | None = None) -> None:
+        """Close those that nobody asks for, and those of a replica."""
         now = time.monotonic()
         with self._lock:
-            idle = [k for k, one in self._passes.items() if now - one.used_s > PASS_IDLE_S]
-            for number in idle:
-                self._passes.pop(number).close()
+            gone = {
+                k: one
+                for k, one in self._passes.items()
+                if one.replica == replica or now - one.used_s > PASS_IDLE_S
+            }
+            for number in gone:
+                del self._passes[number]
+        for one in gone.values():
+            one.close()
 
     def _run(self) -> None:
         while not self._ending.wait(self._every_s):
@@ -280,8 +323,8 @@ class Publisher:
     def _try(self) -> None:
         try:
             self.publish()
-        except (ShoalError, OSError, MemoryError) as error:
-            _log.error("rows were not published; the next turn takes them, too: %s", error)
+        except Exception:  # noqa: BLE001  the thread must live on, whatever a turn runs into
+            _log.exception("rows were not published; the next turn takes them, too")
 
     def __call__(self, head: bytes, frames: Frames) -> tuple[bytes, list[bytes]]:
         """The reply to a replica.
@@ -293,11 +336,22 @@ class Publisher:
             ask = Ask.model_validate_json(head)
         except ValidationError as error:
             raise _unknown(str(error.errors()[0]["msg"]), "requests of this version") from None
+        if ask.replica:
+            self._note(ask)
         answer, pages = self._methods[ask.method](ask)
         return json.dumps(answer).encode(), pages
 
     def _hello(self, ask: Ask) -> _Answer:
-        return {"tables": [[one.name, one.dim, one.dtype] for one in self.specs]}, []
+        tables = [[one.name, one.dim, one.dtype] for one in self.specs]
+        return {"tables": tables, "rank": self._rank, "world_size": self._of}, []
+
+    def _note(self, ask: Ask) -> None:
+        """That a replica is there; what it has, it says when it asks "after"."""
+        with self._lock:
+            if len(self._replicas) > _MOST_REPLICAS:
+                self._replicas.clear()
+            _, last = self._replicas.get(ask.replica, (0.0, ask))
+            self._replicas[ask.replica] = time.monotonic(), ask if ask.method == "after" else last
 
     def drain(self, timeout_s: float) -> bool:
         """Take a turn, and wait until all replicas that ask have it; whether they do."""
@@ -316,43 +370,50 @@ class Publisher:
     def _after(self, ask: Ask) -> _Answer:
         """Segments that lead on from a version, or none: a pass is due."""
         with self._lock:
-            if ask.replica:
-                if len(self._replicas) > _MOST_REPLICAS:
-                    self._replicas.clear()
-                self._replicas[ask.replica] = time.monotonic(), ask
-            cursor, dense = self._cursor, self._dense[0]
-            found = [one for one in self._segments if one.version > ask.version]
-            known = cursor is not None and cursor.incarnation == ask.incarnation
-            if known and cursor is not None:
-                known = (found[0].since if found else cursor.version) <= ask.version
-            listed = [[s.number, s.version, s.closed_s, s.pages] for s in found if known]
+            cursor, dense, last_step = self._cursor, self._dense[0], self._last_step
+            first = bisect_right(self._segments, ask.version, key=attrgetter("version"))
+            found = self._segments[first:]
             closed_s = self._segments[-1].closed_s if self._segments else None
-        return {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}, []
+        known = cursor is not None and cursor.incarnation == ask.incarnation
+        if known and cursor is not None:
+            known = (found[0].since if found else cursor.version) <= ask.version
+        listed = [[s.number, s.version, s.closed_s, s.pages] for s in found if known]
+        answer = {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}
+        return {**answer, "last_step": last_step}, []
 
     def _page(self, ask: Ask) -> _Answer:
         with self._lock:
-            for one in self._segments:
-                if one.number == ask.number and ask.page < one.pages:
-                    return None, [one.page(ask.page)]
+            at = bisect_left(self._segments, ask.number, key=attrgetter("number"))
+            found = self._segments[at : at + 1]
+        for one in found:
+            if one.number == ask.number and ask.page < one.pages:
+                return None, [one.page(ask.page)]
         raise _unknown(f"segment {ask.number}, page {ask.page}", "segments that are kept")
 
     def _open_pass(self, ask: Ask) -> _Answer:
-        self._end_passes()
+        self._end_passes(ask.replica)
+        if not self._passes_left():
+            return {"number": None}, []
         if self._cursor is None:
             self.publish()
+        snapshot, closed_s = self._shard.snapshot(), time.time()
+        one = _Pass(ask.replica, snapshot, pages_of(snapshot, self.specs), closed_s)
         with self._lock:
-            given_up = [k for k, one in self._passes.items() if one.replica == ask.replica]
-            for number in given_up:
-                self._passes.pop(number).close()
-            if len(self._passes) >= MOST_PASSES:
-                return {"number": None}, []
-            snapshot = self._shard.snapshot()
             number = next(self._numbers)
-            one = _Pass(ask.replica, snapshot, pages_of(snapshot, self.specs), time.time())
-            self._passes[number] = one
-            incarnation = self._shard.incarnation
-        answer = {"number": number, "incarnation": incarnation, "closed_s": one.closed_s}
-        return {**answer, "version": snapshot.version}, []
+            opened = self._passes_left()
+            if opened:
+                self._passes[number] = one
+        if not opened:
+            one.close()
+            return {"number": None}, []
+        incarnation, last_step = self._shard.incarnation, self._shard.last_step
+        answer = {"number": number, "incarnation": incarnation, "closed_s": closed_s}
+        return {**answer, "version": snapshot.version, "last_step": last_step}, []
+
+    def _passes_left(self) -> bool:
+        """Whether one more may be open."""
+        reading = [one for one in list(self._passes.values()) if not one.ended]
+        return len(reading) < MOST_PASSES and not self._ending.is_set()
 
     def _next(self, ask: Ask) -> _Answer:
         with self._lock:
@@ -360,11 +421,7 @@ class Publisher:
         if one is None:
             raise _unknown(f"pass {ask.number}", "passes that are open")
         page = one.page(ask.page)
-        if page:
-            return None, [page]
-        with self._lock:
-            self._passes.pop(ask.number, one).close()
-        return None, []
+        return None, [page] if page else []
 
     def _dense_page(self, ask: Ask) -> _Answer:
         with self._lock:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, DataError, ServerLost, ShoalError
+from shoal.errors import ConfigError, DataError, ServerLost
 from shoal.placement import hash_ids, ranks_of
 from shoal.rules.optimizers import SGD
-from shoal.sync.pages import DeletedIds, unpack, unpack_dense
+from shoal.sync.pages import DeletedIds, row_ranges, unpack, unpack_dense
 from shoal.sync.publisher import Ask
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.rows import weight_dtype
+from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import Found, IdGroups
 from shoal.table.spec import RowDType, TableSpec
 
@@ -162,7 +162,7 @@ class Replica:
         """How far it is with each publisher.
 
         Raises:
-            ConfigError: a publisher has other tables.
+            ConfigError: a publisher has other tables, another rank or another number of ranks.
         """
         if self._refused is not None:
             raise self._refused
@@ -180,7 +180,7 @@ class Replica:
         except ConfigError as error:
             if not self._ending.is_set():
                 self._refused = error
-        except ShoalError as error:
+        except Exception as error:  # noqa: BLE001  the thread must live on, whatever it runs into
             if not self._ending.is_set():
                 source.failures += 1
                 _log.warning("publisher %d: %s", source.index, error)
@@ -189,18 +189,16 @@ class Replica:
         return False
 
     def _turn(self, source: _Source) -> None:
-        if source.closed_s is None and not source.failures:
-            self._greet(source)
         ask = Ask(
             method="after",
             incarnation=source.incarnation,
             version=source.version,
             # Dense weights are taken from rank 0; the others need not wait for them.
             number=source.dense_version if source.index == 0 else (1 << 62),
-            replica=self._name,
         )
         said, _ = self._ask(source, ask)
-        if not said["known"]:
+        if not said["known"]:  # a trainer that started, maybe with another config
+            self._greet(source)
             self._take_all(source)
             return
         for number, version, closed_s, pages in said["segments"]:
@@ -210,7 +208,8 @@ class Replica:
             source.segments += 1
         if said["closed_s"] is not None:
             source.closed_s = said["closed_s"]
-        if source.index == 0 and said["dense"] != source.dense_version:
+        self.shard.last_step = said["last_step"]
+        if source.index == 0 and said["dense"] not in (0, source.dense_version):
             version, (data,) = self._ask(source, Ask(method="dense"))
             self._dense = unpack_dense(data)
             source.dense_version = version
@@ -218,17 +217,20 @@ class Replica:
     def _greet(self, source: _Source) -> None:
         said, _ = self._ask(source, Ask(method="hello"))
         mine = [[spec.name, spec.dim, spec.dtype] for spec in self._trained]
-        if said["tables"] != mine:
-            raise ConfigError(
-                f"publisher {source.index}",
-                got=f"tables {said['tables']}",
-                allowed=f"tables {mine}",
-                remedy="Give the replica the config of the run that it follows.",
-            )
+        wanted = {"tables": mine, "rank": source.index, "world_size": len(self._sources)}
+        for what, value in wanted.items():
+            if said[what] != value:
+                raise ConfigError(
+                    f"publisher {source.index}",
+                    got=f"{what} {said[what]}",
+                    allowed=f"{what} {value}",
+                    remedy="Give the replica the config of the run that it follows, and the "
+                    "addresses of all its ranks in order.",
+                )
 
     def _take_all(self, source: _Source) -> None:
         """All rows of a publisher, then none of its rows that are gone."""
-        said, _ = self._ask(source, Ask(method="pass", replica=self._name))
+        said, _ = self._ask(source, Ask(method="pass"))
         if said["number"] is None:
             return  # others take one; asked again
         before = [self._owned(source, table) for table in range(len(self.specs))]
@@ -241,15 +243,20 @@ class Replica:
         for table, ids in enumerate(before):
             gone = ids[~torch.isin(ids, torch.cat(seen[table]))] if seen[table] else ids
             self._remove(table, gone)
+        if source.incarnation != said["incarnation"]:
+            source.dense_version = 0  # another trainer counts again
+        self.shard.last_step = said["last_step"]
         source.incarnation, source.version = said["incarnation"], said["version"]
         source.closed_s = said["closed_s"]
         source.passes += 1
 
     def _owned(self, source: _Source, table: int) -> Tensor:
         """Ids of rows here that come from a publisher."""
-        if not self.shard.size(table):
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        ids = self.shard.export(table).ids
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        with self.shard.snapshot() as snapshot:
+            found += [snapshot.read(table, *ends).ids for ends in row_ranges(snapshot, table)]
+        self.shard.release(None)  # deletions need not be kept
+        ids = torch.cat(found)
         if len(self._sources) == 1:
             return ids
         owners = ranks_of(hash_ids(self.specs[table].hash_name, ids), len(self._sources))
@@ -275,8 +282,9 @@ class Replica:
         if isinstance(page, DeletedIds):
             self._remove(page.table, page.ids)
             return page.table, page.ids
-        weights = page.chunk.weights.to(weight_dtype(self.specs[page.table]))
-        self.shard.load(page.table, replace(page.chunk, weights=weights))
+        spec, chunk = self.specs[page.table], page.chunk
+        weights, state = chunk.weights.to(weight_dtype(spec)), chunk.state.to(real_dtype(spec))
+        self.shard.load(page.table, replace(chunk, weights=weights, state=state))
         return page.table, page.chunk.ids
 
     def _remove(self, table: int, ids: Tensor) -> None:
@@ -286,6 +294,7 @@ class Replica:
             self.shard.remove(IdGroups(ids, splits, tables))
 
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
+        ask = ask.model_copy(update={"replica": self._name})
         head = ask.model_dump_json(exclude_defaults=True).encode()
         future = self._client.call(source.index, head, timeout_s=self._reply_s)
         said, frames = future.result()

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
+from torch import Tensor
+
 from shoal.checkpoint.dense import named_state
 from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.sync.publisher import Publisher
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
@@ -53,15 +55,21 @@ class Publishing:
             return self
         settings = self._settings
         publisher = Publisher(
-            self._main.tables.hosted, every_s=settings.every_s, keep_bytes=settings.keep_bytes
+            self._main.tables.hosted,
+            rank=self._ranks.rank,
+            every_s=settings.every_s,
+            keep_bytes=settings.keep_bytes,
         )
-        server = publisher.serve(
-            _of_rank(settings.address, self._ranks.rank),
-            secret=Secret.of_file(settings.token_file),
-        )
-        self._held.callback(server.stop)
-        self._publisher = self._held.enter_context(publisher)
-        every = self._ranks.gathered(server.address, what="addresses of publishers")
+        with ExitStack() as held:
+            held.enter_context(publisher)
+            server = publisher.serve(
+                _of_rank(settings.address, self._ranks.rank),
+                secret=Secret.of_file(settings.token_file),
+            )
+            held.callback(server.stop)
+            every = self._ranks.gathered(server.address, what="addresses of publishers")
+            self._held = held.pop_all()
+        self._publisher = publisher
         self._report(f"publishing at {', '.join(every)}")
         return self
 
@@ -79,16 +87,23 @@ class Publishing:
             self._publish_dense(self._publisher)
 
     def finish(self) -> None:
-        """Publish the last state, and wait for replicas that are there."""
+        """Publish the last state, and wait for replicas that are there; a failure is reported."""
         if self._publisher is None or self._settings is None:
             return
-        self._publish_dense(self._publisher)
-        if not self._publisher.drain(self._settings.linger_s):
+        try:
+            self._publish_dense(self._publisher)
+            done = self._publisher.drain(self._settings.linger_s)
+        except (ShoalError, OSError) as error:
+            self._report(f"the last state was not published: {error}")
+            return
+        if not done:
             self._report("replicas are behind; the run ends without them")
 
     def _publish_dense(self, publisher: Publisher) -> None:
         if self._ranks.leads:
-            publisher.publish_dense(named_state(self._main.module))
+            state = named_state(self._main.module)
+            # Extra state is no tensor.
+            publisher.publish_dense({k: v for k, v in state.items() if isinstance(v, Tensor)})
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s
 

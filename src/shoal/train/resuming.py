@@ -111,6 +111,7 @@ _FREE = (
     "logging",
     "output",
     "checkpoint",
+    "publish",
     "eval",
     "data.prefetch",
     "data.epochs",

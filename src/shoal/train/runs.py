@@ -386,8 +386,8 @@ def _train(
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
         )
-        publishing.finish()
         saver.finish(model=config.output.save_model)
+        publishing.finish()
 
 
 def _evaluate(

@@ -84,3 +84,10 @@ def test_pages_of_other_tables_or_kinds_are_refused() -> None:
         unpack_dense(memoryview(pack_deleted(0, ids)))
     with pytest.raises(DataError, match="complex64"):
         pack_dense({"c": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_a_page_that_nobody_accepts_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sync.pages.MOST_BYTES", 1000)
+    pack_dense({"w": torch.zeros(100)})
+    with pytest.raises(DataError, match="1000 bytes"):
+        pack_dense({"w": torch.zeros(250)})

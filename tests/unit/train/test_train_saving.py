@@ -218,6 +218,21 @@ def test_a_setting_that_is_newer_than_a_run_has_its_default(
         assert found.checkpoint == "step-000000000001-full"
 
 
+def test_a_resumed_run_may_be_published_elsewhere(tmp_path: Path) -> None:
+    tree = {
+        "name": "tiny",
+        "data": {"source": "flights"},
+        "output": {"dir": str(tmp_path / "runs")},
+        "checkpoint": {"dir": str(tmp_path / "saved")},
+    }
+    job = job_of(config.from_mapping(tree), RunFolder(tmp_path / "runs" / "old"), 100)
+    state = {**job, "course": {"position": 10}}
+    save(tmp_path / "saved", Contents(state=state), step=1, position=10)
+    settings = config.from_mapping({**tree, "publish": {"address": "tcp://127.0.0.1:7100"}})
+    found = find_beginning(settings, None, None, 100)
+    assert found.checkpoint == "step-000000000001-full"
+
+
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
 def test_rank_0_on_another_host_says_what_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
