@@ -237,7 +237,7 @@ def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float
 
 
 def _all_to_all(made: Collectives, size: int, to: tuple[bool, ...], scale: Scale) -> float:
-    """Seconds of an all-to-all in which each rank sends so many bytes to some ranks, evenly."""
+    """Seconds of an all-to-all in which each rank sends its bytes to some ranks, evenly."""
     each = size // 4 // sum(to)
     splits = tuple(each * one for one in to)
     data = torch.ones(sum(splits), 1, device=made.device)

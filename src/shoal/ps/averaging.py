@@ -58,7 +58,7 @@ class DenseAverage:
             time.sleep(_POLL_S)
 
     def stepped(self, steps: int) -> None:
-        """Exchange, if it is time after so many steps.
+        """Exchange, if it is due after this number of steps.
 
         Raises:
             InputError: weights with NaN or infinity.

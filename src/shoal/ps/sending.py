@@ -42,7 +42,7 @@ class Staleness:
     hedged: int = 0
 
     def looked_up(self, on_their_way: int) -> None:
-        """A lookup is sent while so many own updates are on their way."""
+        """A lookup is sent; this number of own updates have no reply yet."""
         self.lookups += 1
         self.on_their_way += on_their_way
         self.most_on_their_way = max(self.most_on_their_way, on_their_way)

@@ -181,8 +181,12 @@ def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
             allowed=f"at most {MOST_BYTES} bytes of a page",
             remedy="Publish a smaller module, or leave publish out.",
         )
-    rest = b"".join([struct.pack("<I", len(text)), text, *(column.tobytes() for column in columns)])
-    return _MARK + struct.pack("<I", _core.crc32(memoryview(rest), 0)) + rest
+    parts: list[Any] = [struct.pack("<I", len(text)), text]
+    parts += [np.ascontiguousarray(column).view(np.uint8) for column in columns]
+    crc32 = 0
+    for part in parts:
+        crc32 = _core.crc32(memoryview(part), crc32)
+    return b"".join([_MARK, struct.pack("<I", crc32), *parts])
 
 
 def _unpacked(page: memoryview) -> tuple[_Head, memoryview]:
