@@ -24,7 +24,7 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from shoal import Segment, TableSpec, optimizers  # noqa: E402
-from shoal.checkpoint.contents import Contents  # noqa: E402
+from shoal.checkpoint.job_state import Contents  # noqa: E402
 from shoal.checkpoint.saving import begin  # noqa: E402
 from shoal.table.cuda.shard import CudaShard  # noqa: E402
 from shoal.table.hosting import HostedTables  # noqa: E402

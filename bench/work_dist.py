@@ -18,7 +18,7 @@ from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding.layouts import compile_layouts
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.request import Request
+from shoal.exchange.local import Request
 from shoal.models import DCN
 from shoal.optim import JointOptimizer
 from shoal.pipeline import create_train_pipeline

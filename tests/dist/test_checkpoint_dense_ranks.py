@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import capture, write
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.manifest import commit
 from shoal.checkpoint.storage import Storage

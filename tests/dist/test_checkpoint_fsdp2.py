@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
 from shoal.comm import launch
@@ -60,7 +60,7 @@ class Training:
         return losses
 
 
-def course(folder: str, device: str, *, resumes: bool) -> list[float]:
+def run_state(folder: str, device: str, *, resumes: bool) -> list[float]:
     """Losses after the save, on this rank."""
     mesh = launch.init(device=device, timeout_s=LIMIT_S[device] / 2)
     data = batches(BEFORE + AFTER)
@@ -86,11 +86,11 @@ def course(folder: str, device: str, *, resumes: bool) -> list[float]:
 
 
 def save_on(folder: str, device: str) -> list[float]:
-    return course(folder, device, resumes=False)
+    return run_state(folder, device, resumes=False)
 
 
 def go_on(folder: str, device: str) -> list[float]:
-    return course(folder, device, resumes=True)
+    return run_state(folder, device, resumes=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

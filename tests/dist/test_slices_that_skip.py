@@ -63,12 +63,14 @@ def skip_on_one(root: str) -> str:
         name="main", nan_policy="skip", served=False, tables=SimpleNamespace(hosted=job.tables),
         module=job.net, optimizer=job.optimizer,
     )  # fmt: skip
-    course: Any = SimpleNamespace(learners=(learner,), steps=0, position=0, state=lambda: ({}, {}))
+    run_state: Any = SimpleNamespace(
+        learners=(learner,), steps=0, position=0, state=lambda: ({}, {})
+    )
     settings = CheckpointSettings(every_steps=1, background=False)
-    with Saver(f"{root}/run", settings, course, job={}, ranks=ranks) as saver:
+    with Saver(f"{root}/run", settings, run_state, job={}, ranks=ranks) as saver:
         for skips in (False, False, mesh.rank == 1, False):
             step(job, rows, skips=skips)
-            course.steps += 1
+            run_state.steps += 1
             saver.on_pause()
     return str(caught.value)
 

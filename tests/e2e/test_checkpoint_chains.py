@@ -10,8 +10,8 @@ import torch
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, compact, diff, verify
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.saving import begin
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.errors import TableFull
 from shoal.rules.expiry import Expiry
 from shoal.rules.optimizers import Adagrad

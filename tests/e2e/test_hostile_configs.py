@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.table.spec import MAX_THREADS
-from shoal.train.course import Course
 from shoal.train.observing import RunObserver
+from shoal.train.run_state import RunState
 from support.config_mutations import case
 from support.isolated import TooLong, failures, limited
 from support.shares import SHARE
@@ -39,17 +39,17 @@ def outcome(number: int, folder: Path) -> str | None:
     made = case(number, str(folder / "runs"))
     file = folder / "tiny.yaml"
     file.write_bytes(made.text)
-    started = Course.started
+    started = RunState.started
     began: list[bool] = []
 
-    def start(course: Course) -> None:
+    def start(run_state: RunState) -> None:
         began.append(True)
-        started(course)
+        started(run_state)
 
     try:
         with (
             mock.patch.object(RunObserver, "stepped", stepped),
-            mock.patch.object(Course, "started", start),
+            mock.patch.object(RunState, "started", start),
             # OpenMP has no threads in a forked child: a region of more than one waits for ever.
             mock.patch.object(torch, "set_num_threads", few_threads),
             limited(START_S),

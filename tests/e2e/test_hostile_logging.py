@@ -18,7 +18,7 @@ from rich.console import Console
 from shoal import config, train
 from shoal.checkpoint import verify
 from shoal.errors import DataError
-from shoal.train.course import Course
+from shoal.train.run_state import RunState
 from support.mounts import SmallDisk, small_disk
 
 DISK_BYTES = 4 << 20
@@ -66,13 +66,13 @@ def test_a_run_outlives_its_logs(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    started = Course.started
+    started = RunState.started
 
-    def start(course: Course) -> None:
-        started(course)
+    def start(run_state: RunState) -> None:
+        started(run_state)
         fault(disk)
 
-    monkeypatch.setattr(Course, "started", start)
+    monkeypatch.setattr(RunState, "started", start)
     ours = settings(
         tmp_path,
         f"output.dir={disk.at}",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
 from shoal.rules.optimizers import SGD, Adagrad, Adam

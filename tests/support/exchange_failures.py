@@ -16,7 +16,7 @@ from shoal.comm.collectives import Collectives
 from shoal.embedding.layouts import Feature, compile_layouts, default_layouts
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.request import Request
+from shoal.exchange.local import Request
 from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.exchange.wire import Wire, WireKind
 from shoal.placement import Placement, data_parallel, table_wise

@@ -19,7 +19,7 @@ from shoal.embedding.combiners import FirstN, ReduceMean
 from shoal.embedding.gradients import sum_by_id
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice, compile_layouts
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.request import Exchange, LocalExchange, Request, Route
+from shoal.exchange.local import Exchange, LocalExchange, Request, Route
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.ragged import KeyedRagged

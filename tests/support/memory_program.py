@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
 from shoal.rules.optimizers import Adagrad

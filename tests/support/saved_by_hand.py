@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import contents, dense
+from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.manifest import SCHEMA, Manifest, Parent, SavedFile, commit
-from shoal.checkpoint.matching import saved_table
 from shoal.checkpoint.row_files import RowFileWriter, RowLayout, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
+from shoal.checkpoint.table_match import saved_table
 from shoal.placement import hash_ids, sort_key
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, RowChunk
@@ -76,7 +76,7 @@ def write_by_hand(
         files.append(_grouped_file(folder, {key: by_key[key][1] for key in grouped}))
     captured = dense.capture(modules or {}, optimizers or {})
     files += dense.write(captured, folder)
-    files.append(contents.write(folder, state or {}, rank_states))
+    files.append(job_state.write(folder, state or {}, rank_states))
     manifest = Manifest(
         schema=SCHEMA,
         id=f"{step:032x}",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import writing
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.placement import Placement, hash_ids, owners
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import contents, dense
+from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.manifest import (
     SCHEMA,
     Manifest,
@@ -18,10 +18,10 @@ from shoal.checkpoint.manifest import (
     SavedTable,
     commit,
 )
-from shoal.checkpoint.plan import TableRows, split
 from shoal.checkpoint.row_files import RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
+from shoal.checkpoint.writing_plan import TableRows, split
 from shoal.placement import hash_ids, sort_key
 from shoal.table.values import RowChunk
 
@@ -175,7 +175,7 @@ def save_by_hand(
         path = sketch_path("m", SKETCHED.name)
         files.append(write_whole(folder, path, "sketch", b"cell" * 16, [SKETCHED.key]))
         files += dense.write(dense.capture({"net": nn.BatchNorm1d(2)}, {}), folder)
-        files.append(contents.write(folder, {"step": step}, [{}]))
+        files.append(job_state.write(folder, {"step": step}, [{}]))
     manifest = Manifest(
         schema=SCHEMA,
         id=f"{step:031x}{'d' if parent else 'f'}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import Loaded, load
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.saving import begin

@@ -36,7 +36,7 @@ FACTORIES = {
 # Their own default is the user's: plain modules.
 ON_THE_DEFAULT_DEVICE = {"models"}
 # These import the core, but what they ask goes to pyarrow or kernels, or is only compared.
-OTHER_ADDRESSES = {"flat", "images", "row_files", "shared_memory"}
+OTHER_ADDRESSES = {"flat", "snapshot_rows", "row_files", "shared_memory"}
 
 
 def found(kinds: str, *prefixes: str) -> list[str]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable
-from shoal.checkpoint.plan import ascends, bounds, histogram
 from shoal.checkpoint.row_files import (
     Columns,
     RowLayout,
@@ -27,6 +26,7 @@ from shoal.checkpoint.row_files import (
 )
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.writing_plan import ascends, bounds, histogram
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import HASHES

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.checkpoint.contents import check_state
+from shoal.checkpoint.job_state import check_state
 from shoal.checkpoint.manifest import Manifest, SavedFile
-from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.row_files import check_streaming, damaged, parsing, saved_file
 from shoal.checkpoint.storage import DurableFile, Storage
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError

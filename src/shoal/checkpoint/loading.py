@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import contents as job_state
+from shoal.checkpoint import job_state
 from shoal.checkpoint.chain import Chain
-from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.dense import DenseLoad
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading_rows import RowLoader, Target, targets_of
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.matching import (
+from shoal.checkpoint.store import CheckpointStore, locate
+from shoal.checkpoint.table_match import (
     LoadOptions,
     TableMatch,
     check_capacity,
     match_tables,
     saved_table,
 )
-from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.plan import (
+from shoal.checkpoint.row_files import Columns, RowLayout, joined, selected
+from shoal.checkpoint.writing_plan import (
     HashSpan,
     Piece,
     TableRows,
@@ -21,7 +22,6 @@ from shoal.checkpoint.plan import (
     histogram,
     speakers,
 )
-from shoal.checkpoint.row_files import Columns, RowLayout, joined, selected
 from shoal.comm.collectives import Collectives, Part
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted, hash_ids, sort_key

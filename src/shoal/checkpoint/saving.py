@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.manifest import MANIFEST, SCHEMA, Kind, Manifest, Parent
 from shoal.checkpoint.snapshot_point import CONSUMER, take_snapshot_point
 from shoal.checkpoint.storage import Storage

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.checkpoint import contents as job_state
-from shoal.checkpoint import dense
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint import dense, job_state
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.rank_rows import slices_of
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import contents
+from shoal.checkpoint import job_state
 from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.dense import DenseReader
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
-from shoal.checkpoint.plan import TableRows, ascends, bits_for, bounds, write_tables
 from shoal.checkpoint.row_files import (
     ReadBuffer,
     RowLayout,
@@ -31,6 +30,7 @@ from shoal.checkpoint.row_files import (
 )
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import WRITER, CheckpointStore, folder_name, locate
+from shoal.checkpoint.writing_plan import TableRows, ascends, bits_for, bounds, write_tables
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 
@@ -163,7 +163,7 @@ def _look(
     if "dense" in paths:
         tried(paths["dense"], lambda: DenseReader(storage).every())
     if "state" in paths:
-        tried(paths["state"], lambda: contents.read(storage, manifest))
+        tried(paths["state"], lambda: job_state.read(storage, manifest))
     for table in manifest.tables:
         for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
             if (got := found[kind, table.key]) != wanted:

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.checkpoint import contents, dense
+from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.matching import saved_table
-from shoal.checkpoint.plan import plan_writing, split
 from shoal.checkpoint.rank_rows import (
     IdSlice,
     OtherRankFailed,
@@ -32,6 +30,8 @@ from shoal.checkpoint.rank_rows import (
 from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.snapshot_point import SnapshotPoint
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.table_match import saved_table
+from shoal.checkpoint.writing_plan import plan_writing, split
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
@@ -447,7 +447,7 @@ class JobWriter:
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
         if self._collectives.rank != 0:
             return ()
-        return (contents.write(self._folder, self._point.state, rank_states),)
+        return (job_state.write(self._folder, self._point.state, rank_states),)
 
     def _commit(self, manifest: Manifest) -> None:
         if self._collectives.rank == 0:

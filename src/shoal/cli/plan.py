@@ -91,16 +91,16 @@ def make(
     """
     with clean_errors(debug):
         from shoal.planner import report
-        from shoal.train import placing
+        from shoal.train import table_placement
 
         settings = _loaded(config, overrides)
         machines = _machines(settings, topology, devices)
-        parts = placing.parts_of(settings)
+        parts = table_placement.parts_of(settings)
 
-        inputs = placing.inputs_of(settings, parts, machines.world_size)
+        inputs = table_placement.inputs_of(settings, parts, machines.world_size)
 
         def plan_on(where: Topology) -> Any:
-            return placing.plan_run(
+            return table_placement.plan_run(
                 settings, parts, where, inputs=inputs, groups=groups, time_limit_s=time_limit
             )
 
@@ -150,14 +150,14 @@ def simulate(
         if described is None:
             from shoal.config.build import build_host_rows
             from shoal.planner import host_tier
-            from shoal.train import placing
+            from shoal.train import table_placement
 
             settings = _loaded(config, overrides)
-            parts = placing.parts_of(settings)
+            parts = table_placement.parts_of(settings)
             machines = _machines(settings, topology, None)
             weights = sum(one.numel() for one in parts.module.parameters())
             described = simulation.Simulated(
-                placing.inputs_of(settings, parts, 1),
+                table_placement.inputs_of(settings, parts, 1),
                 weights,
                 divided=settings.data.batch_size,
                 tier_on=partial(host_tier, build_host_rows(settings), parts.tables),
@@ -246,10 +246,10 @@ def profile(
     """
     with clean_errors(debug):
         from shoal.planner.statistics import statistics_text
-        from shoal.train import placing
+        from shoal.train import table_placement
 
         settings = _loaded(config, overrides)
-        found = placing.statistics_of(settings, placing.parts_of(settings), batches)
+        found = table_placement.statistics_of(settings, table_placement.parts_of(settings), batches)
         lines = [f"{'table':24} {'ids':>9} {'an example':>10} {'hot 1 %':>8} {'new':>8}"]
         for name, one in sorted(found.items()):
             hot = one.hot_share(one.ids / 100)

@@ -26,7 +26,7 @@ from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
-from shoal.exchange.request import Exchange
+from shoal.exchange.local import Exchange
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.planner.plan import Plan

@@ -14,7 +14,7 @@ from shoal.embedding.gradients import GradientLedger
 from shoal.embedding.layouts import Feature, Layout, compile_layouts, default_layouts
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, TicketError, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.request import Exchange, LocalExchange, Request, Route, Sending
+from shoal.exchange.local import Exchange, LocalExchange, Request, Route, Sending
 from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from shoal.comm.collectives import Collectives
 from shoal.errors import ConfigError, InputError, ShapeError, describe
-from shoal.exchange.request import PendingRecords, Route
+from shoal.exchange.local import PendingRecords, Route
 from shoal.lookup import Pool, PoolPlan
 from shoal.ops import segment_sum
 from shoal.ragged import KeyedRagged

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.collectives import Arriving, Collectives, Pending
 from shoal.comm.consensus import latest_time, said
 from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, unknown_name
+from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
     ReceivedIds,
     SendPlan,
@@ -36,7 +37,6 @@ from shoal.exchange.partition import (
     rows_of_groups,
 )
 from shoal.exchange.received import ReceivedRows, RequestPlans
-from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.wire import RowBuffer, Wire, send_rows
 from shoal.placement import Placement
 from shoal.table import shard as scalars

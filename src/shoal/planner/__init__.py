@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.planner.cost import CostModel, Workload, dense_work
-from shoal.planner.making import make_plan
+from shoal.planner.make_plan import make_plan
 from shoal.planner.options import Constraint, TableInput, table_input
 from shoal.planner.plan import Plan, TablePlan, read_plan
 from shoal.planner.planner import Planner, create_planner, host_tier

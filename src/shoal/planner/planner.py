@@ -17,7 +17,7 @@ from shoal.comm.launch import init
 from shoal.comm.launchers import choice
 from shoal.errors import ConfigError, unknown_name
 from shoal.planner.cost import dense_work
-from shoal.planner.making import make_plan
+from shoal.planner.make_plan import make_plan
 from shoal.planner.options import (
     FEATURE,
     GLOBAL,

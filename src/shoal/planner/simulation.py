@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import ConfigError, unknown_name
 from shoal.planner.cost import dense_work
-from shoal.planner.making import make_plan
+from shoal.planner.make_plan import make_plan
 from shoal.planner.options import TableInput
 from shoal.planner.report import Point, point_of
 from shoal.planner.statistics import zipf

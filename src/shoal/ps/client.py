@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
 from shoal.comm.transport import Client, Frames, Secret
 from shoal.errors import ConfigError, ServerLost
+from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
     Outgoing,
     SendPlan,
@@ -30,7 +31,6 @@ from shoal.exchange.partition import (
     row_views,
 )
 from shoal.exchange.received import ReceivedRows, RequestPlans
-from shoal.exchange.request import PendingRecords, Request, Route, Sending
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
 from shoal.ps.calls import (

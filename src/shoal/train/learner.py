@@ -33,8 +33,8 @@ from shoal.ps.sending import Staleness
 from shoal.rules.schedules import as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
-from shoal.train.placing import planned, settled_placement
 from shoal.train.ranks import ALONE, Ranks
+from shoal.train.table_placement import planned, settled_placement
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

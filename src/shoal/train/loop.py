@@ -16,10 +16,10 @@ from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
-from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
+from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
 
 CALIBRATION_BINS = 20
@@ -64,14 +64,14 @@ class Trained:
 
 
 def _plain(
-    course: Course,
+    run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
     saver: Saver,
     evict_every_s: int | None,
 ) -> Iterator[Trained]:
     """Train window by window; for one rank."""
-    learners, due_s = course.learners, course.evict_due_s
+    learners, due_s = run_state.learners, run_state.evict_due_s
     source = iter(batches)
     while window := list(islice(source, accumulation)):
         logits = {one.name: one.train_step(window) for one in learners}
@@ -82,13 +82,13 @@ def _plain(
                     one.tables.shard.evict(now_s)
             if due_s is None or now_s >= due_s:
                 due_s = now_s + evict_every_s
-        pauses = saver.due_after(course.steps) or saver.wants_pause()
+        pauses = saver.due_after(run_state.steps) or saver.wants_pause()
         # Rows are counted after an eviction, as a pipeline has it.
         yield Trained(window, logits, pauses, due_s if pauses else None)
 
 
 def _overlapping(
-    course: Course,
+    run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
     saver: Saver,
@@ -96,7 +96,7 @@ def _overlapping(
     staleness: int,
 ) -> Iterator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `_plain`."""
-    learners, control, first = course.learners, course.ranks.control, course.steps
+    learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
     every = _Every(learners).train()
     pipeline = create_train_pipeline(
         every,
@@ -104,7 +104,7 @@ def _overlapping(
         staleness=staleness,
         accumulation=accumulation,
         evict_every_s=evict_every_s,
-        evict_due_s=course.evict_due_s,
+        evict_due_s=run_state.evict_due_s,
         weight_of=window_weight,
         step=every.step,
         device=learners[0].tables.shard.device,
@@ -121,7 +121,7 @@ def _overlapping(
     logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
     try:
         while True:
-            control.step = course.steps
+            control.step = run_state.steps
             if saver.wants_pause():
                 pipeline.request_snapshot()
             try:
@@ -174,7 +174,7 @@ class _Every(nn.Module):
 
 
 def train(
-    course: Course,
+    run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
     saver: Saver,
@@ -191,7 +191,7 @@ def train(
     points of the curves are collective calls; where they are depends on examples alone.
 
     Args:
-        course: what to continue from, and to keep current; `batches` begin at its position.
+        run_state: what to continue from, and to keep current; `batches` begin at its position.
         batches: in the order to train on; over several ranks this rank's shares of them, which
             know their position.
         accumulation: batches per optimizer step.
@@ -210,46 +210,46 @@ def train(
         NonFiniteGradient: under nan_policy "raise"; tables on a GPU report it at the next point of
             the curves, or when training ends.
     """
-    recorder, ranks = course.recorder, course.ranks
-    done = course.position if ranks.many else recorder.examples
+    recorder, ranks = run_state.recorder, run_state.ranks
+    done = run_state.position if ranks.many else recorder.examples
     if staleness is None:
-        windows = _plain(course, batches, accumulation, saver, evict_every_s)
+        windows = _plain(run_state, batches, accumulation, saver, evict_every_s)
     else:
-        windows = _overlapping(course, batches, accumulation, saver, evict_every_s, staleness)
+        windows = _overlapping(run_state, batches, accumulation, saver, evict_every_s, staleness)
 
     def point() -> None:
-        main = course.learners[0]
+        main = run_state.learners[0]
         rows = counted_rows(main.tables.hosted, ranks.rank)
         row_bytes = main.row_bytes if ranks.leads or not main.served else 0
         scalars = recorder.point(rows, row_bytes, observer.scalars())
-        sink.write(course.steps, observer.completed(scalars))
+        sink.write(run_state.steps, observer.completed(scalars))
 
-    course.started()
+    run_state.started()
     with progress, observer:
         for trained in windows:
             recorder.add(trained.window, trained.logits)
             observer.stepped()
-            course.position = trained.window[-1].position
-            done = course.position if ranks.many else recorder.examples
-            if done >= course.next_point:
-                course.check()
+            run_state.position = trained.window[-1].position
+            done = run_state.position if ranks.many else recorder.examples
+            if done >= run_state.next_point:
+                run_state.check()
                 point()
-                course.next_point = done + course.stride
+                run_state.next_point = done + run_state.stride
             if trained.paused:
-                course.check()
-                course.evict_due_s = trained.evict_due_s
+                run_state.check()
+                run_state.evict_due_s = trained.evict_due_s
                 saver.on_pause()
             saver.check()
             if ranks.leads and progress.due():
-                progress.show(_progress_state(course, done, saver.status()))
+                progress.show(_progress_state(run_state, done, saver.status()))
         if not done:
             raise _no_examples("training")
-        course.check()
-        course.ended()
+        run_state.check()
+        run_state.ended()
         if not recorder.curves.examples or recorder.curves.examples[-1] < done:
             point()
         if ranks.leads:
-            progress.show(_progress_state(course, done), final=True)
+            progress.show(_progress_state(run_state, done), final=True)
 
 
 def evaluate_all(
@@ -284,10 +284,10 @@ def evaluate_all(
     return {name: sheet.compute() for name, sheet in metrics.items()}
 
 
-def _progress_state(course: Course, examples: int, saving: str | None = None) -> ProgressState:
-    recorder, main = course.recorder, course.learners[0]
+def _progress_state(run_state: RunState, examples: int, saving: str | None = None) -> ProgressState:
+    recorder, main = run_state.recorder, run_state.learners[0]
     loss, auc = recorder.figures()
-    if course.ranks.many:  # those of the last point: asking the others takes all of them
+    if run_state.ranks.many:  # those of the last point: asking the others takes all of them
         ids, row_bytes = recorder.total_ids, recorder.row_bytes
         rows = sum(counts[-1] for counts in recorder.curves.rows.values() if counts)
     else:

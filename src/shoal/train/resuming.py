@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointStore, LoadOptions, Manifest, load
-from shoal.checkpoint.contents import read as read_job
+from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import locate
 from shoal.comm.launchers import Attempt
@@ -24,9 +24,9 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.planner import Plan
 from shoal.planner.planner import forced
 from shoal.train import folder as folders
-from shoal.train.course import Course
 from shoal.train.folder import RunFolder
 from shoal.train.learner import contents_of
+from shoal.train.run_state import RunState
 from shoal.train.saving import SavedChain
 
 _log = logging.getLogger("shoal.train")
@@ -35,7 +35,7 @@ LOGISTIC = "logistic"
 """Name of the baseline that learns."""
 
 
-def _fill(url: str, settings: WarmStartSettings, course: Course) -> None:
+def _fill(url: str, settings: WarmStartSettings, run_state: RunState) -> None:
     """Fill the run's model, and its baselines as far as they were saved, from a checkpoint.
 
     Steps, position, random numbers and metrics start from zero, optimizers keep the settings of
@@ -47,21 +47,21 @@ def _fill(url: str, settings: WarmStartSettings, course: Course) -> None:
     store, name = locate(url)
     manifest = store.manifest(name)
     saved = {table.collection for table in manifest.tables} | set(manifest.modules)
-    model, *baselines = course.learners
+    model, *baselines = run_state.learners
     filled = [model, *(one for one in baselines if one.name in saved)]
     contents = contents_of(filled)
     with _own_settings(contents.optimizers):
         loaded = load(
             url,
             contents,
-            options=_options(settings, manifest, {one.name for one in course.learners}),
-            collectives=course.ranks.control if course.ranks.many else None,
+            options=_options(settings, manifest, {one.name for one in run_state.learners}),
+            collectives=run_state.ranks.control if run_state.ranks.many else None,
         )
     for hosting in contents.tables.values():
         hosting.shard.last_step = 0
         if hosting.resume is not None:
             hosting.resume(0)
-    if course.ranks.leads:
+    if run_state.ranks.leads:
         rows = ", ".join(f"{key}: {count}" for key, count in loaded.rows.items())
         _log.info("starting warm from %s, step %d; rows of %s", url, manifest.step, rows)
         for one in baselines:
@@ -244,8 +244,8 @@ def job_of(
     return job if plan is None else {**job, "plan": plan.to_json()}
 
 
-def restore(config: RunConfig, beginning: Beginning, course: Course) -> SavedChain:
-    """Fill models and course from the checkpoint to continue from, or models by a warm start.
+def restore(config: RunConfig, beginning: Beginning, run_state: RunState) -> SavedChain:
+    """Fill models and run_state from the checkpoint to continue from, or models by a warm start.
 
     Returns:
         what deltas build on; an empty one where the run starts from scratch.
@@ -253,21 +253,21 @@ def restore(config: RunConfig, beginning: Beginning, course: Course) -> SavedCha
     Raises:
         CheckpointError: it is damaged, or of another model; nothing is half-loaded.
     """
-    name, settings, ranks = beginning.checkpoint, config.checkpoint.warm_start, course.ranks
+    name, settings, ranks = beginning.checkpoint, config.checkpoint.warm_start, run_state.ranks
     if name is None:
         if beginning.warm is not None and settings is not None:
-            _fill(beginning.warm, settings, course)
+            _fill(beginning.warm, settings, run_state)
         return SavedChain()
     store = CheckpointStore(beginning.url)
     loaded = load(
         store.folder(name).url,
-        contents_of(course.learners),
+        contents_of(run_state.learners),
         collectives=ranks.control if ranks.many else None,
     )
-    state, own = loaded.state["course"], loaded.rank_state or None
-    course.load_state(state, own)
+    state, own = loaded.state["run_state"], loaded.rank_state or None
+    run_state.load_state(state, own)
     if ranks.leads:
-        at = f"step {course.steps}, {course.position} samples"
+        at = f"step {run_state.steps}, {run_state.position} samples"
         _log.info("continuing from %s/%s: %s", beginning.url, name, at)
         if own is None:
             _log.warning(
@@ -339,7 +339,7 @@ def _find_warm(settings: WarmStartSettings) -> str:
 def _job_in(url: str, name: str) -> Mapping[str, Any]:
     store = CheckpointStore(url)
     job = read_job(store.folder(name), store.manifest(name)).state
-    if not {"config", "folder", "course"} <= job.keys():
+    if not {"config", "folder", "run_state"} <= job.keys():
         raise CheckpointError(
             f"checkpoint {url}/{name}",
             "no state of a training run",
@@ -378,7 +378,7 @@ def _check_data(config: RunConfig, job: Mapping[str, Any], what: str, examples: 
     then: int | None = job.get("examples")
     if then is None or examples is None or then == examples:
         return
-    in_order = config.data.shuffle != "always" and job["course"]["position"] <= then
+    in_order = config.data.shuffle != "always" and job["run_state"]["position"] <= then
     if not (in_order and examples > then):
         raise ConfigError(
             f"examples to train on, of the run that {what} is of",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal import report
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.matching import LoadOptions
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
 from shoal.comm.launchers import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
@@ -39,7 +39,6 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
-from shoal.train.course import Course
 from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
@@ -47,6 +46,7 @@ from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
+from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
 from shoal.train.summary import BASE_RATE, RunResult
 
@@ -250,13 +250,13 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         what="beginning of the run",
     )
     folder = beginning.folder
-    course = Course(opened.learners, stride=opened.stride, ranks=ranks, seed=config.seed)
-    chain = restore(config, beginning, course)
+    run_state = RunState(opened.learners, stride=opened.stride, ranks=ranks, seed=config.seed)
+    chain = restore(config, beginning, run_state)
     for learner in opened.learners:
         learner.join()
     after = None
     if beginning.checkpoint is not None:
-        after = course.steps
+        after = run_state.steps
         opened.print(f"continuing {folder.path}, step {after}")
     elif beginning.warm is not None:
         opened.print(f"starting warm from {beginning.warm}")
@@ -268,7 +268,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     saver = Saver(
         beginning.url,
         config.checkpoint,
-        course,
+        run_state,
         job=job_of(config, folder, examples, plan),
         ranks=ranks,
         chain=chain,
@@ -285,8 +285,8 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
             sinks.open(lambda: JsonLines(path, continue_after=after), "log.jsonl")
         held.enter_context(closing(sinks))
         publishing = held.enter_context(Publishing(config, ranks, opened.learners[0], opened.print))
-        _train(opened, course, saver, sinks, publishing)
-        result = _evaluate_run(opened, folder, course, sinks)
+        _train(opened, run_state, saver, sinks, publishing)
+        result = _evaluate_run(opened, folder, run_state, sinks)
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result
@@ -368,16 +368,16 @@ def _trained(
 
 
 def _train(
-    opened: _Opened, course: Course, saver: Saver, sink: ScalarSink, publishing: Publishing
+    opened: _Opened, run_state: RunState, saver: Saver, sink: ScalarSink, publishing: Publishing
 ) -> None:
-    """Train from where the course is to the end, and save."""
+    """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
     observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
     with old_objects_set_aside(), saver:
         train(
-            course,
-            data.train.batches(course.position),
+            run_state,
+            data.train.batches(run_state.position),
             config.accumulation,
             saver,
             observer,
@@ -406,16 +406,18 @@ def _evaluate(
     return results, metrics
 
 
-def _evaluate_run(opened: _Opened, folder: RunFolder, course: Course, sinks: FanOut) -> RunResult:
+def _evaluate_run(
+    opened: _Opened, folder: RunFolder, run_state: RunState, sinks: FanOut
+) -> RunResult:
     """Evaluate the trained models, and write and print what the run amounts to."""
-    config, recorder = opened.config, course.recorder
+    config, recorder = opened.config, run_state.recorder
     results, metrics = _evaluate(opened, recorder.base_rate)
     scalars = {
         f"eval/{figure}/{name}": sheet[figure]
         for name, sheet in metrics.items()
         for figure in ("auc", "log_loss", "ne", "calibration")
     }
-    sinks.write(course.steps, scalars)
+    sinks.write(run_state.steps, scalars)
     result = RunResult(
         folder=folder.path,
         report=folder.report,
@@ -424,8 +426,8 @@ def _evaluate_run(opened: _Opened, folder: RunFolder, course: Course, sinks: Fan
         bytes_total=recorder.row_bytes,
         examples=recorder.total_examples,
         ids=recorder.total_ids,
-        steps=course.steps,
-        train_s=course.trained_s,
+        steps=run_state.steps,
+        train_s=run_state.trained_s,
     )
     if opened.ranks.leads:
         page = report.render(summary.build_report(config, result, recorder.curves, results))

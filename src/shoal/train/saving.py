@@ -19,9 +19,9 @@ from shoal.comm.collectives import Collectives
 from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
 from shoal.table.values import Cursor
-from shoal.train.course import Course
 from shoal.train.learner import contents_of, skipped_in_slices
 from shoal.train.ranks import Ranks
+from shoal.train.run_state import RunState
 
 _log = logging.getLogger("shoal.train")
 
@@ -54,7 +54,7 @@ class Saver:
     Args:
         url: folder of all checkpoints of the run.
         settings: when, and what kind.
-        course: what is saved.
+        run_state: what is saved.
         job: what else a later process has to know of this run; the same on every rank.
         ranks: who trains together; a collective call over more than one.
         chain: what the run continues from.
@@ -65,7 +65,7 @@ class Saver:
         self,
         url: str | Storage,
         settings: CheckpointSettings,
-        course: Course,
+        run_state: RunState,
         *,
         job: Mapping[str, Any],
         ranks: Ranks,
@@ -74,7 +74,7 @@ class Saver:
     ) -> None:
         self._store = CheckpointStore(url, settings.keep_full)
         self._settings = settings
-        self._course, self._job = course, dict(job)
+        self._run_state, self._job = run_state, dict(job)
         self._ranks = ranks
         self._collectives: Collectives | None = ranks.background("checkpoints")
         self._chain = chain
@@ -117,7 +117,7 @@ class Saver:
                     _log.warning(
                         "no save after step %d: the one of %s is still being written"
                         " (%d left out so far)",
-                        self._course.steps,
+                        self._run_state.steps,
                         self._saving.name if self._saving else "another rank",
                         self._skipped,
                     )
@@ -192,7 +192,7 @@ class Saver:
 
     def _has_model(self) -> bool:
         newest = self._chain.manifest
-        return newest is not None and (newest.step, newest.kind) == (self._course.steps, "full")
+        return newest is not None and (newest.step, newest.kind) == (self._run_state.steps, "full")
 
     def _can_be_delta(self) -> bool:
         """Whether the next save may hold changes only; a collective call, if it may be one."""
@@ -235,7 +235,7 @@ class Saver:
             _log.info(
                 "a full checkpoint after step %d: column slices skipped gradients of other "
                 "rows than their neighbours did, so that no delta can join them",
-                self._course.steps,
+                self._run_state.steps,
             )
         return True
 
@@ -243,23 +243,23 @@ class Saver:
         """Rows that column slices skipped so far; None: none can."""
         counts = [
             skipped_in_slices(one.tables.hosted)
-            for one in self._course.learners
+            for one in self._run_state.learners
             if one.nan_policy == "skip"
         ]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
     def _begin(self, kind: Kind) -> None:
-        state, own = self._course.state()
-        contents = contents_of(self._course.learners, {**self._job, "course": state}, own)
+        state, own = self._run_state.state()
+        contents = contents_of(self._run_state.learners, {**self._job, "run_state": state}, own)
         delta = kind == "delta"
         self._skips_begun = self._slice_skips() or 0
         self._began_s = self._clock()
         self._saving = begin(
             self._store.url,
             contents,
-            step=self._course.steps,
-            position=self._course.position,
+            step=self._run_state.steps,
+            position=self._run_state.position,
             kind=kind,
             parent=self._chain.manifest if delta else None,
             since=self._chain.cursors if delta else None,

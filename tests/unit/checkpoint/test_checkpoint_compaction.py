@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, diff, plan, verify
+from shoal.checkpoint import CheckpointStore, compact, diff, verify, writing_plan
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.plan import split
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writing_plan import split
 from shoal.errors import CheckpointError
 from support.remote_stores import REMOTE, remote_url
 from support.saved_rows import HandTable, by_hash, joined, rows_of, save_by_hand
@@ -88,8 +88,8 @@ def full(root: Storage) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "split", functools.partial(split, **SIZES))
-    monkeypatch.setattr(plan, "PIECE_BYTES", 700)
+    monkeypatch.setattr(writing_plan, "split", functools.partial(split, **SIZES))
+    monkeypatch.setattr(writing_plan, "PIECE_BYTES", 700)
 
 
 @pytest.mark.parametrize("kind", ["local", *REMOTE])

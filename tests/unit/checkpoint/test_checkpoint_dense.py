@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.dense import DenseLoad, capture, write
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.errors import CheckpointError
 from support.dense_manifest import manifest_of
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.checkpoint import contents as job_state
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint import job_state
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import Loaded, load
-from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.errors import CheckpointError, InputError, TableFull
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.manifest import Parent
 from shoal.checkpoint.storage import Storage

@@ -11,7 +11,7 @@ import torch
 from shoal.checkpoint.chain import Newer, runs
 from shoal.checkpoint.loading_rows import adapt
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable
-from shoal.checkpoint.matching import (
+from shoal.checkpoint.table_match import (
     LoadOptions,
     TableMatch,
     check_capacity,

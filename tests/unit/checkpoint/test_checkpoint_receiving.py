@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shoal.checkpoint import row_files
-from shoal.checkpoint.contents import Contents
 from shoal.checkpoint.formats import (
     Entries,
     Offered,
@@ -19,6 +18,7 @@ from shoal.checkpoint.formats import (
     write_parquet,
 )
 from shoal.checkpoint.formats.foreign import CollectedRows
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.tools import verify
 from shoal.errors import CheckpointError, DataError, InputError

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.plan import TableRows, bits_for, split
 from shoal.checkpoint.row_files import RowLayout
+from shoal.checkpoint.writing_plan import TableRows, bits_for, split
 
 LAYOUT = RowLayout.rows(1, 0, "float32")  # 24 bytes a row
 OTHER = RowLayout.rows(2, 0, "float32")

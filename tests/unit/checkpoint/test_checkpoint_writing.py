@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from shoal.checkpoint import verify, writing
-from shoal.checkpoint.contents import Contents
+from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.matching import LoadOptions
 from shoal.checkpoint.saving import begin, save
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.table_match import LoadOptions
 from shoal.errors import CheckpointError, InputError
 from shoal.table.cpu.snapshot import CpuSnapshot
-from shoal.table.cuda.history import CudaSnapshot
+from shoal.table.cuda.snapshots import CudaSnapshot
 from shoal.table.hosting import HostedTables
 from support.saved_jobs import FEW, MANY, SPECS, Home, Job, Sizes, row_bytes, small_files
 from support.saved_rows import same

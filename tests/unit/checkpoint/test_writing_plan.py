@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.plan import (
+from shoal.checkpoint.row_files import RowLayout
+from shoal.checkpoint.writing_plan import (
     FilePlan,
     HashSpan,
     TableRows,
@@ -18,7 +19,6 @@ from shoal.checkpoint.plan import (
     speakers,
     split,
 )
-from shoal.checkpoint.row_files import RowLayout
 from shoal.placement import Hosted, column_wise, data_parallel, grid, row_wise, table_wise
 
 HASHES = 1 << 64

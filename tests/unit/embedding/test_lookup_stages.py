@@ -15,7 +15,7 @@ from shoal.embedding.gradients import GradientLedger
 from shoal.embedding.layouts import Feature
 from shoal.errors import ConfigError, InputError, TicketError
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.request import LocalExchange, PendingRecords, Route
+from shoal.exchange.local import LocalExchange, PendingRecords, Route
 from shoal.optim import SparseOptimizer
 from shoal.placement import Placement, column_wise, row_wise
 from shoal.ragged import KeyedRagged

@@ -1,4 +1,4 @@
-"""AdamATan2, the rate's course and averaged parameters, against plain arithmetic."""
+"""AdamATan2, the rate's run_state and averaged parameters, against plain arithmetic."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shoal import Segment, TableSpec, initializers, optimizers
 from shoal.errors import CheckpointError, DTypeError, InputError
 from shoal.kernels import launch
 from shoal.rules.admission import Admission
-from shoal.table.cuda import images as device_images
+from shoal.table.cuda import snapshot_rows as device_images
 from shoal.table.shard import BUFFER_BYTES, HASHES, GradRecord, Shard, StepContext
 from shoal.table.values import Cursor, RowChunk
 from support.changed_rows import (

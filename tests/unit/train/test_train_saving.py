@@ -182,7 +182,7 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
         }
     )
     job = job_of(settings, RunFolder(tmp_path / "runs" / "old"), 100)
-    state = {**job, "course": {"position": position}}
+    state = {**job, "run_state": {"position": position}}
     save(tmp_path / "saved", Contents(state=state), step=1, position=position)
     if fine:
         found = find_beginning(settings, None, None, examples)
@@ -210,7 +210,7 @@ def test_a_setting_that_is_newer_than_a_run_has_its_default(
     job = job_of(settings(), RunFolder(tmp_path / "runs" / "old"), 100)
     old = job["config"].replace("  last_batch: merge\n", "")
     assert old != job["config"]
-    state = {**job, "config": old, "course": {"position": 10}}
+    state = {**job, "config": old, "run_state": {"position": 10}}
     save(tmp_path / "saved", Contents(state=state), step=1, position=10)
     differs = pytest.raises(ConfigError, match=r"data\.last_batch='drop', not 'merge'")
     with nullcontext() if last_batch == "merge" else differs:
@@ -226,7 +226,7 @@ def test_a_resumed_run_may_be_published_elsewhere(tmp_path: Path) -> None:
         "checkpoint": {"dir": str(tmp_path / "saved")},
     }
     job = job_of(config.from_mapping(tree), RunFolder(tmp_path / "runs" / "old"), 100)
-    state = {**job, "course": {"position": 10}}
+    state = {**job, "run_state": {"position": 10}}
     save(tmp_path / "saved", Contents(state=state), step=1, position=10)
     settings = config.from_mapping({**tree, "publish": {"address": "tcp://127.0.0.1:7100"}})
     found = find_beginning(settings, None, None, 100)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.matching import saved_table
-from shoal.checkpoint.plan import TableRows, bits_for, write_tables
 from shoal.checkpoint.row_files import Columns, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.table_match import saved_table
+from shoal.checkpoint.writing_plan import TableRows, bits_for, write_tables
 from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids
 from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES, real_dtype

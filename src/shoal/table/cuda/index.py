@@ -29,9 +29,9 @@ from shoal.table.cuda.eviction import (
     scanned_together,
     scored_jobs,
 )
-from shoal.table.cuda.history import History
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.snapshots import History
 from shoal.table.cuda.ticket import LiveTickets
 from shoal.table.shard import StepContext
 

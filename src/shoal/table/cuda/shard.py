@@ -32,11 +32,11 @@ from shoal.table import shard as scalars
 from shoal.table.cuda.cache import CacheStats
 from shoal.table.cuda.calls import CallShape, CallShapes, ShardTables, forms_of, occurrences, probed
 from shoal.table.cuda.export import entry_of, export_rows, write_rows
-from shoal.table.cuda.history import CudaSnapshot, History
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.index import Index
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.reader import Reader
+from shoal.table.cuda.snapshots import CudaSnapshot, History
 from shoal.table.cuda.stepper import Stepper
 from shoal.table.cuda.ticket import CudaTicket, LiveTickets
 from shoal.table.cuda.turns import Turns

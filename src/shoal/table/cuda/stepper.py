@@ -18,10 +18,10 @@ from shoal.kernels.step_tiles import Stamp
 from shoal.kernels.tables import COUNT_ALARMED
 from shoal.table import checks, native
 from shoal.table.cuda.calls import CallShape, PlanCache, ShardTables, occurrences
-from shoal.table.cuda.history import History
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.side_stream import SideStream
+from shoal.table.cuda.snapshots import History
 from shoal.table.cuda.ticket import CudaTicket
 from shoal.table.native import RateList
 from shoal.table.shard import GradRecord, StepContext, SummedGrads

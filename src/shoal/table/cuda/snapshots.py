@@ -34,8 +34,8 @@ from shoal.table.cuda.calls import ShardTables, probed
 from shoal.table.cuda.deletions import RECORD, DeviceDeletions, Records
 from shoal.table.cuda.export import Span, blocks_of_spans, gathered_rows
 from shoal.table.cuda.host_rows import RowsOnHost
-from shoal.table.cuda.images import DeviceImages, Mark, SnapshotRows, chosen, joined_by_hash
 from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.snapshot_rows import DeviceImages, Mark, SnapshotRows, chosen, joined_by_hash
 from shoal.table.cuda.turns import Turns
 from shoal.table.shard import HASHES, SnapshotStats, check_bits, check_range, not_copied
 from shoal.table.values import Cursor, RowChunk

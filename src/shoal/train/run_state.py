@@ -13,7 +13,7 @@ from shoal.train.ranks import Ranks
 from shoal.train.summary import Recorder
 
 
-class Course:
+class RunState:
     """The models of a run, and its position in the data, clocks, metrics and random numbers.
 
     Args:
