@@ -35,7 +35,7 @@ demo-hrm: setup
 demo-ps: setup
 	$(BIN)/python examples/demo_ps.py $(SETTINGS)
 
-# A part of each subject, in a few minutes; `make test-all` has the rest.
+# A part of each subject, in less than eight minutes on two cores; `make test-all` has the rest.
 test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
 

@@ -250,6 +250,7 @@ def test_clipping(found: dict[str, list[Any]], placing: int, norm_type: float) -
     check_equal(outcomes, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaled", "scaled on one rank"])
 def test_all_ranks_skip_a_step_or_none(found: dict[str, list[Any]], name: str) -> None:
     ranks = found[name]

@@ -238,6 +238,7 @@ def test_two_collections(found: dict[str, list[Any]], shared: bool) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_ranks_without_data_idle(found: dict[str, list[Any]]) -> None:
     check_equal(found["ragged"], ragged_train(SpreadModel(specs()), 0, 1))
     for state in (*found["buffers"], *found["idle norm"]):

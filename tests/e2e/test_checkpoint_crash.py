@@ -247,9 +247,9 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
 @pytest.mark.parametrize(
     ("doomed", "stage", "when", "newest"),
     [
-        (1, "row files", "before", 2),
+        pytest.param(1, "row files", "before", 2, marks=pytest.mark.slow),
         pytest.param(1, "row files", "after", 2, marks=pytest.mark.slow),
-        (0, "admission counters", "before", 2),
+        pytest.param(0, "admission counters", "before", 2, marks=pytest.mark.slow),
         pytest.param(1, "dense part", "before", 2, marks=pytest.mark.slow),
         pytest.param(0, "manifest", "before", 2, marks=pytest.mark.slow),
         (0, "manifest", "after", 3),

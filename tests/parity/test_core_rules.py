@@ -143,6 +143,7 @@ def test_narrow_rows_round_as_the_reference(rule: Optimizer, dtype: str) -> None
         assert differing <= total * 0.002 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 def test_narrow_rows_of_every_width_round_as_the_reference(rule: Optimizer, dtype: str) -> None:

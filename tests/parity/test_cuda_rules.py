@@ -153,6 +153,7 @@ def table(name: str, *rules: Optimizer, dtype: str = "float32", dim: int = DIM) 
     return TableSpec(name=name, segments=segments, dtype=dtype)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in RULES if ON_GPU or n not in VARIANTS])
 def test_runs_of_a_rule_agree(name: str) -> None:
     """Alone in a row, beside another rule, and in float64."""

@@ -212,7 +212,13 @@ class TieredMachine(SnapshotMachine):
 
 
 TestSnapshot = SnapshotMachine.TestCase
-TestSnapshot.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSnapshot.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestLongSnapshot(SnapshotMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
 
 ON_GPU = torch.cuda.is_available()
 marks = [pytest.mark.gpu] if ON_GPU else []

@@ -168,7 +168,7 @@ class CudaTableMachine(TableMachine):
 TestCudaTable = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")(
     CudaTableMachine.TestCase
 )
-TestCudaTable.settings = settings(max_examples=5, stateful_step_count=10, deadline=None)
+TestCudaTable.settings = settings(max_examples=2, stateful_step_count=10, deadline=None)
 
 
 class SlowCudaTableMachine(CudaTableMachine):

@@ -59,6 +59,7 @@ def test_gradients_of_flat_buffers_match_finite_differences(impl: Implementation
         assert torch.autograd.gradgradcheck(scattered, grads)
 
 
+@pytest.mark.slow
 def test_opcheck_of_flat_buffers() -> None:
     check: Any = torch.library.opcheck
     flat = torch.randn(9, requires_grad=True)

@@ -123,6 +123,7 @@ def test_reorder_into_names_the_shard_out_of_range(impl: Any) -> None:
         impl.reorder_by_indices_into(*moved(impl, IDS, int64(1, 2, 0)), 2, **outs)
 
 
+@pytest.mark.slow
 def test_forms_with_outputs_compile_whole() -> None:
     def both(ids_N: Tensor, shards_N: Tensor, offsets_B1: Tensor) -> tuple[Tensor, ...]:
         into = {name: torch.zeros_like(out) for name, out in REORDER.items()}

@@ -51,6 +51,7 @@ def test_large_dedup_is_the_same_on_any_number_of_threads(impl: Implementation, 
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS)
 @pytest.mark.parametrize("span", [30, 500, 2**62])
 def test_dedup_numbers_ids_across_many_blocks(

@@ -127,6 +127,7 @@ OPERATORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), OPERATORS)
 def test_opcheck_of_ids(name: str, arguments: Any) -> None:
     torch.library.opcheck(getattr(SHOAL, name).default, arguments)

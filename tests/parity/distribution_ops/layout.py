@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 BIG = (256, (49, 50, 100))
 SMALL = (3, (3, 3, 3))
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @functools.lru_cache(maxsize=8)
@@ -31,13 +32,14 @@ def forward_case(small: bool, one_width: bool = False) -> Case:
 
 
 @pytest.mark.parametrize("impl", BACKENDS)
-@pytest.mark.parametrize("version", [2, 3, 4, 5])
+@pytest.mark.parametrize("version", [*map(slow, (2, 3, 4)), 5])
 def test_fused_embedding_to_layout_pair(impl: Implementation, version: int) -> None:
     case = forward_case(impl.interpreted)
     buffers, offsets = on(impl, case.buffers(version)), on(impl, case.offsets(version))
     assert_layouts(impl.fused_embedding_to_layout(buffers, offsets, case.configs), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS)
 def test_fused_embedding_to_layout_pair_of_version_1(impl: Implementation) -> None:
     case = forward_case(impl.interpreted, one_width=True)
@@ -45,6 +47,7 @@ def test_fused_embedding_to_layout_pair_of_version_1(impl: Implementation) -> No
     assert_layouts(impl.fused_embedding_to_layout(buffers, offsets, case.configs), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS)
 @pytest.mark.parametrize("unique", [True, False])
 def test_fused_embedding_to_layout_pair_of_sharded_ids(impl: Implementation, unique: bool) -> None:
@@ -74,7 +77,7 @@ def buffer_parts(
 
 
 @pytest.mark.parametrize("impl", BACKENDS)
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("version", [1, *map(slow, (2, 3, 4)), 5])
 def test_fused_embedding_to_layout_grad_pair(impl: Implementation, version: int) -> None:
     case = make_grad_case(2 if impl.interpreted else 16, one_width=version == 1)
     buffers, offsets = on(impl, case.buffers(version)), on(impl, case.offsets(version))
@@ -112,6 +115,7 @@ def expected_uses(case: Case) -> list[Tensor]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS)
 def test_gradient_of_layout_equals_autograd_of_the_reference(impl: Implementation) -> None:
     """With shared features, sums, means, firsts and rows of two widths in one table."""

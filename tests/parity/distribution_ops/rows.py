@@ -181,6 +181,7 @@ def test_no_rows_and_no_ids(impl: Implementation) -> None:
     assert impl.map_id_to_embedding([index], [rows], index).shape == (0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", COMPILED)
 @pytest.mark.parametrize("width", [1, 16, 100])
 @pytest.mark.parametrize("rows", [1, 40, 70_000])

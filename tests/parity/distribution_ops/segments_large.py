@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 on_all = pytest.mark.parametrize("impl", BACKENDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", BACKENDS[-1:])
 @pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn", "l2"])
 @pytest.mark.parametrize("dim", [5, 40])
@@ -33,6 +34,7 @@ def test_chunks_of_long_segments(
     compare(impl, "reduce_sum", values, lambda fn: fn(index.to(impl.device), values, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", COMPILED)
 @pytest.mark.parametrize("dim", [3, 16, 50, 64, 200])
 @pytest.mark.parametrize("op", SEGMENTS)

@@ -74,6 +74,7 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck_of_segments(name: str) -> None:
@@ -131,6 +132,7 @@ def everything(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, 
     )
 
 
+@pytest.mark.slow
 def test_segments_compile_whole() -> None:
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=True)
     for count in (7, 9):

@@ -68,6 +68,7 @@ def test_ragged_split(impl: Any, rows: Any, data: st.DataObject, num: int) -> No
         assert lists == [part.to_lists() for part in theirs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", FAST)
 @BRIEF
 @given(

@@ -108,6 +108,7 @@ def test_layouts_agree(impl: Implementation) -> None:
     run()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.integers(1, 4), st.booleans(), st.sampled_from(["unsigned_mod", "floormod"]))
 def test_sharded_ids_agree_and_lay_out_alike(

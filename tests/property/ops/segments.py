@@ -49,6 +49,7 @@ def same(impl: Implementation, op: str, inputs: list[Tensor], *args: Any, **kwar
     torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs))
 
 
+@pytest.mark.slow
 @on_fast
 @given(LENGTHS, DIMS, DTYPES, SEGMENTS, SEEDS)
 @several

@@ -19,6 +19,7 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert all(callable(getattr(plan, task)) for task in tasks)
 
 
+@pytest.mark.slow
 def test_a_short_form_meets_the_bars_of_quality() -> None:
     found = plan.gaps(count=6) | plan.against(count=2)
     cases = {case.name: case for job in plan.jobs(quick=True) for case in job.cases}

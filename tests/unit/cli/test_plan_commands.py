@@ -78,6 +78,7 @@ tables:
 """
 
 
+@pytest.mark.slow
 def test_clusters_that_one_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(TABLES)
     out = invoke("plan", "simulate", "tables.yaml", "--devices", "8,2048,4096", "--groups")

@@ -92,6 +92,7 @@ def initial_weights(spec: TableSpec, ids: list[int]) -> Tensor:
     return torch.stack([*rows, torch.zeros(spec.dim)])[:-1].to(DTYPES[spec.dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_new_rows_start_as_the_rules_say(device: str, dtype: str) -> None:
     spec, other = mixed(dtype), plain_table("other", 3)
@@ -135,6 +136,7 @@ def test_the_compiled_core_stores_and_reads_the_same(device: str, dtype: str) ->
     assert torch.allclose(out.cpu(), found.weights[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_many_tables_start_together_and_only_once(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +263,7 @@ def test_reads_give_rows_zeros_or_initial_values(device: str, dtype: str, compre
             assert torch.equal(out.cpu(), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", WIDTHS)
 @pytest.mark.parametrize("find", [False, True], ids=["handles", "ids"])
 def test_reads_of_any_width(device: str, dim: int, find: bool) -> None:

@@ -69,7 +69,9 @@ def test_small_problems_are_solved_and_the_yardstick_is_right(seed: int) -> None
     assert found.lower_bound_s <= optimum * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+)
 def test_the_gap_to_the_optimum_is_small(seed: int) -> None:
     made = random_problem(200 + seed, 4 + seed, (2, 4, 8)[seed % 3], tight=seed % 2 == 1)
     exactly, found = exact.solve_exactly(made, time_limit_s=20), search(made)
