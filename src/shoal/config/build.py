@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import datetime, timezone
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from shoal.data import (
     IdFeature,
     Loader,
     Order,
+    Pace,
     ParquetSource,
     RankShare,
     Recipe,
@@ -274,7 +275,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
-            with batch normalisation.
+            with batch normalisation; a pace without event times.
         DataError: a file that is missing, empty or malformed, or no examples on one side.
     """
     settings = config.data
@@ -310,6 +311,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             # Workers without a process group normalise over their own examples.
             least=2 * workers if normalises else workers,
             short=settings.last_batch,
+            pace=_pace(config),
         ),
         evaluation=Loader(
             _first(evaluation, config.eval.max_examples),
@@ -343,9 +345,26 @@ def _sides(config: RunConfig) -> tuple[Source, Source]:
 
 def _split_s(config: RunConfig) -> int | None:
     at = config.data.split
-    if at is None:
+    return None if at is None else int(_seconds(at))
+
+
+def _seconds(at: datetime) -> float:
+    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _pace(config: RunConfig) -> Pace | None:
+    settings, source = config.data.pace, config.data.source
+    if settings is None:
         return None
-    return int((at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp())
+    if isinstance(source, FileSource) and source.time is None:
+        raise ConfigError(
+            "data.pace",
+            got="data.source.time: null",
+            allowed="examples with event times",
+            remedy="Set data.source.time to the column of event times, or leave data.pace out.",
+        )
+    since_s = None if settings.since is None else _seconds(settings.since)
+    return Pace(speed=settings.speed, since_s=since_s, clock_s=settings.clock_s)
 
 
 def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:

@@ -314,6 +314,18 @@ SourceSettings = Annotated[
 ]
 
 
+class PaceSettings(Section):
+    """Train recorded events at the pace at which they came, `speed` times as fast.
+
+    The event time `since` (UTC unless it says otherwise; None: that of the first batch) is due at
+    `clock_s`, seconds since 1970 (None: when training begins).
+    """
+
+    speed: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    since: datetime | None = None
+    clock_s: Annotated[float, Field(ge=0, le=1e11)] | None = None
+
+
 class DataSettings(Section):
     """Where examples come from and in which order.
 
@@ -332,6 +344,7 @@ class DataSettings(Section):
     prefetch: Few = 2
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
+    pace: PaceSettings | None = None
 
 
 class BiasSettings(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from shoal.data import flights
 from shoal.data.batch import Batch, TensorSource
 from shoal.data.features import IdFeature, Recipe, cross, encode
-from shoal.data.loader import Loader, Order, RankShare
+from shoal.data.loader import Loader, Order, Pace, RankShare
 from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, split_by_time
 from shoal.data.synthetic import SyntheticClicks
 
@@ -18,6 +18,7 @@ __all__ = [
     "IdFeature",
     "Loader",
     "Order",
+    "Pace",
     "ParquetSource",
     "RankShare",
     "Recipe",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -89,6 +91,39 @@ class RankShare:
         return cut, start + size * (self.rank + 1) // self.world_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When recorded events come, as if they happened now.
+
+    Args:
+        speed: seconds of event time that pass in a second.
+        since_s: the event time that is due at `clock_s`; None: that of the first batch.
+        clock_s: seconds since 1970 on this machine's clock; None: at the first batch.
+
+    Raises:
+        ConfigError: a speed of 0 or less.
+    """
+
+    speed: float
+    since_s: float | None = None
+    clock_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require("speed", self.speed, self.speed > 0, "more than 0")
+
+    def paced(self, batches: Generator[Batch]) -> Generator[Batch]:
+        """Each batch once its last event is due; a rank's empty ones at once."""
+        since_s = self.since_s
+        clock_s = time.time() if self.clock_s is None else self.clock_s
+        with closing(batches):
+            for batch in batches:
+                if len(times_B := batch.event_times_B):
+                    since_s = float(times_B.min()) if since_s is None else since_s
+                    due_s = clock_s + (float(times_B.max()) - since_s) / self.speed
+                    time.sleep(max(0.0, due_s - time.time()))
+                yield batch
+
+
 class Loader:
     """Batches of a source.
 
@@ -108,6 +143,7 @@ class Loader:
             host waiting.
         least: examples that every batch has, over all ranks; batch normalisation takes 2.
         short: what becomes of a last batch with less.
+        pace: when batches come; None: as fast as they are taken.
 
     Attributes:
         short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
@@ -128,6 +164,7 @@ class Loader:
         pin_memory: bool = False,
         least: int = 1,
         short: Short = "merge",
+        pace: Pace | None = None,
     ) -> None:
         _require("least", least, least >= 1, "at least 1")
         _require("batch_size", batch_size, batch_size >= least, f"at least {least}")
@@ -150,6 +187,7 @@ class Loader:
         self._stop = size - self.short_examples
         self._prefetch = prefetch
         self._pin_memory = pin_memory
+        self._pace = pace
 
     @property
     def dropped(self) -> int:
@@ -168,7 +206,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
 
-    def batches(self, position: int = 0) -> Iterator[Batch]:
+    def batches(self, position: int = 0) -> Generator[Batch]:
         """All batches, or those that follow a position.
 
         Args:
@@ -178,9 +216,11 @@ class Loader:
             ConfigError: a position that no batch of this loader ends at.
         """
         places = self._places(position)
-        if not self._prefetch:
-            return (self._batch(*place) for place in places)
-        return _ahead(places, self._batch, self._prefetch)
+        if self._prefetch:
+            batches = _ahead(places, self._batch, self._prefetch)
+        else:
+            batches = (self._batch(*place) for place in places)
+        return self._pace.paced(batches) if self._pace else batches
 
     def _places(self, position: int) -> Iterator[tuple[int, int, int]]:
         size = len(self.source)
@@ -213,7 +253,7 @@ def _ahead(
     places: Iterator[tuple[int, int, int]],
     make: Callable[[int, int, int], Batch],
     depth: int,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Make batches in a thread, at most `depth` ahead; its errors are raised here."""
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
     stopped = threading.Event()

@@ -170,3 +170,17 @@ def test_batches_of_one_example_are_refused_with_batch_normalisation(file: str):
     settings = config.from_mapping({"name": "t", "data": data, "model": NORMED})
     with pytest.raises(ConfigError, match=r"data\.batch_size with model\.batch_norm: got 1"):
         open_data(settings)
+
+
+def test_a_pace_needs_event_times(file: str):
+    untimed = {**SOURCE, "paths": [file], "eval_paths": [file], "time": None}
+    with pytest.raises(ConfigError, match=r"data\.pace: got data\.source\.time: null"):
+        opened(untimed, pace={})
+
+
+def test_a_pace_holds_batches_back(file: str, monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+    monkeypatch.setattr("shoal.data.loader.time.sleep", waits.append)
+    data = opened({**SOURCE, "paths": [file]}, split=LATER, pace={"speed": 0.001})
+    assert len(list(data.train)) == len(waits) == 2
+    assert waits == pytest.approx([10_000, 20_000], rel=0.01)  # 20 s and 30 s follow 10 s
