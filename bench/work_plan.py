@@ -66,7 +66,7 @@ def five_plans(*, device: str, quick: bool, **sizes: int | None) -> dict[str, An
     load = LOADS["quick" if quick else mesh.device.type]
     load = replace(load, **{name: value for name, value in sizes.items() if value is not None})
     topology = calibrate.measure(mesh, scale=calibrate.QUICK if quick else None)
-    topology = fitted(mesh, topology, steps=6 if quick else 40)
+    topology = fitted(mesh, topology, quick=quick)
     loads = [
         TableLoad(name=f"t{k}", rows=load.rows, dim=load.dim, ids_per_sample=load.ids, exponent=0.8)
         for k in range(load.tables)

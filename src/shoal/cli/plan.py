@@ -220,7 +220,7 @@ def calibrate(
         mesh = launch.init(device=device)
         try:
             found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
-            found = timed_steps.fitted(mesh, found, steps=5 if quick else 30)
+            found = timed_steps.fitted(mesh, found, quick=quick)
             if mesh.rank == 0:
                 folder = cache_folder() if out is None else out
                 folder.mkdir(parents=True, exist_ok=True)

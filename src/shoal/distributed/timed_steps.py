@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +17,9 @@ from shoal.comm.mesh import Mesh
 from shoal.distributed.model import DistributedModelParallel
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
+from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.optim import SparseOptimizer
-from shoal.placement import Placement, row_wise, table_wise
+from shoal.placement import Placement, data_parallel, grid
 from shoal.planner import (
     CostModel,
     TableInput,
@@ -25,10 +30,11 @@ from shoal.planner import (
     zipf,
 )
 from shoal.planner.options import Option
-from shoal.planner.plan import Plan
+from shoal.planner.topology import Rates
 from shoal.ragged import KeyedRagged
 from shoal.rules.optimizers import Adagrad
-from shoal.table.hosting import Sharding
+from shoal.table.factory import make_shard
+from shoal.table.hosting import Sharding, hosted_specs
 from shoal.table.spec import Segment, TableSpec
 
 
@@ -55,7 +61,12 @@ class TableLoad:
 
     def input(self) -> TableInput:
         """What is planned for it."""
-        return table_input(self.spec, self.statistics, rows=float(self.rows))
+        return _input(self)
+
+
+@lru_cache(maxsize=64)
+def _input(load: TableLoad) -> TableInput:
+    return table_input(load.spec, load.statistics, rows=float(load.rows))
 
 
 class _Sums(nn.Module):
@@ -76,7 +87,7 @@ class _Sums(nn.Module):
 def timed_steps(
     mesh: Mesh,
     loads: Sequence[TableLoad],
-    placing: Placement | Plan | Mapping[str, str],
+    placing: Placement,
     batch_size: int,
     *,
     steps: int = 30,
@@ -87,7 +98,11 @@ def timed_steps(
     A step is lookup, backward and update, one after the other, without a dense part.
     """
     model = _Sums(loads, mesh.device)
-    wrapped = DistributedModelParallel(model, placing, mesh=mesh)
+    wrapped: nn.Module = model
+    if mesh.world_size > 1:
+        wrapped = DistributedModelParallel(model, placing, mesh=mesh)
+    else:
+        model.tables.distribute(_alone(mesh, loads, placing))
     optimizer = SparseOptimizer(wrapped)
     generator = torch.Generator().manual_seed(seed * 1000 + mesh.rank)
     batches = [_batch(loads, batch_size, generator).to(mesh.device) for _ in range(8)]
@@ -104,6 +119,13 @@ def timed_steps(
     own = torch.tensor(seconds[8:], dtype=torch.float64, device="cpu")
     (worst,) = mesh.control.all_reduce(own, "max", what="seconds of steps").wait()
     return float(worst.quantile(0.2))
+
+
+def _alone(mesh: Mesh, loads: Sequence[TableLoad], placement: Placement) -> AllToAllExchange:
+    """What several ranks do, on one: a job of one rank has a shorter way."""
+    specs = [one.spec for one in loads]
+    shard = make_shard(hosted_specs(specs, placement, 0), device=str(mesh.device))
+    return AllToAllExchange(shard, placement, specs, mesh.collectives("timed steps"))
 
 
 def _batch(loads: Sequence[TableLoad], batch_size: int, generator: torch.Generator) -> KeyedRagged:
@@ -135,7 +157,6 @@ def predicted(
         table = one.input()
         slices = placement.of(one.name)
         shared = model.shared_phases(table)
-        every = [seconds + shared for seconds in every]
         for hosted in slices:
             split = len(hosted.ranks) > 1 and not hosted.replicated
             kind: Sharding = "row_wise" if split else "table_wise"
@@ -147,50 +168,89 @@ def predicted(
                 dtype="float32",
                 ranks=hosted.ranks if split else (),
             )
-            price = model.price(table, option).seconds
+            price = model.price(table, option)
             for rank in hosted.ranks:
-                every[rank] += price
+                every[rank] += price.seconds
+        every = [seconds + shared + price.every_s for seconds in every]
     return max(every)
 
 
-def fitted(mesh: Mesh, topology: Topology, *, steps: int = 30) -> Topology:
+_TURNS = 2
+_FITTED = ("step_s", "table_s", "slice_s", "occurrence_s")
+
+
+def fitted(mesh: Mesh, topology: Topology, *, quick: bool = False) -> Topology:
     """A measured topology, with what whole steps cost besides: fixed, by table, slice and id.
 
-    A collective call of all ranks of a job; steps of a few tables are timed.
-    """
-    small = [TableLoad(name=f"t{k:02}", rows=100, dim=8) for k in range(16)]
-    zeroed = replace(topology.rates, step_s=0.0, table_s=0.0, slice_s=0.0, occurrence_s=0.0)
-    bare = replace(topology, rates=zeroed)
-    turns = {one.name: (k % topology.world_size,) for k, one in enumerate(small)}
+    A collective call of all ranks of a job; steps of some tables are timed that differ in the
+    number of tables, column slices, ids and columns. One rank times the path of several.
 
-    def placed(loads: Sequence[TableLoad], split: bool) -> Placement:
-        ranks = topology.world_size
-        return Placement(ranks, tuple(
+    quick: small tables and few steps, which show that it runs.
+    """
+    # More than caches hold, and for a GPU more to do than to begin.
+    size = (1_000_000, 32_768) if mesh.device.type == "cuda" else (100_000, 2048)
+    timed = _timed_plans(topology.world_size, *((1000, 32) if quick else size))
+    steps = 3 if quick else 30
+    turns = [
+        [timed_steps(mesh, *plan, steps=steps, seed=seed) for plan in timed]
+        for seed in range(1 if quick else _TURNS)
+    ]
+    zeros: dict[str, Any] = dict.fromkeys(_FITTED, 0.0)
+    none = replace(topology.rates, **zeros)
+
+    def seconds(rates: Rates) -> Tensor:
+        every = [predicted(replace(topology, rates=rates), *plan) for plan in timed]
+        return torch.tensor(every, dtype=torch.float64, device="cpu")
+
+    # Plans are alike on all ranks, so that a step's seconds are linear in what is fitted.
+    base_P = seconds(none)
+    ones: list[dict[str, Any]] = [{name: 1.0} for name in _FITTED]
+    units = [seconds(replace(none, **one)) - base_P for one in ones]
+    measured_P = torch.tensor(turns, dtype=torch.float64, device="cpu").amin(dim=0)
+    solved = least_squares(
+        torch.stack(units, dim=1) / measured_P[:, None], (measured_P - base_P) / measured_P
+    )
+    fit: dict[str, Any] = dict(zip(_FITTED, solved, strict=True))
+    return replace(topology, rates=replace(topology.rates, **fit))
+
+
+TimedPlan = tuple[list[TableLoad], Placement, int]
+
+
+def _timed_plans(ranks: int, rows: int, batch: int) -> list[TimedPlan]:
+    """Small tables, and some of so many rows: the tables, their placement, examples of a rank."""
+    every = tuple(range(ranks))
+
+    def plan(loads: list[TableLoad], slices: int, batch: int) -> TimedPlan:
+        return loads, Placement(ranks, tuple(
             hosted
             for one in loads
             for hosted in (
-                row_wise(one.name, one.dim, ranks) if split
-                else table_wise(one.name, one.dim, turns[one.name][0])
+                grid(one.name, one.dim, (every,) * slices) if slices
+                else data_parallel(one.name, one.dim, ranks)
             )
-        ))  # fmt: skip
+        )), batch  # fmt: skip
 
-    def residual(loads: Sequence[TableLoad], split: bool, batch: int, known: Topology) -> float:
-        where = placed(loads, split)
-        measured = timed_steps(mesh, loads, where, batch, steps=steps)
-        return measured - predicted(known, loads, where, batch)
+    def tables(count: int, **settings: Any) -> list[TableLoad]:
+        return [TableLoad(name=f"t{k:02}", exponent=0.8, **settings) for k in range(count)]
 
-    ranks = topology.world_size
-    one = residual(small[:1], False, 8, bare)
-    whole, split = (residual(small, by_row, 8, bare) for by_row in (False, True))
-    held = -(-16 // ranks)
-    # With rows split each rank holds 16 slices, with whole tables the slowest rank `held` of them.
-    slice_s = max((split - whole) / (16 - held), 1e-7) if ranks > 1 else 1e-7
-    table_s = max((whole - one - (held - 1) * slice_s) / 15, 1e-7)
-    step_s = max(one - slice_s - table_s, 0.0)
-    rates = replace(zeroed, step_s=step_s, table_s=table_s, slice_s=slice_s)
-    # Enough for a GPU to have more to do than to begin.
-    rows, batch = (1_000_000, 32_768) if mesh.device.type == "cuda" else (50_000, 1024)
-    heavy = [TableLoad(name=f"t{k:02}", rows=rows, dim=32, ids_per_sample=8) for k in range(4)]
-    more = residual(heavy, True, batch, replace(topology, rates=rates))
-    occurrences = 2.0 * batch * sum(load.ids_per_sample for load in heavy)
-    return replace(topology, rates=replace(rates, occurrence_s=max(more / occurrences, 1e-10)))
+    small = tables(16, rows=100, dim=16)
+    large = tables(6, rows=rows, dim=48, ids_per_sample=4)
+    wide = tables(6, rows=rows, dim=128, ids_per_sample=2)
+    found = [plan(small[:1], 1, 8), *(plan(small, slices, 8) for slices in (1, 2, 4))]
+    found += [plan(loads, slices, batch) for loads in (large, wide) for slices in (1, 2, 4)]
+    return found + ([plan(loads, 0, batch) for loads in (large, wide)] if ranks > 1 else [])
+
+
+def least_squares(matrix_PX: Tensor, values_P: Tensor) -> list[float]:
+    """The X of no negative values that comes closest: the best of all subsets of X, for few X."""
+    count = matrix_PX.shape[1]
+    best, found = math.inf, [0.0] * count
+    for chosen in itertools.product((False, True), repeat=count):
+        part_PY = matrix_PX[:, list(chosen)]
+        solved_Y = torch.linalg.lstsq(part_PY, values_P[:, None]).solution[:, 0]
+        off = float((part_PY @ solved_Y - values_P).norm())
+        if off < best and (solved_Y >= 0).all():
+            rest = iter(solved_Y.tolist())
+            best, found = off, [next(rest) if one else 0.0 for one in chosen]
+    return found

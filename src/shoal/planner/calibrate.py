@@ -16,7 +16,6 @@ from shoal.comm.collectives import Collectives, Part
 from shoal.comm.mesh import Mesh
 from shoal.planner.topology import (
     ASSUMED,
-    Curve,
     DeviceKind,
     Rates,
     Topology,
@@ -28,10 +27,11 @@ from shoal.planner.topology import (
 )
 from shoal.rules.optimizers import Adagrad
 from shoal.table.factory import make_shard
-from shoal.table.shard import IdGroups, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import Segment, TableSpec
 
-_WIDTHS = (4, 16, 64, 256)  # columns of float32
+_WIDTHS = (4, 16, 32, 64, 128, 256)  # columns of float32
+_FULL = 64  # columns from which a table of `Scale.rows` is larger than caches
 _LEAST_S = 1e-9
 
 
@@ -39,8 +39,8 @@ _LEAST_S = 1e-9
 class Scale:
     """How much is measured: rows of a table, ids of a lookup, bytes of copies, repeats."""
 
-    rows: int = 200_000
-    ids: int = 16_384
+    rows: int = 1 << 18  # of 64 columns; of narrower ones more
+    ids: int = 1 << 16
     copied_bytes: int = 64 << 20
     sent_bytes: int = 8 << 20
     repeats: int = 9
@@ -66,17 +66,12 @@ def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
     if scale is None:
         scale = ON_GPU if kind == "cuda" else Scale()
     known = ASSUMED[kind]
-    copy = _copies(device, device, scale)
-    id_s, update_id_s, gather, update = _tables(device, scale, copy)
     rates = replace(
         known,
-        copy=copy,
+        copy=_copies(device, device, scale),
         host_link=_copies(torch.device("cpu"), device, scale),
-        gather=gather,
-        update=update,
-        id_s=id_s,
-        update_id_s=update_id_s,
         flops=_flops(device, scale),
+        **_tables(device, scale),
     )
     if mesh.world_size > 1:
         rates = _links(mesh, rates, scale)
@@ -88,11 +83,9 @@ def best(run: Callable[[], object], device: torch.device, repeats: int) -> float
     """Seconds of a call: the fastest of some, after one that warms up."""
     seconds = []
     for _ in range(repeats + 1):
-        _settle(device)
-        begun = time.perf_counter()
+        begun = _now(device)
         run()
-        _settle(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(_now(device) - begun)
     return max(min(seconds[1:]), _LEAST_S)
 
 
@@ -111,7 +104,7 @@ def lines_of(rates: Rates) -> list[str]:
         "all-reduce": rates.reduce,
     }  # fmt: skip
     steps = {
-        "id": rates.id_s, "updated row": rates.update_id_s, "occurrence": rates.occurrence_s,
+        "id": rates.id_s, "occurrence": rates.occurrence_s,
         "table": rates.table_s, "slice": rates.slice_s, "step": rates.step_s,
         "collective": rates.intra_latency_s,
     }  # fmt: skip
@@ -126,9 +119,11 @@ def lines_of(rates: Rates) -> list[str]:
     ]
 
 
-def _settle(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has nothing to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _copies(source: torch.device, target: torch.device, scale: Scale) -> float:
@@ -148,52 +143,65 @@ def _flops(device: torch.device, scale: Scale) -> float:
     return 2.0 * size**3 / best(lambda: a @ b, device, scale.repeats)
 
 
-def _tables(device: torch.device, scale: Scale, most: float) -> tuple[float, float, Curve, Curve]:
-    """(seconds of an id, of an updated row, bytes a second of rows read, of rows and state updated)
-    of this shard."""
-    found = [_table(device, dim, scale) for dim in (1, *_WIDTHS)]
-    base_read, base_step = found[0]
-    id_s, step_s = (max(base / scale.ids, _LEAST_S / 10) for base in found[0])
-    gather, update = [], []
-    for dim, (wide_read, wide_step) in zip(_WIDTHS, found[1:], strict=True):
-        size = 4.0 * dim * scale.ids
-        # What wider rows add to the time of rows of one column.
-        added_s = max(wide_read - base_read, _LEAST_S), max(wide_step - base_step, _LEAST_S)
-        gather.append((4.0 * dim, min(size / added_s[0], most)))
-        update.append((8.0 * dim, min(4 * size / added_s[1], most)))
-    return id_s, step_s, tuple(gather), tuple(update)
+def _tables(device: torch.device, scale: Scale) -> dict[str, Any]:
+    """Rates of this shard: ids found, rows read and stepped by width, gradients that repeat."""
+    every_W4 = np.array([_row_seconds(device, dim, scale) for dim in _WIDTHS])
+    probes, reads, steps, repeats = every_W4.T
+    sizes = 4.0 * np.array(_WIDTHS)  # of weights; those of state are as many
+    return {
+        "id_s": float(probes.min()),
+        "gather": tuple(zip(sizes.tolist(), (sizes / reads).tolist(), strict=True)),
+        "update": tuple(zip((2 * sizes).tolist(), (4 * sizes / steps).tolist(), strict=True)),
+        "repeat": float(np.median(repeats / steps)),
+    }
 
 
-def _table(device: torch.device, dim: int, scale: Scale) -> tuple[float, float]:
-    """Seconds of a lookup, and of an optimizer step, of random rows of a table that wide."""
+def _row_seconds(device: torch.device, dim: int, scale: Scale) -> list[float]:
+    """Seconds of an id to be found, to be read and to be stepped, in a table that wide; and of
+    another gradient of a row that is stepped."""
+    rows = int(scale.rows * min(4.0, max(0.5, _FULL / dim)))
     spec = TableSpec(
         name="t",
         segments=(Segment(dim=dim, optimizer=Adagrad(lr=0.1)),),
-        expected_rows=scale.rows,
+        expected_rows=rows,
     )
     shard = make_shard((spec,), device=str(device))
     ctx = StepContext(global_step=1)
 
-    def groups(ids_N: Tensor) -> IdGroups:
-        splits = torch.tensor([0, len(ids_N)], device="cpu")
-        return IdGroups(ids_N.to(device), splits, torch.zeros(1, dtype=torch.int32, device="cpu"))
+    def groups(ids_N: Tensor, copies: int = 1) -> IdGroups:
+        splits = torch.arange(copies + 1, device="cpu") * len(ids_N)
+        tables_G = torch.zeros(copies, dtype=torch.int32, device="cpu")
+        # Each rank sends its ids in an order of its own.
+        orders = [torch.randperm(len(ids_N), generator=generator, device="cpu")] * (copies - 1)
+        both = torch.cat([ids_N, *(ids_N[order] for order in orders)])
+        return IdGroups(both.to(device), splits, tables_G)
 
-    every = torch.arange(scale.rows, device="cpu") * 0x9E3779B97F4A7C1
-    shard.assign(groups(every), [torch.ones(scale.rows, dim, device=device)], ctx=ctx)
     generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(scale.rows, generator=generator, device="cpu")[: scale.ids]
-    picked = groups(every[order])
-    count = len(order)
-    grads = [torch.full((count, dim), 0.01, device=device)]
-
-    def look_up() -> None:
-        ticket = shard.find_or_init(picked, ctx=ctx)
-        shard.gather(ticket, ctx=ctx)
-        ticket.end()
-
-    read_s = best(look_up, device, scale.repeats)
-    step_s = best(lambda: shard.apply_ids(picked, grads, ctx=ctx), device, scale.repeats)
-    return read_s * scale.ids / count, step_s * scale.ids / count
+    every = torch.arange(rows, device="cpu") * 0x9E3779B97F4A7C1
+    shard.assign(groups(every), [torch.ones(rows, dim, device=device)], ctx=ctx)
+    order = torch.randperm(rows, generator=generator, device="cpu")
+    whole = [some for some in torch.split(order, scale.ids) if len(some) == scale.ids]
+    batches = [every[some] for some in whole]
+    grads = (torch.full((scale.ids, dim), 0.01, device=device),)
+    looked_up: list[Any] = []
+    stepped: dict[int, list[float]] = {1: [], 2: []}
+    # As in a step, rows have left the caches when they are stepped: all others were read since.
+    for turn in range(2 + 2 * scale.repeats // len(batches)):
+        copies, tickets = 1 + turn % 2, []
+        for batch in batches:
+            stamps = [_now(device)]
+            tickets.append(shard.find_or_init(groups(batch, copies), ctx=ctx))
+            stamps.append(_now(device))
+            shard.gather(tickets[-1], ctx=ctx)
+            looked_up.append(np.diff([*stamps, _now(device)]) / copies)
+        for ticket in tickets:
+            begun = _now(device)
+            shard.apply([GradRecord(ticket, grads * copies)], ctx=ctx)
+            stepped[copies].append(_now(device) - begun)
+    # The fastest fifth, as of whole steps.
+    once, twice = (float(np.quantile(stepped[copies], 0.2)) for copies in (1, 2))
+    found = [*np.quantile(looked_up, 0.2, axis=0), once, twice - once]
+    return [max(float(one), _LEAST_S) / scale.ids for one in found]
 
 
 def _links(mesh: Mesh, rates: Rates, scale: Scale) -> Rates:

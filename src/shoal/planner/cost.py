@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.planner.options import DTYPE_BYTES, Option, TableInput
-from shoal.planner.topology import Topology, along
+from shoal.planner.topology import Topology, row_seconds
 
 PHASES = ("ids", "probe", "read", "rows", "gradients", "update", "cache misses", "slices")
 HIDDEN = 2  # the first phases, which run during the dense part of the batch before
@@ -72,18 +72,20 @@ class Price:
 
     Args:
         phases: seconds of each of `PHASES`.
+        every_s: seconds of every rank, whether it holds a part or not.
         device_bytes, host_bytes: at the horizon.
         device_bytes_now: at the beginning.
     """
 
     phases: tuple[float, ...]
+    every_s: float
     device_bytes: float
     host_bytes: float
     device_bytes_now: float
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
+        """Of all phases, on a rank that holds a part."""
         return sum(self.phases)
 
 
@@ -116,12 +118,14 @@ class CostModel:
         sent = columns * (work.row_bytes or size)
         ids_s = self._network(received * _ID_BYTES)
         probe_s = received * rates.id_s
-        read_s = (distinct if copied else received) * row / along(rates.gather, row)
-        rows_s = (
-            0.0 if copied else self._network(received * sent) + 2 * received * sent / rates.copy
-        )
-        grads_s = self._network(received * grad) + 3 * received * grad / rates.copy
-        update_s = touched * (2 * whole / along(rates.update, whole) + rates.update_id_s)
+        # Also of a replicated table: its rows are read for the ids of all ranks.
+        read_s = received * row_seconds(rates.gather, row)
+        rows_s = 0.0 if copied else self._network(received * sent)
+        # CPUs look for NaN in what has arrived; gradients for all ranks are repeated for each.
+        passes = (topology.device == "cpu") + 2 * copied
+        grads_s = self._network(received * grad) + passes * received * grad / rates.copy
+        stepped = touched + rates.repeat * (received - touched)
+        update_s = stepped * 2 * row_seconds(rates.update, whole)
         if work.replicas > 1:  # rows touched in any group are brought together, then stepped alike
             grads_s += (work.replicas - 1) * touched * grad / rates.cross
             update_s *= synced / max(merged, 1e-9)
@@ -137,18 +141,22 @@ class CostModel:
             self._rows(count / shares, row, 4 * state, option) for count in
             (table.rows, table.row_count)
         )  # fmt: skip
-        return Price(phases, later[0] + fixed, later[1], now[0] + fixed)
+        every_s = (option.slices - 1) * self._positions_s(table)
+        return Price(phases, every_s, later[0] + fixed, later[1], now[0] + fixed)
 
     def shared_phases(self, table: TableInput) -> float:
         """Seconds of every rank for its own batch's ids of a table, whatever the option."""
-        rates, work = self.topology.rates, self.work
-        occurrences = work.batch_size * table.statistics.ids_per_sample
-        moved = 4.0 * table.dim * occurrences
-        return (
-            rates.table_s
-            + 2 * occurrences * rates.occurrence_s
-            + 2 * moved / along(rates.gather, 4 * table.dim)
-        )
+        rates = self.topology.rates
+        occurrences = self.work.batch_size * table.statistics.ids_per_sample
+        # Received rows to outputs, and gradients of outputs to those of rows: read and written.
+        moved = 4 * 4.0 * table.dim * occurrences
+        return rates.table_s + self._positions_s(table) + moved / rates.copy
+
+    def _positions_s(self, table: TableInput) -> float:
+        """Seconds of a rank for the positions of its own batch in one column slice of a table:
+        each slice has ids made distinct, rows pooled and gradients summed on its own."""
+        occurrences = self.work.batch_size * table.statistics.ids_per_sample
+        return 2 * occurrences * self.topology.rates.occurrence_s
 
     def shared_bytes(self, table: TableInput) -> float:
         """Buffers of every rank for its own batch's ids and rows of a table."""

@@ -88,16 +88,18 @@ def solve_exactly(
         for r in choices.ranks.tolist() if scope == PINNED else covered:
             by_rank[r].append((1 + c, t, o))
     base = problem.base_4
+    chosen = {pair: first_several + k for k, pair in enumerate(several)}
+    # Column slices cost ranks without a piece as well.
+    every = [(c, float(problem.choices[t].every_O[o]) / unit) for (t, o), c in chosen.items()]
     for r in range(ranks):
         loads = [(c, problem.choices[t].loads_4O[:, o]) for c, t, o in by_rank[r]]
-        rest = [(c, float(load[1]) / unit) for c, load in loads]
-        both = [(c, float(load[0] + load[1]) / unit) for c, load in loads]
+        rest = [*every, *((c, float(load[1]) / unit) for c, load in loads)]
+        both = [*every, *((c, float(load[0] + load[1]) / unit) for c, load in loads)]
         row(-np.inf, -float(base[1] + problem.dense_s) / unit, [(0, -1.0), *rest])
         row(-np.inf, -float(base[1] + base[0]) / unit, [(0, -1.0), *both])
         for k, limit in zip((2, 3), problem.limits, strict=True):
             sizes = [(c, float(load[k]) / limit) for c, load in loads if load[k]]
             row(-np.inf, 1 - float(base[k]) / limit, sizes)
-    chosen = {pair: first_several + k for k, pair in enumerate(several)}
     for t, choices in enumerate(problem.choices):
         one_of: list[tuple[int, float]] = []
         for o, pieces in enumerate(choices.pieces_O.tolist()):

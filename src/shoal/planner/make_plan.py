@@ -96,10 +96,11 @@ def make_plan(
 
 def _plan_of(problem: PlacementProblem, found: SearchResult, model: CostModel) -> Plan:
     state, topology = found.state, model.topology
-    tables = []
+    tables, pooling = [], 0.0
     for choices, option, at in zip(problem.choices, state.chosen, state.at, strict=True):
         taken, price = choices.options[option], choices.prices[option]
         groups = choices.where(option, at, problem.local_size)
+        pooling += model.shared_phases(choices.table) + price.every_s
         tables.append(
             TablePlan(
                 name=choices.table.name,
@@ -115,8 +116,7 @@ def _plan_of(problem: PlacementProblem, found: SearchResult, model: CostModel) -
                 host_bytes=price.host_bytes,
             )
         )
-    shared = sum(model.shared_phases(choices.table) for choices in problem.choices)
-    base = {"dense": model.work.dense_s, "pooling": shared, "fixed": model.fixed_s()}
+    base = {"dense": model.work.dense_s, "pooling": pooling, "fixed": model.fixed_s()}
     return Plan(
         world_size=problem.ranks,
         local_size=problem.local_size,

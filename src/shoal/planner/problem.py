@@ -27,6 +27,7 @@ class Choices:
     Attributes:
         options, prices: as given.
         loads_4O: of one rank that holds a piece.
+        every_O: seconds of every rank besides, whether it holds one or not.
         counts_O: ranks that hold one.
         seconds_O: of it; work_O: of all ranks together.
         scopes_O: `ALL`, `NODE`, `RANK` or `PINNED`. pieces_O: how many there are.
@@ -44,6 +45,7 @@ class Choices:
                 for p in self.prices
             ]
         ).reshape(-1, 4).T.copy()  # fmt: skip
+        self.every_O: Floats = np.array([p.every_s for p in self.prices])
         self.scopes_O = np.array(
             [PINNED if one.pinned else _SCOPES.get(one.sharding, RANK) for one in options],
             dtype=np.int64,
@@ -52,8 +54,9 @@ class Choices:
         self.pieces_O = np.array([one.slices for one in options], dtype=np.int64)
         topology = model.topology
         self.counts_O = np.array([one.rank_count(topology) for one in options], dtype=np.int64)
-        self.seconds_O: Floats = self.loads_4O[:HOST].sum(axis=0) - self.loads_4O[DEVICE]
-        self.work_O: Floats = self.seconds_O * self.counts_O
+        held_O: Floats = self.loads_4O[HIDDEN_S] + self.loads_4O[REST_S]
+        self.seconds_O: Floats = held_O + self.every_O
+        self.work_O: Floats = held_O * self.counts_O + self.every_O * topology.world_size
         self.device_O: Floats = self.loads_4O[DEVICE] * self.counts_O
         self.host_O: Floats = self.loads_4O[HOST] * self.counts_O
         self.by_scope = {
@@ -99,7 +102,10 @@ class PlacementProblem:
     def lower_bound(self) -> float:
         """Seconds that no plan can beat: of all work spread evenly, of the largest piece."""
         base = max(self.base_4[HIDDEN_S], self.dense_s) + self.base_4[REST_S]
-        rest = sum(float((c.loads_4O[REST_S] * c.counts_O).min()) for c in self.choices)
+        rest = sum(
+            float((c.loads_4O[REST_S] * c.counts_O + c.every_O * self.ranks).min())
+            for c in self.choices
+        )
         both = sum(float(c.work_O.min()) for c in self.choices)
         idle = max(self.dense_s - self.base_4[HIDDEN_S], 0.0)
         largest = max((float(c.loads_4O[REST_S].min()) for c in self.choices), default=0.0)
@@ -178,6 +184,8 @@ class PartialPlan:
             nodes_4NL[:, self.at[table]] += load_4[:, None, None]
         else:
             self.loads_4W[:, self.at[table]] += load_4[:, None]
+        if choices.every_O[option]:
+            self.loads_4W[REST_S] += sign * choices.every_O[option]
 
     def on(self, rank: int) -> list[int]:
         """Tables of which a rank holds a piece."""
@@ -215,10 +223,13 @@ class PartialPlan:
 
     def _picked(self, choices: Choices, peaks_O: Floats, ceiling: float | None) -> int:
         if ceiling is not None:
-            under = np.flatnonzero(peaks_O <= ceiling)
+            fits_O = peaks_O <= ceiling
+            if choices.every_O.any():  # ranks without a piece have to stay below it, too
+                fits_O &= (choices.every_O == 0) | (self.peak + choices.every_O <= ceiling)
+            under = np.flatnonzero(fits_O)
             if len(under):
                 return int(under[choices.work_O[under].argmin()])
-        after_O = np.maximum(peaks_O, self.peak)
+        after_O = np.maximum(peaks_O, self.peak + choices.every_O)
         best = np.flatnonzero(after_O <= after_O.min() * (1 + 1e-12))
         return int(best[choices.work_O[best].argmin()])
 
@@ -236,7 +247,7 @@ class PartialPlan:
         times_OW = held_4W[HIDDEN_S] + load_4O[HIDDEN_S, :, None]
         np.maximum(times_OW, self.problem.dense_s, out=times_OW)
         times_OW += held_4W[REST_S]
-        times_OW += load_4O[REST_S, :, None]
+        times_OW += (load_4O[REST_S] + choices.every_O[some])[:, None]
         for row, limit in zip((DEVICE, HOST), self.problem.limits, strict=True):
             if held_4W[row].max() + load_4O[row].max() > limit:
                 times_OW[held_4W[row] > limit - load_4O[row, :, None]] = np.inf

@@ -119,18 +119,20 @@ class Rates:
     Args:
         copy: device memory, bytes read plus bytes written.
         gather, update: (bytes of a row, bytes a second) of rows at random places, read by a lookup
-            and read and written by an optimizer step; by growing width.
+            and read and written by an optimizer step, with all that a row costs besides its bytes;
+            by growing width.
+        repeat: what a further gradient of a stepped row takes, of the row's own step.
         host_link: between host and device.
         intra, cross: what a rank sends to ranks of its own node, and to those of others.
         intra_latency_s, cross_latency_s: seconds of a collective of no bytes.
         id_s: seconds of an owner for an id that reaches it (probe, insert).
-        occurrence_s: seconds of a rank for an id of its batch (dedup, pooling, sums of gradients).
+        occurrence_s: seconds of a rank for an id of its batch in each column slice (dedup,
+            pooling; sums of gradients), once forward and once backward.
         flops: operations a second of a dense layer.
         table_s: seconds of every rank for each table that its batch looks up.
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
         reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
-        update_id_s: seconds of an owner for a row that it updates, besides its bytes.
     """
 
     copy: float
@@ -145,10 +147,10 @@ class Rates:
     occurrence_s: float
     flops: float
     slice_s: float
+    repeat: float
     table_s: float = 0.0
     step_s: float = 0.0
     reduce: float = 0.0
-    update_id_s: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -164,17 +166,18 @@ class Rates:
                 )
 
 
-def along(curve: Curve, width: float) -> float:
-    """The value of a curve at a width: linear in the logarithm, flat beyond its ends."""
-    widths = [one for one, _ in curve]
-    k = bisect_left(widths, width)
-    if k == 0:
-        return curve[0][1]
+def row_seconds(curve: Curve, width: float) -> float:
+    """Seconds of a row of a width: linear between the widths of a curve; narrower rows take as
+    long as its narrowest, wider ones have the speed of its widest."""
+    k = bisect_left(curve, (width,))
     if k == len(curve):
-        return curve[-1][1]
-    (low, a), (high, b) = curve[k - 1], curve[k]
-    part = math.log(width / low) / math.log(high / low)
-    return a + (b - a) * part
+        return width / curve[-1][1]
+    high, speed = curve[k]
+    if k == 0:
+        return high / speed
+    low, before = curve[k - 1]
+    part = (width - low) / (high - low)
+    return (1 - part) * low / before + part * high / speed
 
 
 _GIB = float(1 << 30)
@@ -193,6 +196,7 @@ ASSUMED: Mapping[DeviceKind, Rates] = {
         occurrence_s=2.5e-10,
         flops=1e14,
         slice_s=1e-5,
+        repeat=0.25,
     ),
     "cpu": Rates(
         copy=1e10,
@@ -207,6 +211,7 @@ ASSUMED: Mapping[DeviceKind, Rates] = {
         occurrence_s=3e-8,
         flops=3e10,
         slice_s=5e-5,
+        repeat=1.5,
     ),
 }
 
@@ -477,7 +482,9 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
         sizes["host_bytes"] = whole // local if isinstance(local, int) and local > 0 else whole
     if kind == "cpu" and "host_bytes" in sizes:
         sizes.setdefault("device_bytes", sizes["host_bytes"])  # rows are in the host's memory
-    found = Topology(
+    if base and base["nodes"] * base["local_size"] == 1:
+        notes.append("measured on one rank: links and collectives are assumed, not measured")
+    return Topology(
         nodes=settings.get("nodes", base.get("nodes", 1)),
         local_size=local,
         device=kind,
@@ -486,15 +493,6 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
         notes=tuple(notes),
         **sizes,
     )
-    if base and base["nodes"] * base["local_size"] == 1 < found.world_size:
-        note = "measured on one rank: slices, links and collectives are assumed, not measured"
-        assumed = {name: getattr(ASSUMED[kind], name) for name in _OF_RANKS}
-        rates = replace(rates, **assumed)
-        found = replace(found, rates=rates, notes=(*found.notes, note))
-    return found
-
-
-_OF_RANKS = ("slice_s", "intra_latency_s", "cross_latency_s")  # what one rank cannot measure
 
 
 def measured_text(topology: Topology, fingerprint: Mapping[str, Any]) -> str:

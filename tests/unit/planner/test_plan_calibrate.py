@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def test_one_process(tmp_path: Path) -> None:
 def measured() -> Topology:
     torch.set_num_threads(1)
     mesh = init(device="cpu")
-    return timed_steps.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), steps=2)
+    return timed_steps.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), quick=True)
 
 
 @pytest.mark.multiproc
@@ -46,7 +47,8 @@ def test_two_ranks_measure_their_links_and_whole_steps() -> None:
     assert (found.nodes, found.local_size) == (1, 2)
     rates = found.rates
     assert rates.intra != ASSUMED["cpu"].intra and rates.intra_latency_s > 0
-    assert rates.step_s >= 0 and min(rates.table_s, rates.slice_s, rates.occurrence_s) > 0
+    assert min(rates.step_s, rates.table_s, rates.slice_s, rates.occurrence_s) >= 0
+    assert rates.repeat > 0 and rates.occurrence_s + rates.step_s > 0
 
 
 def measured_links() -> Topology:
@@ -83,22 +85,47 @@ def test_more_of_a_batch_is_predicted_to_take_longer() -> None:
     assert times == sorted(times) and times[0] > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 24])
-def test_whole_steps_are_those_of_the_rank_with_most_slices(
+@pytest.mark.parametrize("ranks", [1, 2, 3, 24])
+def test_timed_steps_tell_what_each_thing_costs(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    step_s, table_s, slice_s = 1e-3, 3e-5, 2e-4
-
-    def timed(
-        mesh: Any, loads: Sequence[timed_steps.TableLoad], where: Placement, *_: Any, **__: Any
-    ) -> float:
-        held = [rank for load in loads for one in where.of(load.name) for rank in one.ranks]
-        return step_s + len(loads) * table_s + max(Counter(held).values()) * slice_s
-
-    monkeypatch.setattr(timed_steps, "timed_steps", timed)
-    monkeypatch.setattr(timed_steps, "predicted", lambda *_: 0.0)
+    names = ("step_s", "table_s", "slice_s", "occurrence_s")
+    wanted = (3e-3, 3e-5, 2e-4, 5e-8)
     topology = Topology(nodes=1, local_size=ranks, device="cpu", rates=ASSUMED["cpu"])
+    machine = replace(
+        topology, rates=replace(topology.rates, **dict(zip(names, wanted, strict=True)))
+    )
+    noise = itertools.cycle((1.0, 1.02, 1.01, 1.03))
+
+    def timed(mesh: Any, *plan: Any, noisy: bool, **settings: Any) -> float:
+        return timed_steps.predicted(machine, *plan) * (next(noise) if noisy else 1.0)
+
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    found = timed_steps.fitted(mesh, topology).rates
-    expected = pytest.approx([step_s, table_s, slice_s])
-    assert [found.step_s, found.table_s, found.slice_s] == expected
+    for noisy, off in ((False, 1e-6), (True, 0.25)):
+        monkeypatch.setattr(timed_steps, "timed_steps", partial(timed, noisy=noisy))
+        rates = timed_steps.fitted(mesh, topology).rates
+        found = [getattr(rates, name) for name in names]
+        assert found == pytest.approx(wanted, rel=off)
+
+
+def test_nothing_takes_less_than_no_time() -> None:
+    matrix = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert timed_steps.least_squares(matrix, torch.tensor([3.0, 5.0, 7.0])) == pytest.approx([1, 2])
+    # Best would be 4 - x: then what is left is the mean.
+    assert timed_steps.least_squares(matrix, torch.tensor([3.0, 2.0, 1.0])) == pytest.approx([2, 0])
+    assert timed_steps.least_squares(matrix, -matrix[:, 0]) == [0, 0]
+
+
+def timed_on_one_rank() -> list[float]:
+    torch.set_num_threads(1)
+    mesh = init(device="cpu")
+    rates = timed_steps.fitted(
+        mesh, calibrate.measure(mesh, scale=calibrate.QUICK), quick=True
+    ).rates
+    return [rates.step_s, rates.table_s, rates.slice_s, rates.occurrence_s]
+
+
+@pytest.mark.multiproc
+def test_one_rank_measures_what_slices_of_several_cost() -> None:
+    (found,) = run_ranks(1, timed_on_one_rank, timeout_s=120)
+    assert min(found) >= 0 and sum(found) > 0

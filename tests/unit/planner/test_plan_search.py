@@ -28,6 +28,7 @@ def loads_of(made: PlacementProblem, state: PartialPlan) -> np.ndarray:
         for ranks in choices.where(option, at, made.local_size):
             for rank in ranks:
                 loads[:, rank] += choices.loads_4O[:, option]
+        loads[1] += choices.every_O[option]
     return loads
 
 

@@ -14,7 +14,6 @@ from shoal.planner import calibrate
 from shoal.planner.topology import (
     ASSUMED,
     Topology,
-    along,
     fingerprint_of,
     from_environment,
     measured_text,
@@ -74,11 +73,6 @@ def test_sizes_without_sense(bad: object) -> None:
 def test_amounts_for_people() -> None:
     assert (show_bytes(1.5e9), show_bandwidth(2e12)) == ("1.5 GB", "2 TB/s")
     assert [show_seconds(x) for x in (2.0, 0.0125, 3e-6)] == ["2 s", "12.5 ms", "3 us"]
-
-
-def test_curves_are_flat_beyond_their_ends() -> None:
-    curve = ((16.0, 1.0), (64.0, 3.0))
-    assert [along(curve, width) for width in (1, 16, 32, 64, 999)] == [1, 1, 2, 3, 3]
 
 
 def test_the_environment_overrides() -> None:
@@ -187,17 +181,15 @@ def test_speeds_that_this_machine_measured_are_used(cache: Path) -> None:
     assert on_this_host(4, "cpu").rates == faster and on_this_host(2, "cpu").rates == fast
 
 
-def test_one_rank_measures_no_slices_of_many(cache: Path) -> None:
-    known = ASSUMED["cpu"]
-    alone = replace(known, copy=123e9, slice_s=1e-7, intra_latency_s=1e-9, cross_latency_s=1e-9)
+def test_speeds_of_one_rank_serve_several(cache: Path) -> None:
+    alone = replace(ASSUMED["cpu"], copy=123e9, slice_s=7e-5)
     file = calibrate.cached(cache, Topology(nodes=1, local_size=1, device="cpu", rates=alone))
-    assert on_this_host(1, "cpu").rates == alone
-    many = on_this_host(4, "cpu")
-    assert many.rates == replace(known, copy=123e9)
-    assert many.notes[-1].startswith("measured on one rank")
     named = cache / "cluster.yaml"
     named.write_text(f"measured: {file.name}\ndevices_per_node: 4\n")
-    assert read_topology(named).rates == many.rates
+    # One rank times slices as several ranks hold them; its links are those assumed.
+    for many in (on_this_host(4, "cpu"), read_topology(named), read_topology(file).with_devices(4)):
+        assert many.world_size == 4 and many.rates == alone
+        assert many.notes[-1].startswith("measured on one rank: links")
 
 
 def test_a_pinned_rank_finds_what_its_machine_measured(
