@@ -59,25 +59,35 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **options)
         return
-    key = (
-        id(kernel),
-        device,
-        *map(_kind, arguments, fixed),
-        *options.values(),
-        *options,
-    )
-    found = _COMPILED.get(key)
+    # What Triton's choice of a compiled kernel depends on. Of tensors only the addresses are handed
+    # on: its launcher takes them as they are, and asks the driver about tensors.
+    key = [id(kernel), device, *options.values(), *options]
+    values = []
+    for value, wide_only in zip(arguments, fixed, strict=True):
+        kind = value.__class__
+        if kind is int:
+            wide = not -_INT32 <= value < _INT32
+            key.append(wide if wide_only else (wide, value == 1, value & 15 == 0))
+        elif kind is Tensor or isinstance(value, Tensor):
+            key.append(value.dtype)
+            value = value.data_ptr()
+            key.append(value & 15)
+        else:
+            key.append(kind)
+        values.append(value)
+    known = tuple(key)
+    found = _COMPILED.get(known)
     hooks = triton.knobs.runtime.launch_enter_hook
     if found is None or hooks is None or hooks.calls:
         compiled = kernel[grid](*arguments, **options)
         constants = tuple([options[name] for name in kernel.arg_names[len(arguments) :]])
-        _COMPILED[key] = _Compiled(compiled, constants)
+        _COMPILED[known] = _Compiled(compiled, constants)
         return
     # As Triton's `CompiledKernel.__getitem__` starts it, with no hooks to call.
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     rest = (found.function, found.metadata, None, None, None)
-    found.run(x, y, z, stream, *rest, *arguments, *found.constants)
+    found.run(x, y, z, stream, *rest, *values, *found.constants)
 
 
 def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
@@ -92,17 +102,6 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     _KERNELS.append(kernel)
     _PARAMETERS[id(kernel)] = found
     return found
-
-
-def _kind(value: Any, fixed: bool) -> Any:
-    """What Triton's choice of a compiled kernel depends on."""
-    kind = value.__class__
-    if kind is int:
-        wide = not -_INT32 <= value < _INT32
-        return wide if fixed else (wide, value == 1, value & 15 == 0)
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() & 15
-    return kind
 
 
 TILE = 1024  # elements of a program's block

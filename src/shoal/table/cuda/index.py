@@ -31,6 +31,7 @@ from shoal.table.cuda.eviction import (
 )
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.side_stream import Lease
 from shoal.table.cuda.snapshots import History
 from shoal.table.cuda.ticket import LiveTickets
 from shoal.table.shard import StepContext
@@ -306,6 +307,7 @@ class Index:
         *,
         admit_all: bool = False,
         may_drop: bool = True,
+        lease: Lease | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Insert what is missing and admitted: handles int32 [N] and what was found, bool [N].
 
@@ -313,6 +315,7 @@ class Index:
             stream: the present one.
             admit_all: ask no admission.
             may_drop: make room in a full table as its spec says; False raises.
+            lease: has the memory for the handles.
 
         Raises:
             TableFull, OutOfDeviceMemory: no room; nothing was inserted. Only where a full table
@@ -320,7 +323,9 @@ class Index:
                 budget until the next call.
         """
         counting = self.admission.counts_any(shape.ids_of)
-        handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
+        handles_N = (
+            torch.empty_like(call.ids_N, dtype=torch.int32) if lease is None else lease.handles_N
+        )
         found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
         missing_N = ~probed(self._memory.layout, call)[1] if counting else None
         wanted_N = missing_N

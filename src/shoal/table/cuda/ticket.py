@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.gradients import Runs, bags_of
 from shoal.table.cuda.calls import CallShape
+from shoal.table.cuda.side_stream import Lease
 from shoal.table.shard import IdGroups, not_copied
 from shoal.uncompiled import uncompiled
 
@@ -39,11 +40,13 @@ class CudaTicket:
         runs: gives the runs of `handles_N` to a stream.
         stream: the shard's, at the lookup.
         held: where rows are in a cache, if the shard has one.
+        lease: what the handles are in, if they have no memory of their own.
     """
 
     __slots__ = (
         "__weakref__",
         "_bags",
+        "_lease",
         "_met_N",
         "counts_N",
         "event_time_s",
@@ -69,6 +72,7 @@ class CudaTicket:
         runs: Callable[[torch.cuda.Stream | None], Runs],
         stream: torch.cuda.Stream | None,
         held: HeldRows | None,
+        lease: Lease | None,
     ) -> None:
         self.shard = shard
         self.groups = groups
@@ -81,6 +85,7 @@ class CudaTicket:
         self.stream = stream
         self.held = held
         self.live = True
+        self._lease = lease
         self._bags: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> Any:
