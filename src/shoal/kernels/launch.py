@@ -12,11 +12,11 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-_INT32 = 1 << 31
+from shoal import _core
 
 # Of each kernel, its run-time arguments by name and whether Triton ignores what they hold. Kernels
 # are held too, so that their identities stay theirs.
-_PARAMETERS: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+_PARAMETERS: dict[int, tuple[tuple[str, ...], bytes]] = {}
 _KERNELS: list[Any] = []
 
 
@@ -61,27 +61,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         return
     # What Triton's choice of a compiled kernel depends on. Of tensors only the addresses are handed
     # on: its launcher takes them as they are, and asks the driver about tensors.
-    key = [id(kernel), device, *options.values(), *options]
-    values = []
-    for value, wide_only in zip(arguments, fixed, strict=True):
-        kind = value.__class__
-        if kind is int:
-            wide = not -_INT32 <= value < _INT32
-            key.append(wide if wide_only else (wide, value == 1, value & 15 == 0))
-        elif kind is Tensor or isinstance(value, Tensor):
-            key.append(value.dtype)
-            value = value.data_ptr()
-            key.append(value & 15)
-        else:
-            key.append(kind)
-        values.append(value)
-    known = tuple(key)
-    found = _COMPILED.get(known)
+    kinds, values = _core.launch_values(arguments, fixed)
+    key = (id(kernel), device, kinds, *options.values(), *options)
+    found = _COMPILED.get(key)
     hooks = triton.knobs.runtime.launch_enter_hook
     if found is None or hooks is None or hooks.calls:
         compiled = kernel[grid](*arguments, **options)
         constants = tuple([options[name] for name in kernel.arg_names[len(arguments) :]])
-        _COMPILED[known] = _Compiled(compiled, constants)
+        _COMPILED[key] = _Compiled(compiled, constants)
         return
     # As Triton's `CompiledKernel.__getitem__` starts it, with no hooks to call.
     x, y, z = (*grid, 1, 1)[:3]
@@ -90,14 +77,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     found.run(x, y, z, stream, *rest, *values, *found.constants)
 
 
-def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], bytes]:
     if isinstance(kernel, triton.JITFunction):
         given = [p for p in kernel.params if not p.is_constexpr]
-        found = tuple(p.name for p in given), tuple(bool(p.do_not_specialize) for p in given)
+        found = tuple(p.name for p in given), bytes(bool(p.do_not_specialize) for p in given)
     else:  # interpreted: nothing is compiled, but callers are held to the same
         kinds = inspect.get_annotations(kernel.fn)
         names = [name for name in kernel.arg_names if "constexpr" not in str(kinds.get(name))]
-        found = tuple(names), (False,) * len(names)
+        found = tuple(names), bytes(len(names))
     assert [*kernel.arg_names[: len(found[0])]] == [*found[0]], f"{kernel}: constants come last"
     _KERNELS.append(kernel)
     _PARAMETERS[id(kernel)] = found

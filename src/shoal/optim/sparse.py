@@ -550,9 +550,15 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps it in what `_watched` asks for
 
-    @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
+        with torch.no_grad():
+            self._apply()
+        return loss
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def _apply(self) -> None:
         contexts = [
             StepContext(
                 global_step=self.global_step,
@@ -570,9 +576,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         for ledger, ctx in zip(self.accumulators, contexts, strict=True):
             ledger.apply(ctx)
         self.resume(self.global_step + 1)
-        return loss
-
-    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all recorded gradients; tickets end with them. Sums are always set to None."""

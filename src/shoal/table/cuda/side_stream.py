@@ -20,6 +20,7 @@ class _Recorded:
 
     def __init__(self, n: int, rooms: Sequence[int], device: torch.device) -> None:
         self.handles_N = torch.full((n,), -1, dtype=torch.int32, device=device)
+        self.met_N = torch.empty(n, dtype=torch.int8, device=device)
         # Held, for every replay reads it.
         self._starts_FW = region_starts(rooms, device)
         self.graph = torch.cuda.CUDAGraph()
@@ -35,14 +36,15 @@ class _Recorded:
 class Lease:
     """A recorded graph in use; goes back to its pool when nobody holds the lease.
 
-    handles_N: int32 [N], what the graph reads: to be written before `SideStream.start`.
+    handles_N: int32 [N], what the graph reads: to be written before `SideStream.start`; met_N: int8
+    [N], memory for the lookup.
     """
 
-    __slots__ = ("handles_N", "pool", "recorded")
+    __slots__ = ("handles_N", "met_N", "pool", "recorded")
 
     def __init__(self, recorded: _Recorded, pool: list[_Recorded]) -> None:
         self.recorded = recorded
-        self.handles_N = recorded.handles_N
+        self.handles_N, self.met_N = recorded.handles_N, recorded.met_N
         self.pool = pool
 
     def __del__(self) -> None:

@@ -34,7 +34,7 @@ class CudaTicket:
         shard: who issued it.
         groups, shape: the call.
         handles_N: int32 [N] on the device, -1 where the id has no row.
-        met_N: bool [N] on the device: what `probe` reported while it inserted.
+        met_N: int8 [N] on the device: what `probe` reported while it inserted.
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
         runs: gives the runs of `handles_N` to a stream.
@@ -112,7 +112,7 @@ class CudaTicket:
     def found_N(self) -> Tensor:
         """bool [N] on the shard's device: the id had a row before this lookup. Waits for it."""
         # A row is new if one of its positions did not meet it.
-        handles_N, met_N = self.handles_N, self._met_N
+        handles_N, met_N = self.handles_N, self._met_N.view(torch.bool)
         return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
 
     def end(self) -> None:
