@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shoal import _core
 
-# Of each kernel, its run-time arguments by name and whether Triton ignores what they hold. Kernels
-# are held too, so that their identities stay theirs.
-_PARAMETERS: dict[int, tuple[tuple[str, ...], bytes]] = {}
+# Of each kernel, its run-time arguments by name, whether Triton ignores what they hold, and whether
+# it compiles. Kernels are held too, so that their identities stay theirs.
+_PARAMETERS: dict[int, tuple[tuple[str, ...], bytes, bool]] = {}
 _KERNELS: list[Any] = []
 
 
@@ -47,9 +47,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         options: its constants, by name, and Triton's options (`num_warps`, ...); hashable. A
             constant given by its place would be left out of what a compiled kernel is found by.
     """
-    names, fixed = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
+    names, fixed, compiles = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
     assert len(arguments) <= len(names), f"{kernel}: constants go by name"
-    if not isinstance(kernel, triton.JITFunction):
+    if not compiles:
         kernel[grid](*arguments, **options)
         return
     if len(arguments) < len(names):
@@ -77,14 +77,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     found.run(x, y, z, stream, *rest, *values, *found.constants)
 
 
-def _parameters(kernel: Any) -> tuple[tuple[str, ...], bytes]:
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], bytes, bool]:
     if isinstance(kernel, triton.JITFunction):
         given = [p for p in kernel.params if not p.is_constexpr]
-        found = tuple(p.name for p in given), bytes(bool(p.do_not_specialize) for p in given)
+        fixed = bytes(bool(p.do_not_specialize) for p in given)
+        found = tuple(p.name for p in given), fixed, True
     else:  # interpreted: nothing is compiled, but callers are held to the same
         kinds = inspect.get_annotations(kernel.fn)
         names = [name for name in kernel.arg_names if "constexpr" not in str(kinds.get(name))]
-        found = tuple(names), bytes(len(names))
+        found = tuple(names), bytes(len(names)), False
     assert [*kernel.arg_names[: len(found[0])]] == [*found[0]], f"{kernel}: constants come last"
     _KERNELS.append(kernel)
     _PARAMETERS[id(kernel)] = found

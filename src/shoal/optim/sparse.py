@@ -596,10 +596,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         return {
             table: tuple([group.at(self.global_step) for group in groups])
             for (shard, table), groups in self._rates.items()
-            if shard == id(ledger.shard) and any([one.named or one.touched for one in groups])
+            if shard == id(ledger.shard) and any(group.named or group.touched for group in groups)
         }
 
     def _rates_of(self, ledger: GradientLedger) -> dict[str, tuple[float, ...]]:
+        if not any([group.named or group.touched for group in self._groups]):
+            return {}  # as mostly
         rates = self._written(ledger)
         if id(ledger.shard) not in self._spread:
             return rates
