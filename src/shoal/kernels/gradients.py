@@ -603,25 +603,14 @@ def _call_words(records: Sequence[GradGroups]) -> tuple[Any, Any]:
     """Words of all groups, and where each group's positions begin in the call."""
     lines = np.concatenate([record.words() for record in records])
     counts = np.array([n for record in records for n in record.counts], dtype=np.int64)
-    starts = np.cumsum(counts) - counts
-    at = 0
-    for record in records:
-        groups = len(record.counts)
-        if groups:
-            lines[at : at + groups, _WITHIN] = starts[at]
-        at += groups
-    return lines, starts
+    positions = np.array([sum(record.counts) for record in records], dtype=np.int64)
+    groups = [len(record.counts) for record in records]
+    lines[:, _WITHIN] = np.repeat(np.cumsum(positions) - positions, groups)
+    return lines, np.cumsum(counts) - counts
 
 
 def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
-    bits = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE]
-    if number == 1:
-        return (_alignment(bits),)
-    own = np.array(forms)
-    return tuple(_alignment(bits[own == form]) for form in range(number))
-
-
-def _alignment(bits: Any) -> int:
-    """The power of two, 16 at most, that all addresses are multiples of."""
-    word = int(np.bitwise_or.reduce(bits)) | 16
-    return word & -word
+    """Of each form the power of two, 16 at most, that all addresses are multiples of."""
+    bits, own = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE], np.array(forms)
+    words = [int(np.bitwise_or.reduce(bits[own == form])) | 16 for form in range(number)]
+    return tuple([word & -word for word in words])
