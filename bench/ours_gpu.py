@@ -153,6 +153,11 @@ class ModuleStep:
         torch.autograd.backward(list(outputs.values()), self.grads)
         self.optimizer.step()
 
+    def run_in_one_thread(self, number: int) -> None:
+        """As `shoal train` does it: autograd hands nothing to a thread of its own."""
+        with torch.autograd.set_multithreading_enabled(False):
+            self.run(number)
+
 
 def check_step(scale: Scale) -> None:
     """A step of ids with duplicates moves each row by the sum of its gradients."""

@@ -169,11 +169,14 @@ def _step_cases(rule: str) -> list[Case]:
     figures = {"unit": "ms", "better": "lower"}
     return [
         _ceiling(f"{rule} step, 10 tables, 1.05 M ids, D=128", ceiling, hoped, "ms"),
-        Case(
-            name=f"{rule} step, 10 tables, through modules",
-            peer="FBGEMM static TBE, published",
-            peer_value=FBGEMM_STATIC[rule],
-            **figures,
+        *(
+            Case(
+                name=f"{rule} step, 10 tables, through modules{how}",
+                peer="FBGEMM static TBE, published",
+                peer_value=FBGEMM_STATIC[rule],
+                **figures,
+            )
+            for how in ("", ", backward in one thread")
         ),
         Case(
             name=f"{rule} step, 10 tables, against FBGEMM",

@@ -131,10 +131,15 @@ def step(*, scale: Scale, rule: str) -> dict[str, Measured]:
     keys = tuple(spec.name for spec in shard.specs)
     lengths = torch.ones(count * n, dtype=torch.int64)
     bags = [KeyedRagged.from_lengths(keys, x.cpu(), lengths).to(scale.device) for x in ids]
-    times = clock.measure(ModuleStep(shard, bags, STEP_DIM).run, scale.repeats)
-    found[f"{prefix} through modules"] = Measured(
-        ours=times.ms, limit_fraction=least_ms / times.ms, note=times.note()
-    )
+    modules = ModuleStep(shard, bags, STEP_DIM)
+    for name, run in {
+        "through modules": modules.run,
+        "through modules, backward in one thread": modules.run_in_one_thread,
+    }.items():
+        times = clock.measure(run, scale.repeats)
+        found[f"{prefix} {name}"] = Measured(
+            ours=times.ms, limit_fraction=least_ms / times.ms, note=times.note()
+        )
     return found
 
 

@@ -342,6 +342,7 @@ NB_MODULE(_core, m) {
   });
   bind_values(m);
   bind_checksums(m);
+  bind_launch(m);
   nb::class_<PyShard> shard(m, "Shard");
   shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;

@@ -70,6 +70,7 @@ nanobind::ndarray<nanobind::pytorch, T> pooled(Size... shape) {
 }
 
 void bind_checksums(nanobind::module_& m);
+void bind_launch(nanobind::module_& m);
 void bind_shared_memory(nanobind::module_& m);
 void bind_ids_ops(nanobind::module_& m);
 void bind_rows_ops(nanobind::module_& m);

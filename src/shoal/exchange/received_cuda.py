@@ -110,7 +110,10 @@ class DenseRows:
             if main is not None and self._last is not None:
                 # What is recorded is written again only after who has read it.
                 main.wait_stream(self._last)
-            runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), sizes, main)
+            lease = self._side.lease(*sizes, sizes, main)
+            if lease is not None:
+                handles_N = lease.handles_N.copy_(handles_N)
+            runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), lease, main)
         bags_N = gradients.bags_of(ordered.offsets_FB1, ordered.batch_size, sizes[0])
         return Places(handles_N, groups, bags_N, runs)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ _TABLE = tl.constexpr(CHUNK_TABLE)
 _FORM = tl.constexpr(TABLE_FORM)
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+# Made at every call, as some more below: a named tuple costs a third of a frozen dataclass.
+class Runs(NamedTuple):
     """Runs of N positions, listed by row form: form f has a region of its own.
 
     A region is filled from both ends: runs of one or two places from its first column on, longer
@@ -251,23 +251,23 @@ class PooledGroup:
     form: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GradGroups:
+class GradGroups(NamedTuple):
     """The groups of one record: where their gradients lie. Made by `per_position` or `pooled`.
 
-    words_GW: numpy int64 [G, words]; counts: positions of each group; forms: row form of each;
-    scaled: some factor is not 1; kept: what the addresses point into.
+    facts: all that decides the rest but `kept`; words: makes numpy int64 [G, words]; counts:
+    positions of each group; forms: row form of each; scaled: some factor is not 1; kept: what the
+    addresses point into.
     """
 
-    words_GW: Any
+    facts: tuple[Any, ...]
+    words: Callable[[], Any]
     counts: tuple[int, ...]
     forms: tuple[int, ...]
     scaled: bool
     kept: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(NamedTuple):
     """Gradients of the N positions of a call, in the order of its sorted runs.
 
     addresses_N: int64 [N], 0 where a position has no gradient; factors_N: float32 or float64 [N],
@@ -374,14 +374,39 @@ def per_position(
         scale: factor on every gradient.
         forms: row form of each group's table; None means 0.
     """
-    words = np.zeros((len(grads), _WORDS), dtype=np.int64)
-    kept = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-    words[:, _BASE] = [grad.data_ptr() for grad in kept]
-    words[:, _STRIDE] = [grad.stride(0) * grad.element_size() for grad in kept]
-    words[:, _SCALE] = np.float64(scale).view(np.int64)
-    counts = tuple(grad.shape[0] for grad in kept)
+    kept, facts_G = _rows(grads)
+    counts = tuple([grad.shape[0] for grad in kept])
     forms_G = (0,) * len(kept) if forms is None else tuple(forms)
-    return GradGroups(words, counts, forms_G, scale != 1.0, kept)
+
+    def words() -> Any:
+        made = np.zeros((len(counts), _WORDS), dtype=np.int64)
+        made[:, _BASE], made[:, _STRIDE], _ = _columns(facts_G)
+        made[:, _SCALE] = np.float64(scale).view(np.int64)
+        return made
+
+    return GradGroups((facts_G, counts, forms_G, scale), words, counts, forms_G, scale != 1.0, kept)
+
+
+_RowFacts = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+
+
+def _rows(grads: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], _RowFacts]:
+    """Gradients with their columns next to each other; of each its address, strides and dtype."""
+    facts = _facts(grads)
+    if any([strides[-1] != 1 for _, strides, _ in facts]):
+        grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        facts = _facts(grads)
+    return tuple(grads), facts
+
+
+def _facts(grads: Sequence[Tensor]) -> _RowFacts:
+    return tuple([(grad.data_ptr(), grad.stride(), grad.dtype) for grad in grads])
+
+
+def _columns(facts: _RowFacts) -> Any:
+    """int64 [3, rows]: addresses, bytes to the next row, bytes of an element."""
+    found = [(start, strides[0] * d.itemsize, d.itemsize) for start, strides, d in facts]
+    return np.array(found, dtype=np.int64).reshape(-1, 3).T
 
 
 def pooled(
@@ -408,32 +433,33 @@ def pooled(
     batch = (offsets_GB1.numel() - 1) // max(len(groups), 1)
     if bags_N is None:
         bags_N = bags_of(offsets_GB1, batch, sum(counts))
-    rows = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-    kept = [bags_N, offsets_GB1, *rows]
     fixed = _pool_words(groups)
-    words = fixed.words_GW.copy()
-    facts = [(grad.data_ptr(), grad.stride(0), grad.element_size()) for grad in rows]
-    starts, strides, sizes = np.array(facts, dtype=np.int64).reshape(-1, 3).T
-    size = sizes[fixed.outputs_G]
-    words[:, _BASE] = starts[fixed.outputs_G] + fixed.columns_G * size
-    words[:, _STRIDE] = strides[fixed.outputs_G] * size
-    words[:, _LANE] *= size
-    for g in fixed.parted:
-        source = flatten_slices(groups[g], rows)
-        words[g, _BASE] = source.data_ptr()
-        words[g, _STRIDE] = source.stride(0) * source.element_size()
-        kept.append(source)
-    words[:, _BAGS] = bags_N.data_ptr()
-    words[:, _OFFSETS] = offsets_GB1.data_ptr() + 8 * batch * np.arange(len(groups))
-    if weights_N is not None:
-        words[:, _WEIGHTS] = weights_N.data_ptr()
-        kept.append(weights_N)
-    words[:, _SCALE] = np.float64(scale).view(np.int64)
+    kept, rows = _rows(grads)
+    more, joined = _rows([flatten_slices(groups[g], kept) for g in fixed.parted])
+    offsets, bags = offsets_GB1.data_ptr(), bags_N.data_ptr()
+    weights = 0 if weights_N is None else weights_N.data_ptr()
+
+    def words() -> Any:
+        made = fixed.words_GW.copy()
+        starts, strides, sizes = _columns(rows)[:, fixed.outputs_G]
+        made[:, _BASE] = starts + fixed.columns_G * sizes
+        made[:, _STRIDE] = strides
+        made[:, _LANE] *= sizes
+        made[fixed.parted, _BASE], made[fixed.parted, _STRIDE], _ = _columns(joined)
+        made[:, _BAGS] = bags
+        made[:, _OFFSETS] = offsets + 8 * batch * np.arange(len(groups))
+        made[:, _WEIGHTS] = weights
+        made[:, _SCALE] = np.float64(scale).view(np.int64)
+        return made
+
+    places = bags, offsets, weights
+    facts = (fixed, rows, joined, *places, batch, tuple(counts), scale)
     scaled = scale != 1.0 or weights_N is not None or fixed.averaged
-    return GradGroups(words, tuple(counts), fixed.forms, scaled, tuple(kept))
+    kept += (bags_N, offsets_GB1, *more, *(() if weights_N is None else (weights_N,)))
+    return GradGroups(facts, words, tuple(counts), fixed.forms, scaled, kept)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _PoolWords:
     """What is the same at every call of some pooled groups.
 
@@ -445,7 +471,7 @@ class _PoolWords:
     words_GW: Any
     outputs_G: Any
     columns_G: Any
-    parted: tuple[int, ...]
+    parted: list[int]
     forms: tuple[int, ...]
     averaged: bool
 
@@ -474,7 +500,7 @@ def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
         words,
         np.array([group.pool.slices[0].output for group in groups], dtype=np.int64),
         np.array([group.pool.slices[0].column for group in groups], dtype=np.int64),
-        tuple(parted),
+        parted,
         tuple(group.form for group in groups),
         any(group.pool.pooling == "mean" for group in groups),
     )
@@ -506,59 +532,85 @@ def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
         records: as many positions as the runs have.
     """
     n, device = runs.order_N.numel(), runs.order_N.device
-    lines, splits = _call_words(records)
-    scaled = any(record.scaled for record in records)
+    sent_words = _words_on(device, len(runs.rooms), records)
     addresses_N = torch.empty(n, dtype=torch.int64, device=device)
-    kept = tuple(tensor for record in records for tensor in record.kept)
-    wide = any(tensor.dtype is torch.float64 for tensor in kept)
-    dtype = torch.float64 if wide else torch.float32
-    factors_N = torch.empty(n, dtype=dtype, device=device) if scaled else None
-    forms = [form for record in records for form in record.forms]
-    alignments = _alignments(lines, forms, len(runs.rooms))
-    sources = Sources(addresses_N, factors_N, alignments, kept)
+    factors_N = None
+    if sent_words.factors is not None:
+        factors_N = torch.empty(n, dtype=sent_words.factors, device=device)
+    kept = records[0].kept if len(records) == 1 else sum([r.kept for r in records], ())
+    sources = Sources(addresses_N, factors_N, sent_words.alignments, kept)
     if n == 0:
         return sources
-    words = staged(np.concatenate([lines.reshape(-1), splits]), device)
     launch(
         _write_sources,
         (blocks_of(n, _SOURCES_BLOCK),),
-        words,
+        sent_words.words,
         runs.order_N,
         addresses_N,
         addresses_N if factors_N is None else factors_N,
         n,
-        len(lines),
-        STEPS=search_steps(len(lines)),
-        POOLED=bool((lines[:, _KIND] != _POSITION).any()),
-        FACTORS=scaled,
+        sent_words.groups,
+        STEPS=search_steps(sent_words.groups),
+        POOLED=sent_words.pooled,
+        FACTORS=factors_N is not None,
         BLOCK=_SOURCES_BLOCK,
     )
     return sources
 
 
+class _SentWords(NamedTuple):
+    """Words of all groups of a call and where their positions begin, on the device.
+
+    factors: dtype of factors, None if all are 1; pooled: some gradient is of a bag.
+    """
+
+    words: Tensor
+    groups: int
+    alignments: tuple[int, ...]
+    factors: torch.dtype | None
+    pooled: bool
+
+
+_sent_words_kept: dict[tuple[Any, ...], _SentWords] = {}
+
+
+def _words_on(device: torch.device, forms: int, records: Sequence[GradGroups]) -> _SentWords:
+    """Sent once for each stream as long as gradients lie where they lay: memory of equal steps
+    is mostly the same."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    key = (device, stream, forms, *[record.facts for record in records])
+    kept = _sent_words_kept.get(key)
+    if kept is not None:
+        return kept
+    lines, splits = _call_words(records)
+    wide = any(t.dtype is torch.float64 for record in records for t in record.kept)
+    scaled = any(record.scaled for record in records)
+    forms_G = [form for record in records for form in record.forms]
+    made = _SentWords(
+        staged(np.concatenate([lines.reshape(-1), splits]), device),
+        len(lines),
+        _alignments(lines, forms_G, forms),
+        (torch.float64 if wide else torch.float32) if scaled else None,
+        bool((lines[:, _KIND] != _POSITION).any()),
+    )
+    if len(_sent_words_kept) >= _GROUPS_KEPT:
+        _sent_words_kept.clear()
+    _sent_words_kept[key] = made
+    return made
+
+
 def _call_words(records: Sequence[GradGroups]) -> tuple[Any, Any]:
     """Words of all groups, and where each group's positions begin in the call."""
-    lines = np.concatenate([record.words_GW for record in records])
+    lines = np.concatenate([record.words() for record in records])
     counts = np.array([n for record in records for n in record.counts], dtype=np.int64)
-    starts = np.cumsum(counts) - counts
-    at = 0
-    for record in records:
-        groups = len(record.counts)
-        if groups:
-            lines[at : at + groups, _WITHIN] = starts[at]
-        at += groups
-    return lines, starts
+    positions = np.array([sum(record.counts) for record in records], dtype=np.int64)
+    groups = [len(record.counts) for record in records]
+    lines[:, _WITHIN] = np.repeat(np.cumsum(positions) - positions, groups)
+    return lines, np.cumsum(counts) - counts
 
 
 def _alignments(lines: Any, forms: list[int], number: int) -> tuple[int, ...]:
-    bits = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE]
-    if number == 1:
-        return (_alignment(bits),)
-    own = np.array(forms)
-    return tuple(_alignment(bits[own == form]) for form in range(number))
-
-
-def _alignment(bits: Any) -> int:
-    """The power of two, 16 at most, that all addresses are multiples of."""
-    word = int(np.bitwise_or.reduce(bits)) | 16
-    return word & -word
+    """Of each form the power of two, 16 at most, that all addresses are multiples of."""
+    bits, own = lines[:, _BASE] | lines[:, _STRIDE] | lines[:, _LANE], np.array(forms)
+    words = [int(np.bitwise_or.reduce(bits[own == form])) | 16 for form in range(number)]
+    return tuple([word & -word for word in words])

@@ -253,9 +253,9 @@ def probe(
     """Write each id's handle, int32 [N], -1 where it has none; with `insert`, give it one.
 
     Args:
-        found_N: bool [N], filled with whether the search met the id. With `insert` an id that is
-            new may be met where it occurs again, but not at the position that inserts it: an id
-            had a row before the call if and only if it was met at all its positions.
+        found_N: bool or int8 [N], filled with whether the search met the id. With `insert` an id
+            that is new may be met where it occurs again, but not at the position that inserts it:
+            an id had a row before the call if and only if it was met at all its positions.
         wanted_N: bool [N], which of the missing ids to insert; None: all.
 
     An inserted row is counted in `COUNT_ISSUED`, and its id stands in its chunk; the rest of it
@@ -269,12 +269,16 @@ def probe(
     launch(
         _probe, (blocks_of(n, block),),
         groups.ids_N, groups.splits_G1, groups.tables_G,
-        unused if wanted_N is None else wanted_N.view(torch.int8), handles_N,
-        unused if found_N is None else found_N.view(torch.int8), layout.tables_KT,
+        unused if wanted_N is None else _bytes(wanted_N), handles_N,
+        unused if found_N is None else _bytes(found_N), layout.tables_KT,
         layout.counters_KC, layout.chunks_WC, n, groups.tables_G.numel(), layout.chunks_WC.shape[1],
         STEPS=search_steps(groups.tables_G.numel()), INSERT=insert, HAS_WANTED=wanted_N is not None,
         HAS_FOUND=found_N is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+
+
+def _bytes(flags: Tensor) -> Tensor:
+    return flags.view(torch.int8) if flags.dtype is torch.bool else flags
 
 
 _ERASE_BLOCK, _ERASE_WARPS = 64, 1

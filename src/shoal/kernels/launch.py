@@ -12,11 +12,11 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-_INT32 = 1 << 31
+from shoal import _core
 
-# Of each kernel, its run-time arguments by name and whether Triton ignores what they hold. Kernels
-# are held too, so that their identities stay theirs.
-_PARAMETERS: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+# Of each kernel, its run-time arguments by name, whether Triton ignores what they hold, and whether
+# it compiles. Kernels are held too, so that their identities stay theirs.
+_PARAMETERS: dict[int, tuple[tuple[str, ...], bytes, bool]] = {}
 _KERNELS: list[Any] = []
 
 
@@ -47,9 +47,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         options: its constants, by name, and Triton's options (`num_warps`, ...); hashable. A
             constant given by its place would be left out of what a compiled kernel is found by.
     """
-    names, fixed = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
+    names, fixed, compiles = _PARAMETERS.get(id(kernel)) or _parameters(kernel)
     assert len(arguments) <= len(names), f"{kernel}: constants go by name"
-    if not isinstance(kernel, triton.JITFunction):
+    if not compiles:
         kernel[grid](*arguments, **options)
         return
     if len(arguments) < len(names):
@@ -59,13 +59,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **options)
         return
-    key = (
-        id(kernel),
-        device,
-        *map(_kind, arguments, fixed),
-        *options.values(),
-        *options,
-    )
+    # What Triton's choice of a compiled kernel depends on. Of tensors only the addresses are handed
+    # on: its launcher takes them as they are, and asks the driver about tensors.
+    kinds, values = _core.launch_values(arguments, fixed)
+    key = (id(kernel), device, kinds, *options.values(), *options)
     found = _COMPILED.get(key)
     hooks = triton.knobs.runtime.launch_enter_hook
     if found is None or hooks is None or hooks.calls:
@@ -77,32 +74,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     rest = (found.function, found.metadata, None, None, None)
-    found.run(x, y, z, stream, *rest, *arguments, *found.constants)
+    found.run(x, y, z, stream, *rest, *values, *found.constants)
 
 
-def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], bytes, bool]:
     if isinstance(kernel, triton.JITFunction):
         given = [p for p in kernel.params if not p.is_constexpr]
-        found = tuple(p.name for p in given), tuple(bool(p.do_not_specialize) for p in given)
+        fixed = bytes(bool(p.do_not_specialize) for p in given)
+        found = tuple(p.name for p in given), fixed, True
     else:  # interpreted: nothing is compiled, but callers are held to the same
         kinds = inspect.get_annotations(kernel.fn)
         names = [name for name in kernel.arg_names if "constexpr" not in str(kinds.get(name))]
-        found = tuple(names), (False,) * len(names)
+        found = tuple(names), bytes(len(names)), False
     assert [*kernel.arg_names[: len(found[0])]] == [*found[0]], f"{kernel}: constants come last"
     _KERNELS.append(kernel)
     _PARAMETERS[id(kernel)] = found
     return found
-
-
-def _kind(value: Any, fixed: bool) -> Any:
-    """What Triton's choice of a compiled kernel depends on."""
-    kind = value.__class__
-    if kind is int:
-        wide = not -_INT32 <= value < _INT32
-        return wide if fixed else (wide, value == 1, value & 15 == 0)
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() & 15
-    return kind
 
 
 TILE = 1024  # elements of a program's block

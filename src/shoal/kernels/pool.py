@@ -57,15 +57,15 @@ class PoolLaunch:
 class PoolLines:
     """A pool plan on the device, for any number of bags.
 
-    launches: in order. widths, doubles: of each output; prefixes: columns of the outputs before
-    it in the memory they share, one memory for float32 and one for float64. untouched: outputs
-    that no piece names.
+    launches: in order. widths, doubles: of each output; rooms: columns it has in the memory that
+    outputs share, one memory for float32 and one for float64. untouched: outputs that no piece
+    names.
     """
 
     launches: tuple[PoolLaunch, ...]
     widths: tuple[int, ...]
     doubles: tuple[bool, ...]
-    prefixes: tuple[int, ...]
+    rooms: tuple[int, ...]
     untouched: tuple[int, ...]
 
 
@@ -81,10 +81,11 @@ def pool_lines(plan: PoolPlan, forms_G: Sequence[RowForm], device: torch.device)
         part.output: forms_G[group] for group, pool in enumerate(plan.pools) for part in pool.slices
     }
     doubles = [o in form_of and form_of[o].real is torch.float64 for o in range(len(widths))]
+    rooms = [-(-width // 8) * 8 for width in widths]  # outputs start aligned, whatever the widths
     prefixes, filled = [], [0, 0]
-    for width, double in zip(widths, doubles, strict=True):
+    for room, double in zip(rooms, doubles, strict=True):
         prefixes.append(filled[double])
-        filled[double] += -(-width // 8) * 8  # outputs start aligned, whatever the widths before
+        filled[double] += room
     batches: dict[tuple[int, int, int], list[list[int]]] = {}
     for wave, form, line in _lines(plan, prefixes, forms_G, form_of):
         # Lines that allow wide loads are not held back by those that do not.
@@ -96,7 +97,7 @@ def pool_lines(plan: PoolPlan, forms_G: Sequence[RowForm], device: torch.device)
         for (_, form, step), lines in sorted(batches.items(), key=lambda item: item[0][0])
     )
     untouched = tuple(o for o in range(len(widths)) if o not in form_of)
-    return PoolLines(launches, tuple(widths), tuple(doubles), tuple(prefixes), untouched)
+    return PoolLines(launches, tuple(widths), tuple(doubles), tuple(rooms), untouched)
 
 
 def _lines(
@@ -298,25 +299,18 @@ def gather_pooled(
 
 def _outputs(
     lines: PoolLines, bags: int, device: torch.device
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Outputs, and the two memories they are parts of."""
-    sizes = [0, 0]
-    for prefix, width, double in zip(lines.prefixes, lines.widths, lines.doubles, strict=True):
-        sizes[double] = bags * (prefix + width)
-    bases = (
-        torch.empty(sizes[0], dtype=torch.float32, device=device),
-        torch.empty(sizes[1], dtype=torch.float64, device=device),
-    )
-    outputs = tuple(
-        _part_of(bases[double], bags * prefix, bags, width)
-        for prefix, width, double in zip(lines.prefixes, lines.widths, lines.doubles, strict=True)
-    )
+) -> tuple[tuple[Tensor, ...], dict[bool, Tensor]]:
+    """Outputs, and the memories they are parts of: one for float32 and one for float64."""
+    bases, parts = {}, {}
+    for double in set(lines.doubles):
+        pairs = zip(lines.rooms, lines.doubles, strict=True)
+        rooms = [bags * room for room, own in pairs if own == double]
+        dtype = torch.float64 if double else torch.float32
+        base = bases[double] = torch.empty(sum(rooms), dtype=dtype, device=device)
+        # Tensors of their own: autograd forbids changing views of one base.
+        parts[double] = iter(torch.unsafe_split_with_sizes(base, rooms))
+    places = zip(lines.widths, lines.doubles, strict=True)
+    outputs = tuple([next(parts[double]).resize_(bags, width) for width, double in places])
     for output in lines.untouched:
         outputs[output].zero_()
     return outputs, bases
-
-
-def _part_of(base: Tensor, start: int, bags: int, width: int) -> Tensor:
-    """A tensor of its own over a part of memory: autograd forbids changing views of one base."""
-    part = base.new_empty(0)
-    return part.set_(base.untyped_storage(), start, (bags, width), (width, 1))

@@ -84,8 +84,9 @@ def add_pieces(call: FormCall) -> tuple[Tensor, Tensor]:
     plan, real = step_form(form), form.real
     room, device = piece_room(call.room), call.device
     partials = torch.empty(room, plan.pitch, dtype=real, device=device)
-    counted = room if call.counts_N is not None else 0
-    tallies = torch.empty(counted, dtype=torch.int64, device=device)
+    tallies = partials  # not read where each position counts once
+    if call.counts_N is not None:
+        tallies = torch.empty(room, dtype=torch.int64, device=device)
     if room == 0:
         return partials, tallies
     columns = columns_of_tile(form.dim)

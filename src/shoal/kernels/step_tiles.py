@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -57,8 +57,7 @@ _INTERPRETED_PROGRAMS = 3
 _FORMS_KEPT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What a step knows besides rows and gradients.
 
     version: version that stepped rows get; event_time_s: at most 2^32 - 1; nan_policy: "raise" and
@@ -85,8 +84,7 @@ class Stamp:
         return rounding_domain(self.global_step)
 
 
-@dataclass(frozen=True, slots=True)
-class FormCall:
+class FormCall(NamedTuple):
     """A row form's share of a call: its runs, what they sum, and what launches read of both.
 
     counts_N: int32 [N], occurrences of each position in the order of the runs; None means 1 each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -84,8 +85,7 @@ class ShardLayout:
         object.__setattr__(self, "chunks", (self.chunks_WC, self.chunks_WC.shape[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class CallGroups:
+class CallGroups(NamedTuple):
     """The ids of one call on the device.
 
     ids_N: int64 [N]; splits_G1: int64 [G+1]; tables_G: int32 [G].

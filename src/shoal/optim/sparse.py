@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.optim.optimizer as hooks
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Collectives
@@ -106,7 +107,7 @@ class RateGroup:
     @property
     def touched(self) -> bool:
         """Whether the rate was written, or a scheduler keeps something of its own in the group."""
-        return self.written or len(self.group) > len(_OWN) + 1
+        return bool(self.group["lr"] != self._shown) or len(self.group) > len(_OWN) + 1
 
     def at(self, step: int) -> float:
         """The rate at a step; shown in the group.
@@ -436,6 +437,13 @@ def hosted_rates(
     return found
 
 
+def _watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks or a profiler want to know of a step: torch's wrapper costs one 5 % of it."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    everywhere = hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks
+    return bool(own or everywhere or torch._C._autograd._profiler_enabled())
+
+
 NAN_POLICIES: tuple[NanPolicy, ...] = ("raise", "skip", "clip")
 
 
@@ -508,6 +516,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._flag = None if shared(self.accumulators) is None else FiniteFlag(self.accumulators)
         self._rates = group_rates(collections, self.proxies, rates or {})
         self._groups = [group for groups in self._rates.values() for group in groups]
+        self._scheduled = [group for group in self._groups if not group.is_number]
         if self._flag is not None:
             self._groups[0].group["params"].append(self._flag)
         super().__init__([group.group for group in self._groups], {})
@@ -526,7 +535,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply all gradients recorded since the last step; ends their tickets.
 
@@ -537,7 +545,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 was changed, and the records stay until `zero_grad`. Tables on CUDA leave the bad
                 rows alone, step the others, and `check` raises.
         """
+        step = self._watched_step if _watched(self) else self._step
+        return step() if closure is None else step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps it in what `_watched` asks for
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
+        with torch.no_grad():
+            self._apply()
+        return loss
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def _apply(self) -> None:
         contexts = [
             StepContext(
                 global_step=self.global_step,
@@ -555,7 +576,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         for ledger, ctx in zip(self.accumulators, contexts, strict=True):
             ledger.apply(ctx)
         self.resume(self.global_step + 1)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all recorded gradients; tickets end with them. Sums are always set to None."""
@@ -580,6 +600,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         }
 
     def _rates_of(self, ledger: GradientLedger) -> dict[str, tuple[float, ...]]:
+        if not any([group.named or group.touched for group in self._groups]):
+            return {}  # as mostly
         rates = self._written(ledger)
         if id(ledger.shard) not in self._spread:
             return rates
@@ -590,8 +612,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.global_step = step
         for ledger in self.accumulators:
             ledger.global_step = step
-        for group in self._groups:
-            if not (group.written or group.is_number):
+        for group in self._scheduled:
+            if not group.written:
                 group.show(step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -131,7 +131,8 @@ class Stages:
             return
         assert total is not None, "forward comes first"
         loss = total * share
-        with self._reducing(last):
+        # In this thread: a GPU's backward thread costs the host more than what it launches.
+        with self._reducing(last), torch.autograd.set_multithreading_enabled(False):
             if self._scaler is not None:
                 loss = self._scaler.scale(loss)
             loss.backward()  # type: ignore[no-untyped-call]

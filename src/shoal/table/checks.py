@@ -294,14 +294,14 @@ def grads(
         )
     ready = []
     for value, (shape, dtype) in zip(values, shapes, strict=True):
-        if tuple(value.shape) != shape:
+        if value.shape != shape:
             raise ShapeError(
                 "rows",
                 got=tuple(value.shape),
                 allowed=shape,
                 remedy="One row per id, as wide as its table (or output).",
             )
-        if value.dtype != dtype or value.device != device:
+        if value.dtype is not dtype or value.device != device:
             raise DTypeError(
                 "rows",
                 got=f"{value.dtype} on {value.device}",

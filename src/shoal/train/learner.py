@@ -215,7 +215,10 @@ class Learner:
         seen: list[Tensor] = []
         for batch in map(self._moved, window):
             logits_B = self.model(batch)
-            self.scaled(_loss_sum(logits_B, batch) / total).backward()  # type: ignore[no-untyped-call]
+            loss = self.scaled(_loss_sum(logits_B, batch) / total)
+            # In this thread: a GPU's backward thread costs the host more than what it launches.
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()  # type: ignore[no-untyped-call]
             seen.append(logits_B.detach())
         self.apply()
         return seen

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
@@ -355,6 +356,32 @@ class TestNonFinite:
                 optimizer.step()
 
         assert not moved(good, act).any()
+
+
+class TestWatchers:
+    """What torch's own wrapper of `step` does, which a step that nobody watches does without."""
+
+    def test_hooks(self) -> None:
+        optimizer, seen = SparseOptimizer(one_table(SHARDS["cpu"])), []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append(str(optimizer.global_step)))
+        optimizer.step(lambda: seen.append("closure"))
+        assert seen == ["before", "closure", "1"]
+
+    def test_hooks_of_all_optimizers(self) -> None:
+        optimizer, seen = SparseOptimizer(one_table(SHARDS["cpu"])), []
+        hook = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+        optimizer.step()
+        hook.remove()
+        optimizer.step()
+        assert seen == [1] and optimizer.global_step == 2
+
+    def test_a_profiler(self) -> None:
+        optimizer = SparseOptimizer(one_table(SHARDS["cpu"]))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            optimizer.step()
+        names = [event.key for event in profile.key_averages()]
+        assert "Optimizer.step#SparseOptimizer.step" in names
 
 
 def test_modules_without_a_collection() -> None:

@@ -200,7 +200,7 @@ class CallShapes:
 
     def __init__(self, tables: ShardTables) -> None:
         self._forms, self._form_of, self._device = tables.forms, tables.form_of, tables.device
-        self._kept: dict[tuple[bytes, bytes], CallShape] = {}
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], CallShape] = {}
 
     def of(self, groups: IdGroups) -> CallShape:
         """Check ids, splits and tables of a call; its shape.
@@ -213,7 +213,7 @@ class CallShapes:
         splits_G1, tables_G = groups.splits_G1, groups.tables_G
         checks.flat("splits of groups", splits_G1)
         checks.flat("tables of groups", tables_G, dtype=torch.int32)
-        key = splits_G1.numpy().tobytes(), tables_G.numpy().tobytes()
+        key = tuple(splits_G1.tolist()), tuple(tables_G.tolist())
         shape = self._kept.get(key)
         if shape is None:
             shape = self._made(splits_G1, tables_G, groups.ids_N.numel())

@@ -41,6 +41,7 @@ class CounterReader:
     """What the host knows of `counters_KC`, and what it may conclude from it.
 
     Attributes:
+        rows_K: rows in use when the latest counters left the device.
         known_KC: the latest counters that have arrived, int64 [K, COUNT_WORDS].
         launched_K: ids handed to inserting launches so far.
         erasing: rows that erasing launches so far may have erased, all tables'.
@@ -50,12 +51,14 @@ class CounterReader:
         tables, words = counters_KC.shape
         self._device = counters_KC.device
         self.known_KC: Counts = np.zeros((tables, words), dtype=np.int64)
+        self.rows_K: Counts = np.zeros(tables, dtype=np.int64)
         self.launched_K: Counts = np.zeros(tables, dtype=np.int64)
         self.erasing = 0
         self._known_erasing = 0
         self._known_launched_K: Counts = np.zeros(tables, dtype=np.int64)
         self._rebuilt_K: Counts = np.zeros(tables, dtype=np.int64)
         self._sent = 0
+        self._rebuilt = 0
         self._flying: deque[_Copy] = deque()
         self._spare = [self._buffer(tables, words) for _ in range(_IN_FLIGHT)]
 
@@ -64,13 +67,6 @@ class CounterReader:
         host_KC = torch.zeros(tables, words, dtype=torch.int64, pin_memory=pinned, device="cpu")
         event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         return _Copy(host_KC, host_KC.numpy(), event, np.zeros(tables, dtype=np.int64))
-
-    @property
-    def rows_K(self) -> Counts:
-        """Rows in use when the latest counters left the device."""
-        known = self.known_KC
-        rows: Counts = known[:, COUNT_FRESH] + known[:, COUNT_ISSUED] - known[:, COUNT_FREE]
-        return rows
 
     @property
     def flying_K(self) -> Counts:
@@ -127,7 +123,7 @@ class CounterReader:
 
     def rebuilt(self, table: int) -> None:
         """A table's index holds no erased marks from here on; older counters still count them."""
-        self._rebuilt_K[table] = self._sent
+        self._rebuilt_K[table] = self._rebuilt = self._sent
         self.known_KC[table, COUNT_ERASED] = 0
 
     def _arrive(self, *, wait: bool) -> bool:
@@ -138,9 +134,12 @@ class CounterReader:
             elif not copy.event.query():  # type: ignore[no-untyped-call]
                 return False
         self._flying.popleft()
-        self.known_KC[:] = copy.values_KC
+        known = self.known_KC
+        known[:] = copy.values_KC
+        self.rows_K = known[:, COUNT_FRESH] + known[:, COUNT_ISSUED] - known[:, COUNT_FREE]
         self._known_launched_K[:] = copy.launched_K
         self._known_erasing = copy.erasing
-        self.known_KC[self._rebuilt_K >= copy.taken, COUNT_ERASED] = 0
+        if self._rebuilt >= copy.taken:
+            known[self._rebuilt_K >= copy.taken, COUNT_ERASED] = 0
         self._spare.append(copy)
         return True

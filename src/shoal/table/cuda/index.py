@@ -31,6 +31,7 @@ from shoal.table.cuda.eviction import (
 )
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.side_stream import Lease
 from shoal.table.cuda.snapshots import History
 from shoal.table.cuda.ticket import LiveTickets
 from shoal.table.shard import StepContext
@@ -306,13 +307,15 @@ class Index:
         *,
         admit_all: bool = False,
         may_drop: bool = True,
+        lease: Lease | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Insert what is missing and admitted: handles int32 [N] and what was found, bool [N].
+        """Insert what is missing and admitted: handles int32 [N] and what was found, int8 [N].
 
         Args:
             stream: the present one.
             admit_all: ask no admission.
             may_drop: make room in a full table as its spec says; False raises.
+            lease: has the memory for both.
 
         Raises:
             TableFull, OutOfDeviceMemory: no room; nothing was inserted. Only where a full table
@@ -320,8 +323,11 @@ class Index:
                 budget until the next call.
         """
         counting = self.admission.counts_any(shape.ids_of)
-        handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
-        found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
+        if lease is None:
+            handles_N = torch.empty_like(call.ids_N, dtype=torch.int32)
+            met_N = torch.empty_like(call.ids_N, dtype=torch.int8)
+        else:
+            handles_N, met_N = lease.handles_N, lease.met_N
         missing_N = ~probed(self._memory.layout, call)[1] if counting else None
         wanted_N = missing_N
         if missing_N is not None and not admit_all:
@@ -344,14 +350,14 @@ class Index:
         # From here on nothing is allocated until all new rows are written.
         if wanted_N is not None:
             self.admission.forget(call, wanted_N)
-        table_index.probe(self._memory.layout, call, handles_N, found_N, wanted_N, insert=True)
+        table_index.probe(self._memory.layout, call, handles_N, met_N, wanted_N, insert=True)
         self._initialise(shape, ctx)
         try:
             if loose:
                 self._trim(loose, shape, handles_N)
         finally:
             self._memory.counters.send(self._memory.layout, stream)
-        return handles_N, found_N
+        return handles_N, met_N
 
     def _initialise(self, shape: CallShape, ctx: StepContext) -> None:
         for form in shape.forms:

@@ -192,8 +192,9 @@ class CudaShard:
             _check_counts(shape, counts_N)
             self._stepper.raise_pending()
             stream = self._turns.stream
-            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, stream)
-            runs = self._stepper.start_runs(handles_N, shape.rooms, stream)
+            lease = self._stepper.lease(shape.splits[-1], shape.rooms, stream)
+            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, stream, lease=lease)
+            runs = self._stepper.start_runs(handles_N, shape.rooms, lease, stream)
             ticket = CudaTicket(
                 self,
                 groups,
@@ -205,6 +206,7 @@ class CudaShard:
                 runs,
                 stream,
                 None if self._host is None else self._host.looked_up(runs(stream)),
+                lease,
             )
             self._index.tickets.add(ticket)
             return ticket

@@ -20,6 +20,7 @@ class _Recorded:
 
     def __init__(self, n: int, rooms: Sequence[int], device: torch.device) -> None:
         self.handles_N = torch.full((n,), -1, dtype=torch.int32, device=device)
+        self.met_N = torch.empty(n, dtype=torch.int8, device=device)
         # Held, for every replay reads it.
         self._starts_FW = region_starts(rooms, device)
         self.graph = torch.cuda.CUDAGraph()
@@ -28,15 +29,22 @@ class _Recorded:
             self.runs = runs_of(self.handles_N, None, rooms, starts_FW=self._starts_FW)
         finally:
             self.graph.capture_end()
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.replayed = False  # and nobody has waited for it yet
 
 
-class _Lease:
-    """A recorded graph in use; goes back to its pool when nobody holds the lease."""
+class Lease:
+    """A recorded graph in use; goes back to its pool when nobody holds the lease.
 
-    __slots__ = ("pool", "recorded")
+    handles_N: int32 [N], what the graph reads: to be written before `SideStream.start`; met_N: int8
+    [N], memory for the lookup.
+    """
+
+    __slots__ = ("handles_N", "met_N", "pool", "recorded")
 
     def __init__(self, recorded: _Recorded, pool: list[_Recorded]) -> None:
         self.recorded = recorded
+        self.handles_N, self.met_N = recorded.handles_N, recorded.met_N
         self.pool = pool
 
     def __del__(self) -> None:
@@ -71,7 +79,7 @@ class SideStream:
         self,
         work: Callable[[], Runs],
         read: Sequence[Tensor],
-        rooms: Sequence[int],
+        lease: Lease | None,
         main: torch.cuda.Stream | None,
     ) -> Callable[[torch.cuda.Stream | None], Runs]:
         """Start `runs_of` on the side, after all that `main` has been given.
@@ -79,7 +87,7 @@ class SideStream:
         Args:
             work: calls `runs_of`.
             read: what it reads: the handles, and whatever else may be dropped meanwhile.
-            rooms: capacity in positions of each row form; one form alone may be recorded.
+            lease: a recorded graph that does it instead, whose handles are written.
 
         Returns:
             a call that makes the stream it gets wait for the runs, and returns them. They are
@@ -95,28 +103,35 @@ class SideStream:
         side.wait_event(begin)
         torch.cuda.set_stream(side)
         try:
-            lease = self._leased(read[0].numel(), rooms) if len(rooms) == 1 else None
             if lease is None:
-                made = work()
+                made, done = work(), torch.cuda.Event()  # type: ignore[no-untyped-call]
             else:
-                lease.recorded.handles_N.copy_(read[0])
                 lease.recorded.graph.replay()
-                made = lease.recorded.runs
+                made, done = lease.recorded.runs, lease.recorded.done
+                lease.recorded.replayed = True
         finally:
             torch.cuda.set_stream(main)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(side)
-        for tensor in read:
-            tensor.record_stream(side)
+        if lease is None:
+            for tensor in read:
+                tensor.record_stream(side)
 
-        def joined(stream: torch.cuda.Stream | None, _held: _Lease | None = lease) -> Runs:
+        def joined(stream: torch.cuda.Stream | None) -> Runs:
             (main if stream is None else stream).wait_event(done)
+            if lease is not None:
+                lease.recorded.replayed = False
             return made
 
         return joined
 
-    def _leased(self, n: int, rooms: Sequence[int]) -> _Lease | None:
-        """A graph for lookups of n ids; None where they have not come often or graphs are out."""
+    def lease(self, n: int, rooms: Sequence[int], main: torch.cuda.Stream | None) -> Lease | None:
+        """A graph for lookups of n ids, whose handles `main` may write; None where they have not
+        come often, graphs are out, or there are several row forms.
+
+        rooms: capacity in positions of each row form.
+        """
+        if self._stream is None or main is None or n == 0 or len(rooms) != 1:
+            return None
         size = self._sizes.get(n)
         if size is None:
             if len(self._sizes) >= _MOST_SIZES:
@@ -126,12 +141,17 @@ class SideStream:
                 del self._sizes[rare]
             size = self._sizes[n] = _Size()
         size.seen += 1
-        if n == 0 or size.seen <= _SEEN_BEFORE:
+        if size.seen <= _SEEN_BEFORE:
             return None
         if not size.pool:
             free = torch.cuda.mem_get_info(self._device)[0]
             if size.made >= _MOST_GRAPHS or free < 2 * _GRAPH_BYTES * n:
                 return None
             size.made += 1
-            size.pool.append(_Recorded(n, rooms, self._device))
-        return _Lease(size.pool.pop(), size.pool)
+            with torch.cuda.stream(self._stream):
+                size.pool.append(_Recorded(n, rooms, self._device))
+            main.wait_stream(self._stream)
+        recorded = size.pool.pop()
+        if recorded.replayed:  # by a lookup that was never stepped
+            main.wait_event(recorded.done)
+        return Lease(recorded, size.pool)

@@ -20,7 +20,7 @@ from shoal.table import checks, native
 from shoal.table.cuda.calls import CallShape, PlanCache, ShardTables, occurrences
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
-from shoal.table.cuda.side_stream import SideStream
+from shoal.table.cuda.side_stream import Lease, SideStream
 from shoal.table.cuda.snapshots import History
 from shoal.table.cuda.ticket import CudaTicket
 from shoal.table.native import RateList
@@ -83,15 +83,23 @@ class Stepper:
                 "nan_policy='skip' or 'clip'. Those rows were left as they were.",
             )
 
+    def lease(self, n: int, rooms: Sequence[int], stream: torch.cuda.Stream | None) -> Lease | None:
+        """Memory for the handles of a lookup that `start_runs` sorts; see `SideStream.lease`."""
+        return self._side.lease(n, rooms, stream)
+
     def start_runs(
-        self, handles_N: Tensor, rooms: Sequence[int], stream: torch.cuda.Stream | None
+        self,
+        handles_N: Tensor,
+        rooms: Sequence[int],
+        lease: Lease | None,
+        stream: torch.cuda.Stream | None,
     ) -> Callable[[torch.cuda.Stream | None], Runs]:
         """Start to sort a lookup's positions by row; see `SideStream.start`."""
         layout = self._memory.layout
         # Growth replaces the columns of chunks while the side may still read the old ones.
         read = (handles_N, layout.chunks_WC) if len(self._tables.forms) > 1 else (handles_N,)
         return self._side.start(
-            lambda: self._tables.runs_of(layout, handles_N, rooms), read, rooms, stream
+            lambda: self._tables.runs_of(layout, handles_N, rooms), read, lease, stream
         )
 
     def step(self, joined: JoinedGrads, rates_KR: Tensor, ctx: StepContext) -> None:

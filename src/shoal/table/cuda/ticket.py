@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.gradients import Runs, bags_of
 from shoal.table.cuda.calls import CallShape
+from shoal.table.cuda.side_stream import Lease
 from shoal.table.shard import IdGroups, not_copied
 from shoal.uncompiled import uncompiled
 
@@ -33,17 +34,19 @@ class CudaTicket:
         shard: who issued it.
         groups, shape: the call.
         handles_N: int32 [N] on the device, -1 where the id has no row.
-        met_N: bool [N] on the device: what `probe` reported while it inserted.
+        met_N: int8 [N] on the device: what `probe` reported while it inserted.
         counts_N: int32 [N] occurrences on the device, or None: 1 each.
         event_time_s: when the lookup happened.
         runs: gives the runs of `handles_N` to a stream.
         stream: the shard's, at the lookup.
         held: where rows are in a cache, if the shard has one.
+        lease: what the handles are in, if they have no memory of their own.
     """
 
     __slots__ = (
         "__weakref__",
         "_bags",
+        "_lease",
         "_met_N",
         "counts_N",
         "event_time_s",
@@ -69,6 +72,7 @@ class CudaTicket:
         runs: Callable[[torch.cuda.Stream | None], Runs],
         stream: torch.cuda.Stream | None,
         held: HeldRows | None,
+        lease: Lease | None,
     ) -> None:
         self.shard = shard
         self.groups = groups
@@ -81,6 +85,7 @@ class CudaTicket:
         self.stream = stream
         self.held = held
         self.live = True
+        self._lease = lease
         self._bags: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> Any:
@@ -107,7 +112,7 @@ class CudaTicket:
     def found_N(self) -> Tensor:
         """bool [N] on the shard's device: the id had a row before this lookup. Waits for it."""
         # A row is new if one of its positions did not meet it.
-        handles_N, met_N = self.handles_N, self._met_N
+        handles_N, met_N = self.handles_N, self._met_N.view(torch.bool)
         return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
 
     def end(self) -> None:
