@@ -17,8 +17,26 @@ constexpr std::size_t kRemembered = 1 << 13;  // per thread; a power of two
 struct Remembered {
   std::uint64_t text[2];
   std::int64_t id;
-  std::uint64_t size;  // plus one: 0 is an empty entry
+  std::uint64_t key;  // size and whether it was read as an integer; 0 is an empty entry
 };
+
+// First and last bytes, which with the size make up a short text.
+inline void load(std::string_view text, std::uint64_t (&words)[2]) {
+  const char* p = text.data();
+  const std::size_t n = text.size();
+  words[0] = words[1] = 0;
+  if (n >= 8) {
+    std::memcpy(&words[0], p, 8);
+    std::memcpy(&words[1], p + n - 8, 8);
+  } else if (n >= 4) {
+    std::memcpy(&words[0], p, 4);
+    std::memcpy(&words[1], p + n - 4, 4);
+  } else {
+    for (std::size_t i = 0; i < n; ++i) {
+      words[0] |= static_cast<std::uint64_t>(static_cast<unsigned char>(p[i])) << (8 * i);
+    }
+  }
+}
 
 bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -56,24 +74,31 @@ bool spells(std::string_view text, std::int64_t* id) {
 // Texts that wait to be hashed, one to a lane.
 class Hashing {
  public:
-  Hashing(std::int64_t* ids) : ids_(ids) {
+  Hashing(std::int64_t* ids, bool spelled) : ids_(ids), spelled_(spelled) {
     if (!memo_) memo_ = std::make_unique<Remembered[]>(kRemembered);
   }
 
   void add(std::string_view text, std::int64_t at) {
-    Remembered* entry = nullptr;
+    Lane lane{text, at, nullptr, {{0, 0}, 0, 0}};
     if (text.size() <= kShort) {
-      std::uint64_t key[2] = {0, 0};
-      if (!text.empty()) std::memcpy(key, text.data(), text.size());
-      const std::uint64_t spread = (key[0] ^ (key[1] * 0x9e3779b97f4a7c15) ^ text.size()) *
-                                   0xbf58476d1ce4e5b9;
-      entry = &memo_[(spread >> 40) & (kRemembered - 1)];
-      if (entry->size == text.size() + 1 && entry->text[0] == key[0] && entry->text[1] == key[1]) {
-        ids_[at] = entry->id;
+      load(text, lane.made.text);
+      lane.made.key = 2 * text.size() + 2 + (spelled_ ? 1 : 0);
+      const std::uint64_t spread =
+          (lane.made.text[0] ^ lane.made.text[1] * 0x9e3779b97f4a7c15 ^ lane.made.key) *
+          0xbf58476d1ce4e5b9;
+      lane.entry = &memo_[(spread >> 40) & (kRemembered - 1)];
+      if (lane.entry->key == lane.made.key && lane.entry->text[0] == lane.made.text[0] &&
+          lane.entry->text[1] == lane.made.text[1]) {
+        ids_[at] = lane.entry->id;
         return;
       }
     }
-    lanes_[waiting_] = {text, at, entry};
+    std::int64_t number;
+    if (spelled_ && spells(text, &number)) {
+      keep(lane, number);
+      return;
+    }
+    lanes_[waiting_] = lane;
     if (++waiting_ == kBlakeLanes) finish();
   }
 
@@ -85,15 +110,7 @@ class Hashing {
     std::size_t longest = 1;
     for (int k = 0; k < waiting_; ++k) longest = std::max(longest, lanes_[k].text.size());
     for (std::size_t from = 0; from < longest; from += kBlakeBlock) block(state, from);
-    for (int k = 0; k < waiting_; ++k) {
-      const Lane& lane = lanes_[k];
-      const auto id = static_cast<std::int64_t>(digests_[k]);
-      ids_[lane.at] = id;
-      if (lane.entry == nullptr) continue;
-      Remembered made{{0, 0}, id, lane.text.size() + 1};
-      if (!lane.text.empty()) std::memcpy(made.text, lane.text.data(), lane.text.size());
-      *lane.entry = made;
-    }
+    for (int k = 0; k < waiting_; ++k) keep(lanes_[k], static_cast<std::int64_t>(digests_[k]));
     waiting_ = 0;
   }
 
@@ -102,7 +119,13 @@ class Hashing {
     std::string_view text;
     std::int64_t at;
     Remembered* entry;
+    Remembered made;
   };
+
+  void keep(Lane& lane, std::int64_t id) {
+    ids_[lane.at] = lane.made.id = id;
+    if (lane.entry != nullptr) *lane.entry = lane.made;
+  }
 
   // The block that begins at a byte; lanes whose text ended before run on, and are not read again.
   void block(std::uint64_t (&state)[8][kBlakeLanes], std::size_t from) {
@@ -127,6 +150,7 @@ class Hashing {
 
   static thread_local std::unique_ptr<Remembered[]> memo_;
   std::int64_t* ids_;
+  bool spelled_;
   Lane lanes_[kBlakeLanes];
   std::uint64_t digests_[kBlakeLanes];
   int waiting_ = 0;
@@ -139,11 +163,9 @@ thread_local std::unique_ptr<Remembered[]> Hashing::memo_;
 template <class Offset>
 void ids_of_texts(const char* data, const Offset* offsets, std::int64_t n, bool spelled,
                   std::int64_t* ids) {
-  Hashing hashing(ids);
+  Hashing hashing(ids, spelled);
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::string_view text(data + offsets[i],
-                                static_cast<std::size_t>(offsets[i + 1] - offsets[i]));
-    if (!(spelled && spells(text, &ids[i]))) hashing.add(text, i);
+    hashing.add({data + offsets[i], static_cast<std::size_t>(offsets[i + 1] - offsets[i])}, i);
   }
   hashing.finish();
 }

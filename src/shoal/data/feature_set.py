@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -341,6 +342,8 @@ def _filled(array: pa.Array, default: Any, name: str, rows: Rows) -> pa.Array:
     return array
 
 
+# A scalar of Python's costs Arrow a search for pandas.
+@lru_cache(maxsize=4096)
 def _as_type(default: Any, kind: pa.DataType, name: str) -> pa.Scalar:
     import pyarrow as pa
 
@@ -396,22 +399,29 @@ class Evaluated:
         Raises:
             InputError: no feature has ids.
         """
-        size = 0
-        lengths, values, weights = [], [], []
-        for name, part in self.ids.items():
-            own = part.values if isinstance(part, Ragged) else part
-            values.append(own)
-            size = part.batch_size if isinstance(part, Ragged) else own.numel()
-            lengths.append(part.lengths if isinstance(part, Ragged) else torch.ones_like(own))
-            if self.weights:
-                weights.append(self.weights.get(name, torch.ones(own.numel(), device="cpu")))
-        keyed = KeyedRagged.from_lengths(
+        values = [one.values if isinstance(one, Ragged) else one for one in self.ids.values()]
+        first = next(iter(self.ids.values()), Ragged.from_lists([]))
+        size = first.batch_size if isinstance(first, Ragged) else first.numel()
+        offsets_FB1 = torch.zeros(len(values) * size + 1, dtype=torch.int64, device="cpu")
+        base = 0
+        for f, (part, own) in enumerate(zip(self.ids.values(), values, strict=True)):
+            ends_B = offsets_FB1[f * size + 1 : (f + 1) * size + 1]
+            if isinstance(part, Ragged):
+                torch.add(part.offsets_B1[1:], base, out=ends_B)
+            else:
+                torch.arange(base + 1, base + size + 1, out=ends_B)
+            base += own.numel()
+        weights = [
+            self.weights.get(name, torch.ones(own.numel(), device="cpu"))
+            for name, own in zip(self.ids, values, strict=True)
+            if self.weights
+        ]
+        keyed = KeyedRagged(
             tuple(self.ids),
-            torch.cat(values) if values else torch.empty(0, dtype=torch.int64, device="cpu"),
-            torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.cat(values) if values else offsets_FB1[:0],
+            offsets_FB1,
             torch.cat(weights) if weights else None,
         )
-        assert keyed.batch_size == size
         return ModelInputs(keyed, self.joined_dense())
 
     def joined_dense(self) -> Tensor | None:
