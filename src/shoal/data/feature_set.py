@@ -32,7 +32,7 @@ from shoal.data.values import (
     within,
 )
 from shoal.errors import ConfigError, unknown_name
-from shoal.ids import TEXT_TYPES, mix64
+from shoal.ids import TEXT_TYPES, ids_of_text, mix64
 from shoal.ragged import KeyedRagged, Ragged
 
 if TYPE_CHECKING:
@@ -577,6 +577,8 @@ def _ids(
         import pyarrow as pa
 
         array = pa.array(numbers, from_pandas=True)
+    if lengths is None and spec.ids is None and spec.default and _is_plain_text(array):
+        return _with_default_id(array, str(spec.default)), None
     if lengths is None and spec.default != "":
         array = _filled(array, spec.default, name, rows)
     elif lengths is None:
@@ -599,6 +601,21 @@ def _ids(
     if lengths is None:
         return ids_N, made
     return Ragged.from_lengths(ids_N, torch.from_numpy(lengths)), made
+
+
+def _is_plain_text(array: pa.Array) -> bool:
+    return str(array.type) in ("string", "large_string") and array.null_count > 0
+
+
+def _with_default_id(text: pa.Array, default: str) -> Tensor:
+    """Ids of text [N], the default's where it is missing; no text is copied for that."""
+    import pyarrow as pa
+
+    buffers = [None, *text.buffers()[1:]]
+    present = pa.Array.from_buffers(text.type, len(text), buffers, offset=text.offset)
+    ids_N = ids_of_text(present)
+    ids_N[torch.from_numpy(as_numpy(text.is_null()))] = ids_of_text([default])[0]
+    return ids_N
 
 
 def _with_default(

@@ -62,6 +62,8 @@ class TestIds:
         with pytest.raises(DataError, match=r"column 'f' for feature 'f' in row 1.*default"):
             ids(rows, Id())
         assert ids(rows, Id(), default="y") == [text("x"), text("y")]
+        longer = table(f=["left out", None, "z", None, ""]).slice(1)
+        assert ids(longer, Id(), default="5") == [[5], text("z"), [5], text("")]
         assert ids(rows, Id(), default="") == [text("x"), []]
         assert ids(table(f=pa.array([1, None])), Id(), default=7) == [[1], [7]]
         assert ids(table(f=pa.nulls(2)), Id(), default=7) == [[7], [7]]
