@@ -91,6 +91,7 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/checkpoint.py --json out-checkpoint.json
 	.venv-peers/bin/python bench/sync.py --json out-sync.json
 	.venv-peers/bin/python bench/plan.py --json out-plan.json
+	.venv-peers/bin/python bench/features.py --json out-features.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 
 format: setup

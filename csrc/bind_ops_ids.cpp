@@ -4,6 +4,7 @@
 #include "ops_ids.h"
 #include "ops_reorder.h"
 #include "ops_sparse_fids.h"
+#include "text_ids.h"
 
 namespace nb = nanobind;
 
@@ -39,6 +40,8 @@ std::unique_ptr<FidSplit> fid_split(Address ids, Address splits, std::int64_t n,
 }  // namespace
 
 void bind_ids_ops(nb::module_& m) {
+  m.def("ids_of_texts32", &Wired<&ids_of_texts<std::int32_t>>::call, Release());
+  m.def("ids_of_texts64", &Wired<&ids_of_texts<std::int64_t>>::call, Release());
   nb::class_<Dedup>(m, "Dedup")
       .def(nb::new_(&Wired<&Dedup::of>::call), Release())
       .def_prop_ro("unique", &Dedup::unique)

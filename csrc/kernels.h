@@ -138,6 +138,9 @@ struct Kernels {
   // The largest absolute value; infinity where one is not a number.
   double (*largest32)(const float*, std::int64_t n);
   double (*largest64)(const double*, std::int64_t n);
+  // Four blake2b states over one block each; see text_hash_impl.h.
+  void (*blake_blocks)(std::uint64_t* state, const std::uint64_t* words,
+                       const std::uint64_t* counts, const std::uint64_t* last);
 };
 
 const Kernels& kernels();

@@ -2,6 +2,7 @@
 // at the end has internal linkage: no code compiled for a wide set may serve a narrow machine.
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -16,6 +17,7 @@ inline std::size_t element_size(DType dtype) {
 
 #include "gather_impl.h"
 #include "apply_impl.h"
+#include "text_hash_impl.h"
 
 namespace shoal {
 namespace {
@@ -167,7 +169,7 @@ double largest64(const double* x, std::int64_t n) { return largest<double, std::
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
     probe_ids, find_copy, gather, apply, sum, init_rows,
-    find_between, largest32, largest64,
+    find_between, largest32, largest64, blake_blocks,
 };
 
 }  // namespace shoal

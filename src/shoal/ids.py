@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.address import check_dense
+from shoal._core import ops as core
+from shoal.address import address, check_dense
 from shoal.errors import ConfigError, DTypeError, InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -85,11 +85,6 @@ TEXT_TYPES = (
     "null",
 )
 
-# Vectorised parsing reads these; the rest is parsed one by one: up to 20 digits, blanks around.
-_SHORT_INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")
-_BOOLEANS = {b"true": 1, b"True": 1, b"TRUE": 1, b"false": 0, b"False": 0, b"FALSE": 0}
-
 
 def max_slot(layout: FidLayout = "v2") -> int:
     """Largest slot of a layout: 1023 (v1) or 32767 (v2)."""
@@ -162,7 +157,7 @@ def hash_strings(
 ) -> Tensor:
     """Ids of strings: blake2b of their UTF-8 bytes, 8 bytes little-endian, as int64 [N].
 
-    Each distinct string is hashed once, so dictionary-encoded columns are cheapest. With `slot`
+    Dictionary-encoded columns are cheapest: their dictionary is hashed. With `slot`
     the id has the slot and the low bits of the hash; without, all 64 bits are the hash.
 
     Raises:
@@ -171,10 +166,7 @@ def hash_strings(
     """
     if slot is not None:
         _check_slots(slot, layout)
-    uniques, inverse_N = _uniques_of(strings)
-    words = [_hash(unique) for unique in uniques.to_pylist()]
-    hashes_U = torch.tensor(words, dtype=torch.int64, device="cpu")
-    ids_N = hashes_U[inverse_N]
+    ids_N = _ids_of(strings, spelled=False)
     return ids_N if slot is None else make_fid(slot, ids_N, layout)
 
 
@@ -193,17 +185,7 @@ def ids_of_text(
         DTypeError: not strings or bytes.
         InputError: a missing value.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    uniques, inverse_N = _uniques_of(strings)
-    uniques = uniques.cast(pa.large_binary())
-    plain = pc.match_substring_regex(uniques, _SHORT_INTEGER)
-    plain_U = np.array(plain.to_numpy(zero_copy_only=False), dtype=bool)
-    ids_U = np.empty(len(uniques), dtype=np.int64)
-    ids_U[plain_U] = uniques.filter(plain).cast(pa.large_string()).cast(pa.int64()).to_numpy()
-    ids_U[~plain_U] = [_id_of(text) for text in uniques.filter(pc.invert(plain)).to_pylist()]
-    return torch.from_numpy(ids_U)[inverse_N]
+    return _ids_of(strings, spelled=True)
 
 
 class SlotRegistry:
@@ -321,23 +303,29 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _hash(text: str | bytes) -> int:
-    data = text.encode() if isinstance(text, str) else text
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _id_of(text: bytes) -> int:
-    spelled = text.strip()
-    if spelled in _BOOLEANS:
-        return _BOOLEANS[spelled]
-    if _INTEGER.fullmatch(spelled) and -(1 << 63) <= (number := int(spelled)) < 1 << 64:
-        return _signed(number & ((1 << 64) - 1))
-    return _hash(text)
-
-
-def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
-    """Distinct strings, and int64 [N] of each string's place among them."""
+def _ids_of(strings: Any, *, spelled: bool) -> Tensor:
+    """Ids of text, int64 [N]; those of a dictionary are made once."""
     import pyarrow as pa  # `import shoal` needs torch and numpy only
+
+    column = _text_of(strings)
+    if pa.types.is_dictionary(column.type):
+        places_N = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        return _ids_of(column.dictionary, spelled=spelled)[torch.from_numpy(places_N)]
+    if str(column.type) not in ("string", "binary", "large_string", "large_binary"):
+        column = column.cast(pa.large_binary())
+    wide = str(column.type).startswith("large")
+    ids_N = torch.empty(len(column), dtype=torch.int64, device="cpu")
+    if len(column):
+        _, offsets, data = column.buffers()
+        made = core.ids_of_texts64 if wide else core.ids_of_texts32
+        first = offsets.address + column.offset * (8 if wide else 4)
+        made(data.address if data else 0, first, len(column), spelled, address(ids_N))
+    return ids_N
+
+
+def _text_of(strings: Any) -> pa.Array:
+    """A column of text in one piece, without nulls."""
+    import pyarrow as pa
 
     remedy = "Numbers are ids already: give them a slot with make_fid."
     try:
@@ -348,15 +336,14 @@ def _uniques_of(strings: Any) -> tuple[pa.Array, Tensor]:
         ) from error
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
+    encoded = pa.types.is_dictionary(column.type)
+    kind = column.type.value_type if encoded else column.type
     if len(column) == 0:
-        return pa.array([], pa.string()), torch.empty(0, dtype=torch.int64, device="cpu")
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        return pa.array([], pa.string())
     if str(kind) not in TEXT_TYPES and not pa.types.is_fixed_size_binary(kind):
         allowed = "strings or bytes"
         raise DTypeError("type of strings", got=kind, allowed=allowed, remedy=remedy)
-    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-    if column.null_count or encoded.dictionary.null_count:
+    if column.null_count or (encoded and column.dictionary.null_count):
         fill = "Fill them first: pyarrow.compute.fill_null(column, '')."
         raise InputError("strings", got="nulls", allowed="no nulls", remedy=fill)
-    places = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return encoded.dictionary, torch.from_numpy(places)
+    return column

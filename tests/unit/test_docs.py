@@ -25,6 +25,7 @@ RUNNABLE = [
     ROOT / "README.md",
     DOCS / "guide" / "tables.md",
     DOCS / "guide" / "checkpoints.md",
+    DOCS / "guide" / "features.md",
     DOCS / "guide" / "missing-values-and-ids.md",
     DOCS / "guide" / "planner.md",
     DOCS / "reference" / "ops.md",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -139,14 +141,18 @@ def test_no_strings_give_no_ids(strings: object) -> None:
     assert ids.shape == (0,)
 
 
-def test_each_distinct_string_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.ids
-
-    calls: list[object] = []
-    hashed = shoal.ids._hash
-    monkeypatch.setattr(shoal.ids, "_hash", lambda text: calls.append(text) or hashed(text))
-    hash_strings(["x", "y", "x"] * 100)
-    assert sorted(calls) == ["x", "y"]  # type: ignore[type-var]
+def test_texts_of_any_length_have_the_hash_of_hashlib() -> None:
+    # Around words and blocks of blake2b, in one call: neighbours are hashed together.
+    lengths = [0, 1, 7, 8, 9, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000]
+    texts = [bytes((7 * k + i) % 256 for i in range(k)) for k in lengths for _ in range(2)]
+    texts = [texts[(11 * k) % len(texts)] for k in range(3 * len(texts))]
+    words = [hashlib.blake2b(text, digest_size=8).digest() for text in texts]
+    expected = [int.from_bytes(word, "little", signed=True) for word in words]
+    for kind in (pa.binary(), pa.large_binary()):
+        column = pa.array(texts, kind)
+        assert hash_strings(column).tolist() == expected
+        assert hash_strings(column.slice(5)).tolist() == expected[5:]
+        assert hash_strings(column.dictionary_encode()).tolist() == expected
 
 
 def test_hashed_ids_carry_their_slot() -> None:

@@ -371,6 +371,7 @@ def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
     shared = {"label", "dense", "dense_fill", "time", "weight"}
     recipe = Recipe(
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
+        computed=settings.features,
         **settings.model_dump(include=shared),
     )
     if isinstance(settings, tree.CsvFiles):

@@ -23,6 +23,14 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from shoal.data.feature_set import (
+    ID_RULES,
+    ElementWise,
+    FeatureSet,
+    FeatureSpec,
+    sequence_group,
+)
+from shoal.data.kinds import KINDS
 from shoal.errors import ConfigError, UnknownName, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
@@ -55,6 +63,8 @@ _FAMILIES: dict[str, Registry] = {
     "initializer": INITIALIZERS,
     "compressor": COMPRESSORS,
     "schedule": SCHEDULES,
+    "feature": KINDS,
+    "ids": ID_RULES,
 }
 
 
@@ -198,12 +208,14 @@ class _Built:
 
     build: Callable[[Any], Any]
 
+    dump: Callable[[Any], Any] = dump
+
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self.build,
-            serialization=core_schema.plain_serializer_function_ser_schema(dump),
+            serialization=core_schema.plain_serializer_function_ser_schema(self.dump),
         )
 
 
@@ -228,12 +240,78 @@ def _expiry(value: Any) -> Any:
     return None if value is None else build_record(value, Expiry, "expiry")
 
 
+_GROUP = ("delimiter", "length", "features")
+
+
+def _features(value: Any) -> FeatureSet:
+    """Features by name: settings of a kind and of `FeatureSpec`, or a group of sequences."""
+    if isinstance(value, FeatureSet):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            "features", got=repr(value), allowed="name: {kind: ...}", remedy="Name each feature."
+        )
+    made: list[FeatureSpec] = []
+    for name, settings in value.items():
+        if isinstance(settings, Mapping) and settings.get("kind") == "group":
+            rest = {key: own for key, own in settings.items() if key != "kind"}
+            for key in rest:
+                if key not in _GROUP:
+                    raise unknown_name(f"setting of group {name!r}", str(key), _GROUP)
+            inner = [_feature(str(key), own) for key, own in rest.pop("features", {}).items()]
+            shared = build_record(rest, ElementWise, f"group {name!r}")
+            made += sequence_group(
+                str(name), inner, delimiter=shared.delimiter, length=shared.length
+            )
+        else:
+            made.append(_feature(str(name), settings))
+    return FeatureSet(tuple(made))
+
+
+def _feature(name: str, value: Any) -> FeatureSpec:
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, Mapping):
+        allowed = "a kind, or {kind: ..., ...}"
+        raise ConfigError(f"feature {name!r}", repr(value), allowed, "Say which kind it is.")
+    common = {field.name for field in fields(FeatureSpec)} - {"name", "kind"}
+    own = {key: setting for key, setting in settings.items() if key not in common}
+    shared = {key: setting for key, setting in settings.items() if key in common}
+    kind = own.get("kind")
+    if isinstance(kind, str) and kind in KINDS:
+        known = [*(field.name for field in fields(KINDS[kind])), *common, "kind"]
+        for key in own:
+            if key not in known:
+                raise unknown_name(f"setting of feature {name!r} ({kind})", str(key), known)
+    elif isinstance(kind, str):
+        raise unknown_name(f"kind of feature {name!r}", kind, [*KINDS, "group"])
+    made: dict[str, Any] = {"name": name, "kind": build(own, KINDS)}
+    hints = typing.get_type_hints(FeatureSpec)
+    for key, setting in shared.items():
+        if key == "ids" and setting is not None:
+            made[key] = build(setting, ID_RULES)
+        elif key == "sequence" and setting is not None:
+            told = {} if setting is True else setting
+            made[key] = build_record(told, ElementWise, f"sequence of feature {name!r}")
+        else:
+            made[key] = _convert(setting, hints[key], f"{key} of feature {name!r}")
+    return FeatureSpec(**made)
+
+
+def _dump_features(value: FeatureSet) -> dict[str, Any]:
+    plain = {}
+    for spec in value.features:
+        settings = {key: own for key, own in dump(spec).items() if key not in ("name", "kind")}
+        plain[spec.name] = {**dump(spec.kind), **settings}
+    return plain
+
+
 OptimizerRule = Annotated[Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
 InitializerRule = Annotated[Initializer, _Built(lambda value: build(value, INITIALIZERS))]
 CompressorRule = Annotated[Compressor, _Built(lambda value: build(value, COMPRESSORS))]
 LearningRate = Annotated[float | Schedule, _Built(_rate)]
 AdmissionRule = Annotated[Admission | None, _Built(_admission)]
 ExpiryRule = Annotated[Expiry | None, _Built(_expiry)]
+Features = Annotated[FeatureSet, _Built(_features, _dump_features)]
 
 
 # Larger numbers are mistakes, and sums of them would not fit 64 bits.
@@ -268,11 +346,14 @@ class FileSource(Section):
     """What Parquet and CSV files share: which columns are what.
 
     `eval_paths` are files to evaluate on; without them `data.split` divides `paths` by time.
+    `features` are computed of columns (`shoal.data.feature_set`); one of `ids` and `features` is
+    needed.
     """
 
     paths: tuple[str, ...]
     eval_paths: tuple[str, ...] = ()
-    ids: dict[str, IdSettings]
+    ids: dict[str, IdSettings] = Field(default_factory=dict)
+    features: Features = Field(default_factory=lambda: FeatureSet(()))
     label: str
     dense: tuple[str, ...] = ()
     dense_fill: Annotated[float, Field(allow_inf_nan=False)] | None = None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from shoal.data import flights
 from shoal.data.batch import Batch, TensorSource
-from shoal.data.features import IdFeature, Recipe, cross, encode
+from shoal.data.feature_set import FeatureSet, FeatureSpec, sequence_group
+from shoal.data.features import IdFeature, Recipe, encode, model_inputs
+from shoal.data.kinds import cross
 from shoal.data.loader import Loader, Order, Pace, RankShare
 from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, split_by_time
 from shoal.data.synthetic import SyntheticClicks
@@ -15,6 +17,8 @@ from shoal.data.synthetic import SyntheticClicks
 __all__ = [
     "Batch",
     "CsvSource",
+    "FeatureSet",
+    "FeatureSpec",
     "IdFeature",
     "Loader",
     "Order",
@@ -29,5 +33,7 @@ __all__ = [
     "cross",
     "encode",
     "flights",
+    "model_inputs",
+    "sequence_group",
     "split_by_time",
 ]

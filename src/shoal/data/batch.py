@@ -79,6 +79,7 @@ class TensorSource:
         dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
         weights: float [N], finite and at least 0, or None.
+        id_weights: feature name -> float32, one for each of its ids; ids of other features weigh 1.
 
     Raises:
         InputError: no features, or a label, dense value or weight that is not so.
@@ -94,6 +95,7 @@ class TensorSource:
         dense: Tensor | None = None,
         times_s: Tensor | None = None,
         weights: Tensor | None = None,
+        id_weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
         _check(ids, labels, size, {"dense": dense, "times_s": times_s, "weights": weights})
@@ -108,6 +110,8 @@ class TensorSource:
         _check_values("labels", self._labels, low=0.0, high=1.0)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
+        self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
+        self._check_id_weights()
         self._runs = _runs_of(self._ids)
 
     @property
@@ -133,15 +137,18 @@ class TensorSource:
         rows = rows_B.numpy()
         values: list[_Array] = []
         lengths: list[_Array] = []
+        weights: list[_Array] = []
         for part in self._runs:
             if isinstance(part, Ragged):
-                chosen, lengths_B = _chosen(part, rows)
-                values.append(chosen)
+                at_N, lengths_B = _places(part, rows)
+                values.append(part.values.numpy()[at_N])
                 lengths.append(lengths_B)
+                weights.append(self._weights_at(part, at_N))
             else:
                 picked_FB = part[:, rows]
                 values.append(picked_FB.reshape(-1))
                 lengths.append(np.ones(picked_FB.size, dtype=np.int64))
+                weights.append(np.ones(picked_FB.size, dtype=np.float32))
         offsets = np.zeros(len(self._features) * rows.size + 1, dtype=np.int64)
         np.cumsum(np.concatenate(lengths), out=offsets[1:])
         times_B = self._times.numpy()[rows]
@@ -150,6 +157,7 @@ class TensorSource:
                 self._features,
                 torch.from_numpy(np.concatenate(values)),
                 torch.from_numpy(offsets),
+                torch.from_numpy(np.concatenate(weights)) if self._id_weights else None,
             ),
             labels=_rows_of(self._labels, rows),
             dense=None if self._dense is None else _rows_of(self._dense, rows),
@@ -158,13 +166,30 @@ class TensorSource:
             times_B=torch.from_numpy(times_B),
         )
 
+    def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
+        for name, own in self._id_weights.items():
+            if self._ids[name] is part:
+                return own.numpy()[at_N]
+        return np.ones(at_N.size if self._id_weights else 0, dtype=np.float32)
+
+    def _check_id_weights(self) -> None:
+        for name, own in self._id_weights.items():
+            part = self._ids.get(name)
+            size = part.values.numel() if isinstance(part, Ragged) else -1
+            if own.shape != (size,):
+                raise _shape(f"weights of ids of {name!r}", own, "one for each id of its lists")
+            _check_values(f"weights of ids of {name!r}", own)
+
     def select(self, rows_M: Tensor) -> TensorSource:
         """A copy of the examples of these numbers (int64 [M]), in this order."""
         ids: dict[str, Tensor | Ragged] = {}
+        id_weights: dict[str, Tensor] = {}
         for name, part in self._ids.items():
             if isinstance(part, Ragged):
-                values, lengths_M = map(torch.from_numpy, _chosen(part, rows_M.numpy()))
-                ids[name] = Ragged.from_lengths(values, lengths_M)
+                at_N, lengths_M = map(torch.from_numpy, _places(part, rows_M.numpy()))
+                ids[name] = Ragged.from_lengths(part.values[at_N], lengths_M)
+                if name in self._id_weights:
+                    id_weights[name] = self._id_weights[name][at_N]
             else:
                 ids[name] = part[rows_M]
         return TensorSource(
@@ -173,11 +198,8 @@ class TensorSource:
             dense=None if self._dense is None else self._dense[rows_M],
             times_s=self._times[rows_M],
             weights=None if self._weights is None else self._weights[rows_M],
+            id_weights=id_weights,
         )
-
-    def _parts(self) -> tuple[dict[str, Tensor | Ragged], Tensor, dict[str, Tensor | None]]:
-        more = {"dense": self._dense, "times_s": self._times, "weights": self._weights}
-        return self._ids, self._labels, more
 
 
 def join(parts: Sequence[TensorSource]) -> TensorSource:
@@ -192,12 +214,18 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         raise InputError("features of sources", got=got, allowed="the same in all", remedy=remedy)
     if len(parts) == 1:
         return parts[0]
-    every = [part._parts() for part in parts]
-    ids: dict[str, Tensor | Ragged] = {}
-    for name in parts[0].features:
-        ids[name] = _appended([own[name] for own, _, _ in every])
-    more = {key: _maybe_cat([own[key] for _, _, own in every]) for key in every[0][2]}
-    return TensorSource(ids, torch.cat([labels for _, labels, _ in every]), **more)
+    ids = {name: _appended([part._ids[name] for part in parts]) for name in parts[0].features}
+    weighted = parts[0]._id_weights
+    return TensorSource(
+        ids,
+        torch.cat([part._labels for part in parts]),
+        dense=_maybe_cat([part._dense for part in parts]),
+        times_s=torch.cat([part._times for part in parts]),
+        weights=_maybe_cat([part._weights for part in parts]),
+        id_weights={
+            name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
+        },
+    )
 
 
 def _runs_of(ids: Mapping[str, Tensor | Ragged]) -> list[_Array | Ragged]:
@@ -217,15 +245,14 @@ def _runs_of(ids: Mapping[str, Tensor | Ragged]) -> list[_Array | Ragged]:
     return runs
 
 
-def _chosen(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
-    """Ids [N] and lengths [B] of some examples of a jagged feature."""
+def _places(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
+    """Where the ids of some examples of a jagged feature are, [N], and their lengths [B]."""
     offsets = part.offsets_B1.numpy()
     starts_B = offsets[rows_B]
     lengths_B = offsets[rows_B + 1] - starts_B
     ends_B = np.cumsum(lengths_B)
     count = int(ends_B[-1]) if ends_B.size else 0
-    at_N = np.arange(count) + np.repeat(starts_B - (ends_B - lengths_B), lengths_B)
-    return part.values.numpy()[at_N], lengths_B
+    return np.arange(count) + np.repeat(starts_B - (ends_B - lengths_B), lengths_B), lengths_B
 
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
@@ -233,11 +260,15 @@ def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
 
 
 def _appended(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
-    jagged = [part for part in parts if isinstance(part, Ragged)]
-    if jagged:
-        values = torch.cat([part.values for part in jagged])
-        return Ragged.from_lengths(values, torch.cat([part.lengths for part in jagged]))
-    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    single = [part for part in parts if isinstance(part, Tensor)]
+    if len(single) == len(parts):
+        return torch.cat(single)
+    # One id an example where nothing was missing, lists elsewhere.
+    values = [part.values if isinstance(part, Ragged) else part for part in parts]
+    lengths = [
+        part.lengths if isinstance(part, Ragged) else torch.ones_like(part) for part in parts
+    ]
+    return Ragged.from_lengths(torch.cat(values), torch.cat(lengths))
 
 
 def _maybe_cat(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -6,9 +6,10 @@ docs/guide/missing-values-and-ids.md. Text becomes ids by `shoal.ids.ids_of_text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,30 +37,41 @@ class Rows:
         where: the file, or another name of the table.
         first: number of the first row, from 0; a header line is no row.
         spelled: numbers and lists are text, and empty text is missing, as in CSV.
+        ends: of values that are not one a row: the values until each row's end.
+        feature: the feature that they are read for, if it computes something.
     """
 
     where: str
     first: int = 0
     spelled: bool = False
+    ends: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    feature: str = ""
 
-    def error(self, what: str, row: int, got: object, allowed: str, remedy: str) -> DataError:
-        """An error of the value in a row, counted from 0 within these rows."""
-        at = f"{what} in row {self.first + row} of {self.where}"
+    def error(self, what: str, place: int, got: object, allowed: str, remedy: str) -> DataError:
+        """An error of a value, counted from 0 within these rows."""
+        row = place
+        if self.ends is not None:
+            row = int(np.searchsorted(self.ends, place, side="right"))
+        at = f"{what}{self._for} in row {self.first + row} of {self.where}"
         return DataError(at, got=got, allowed=allowed, remedy=remedy)
 
     def wrong_type(self, name: str, column: pa.Array, allowed: str) -> DataError:
         """An error of a column's type."""
         return DataError(
-            f"type of column {name!r} of {self.where}",
+            f"type of column {name!r}{self._for} of {self.where}",
             got=column.type,
             allowed=allowed,
             remedy="Convert the column, or name another.",
         )
 
+    @property
+    def _for(self) -> str:
+        return f" for feature {self.feature!r}" if self.feature else ""
+
     def refuse_nulls(self, column: pa.Array, what: str, remedy: str = _DROP) -> None:
         """Raise for the first null."""
         if column.null_count:
-            row = _first(_numpy(column.is_null()))
+            row = _first(as_numpy(column.is_null()))
             raise self.error(what, row, "null", "none missing", remedy)
 
 
@@ -74,6 +86,32 @@ def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column
 
 
+def check_present(names: Iterable[str], present: Iterable[str], where: str) -> None:
+    """Check that columns are there, each once.
+
+    Raises:
+        DataError: one is missing, and the nearest that are there; or there twice, and where.
+    """
+    have = list(present)
+    for name in names:
+        if have.count(name) > 1:
+            places = [str(place) for place, other in enumerate(have) if other == name]
+            raise DataError(
+                f"columns of {where}",
+                got=f"{name!r} at places {', '.join(places)} (from 0)",
+                allowed="each name once",
+                remedy="Rename one of them, or leave it out.",
+            )
+        if name not in have:
+            near = difflib.get_close_matches(name, have, n=5, cutoff=0.4) or have[:10]
+            raise DataError(
+                f"column {name!r} of {where}",
+                got="no such column",
+                allowed=f"among others {', '.join(near)}" if near else "no columns at all",
+                remedy="Change the name in the recipe, or add the column to the file.",
+            )
+
+
 def ids(column: pa.Array, name: str, rows: Rows) -> Tensor:
     """One id per value, int64 [N].
 
@@ -83,10 +121,10 @@ def ids(column: pa.Array, name: str, rows: Rows) -> Tensor:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if rows.spelled and _is_text(column):
+    if rows.spelled and is_text(column):
         column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
     rows.refuse_nulls(column, f"id column {name!r}")
-    return _words(column, name, rows)
+    return words(column, name, rows)
 
 
 def lists(column: pa.Array, name: str, rows: Rows, *, max_length: int | None = None) -> Ragged:
@@ -98,13 +136,13 @@ def lists(column: pa.Array, name: str, rows: Rows, *, max_length: int | None = N
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if rows.spelled and _is_text(column):
+    if rows.spelled and is_text(column):
         column = _split(column)
     if pa.types.is_null(column.type):
         column = column.cast(pa.list_(pa.null()))
-    if not any(getattr(pa.types, is_one)(column.type) for is_one in _LIST_TYPES):
+    if not is_list(column.type):
         raise rows.wrong_type(name, column, "lists of ids")
-    lengths_N = _numpy(pc.fill_null(column.value_lengths(), 0).cast(pa.int64()))
+    lengths_N = as_numpy(pc.fill_null(column.value_lengths(), 0).cast(pa.int64()))
     if max_length is not None and (lengths_N > max_length).any():
         row = _first(lengths_N > max_length)
         remedy = "Shorten the lists, or raise max_length."
@@ -113,12 +151,12 @@ def lists(column: pa.Array, name: str, rows: Rows, *, max_length: int | None = N
     values = decoded(column.flatten())
     if values.null_count:
         ends_N = np.cumsum(lengths_N)
-        place = _first(_numpy(values.is_null()))
+        place = _first(as_numpy(values.is_null()))
         row = int(np.searchsorted(ends_N, place, side="right"))
         got = f"null at place {place - (ends_N[row] - lengths_N[row])} of the list"
         remedy = "Leave it out of the list, or write a value that stands for 'unknown'."
         raise rows.error(f"list column {name!r}", row, got, "no null in a list", remedy)
-    return Ragged.from_lengths(_words(values, name, rows), torch.from_numpy(lengths_N))
+    return Ragged.from_lengths(words(values, name, rows), torch.from_numpy(lengths_N))
 
 
 def numbers(
@@ -139,24 +177,12 @@ def numbers(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if rows.spelled and _is_text(column):
-        column = _parsed(column, name, rows, [pa.float64()], "a number")
-    kind, types = column.type, pa.types
-    if types.is_boolean(kind):
-        column = column.cast(pa.uint8())
-    elif not (
-        types.is_floating(kind)
-        or types.is_integer(kind)
-        or types.is_decimal(kind)
-        or types.is_null(kind)
-    ):
-        raise rows.wrong_type(name, column, "numbers")
-    values = column.cast(pa.float32(), safe=False)
+    values = floats(column, name, rows, pa.float32())
     if fill is not None:
         missing = pc.is_null(values, nan_is_null=True)
         values = pc.if_else(missing, pa.scalar(fill, pa.float32()), values)
     rows.refuse_nulls(values, f"column {name!r}", remedy)
-    values_N = _numpy(values)
+    values_N = as_numpy(values)
     bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
     if bad_N.any():
         row = _first(bad_N)
@@ -164,6 +190,27 @@ def numbers(
         allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""
         raise rows.error(f"column {name!r}", row, column[row].as_py(), allowed, remedy)
     return torch.from_numpy(values_N)
+
+
+def floats(column: pa.Array, name: str, rows: Rows, kind: pa.DataType) -> pa.Array:
+    """Numbers and booleans as a floating type, and text where that is spelled; nulls stay.
+
+    Raises:
+        DataError: text that is no number, or another type.
+    """
+    import pyarrow as pa
+
+    if rows.spelled and is_text(column):
+        column = parsed(column, name, rows, [pa.float64()], "a number")
+    types = pa.types
+    if types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    elif not any(
+        is_one(column.type)
+        for is_one in (types.is_floating, types.is_integer, types.is_decimal, types.is_null)
+    ):
+        raise rows.wrong_type(name, column, "numbers")
+    return column.cast(kind, safe=False)
 
 
 def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
@@ -174,16 +221,16 @@ def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
     """
     import pyarrow as pa
 
-    if rows.spelled and _is_text(column):
+    if rows.spelled and is_text(column):
         kinds = [pa.int64(), pa.timestamp("ns"), pa.timestamp("ns", tz="UTC")]
-        column = _parsed(column, name, rows, kinds, "whole seconds or an ISO 8601 time")
+        column = parsed(column, name, rows, kinds, "whole seconds or an ISO 8601 time")
     rows.refuse_nulls(column, f"time column {name!r}")
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         zone = column.type.tz if pa.types.is_timestamp(column.type) else None
         column = column.cast(pa.timestamp("s", tz=zone), safe=False).cast(pa.int64())
     if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
         raise rows.wrong_type(name, column, "a timestamp or whole seconds")
-    times_N = _numpy(column.cast(pa.int64()))
+    times_N = as_numpy(column.cast(pa.int64()))
     bad_N = (times_N < 0) | (times_N > _LAST_SECOND)
     if bad_N.any():
         row = _first(bad_N)
@@ -193,25 +240,30 @@ def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
     return torch.from_numpy(times_N)
 
 
-def _words(column: pa.Array, name: str, rows: Rows) -> Tensor:
-    """The id of each value: integers as they are, text by its rule; no nulls."""
+def words(column: pa.Array, name: str, rows: Rows) -> Tensor:
+    """The id of each value, int64 [N]: integers as they are, text by its rule; no nulls.
+
+    Raises:
+        DataError: a type that is neither integers, text nor booleans.
+    """
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_null(kind):
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    if _is_text(column):
+    if is_text(column):
         return ids_of_text(column)
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_uint64(kind):
-        return torch.from_numpy(_numpy(column).view(np.int64))
+        return torch.from_numpy(as_numpy(column).view(np.int64))
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return torch.from_numpy(_numpy(column.cast(pa.int64())))
+        return torch.from_numpy(as_numpy(column.cast(pa.int64())))
     raise rows.wrong_type(name, column, "integers, text or booleans")
 
 
-def _is_text(column: pa.Array) -> bool:
+def is_text(column: pa.Array) -> bool:
+    """Whether a column holds text or bytes, maybe by a dictionary."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
@@ -222,16 +274,29 @@ def _is_text(column: pa.Array) -> bool:
 
 def _split(column: pa.Array) -> pa.Array:
     """Text like "3 17 US" as lists of words; none for text that is empty or blank."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     # ASCII blanks, as in `ids_of_text`: a no-break space is part of a word.
     text = pc.ascii_trim_whitespace(column)
-    words = pc.ascii_split_whitespace(text)
-    return pc.if_else(pc.equal(text, ""), pa.scalar([], words.type), words)
+    return without_empty(text, pc.ascii_split_whitespace(text))
 
 
-def _parsed(
+def without_empty(text: pa.Array, parts: pa.Array) -> pa.Array:
+    """Lists that were split from text; empty ones for empty text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return pc.if_else(pc.equal(text, ""), pa.scalar([], parts.type), parts)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is of lists."""
+    import pyarrow as pa
+
+    return any(getattr(pa.types, is_one)(kind) for is_one in _LIST_TYPES)
+
+
+def parsed(
     column: pa.Array, name: str, rows: Rows, kinds: Sequence[pa.DataType], allowed: str
 ) -> pa.Array:
     """Text as the first of some types that all of it spells.
@@ -287,6 +352,7 @@ def _first(marks_N: np.ndarray[Any, Any]) -> int:
     return int(np.flatnonzero(marks_N)[0])
 
 
-def _numpy(array: pa.Array) -> np.ndarray[Any, Any]:
+def as_numpy(array: pa.Array) -> np.ndarray[Any, Any]:
+    """A copy that may be written."""
     # Arrow's buffers are read-only; torch wants memory it may write.
     return np.array(array.to_numpy(zero_copy_only=False))

@@ -1,16 +1,16 @@
 """From Arrow columns to ids, dense features and labels.
 
-An id is the column's integer itself, or what its text stands for (`shoal.ids.ids_of_text`): an
+Features computed otherwise are a recipe's `computed` (`shoal.data.feature_set`). Of the others, an
+id is the column's integer itself, or what its text stands for (`shoal.ids.ids_of_text`): an
 integer if it spells one, else its 64-bit hash. Several columns crossed are one id that mixes theirs
 in order. A list column is a jagged feature.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from shoal.data import columns
 from shoal.data.batch import TensorSource
 from shoal.data.columns import Rows
-from shoal.errors import ConfigError, DataError
-from shoal.ids import mix64
+from shoal.data.feature_set import Evaluated, FeatureSet, ModelInputs
+from shoal.data.kinds import cross
+from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -70,16 +71,17 @@ class Recipe:
     """Which columns of a table are what.
 
     Args:
-        ids: the id features, in batch order; at least one.
+        ids: features whose ids are columns' values, in batch order.
         label: a column of 0..1 or booleans; it is nothing else.
         dense: columns of finite numbers, in batch order.
         dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.
         weight: a column of finite numbers of at least 0.
+        computed: features computed of columns, after `ids` and `dense`.
 
     Raises:
-        ConfigError: no id features, a name twice, a column in roles that exclude each other, or
-            a `dense_fill` that is not finite.
+        ConfigError: no feature with ids, a name twice, a column in roles that exclude each other,
+            or a `dense_fill` that is not finite.
     """
 
     ids: tuple[IdFeature, ...]
@@ -88,12 +90,15 @@ class Recipe:
     dense_fill: float | None = None
     time: str | None = None
     weight: str | None = None
+    computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
 
     def __post_init__(self) -> None:
-        names = [feature.name for feature in self.ids]
+        names = self.features
         if not names or len(set(names)) != len(names):
             remedy = "Name each id feature once."
-            raise ConfigError("id features", got=names, allowed="1 or more names", remedy=remedy)
+            raise ConfigError(
+                "id features", got=list(names), allowed="1 or more names", remedy=remedy
+            )
         if self.dense_fill is not None and not math.isfinite(self.dense_fill):
             raise ConfigError(
                 "dense_fill", got=self.dense_fill, allowed="a finite number", remedy="Set one."
@@ -104,6 +109,7 @@ class Recipe:
         lists = {name for feature in self.ids if feature.is_list for name in feature.columns}
         single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
         others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight]
+        others += self.computed.columns
         numbers = [*self.dense, self.label, self.time, self.weight]
         for name, got, is_wrong in [
             (self.label, "the label and something else", self.label in others),
@@ -121,15 +127,24 @@ class Recipe:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the id features, in batch order."""
-        return tuple(feature.name for feature in self.ids)
+        return (*(feature.name for feature in self.ids), *self.computed.names)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense columns of a batch."""
+        return len(self.dense) + self.computed.num_dense
 
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
+        others = (self.label, self.time, self.weight)
+        return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
+
+    @property
+    def input_columns(self) -> list[str]:
+        """Columns that features are made of, each once."""
         named = [column for feature in self.ids for column in feature.columns]
-        named += [*self.dense, self.label]
-        named += [name for name in (self.time, self.weight) if name is not None]
-        return list(dict.fromkeys(named))
+        return list(dict.fromkeys([*named, *self.dense, *self.computed.columns]))
 
     def check_columns(self, present: Iterable[str], where: str) -> None:
         """Check that all columns are there, each once.
@@ -137,37 +152,7 @@ class Recipe:
         Raises:
             DataError: one is missing, and the nearest that are there; or there twice, and where.
         """
-        have = list(present)
-        for name in self.columns:
-            if have.count(name) > 1:
-                places = [str(place) for place, other in enumerate(have) if other == name]
-                raise DataError(
-                    f"columns of {where}",
-                    got=f"{name!r} at places {', '.join(places)} (from 0)",
-                    allowed="each name once",
-                    remedy="Rename one of them, or leave it out.",
-                )
-            if name not in have:
-                near = difflib.get_close_matches(name, have, n=5, cutoff=0.4) or have[:10]
-                remedy = "Change the name in the recipe, or add the column to the file."
-                raise DataError(
-                    f"column {name!r} of {where}",
-                    got="no such column",
-                    allowed=f"among others {', '.join(near)}" if near else "no columns at all",
-                    remedy=remedy,
-                )
-
-
-def cross(parts: Sequence[Tensor]) -> Tensor:
-    """One id of several, in order: int64 [N] each in, int64 [N] out.
-
-    h = id_0, then h = mix64(mix64(h) ^ id_k): different pairs of ids give different bits for a
-    fixed first or second id, and collide otherwise as 64-bit hashes do.
-    """
-    crossed = parts[0]
-    for part in parts[1:]:
-        crossed = mix64(mix64(crossed) ^ part)
-    return crossed
+        columns.check_present(self.columns, present, where)
 
 
 def encode(
@@ -190,7 +175,39 @@ def encode(
     """
     recipe.check_columns(table.schema.names, where)
     rows = Rows(where, first_row, spelled)
-    there = {name: columns.decoded(table.column(name)) for name in recipe.columns}
+    found = _evaluated(table, recipe, rows)
+    others = (recipe.label, recipe.time, recipe.weight)
+    there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
+    weights = None
+    if recipe.weight is not None:
+        weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
+    return TensorSource(
+        found.ids,
+        columns.numbers(there[recipe.label], recipe.label, rows, low=0.0, high=1.0),
+        dense=found.joined_dense(),
+        times_s=None
+        if recipe.time is None
+        else columns.times(there[recipe.time], recipe.time, rows),
+        weights=weights,
+        id_weights=found.weights,
+    )
+
+
+def model_inputs(
+    table: pa.Table, recipe: Recipe, where: str, *, spelled: bool = False, threads: int = 1
+) -> ModelInputs:
+    """What a model takes of an Arrow table, without labels: as `encode` makes it for training.
+
+    Raises:
+        DataError: as `encode`, but for labels, weights and times.
+    """
+    read = recipe.input_columns
+    columns.check_present(read, table.schema.names, where)
+    return _evaluated(table, recipe, Rows(where, 0, spelled), threads).inputs()
+
+
+def _evaluated(table: pa.Table, recipe: Recipe, rows: Rows, threads: int = 1) -> Evaluated:
+    there = {name: columns.decoded(table.column(name)) for name in recipe.input_columns}
     ids: dict[str, Tensor | Ragged] = {}
     for feature in recipe.ids:
         if feature.is_list:
@@ -198,24 +215,13 @@ def encode(
             limit = feature.max_length
             ids[feature.name] = columns.lists(there[name], name, rows, max_length=limit)
         else:
-            parts = [columns.ids(there[name], name, rows) for name in feature.columns]
-            ids[feature.name] = cross(parts)
+            ids[feature.name] = cross([columns.ids(there[n], n, rows) for n in feature.columns])
     dense = [
         columns.numbers(there[name], name, rows, fill=recipe.dense_fill, remedy=_FILL)
         for name in recipe.dense
     ]
-    weights = None
-    if recipe.weight is not None:
-        weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
-    return TensorSource(
-        ids,
-        columns.numbers(there[recipe.label], recipe.label, rows, low=0.0, high=1.0),
-        dense=torch.stack(dense, dim=1) if dense else None,
-        times_s=None
-        if recipe.time is None
-        else columns.times(there[recipe.time], recipe.time, rows),
-        weights=weights,
-    )
+    more = recipe.computed.evaluate(there, table.num_rows, rows, threads=threads)
+    return Evaluated({**ids, **more.ids}, more.weights, [*dense, *more.dense])
 
 
 def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:

@@ -159,7 +159,7 @@ class ParquetSource:
     @property
     def num_dense(self) -> int:
         """Dense columns."""
-        return len(self._recipe.dense)
+        return self._recipe.num_dense
 
     def __len__(self) -> int:
         return self._size

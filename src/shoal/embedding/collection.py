@@ -463,7 +463,8 @@ class EmbeddingCollection(nn.Module):
         """
         scalars.event_time(event_time_s)
         if not (self.training and torch.is_grad_enabled()):
-            return self._compiled.inputs(self._exchange.read(self._requests.of(batch)))
+            request = self._requests.of(batch)
+            return self._compiled.inputs(self._exchange.read(request), request.ordered)
         ledger, exchange = self.ledger, self._exchange
         ctx = ledger.context(event_time_s)
         route = ledger.route_of(batch, self._compiled.plan)
@@ -474,7 +475,7 @@ class EmbeddingCollection(nn.Module):
                 route = exchange.dispatch(request, insert=self.init_on_lookup, ctx=ctx)
             ledger.opened(route)
         outputs = Lookup.apply(self._anchor, self, route, ctx)  # type: ignore[no-untyped-call]
-        return self._compiled.inputs(outputs)
+        return self._compiled.inputs(outputs, route.request.ordered)
 
     def begin(self, batch: KeyedRagged, event_time_s: int = 0) -> None:
         """Begin the lookup of a later training batch: its ids set out for the rows' owners.

@@ -15,10 +15,11 @@ from shoal.ragged import Ragged
 
 @runtime_checkable
 class Combiner(Protocol):
-    """What a feature's rows are pooled with; `pooling` is the name shards know it by."""
+    """What a feature's rows are pooled with.
 
-    @property
-    def pooling(self) -> Pooling: ...
+    Shards know those of `COMBINERS` by their `pooling`, a name of `shoal.lookup.Pooling`. Any other
+    class is a combiner of one's own, whose `combine` is called on the rows.
+    """
 
     @property
     def max_seq_length(self) -> int:
@@ -114,5 +115,5 @@ class FirstN:
         return segment_first_n(embeddings_ND, ragged.offsets_B1, self.length)
 
 
-COMBINERS: tuple[type[Combiner], ...] = (ReduceSum, ReduceMean, FirstN)
+COMBINERS = (ReduceSum, ReduceMean, FirstN)
 """What shards can pool with."""

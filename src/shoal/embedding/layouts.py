@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
-from shoal.errors import ConfigError, unknown_name
-from shoal.lookup import Columns, Joined, LayoutKind, PoolPlan, join, plan_of
+from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.lookup import Columns, Joined, LayoutKind, Pooling, PoolPlan, join, plan_of
+from shoal.ragged import KeyedRagged, Ragged
 from shoal.table.spec import TableSpec
 
 KINDS = get_args(LayoutKind)
@@ -26,8 +27,14 @@ class Feature:
     Args:
         name: its key in a batch.
         table: name of the table its ids live in; several features may share one.
-        combiner: how an example's rows become one input.
+        combiner: how an example's rows become one input. One of your own needs `max_length`; it
+            is called with the columns of each layout slice, on zero-padded rows [B, max_length, D]
+            in memory.
         max_length: most ids one example may hold; a longer list is an InputError. None: no limit.
+
+    Raises:
+        ConfigError: no combiner, one of your own without `max_length` or with weights of its own,
+            or a `max_length` below 1.
     """
 
     name: str
@@ -36,10 +43,8 @@ class Feature:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.combiner) not in COMBINERS:
-            allowed = "a ReduceSum(), ReduceMean() or FirstN(length)"
-            remedy = "For another pooling, take the rows with FirstN and pool them in the model."
-            raise ConfigError(f"combiner of feature {self.name!r}", self.combiner, allowed, remedy)
+        if self.is_custom:
+            self._check_custom()
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
                 f"max_length of feature {self.name!r}",
@@ -47,6 +52,66 @@ class Feature:
                 allowed="None or at least 1",
                 remedy="Leave it out for lists of any length.",
             )
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the combiner is one of your own, which shards do not know."""
+        return type(self.combiner) not in COMBINERS
+
+    @property
+    def pooling(self) -> tuple[Pooling, int]:
+        """How shards pool the rows, and the rows they keep of an example, 0 for all as one."""
+        if isinstance(self.combiner, COMBINERS) and not self.is_custom:
+            return self.combiner.pooling, self.combiner.max_seq_length
+        return "first_n", self.max_length or 0
+
+    def _check_custom(self) -> None:
+        what = f"combiner of feature {self.name!r}"
+        if isinstance(self.combiner, nn.Module):
+            raise ConfigError(
+                what,
+                got="a torch module",
+                allowed="an object without weights of its own",
+                remedy="Take the rows with FirstN, and pool them in the model.",
+            )
+        if isinstance(self.combiner, type) or not isinstance(self.combiner, Combiner):
+            raise ConfigError(
+                what,
+                got=self.combiner,
+                allowed="ReduceSum(), ReduceMean(), FirstN(length), or an object with "
+                "combine(), output_shape() and max_seq_length",
+                remedy="Give it the methods of shoal.embedding.combiners.Combiner.",
+            )
+        if self.max_length is None:
+            raise ConfigError(
+                what,
+                got=f"{type(self.combiner).__name__} without max_length",
+                allowed="max_length with a combiner of your own: that many rows are kept",
+                remedy="Set Feature.max_length, or take the rows with FirstN and pool them in "
+                "the model.",
+            )
+
+    def combine(self, rows_BLD: Tensor, ids: Ragged) -> Tensor:
+        """What the feature's own combiner makes of zero-padded rows.
+
+        Raises:
+            ShapeError: not the combiner's `output_shape`.
+        """
+        offsets_B1, count = ids.offsets_B1, ids.values.numel()
+        # The size is known on the host: a device need not be asked for it.
+        bags_B = torch.arange(ids.batch_size, device=rows_BLD.device)
+        bags_N = bags_B.repeat_interleave(offsets_B1.diff(), output_size=count)
+        steps_N = torch.arange(count, device=rows_BLD.device) - offsets_B1[bags_N]
+        made = self.combiner.combine(ids, rows_BLD[bags_N, steps_N])
+        shape = (ids.batch_size, *self.combiner.output_shape(rows_BLD.shape[-1])[1:])
+        if not isinstance(made, Tensor) or tuple(made.shape) != shape:
+            raise ShapeError(
+                f"result of the combiner of feature {self.name!r}",
+                got=list(made.shape) if isinstance(made, Tensor) else type(made).__name__,
+                allowed=f"{list(shape)}, as its output_shape says",
+                remedy="Correct combine() or output_shape().",
+            )
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +155,33 @@ class CompiledLayouts:
     Args:
         plan: one `Pool` per feature in `features` order.
         names: of the outputs: model inputs, and what `joined` joins.
-        joined: model inputs that are several outputs side by side in dim 2.
+        joined: layouts of model inputs that are several outputs, and the outputs' names.
+        custom: outputs whose rows a feature's own combiner pools.
         order: names of the model inputs as declared.
     """
 
     plan: PoolPlan
     names: tuple[str, ...]
-    joined: Mapping[str, tuple[str, ...]]
+    joined: Mapping[str, tuple[LayoutKind, tuple[str, ...]]]
+    custom: Mapping[str, Feature]
     order: tuple[str, ...]
 
-    def inputs(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Model inputs by name, as declared, of the plan's outputs [B, width]."""
+    def inputs(self, outputs: Sequence[Tensor], ordered: KeyedRagged) -> dict[str, Tensor]:
+        """Model inputs by name, as declared, of the plan's outputs [B, width] for some ids."""
         named = dict(zip(self.names, outputs, strict=True))
         for name, shape in self.shapes:
             named[name] = named[name].view(-1, *shape)
+        for name, feature in self.custom.items():
+            named[name] = feature.combine(named[name], ordered[feature.name])
         if not self.joined:
             return named
-        for name, parts in self.joined.items():
-            named[name] = torch.cat([named[part] for part in parts], dim=2)
+        for name, (kind, parts) in self.joined.items():
+            tensors = [named[part] for part in parts]
+            if kind == "concat":
+                named[name] = torch.cat(tensors, dim=-1)
+            else:
+                stacked = torch.stack(tensors, dim=1)
+                named[name] = stacked if kind == "stack" else stacked.sum(dim=1)
         return {name: named[name] for name in self.order}
 
     @cached_property
@@ -134,17 +208,27 @@ def compile_layouts(
     """
     positions = _check_features(tables, features)
     inputs: list[Joined] = []
+    joined: dict[str, tuple[LayoutKind, tuple[str, ...]]] = {}
+    order: list[str] = []
     for layout in layouts:
         parts = [_columns(layout, piece, tables, features, positions) for piece in layout.slices]
         if layout.kind == "none":
             names = [p.feature if p.segment is None else f"{p.feature}/{p.segment}"
                      for p in layout.slices]  # fmt: skip
-            inputs += [
-                join(name, "concat", [part]) for name, part in zip(names, parts, strict=True)
-            ]
+            made = [join(name, "concat", [part]) for name, part in zip(names, parts, strict=True)]
+        elif any(features[part.feature].is_custom for part in parts):
+            made = _parts(layout.name, parts)
+            joined[layout.name] = layout.kind, tuple(part.name for part in made)
+            _check_joined(layout, [_shape(features[p.feature], p.stop - p.start) for p in parts])
         else:
-            inputs.append(join(layout.name, layout.kind, parts))
-    order = [made.name for made in inputs]
+            made = [join(layout.name, layout.kind, parts)]
+            if len(parts) > 1 and len(made[0].shape) == 2 and parts[0].length:
+                # An output each, copied together: in a joined gradient the rows of one feature lie
+                # far apart, which costs more than the copy.
+                made = _parts(layout.name, parts)
+                joined[layout.name] = "concat", tuple(part.name for part in made)
+        inputs += made
+        order += [layout.name] if layout.kind != "none" else [one.name for one in made]
     _check_names(order)
     used = {part.feature for made in inputs for part, _, _ in made.places}
     unused = [feature.name for i, feature in enumerate(features) if i not in used]
@@ -153,20 +237,40 @@ def compile_layouts(
         raise ConfigError(
             "features without a layout", unused, "each in one or more layouts", remedy
         )
-    poolings = [(f.combiner.pooling, f.combiner.max_seq_length) for f in features]
-    outputs: list[Joined] = []
-    joined: dict[str, tuple[str, ...]] = {}
-    for made in inputs:
-        own = [made]
-        if len(made.places) > 1 and len(made.shape) == 2 and made.places[0][0].length:
-            # An output each, copied together: in a joined gradient the rows of one feature lie far
-            # apart, which costs more than the copy.
-            places = enumerate(made.places)
-            own = [join(f"\0{made.name}/{i}", "concat", [part]) for i, (part, _, _) in places]
-            joined[made.name] = tuple(part.name for part in own)
-        outputs += own
-    named = tuple(made.name for made in outputs)
-    return CompiledLayouts(plan_of(poolings, outputs), named, joined, tuple(order))
+    own = ((made.name, features[made.places[0][0].feature]) for made in inputs)
+    return CompiledLayouts(
+        plan_of([feature.pooling for feature in features], inputs),
+        tuple(made.name for made in inputs),
+        joined,
+        {name: feature for name, feature in own if feature.is_custom},
+        tuple(order),
+    )
+
+
+def _parts(name: str, parts: Sequence[Columns]) -> list[Joined]:
+    """An output for each part of a model input."""
+    return [join(f"\0{name}/{i}", "concat", [part]) for i, part in enumerate(parts)]
+
+
+def _shape(feature: Feature, width: int) -> tuple[int | None, ...]:
+    """Of a part of a model input, without the batch."""
+    return tuple(feature.combiner.output_shape(width)[1:])
+
+
+def _check_joined(layout: Layout, shapes: Sequence[tuple[int | None, ...]]) -> None:
+    """Check shapes that `shoal.lookup.join` cannot know.
+
+    Raises:
+        ConfigError: they do not fit the layout.
+    """
+    alike = [shape[:-1] if layout.kind == "concat" else shape for shape in shapes]
+    if len(set(alike)) > 1:
+        raise ConfigError(
+            f"shapes of the slices of {layout.kind} layout {layout.name!r}",
+            got=[list(shape) for shape in shapes],
+            allowed="one shape; in a concat layout of any last width",
+            remedy="Use a layout for each shape, or 'none'.",
+        )
 
 
 def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]) -> dict[str, int]:
@@ -195,7 +299,7 @@ def _columns(
     index = positions[piece.feature]
     spec = tables[features[index].table]
     start, stop = (0, spec.dim) if piece.segment is None else spec.columns(piece.segment)
-    return Columns(index, start, stop, features[index].combiner.max_seq_length)
+    return Columns(index, start, stop, features[index].pooling[1])
 
 
 def _check_names(names: list[str]) -> None:

@@ -184,3 +184,45 @@ def test_a_pace_holds_batches_back(file: str, monkeypatch: pytest.MonkeyPatch):
     data = opened({**SOURCE, "paths": [file]}, split=LATER, pace={"speed": 0.001})
     assert len(list(data.train)) == len(waits) == 2
     assert waits == pytest.approx([10_000, 20_000], rel=0.01)  # 20 s and 30 s follow 10 s
+
+
+FEATURES = {
+    "user": "id",
+    "page": {"kind": "id", "ids": {"kind": "vocabulary", "values": ["a", "b"]}},
+    "old": {"kind": "raw", "column": "age", "ids": {"kind": "boundaries", "edges": [1, 2]}},
+    "twice": {"kind": "expression", "expression": "age * 2"},
+}
+
+
+def test_computed_features_of_a_config(file: str):
+    source = {**SOURCE, "ids": {}, "features": FEATURES, "paths": [file]}
+    data = opened(source, split=LATER)
+    assert (data.features, data.num_dense) == (("user", "page", "old"), 2)
+    first = next(iter(data.train))
+    assert first.ids.to_lists() == {"user": [[1], [1]], "page": [[1], [2]], "old": [[1], [2]]}
+    assert first.dense.tolist() == [[1.0, 2.0], [2.0, 4.0]]
+    settings = config.from_mapping({"name": "t", "data": {"source": source, "split": LATER}})
+    again = type(settings.data)(**settings.data.model_dump())
+    assert again == settings.data
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"kind": "idd"}, r"kind of feature 'f'.*'idd'.*id"),
+        ({"kind": "id", "colum": "x"}, r"feature 'f' \(id\).*'colum'.*column"),
+        ({"kind": "id", "defalt": "x"}, r"'defalt'.*default"),
+        ({"kind": "id", "ids": {"kind": "vocab"}}, "vocabulary"),
+        ({"kind": "id", "ids": {"kind": "hash"}}, "ids hash.*size"),
+        ({"kind": "expression", "expression": "age +"}, r"expression 'age \+'"),
+        ({"kind": "raw", "width": "x"}, "width of feature 'f'"),
+        ({"kind": "id", "sequence": {"delimeter": ";"}}, "'delimeter'.*delimiter"),
+        ({"kind": "group", "lenght": 3}, "group 'f'.*'lenght'.*length"),
+        ({"kind": "id", "column": "feature:f"}, "f of f"),
+        (None, "feature 'f'.*None"),
+    ],
+)
+def test_features_that_are_wrong(file: str, feature: object, message: str):
+    source = {**SOURCE, "features": {"f": feature}, "paths": [file]}
+    with pytest.raises(ConfigError, match=message):
+        opened(source, split=LATER)

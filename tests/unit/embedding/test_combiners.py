@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
-from shoal.embedding.layouts import Feature
+from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, ShapeError
 from shoal.lookup import Output, Pool, PoolPlan, Slice
-from shoal.ragged import Ragged
+from shoal.optim import SparseOptimizer
+from shoal.ragged import KeyedRagged, Ragged
+from shoal.rules.optimizers import SGD
 from shoal.table.facade import Table
 from shoal.table.shard import IdGroups
 from shoal.table.spec import Segment, TableSpec
@@ -67,14 +70,30 @@ def test_one_row_per_id(combiner: Combiner) -> None:
 
 
 class Max(ReduceSum):
-    """Looks like a sum to a shard."""
+    """Looks like a sum to a shard; the largest of each column, or -1 without rows."""
 
     def combine(self, ragged: Ragged, embeddings_ND: torch.Tensor) -> torch.Tensor:
-        return embeddings_ND.amax(0, keepdim=True)
+        bags = embeddings_ND.split(ragged.lengths.tolist())
+        none = -torch.ones_like(embeddings_ND[:1].sum(0))
+        return torch.stack([bag.amax(0) if len(bag) else none for bag in bags])
+
+
+class LastTwo:
+    """The last two rows as they are: a sequence, by a class of its own."""
+
+    max_seq_length = 2
+
+    def output_shape(self, dim: int) -> tuple[int | None, ...]:
+        return (None, 2, dim)
+
+    def combine(self, ragged: Ragged, embeddings_ND: torch.Tensor) -> torch.Tensor:
+        zeros = embeddings_ND.new_zeros(2, embeddings_ND.shape[1])
+        bags = embeddings_ND.split(ragged.lengths.tolist())
+        return torch.stack([torch.cat([zeros, bag])[-2:] for bag in bags])
 
 
 class Nameless:
-    """A combiner that shards know by no name."""
+    """Without output_shape."""
 
     max_seq_length = 0
 
@@ -82,14 +101,112 @@ class Nameless:
         return embeddings_ND
 
 
+class Learned(torch.nn.Linear):
+    """Has weights of its own."""
+
+    combine = output_shape = max_seq_length = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
-    "combiner",
-    [Max(), Nameless(), ReduceSum, "mean", None],
-    ids=["max", "nameless", "class", "text", "none"],
+    ("combiner", "message"),
+    [
+        (Max(), "Max without max_length"),
+        (Nameless(), "output_shape"),
+        (ReduceSum, "ReduceSum"),
+        ("mean", "mean"),
+        (None, "None"),
+        (Learned(1, 1), "torch module"),
+    ],
+    ids=["max", "nameless", "class", "text", "none", "module"],
 )
-def test_a_feature_refuses_what_no_shard_would_call(combiner: Any) -> None:
-    with pytest.raises(ConfigError, match=r"combiner of feature 'f'.*FirstN.*pool them"):
+def test_a_feature_refuses_what_cannot_be_called(combiner: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"combiner of feature 'f'.*{message}"):
         Feature("f", "t", combiner)
+
+
+WORDS = {1: [1.0, 8.0, -1.0], 2: [5.0, 2.0, -2.0], 3: [3.0, 3.0, -3.0]}
+BAGS = [[1, 2], [], [3, 1, 2], [2, 2]]
+
+
+def words(*features: Feature, layouts: Any = None) -> EmbeddingCollection:
+    spec = TableSpec(
+        name="t",
+        segments=(
+            Segment(dim=1, name="a", optimizer=SGD(lr=0.1)),
+            Segment(dim=2, name="b", optimizer=SGD(lr=0.1)),
+        ),
+    )
+    owner = EmbeddingCollection([spec], features, layouts)
+    owner.table("t").assign(torch.tensor(list(WORDS)), torch.tensor(list(WORDS.values())))
+    return owner
+
+
+def lists(**features: list[list[int]]) -> KeyedRagged:
+    return KeyedRagged.from_lists(features)
+
+
+def test_a_combiner_of_ones_own_is_called_and_has_gradients() -> None:
+    owner = words(Feature("f", "t", Max(), max_length=3))
+    out = owner(lists(f=BAGS))["f"]
+    assert out.tolist() == [[5, 8, -1], [-1, -1, -1], [5, 8, -1], [5, 2, -2]]
+    assert owner.eval()(lists(f=BAGS))["f"].tolist() == out.tolist()
+    owner.train()
+
+    weights = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    (out * weights).sum().backward()
+    SparseOptimizer(owner).step()
+    # The largest of a column gets the gradient; equals share it, as torch's amax does.
+    dense = torch.tensor(list(WORDS.values()), requires_grad=True)
+    bags = [dense[[i - 1 for i in bag]].amax(0) if bag else dense.new_zeros(3) for bag in BAGS]
+    (torch.stack(bags) * weights).sum().backward()
+    assert dense.grad is not None
+    found = owner.table("t").lookup(torch.tensor(list(WORDS)))
+    torch.testing.assert_close(found, dense.detach() - 0.1 * dense.grad)
+
+
+def test_weights_multiply_rows_ahead_of_a_combiner_of_ones_own() -> None:
+    owner = words(Feature("f", "t", Max(), max_length=2))
+    batch = KeyedRagged.from_lists({"f": [[1, 2]]}, {"f": [[10.0, 1.0]]})
+    assert owner(batch)["f"].tolist() == [[10, 80, -2]]
+
+
+def test_layouts_of_combiners_of_ones_own() -> None:
+    features = [
+        Feature("f", "t", Max(), max_length=3),
+        Feature("g", "t"),
+        Feature("s", "t", LastTwo(), max_length=3),
+    ]
+    b = [LayoutSlice("f", "b"), LayoutSlice("g", "b")]
+    layouts = [
+        Layout("side", "concat", (LayoutSlice("f", "a"), *b)),
+        Layout("stacked", "stack", tuple(b)),
+        Layout("added", "addn", tuple(b)),
+        Layout("alone", "none", (LayoutSlice("s", "b"),)),
+    ]
+    out = words(*features, layouts=layouts)(lists(f=[[1, 2]], g=[[3, 3]], s=[[1, 2, 3]]))
+    assert list(out) == ["side", "stacked", "added", "s/b"]
+    assert out["side"].tolist() == [[5, 8, -1, 6, -6]]
+    assert out["stacked"].tolist() == [[[8, -1], [6, -6]]]
+    assert out["added"].tolist() == [[14, -7]]
+    assert out["s/b"].tolist() == [[[2, -2], [3, -3]]]
+    with pytest.raises(ConfigError, match="shapes of the slices of stack layout 'x'"):
+        parts = (LayoutSlice("f", "b"), LayoutSlice("s", "b"))
+        words(*features, layouts=[*layouts, Layout("x", "stack", parts)])
+
+
+class Forgets(Max):
+    """Returns something else than it says."""
+
+    def combine(self, ragged: Ragged, embeddings_ND: torch.Tensor) -> torch.Tensor:
+        return embeddings_ND
+
+
+def test_a_result_of_another_shape_is_refused() -> None:
+    owner = words(Feature("f", "t", Forgets(), max_length=3))
+    with pytest.raises(ShapeError, match=r"combiner of feature 'f'.*\[7, 3\].*\[4, 3\]"):
+        owner(lists(f=BAGS))
+    with pytest.raises(ShapeError, match="max_length"):
+        owner(lists(f=[[1, 2, 3, 1]]))
 
 
 def test_a_plan_refuses_an_unknown_pooling() -> None:

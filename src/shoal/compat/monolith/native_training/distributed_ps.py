@@ -30,7 +30,7 @@ from shoal.compat.monolith.native_training.parsers import (
     ShardingSparseFidsOpParams,
     offsets_of,
 )
-from shoal.embedding.combiners import Combiner
+from shoal.embedding.combiners import COMBINERS, Combiner
 from shoal.errors import ConfigError, InputError
 from shoal.exchange.wire import Wire
 from shoal.ops import (
@@ -240,15 +240,21 @@ class PartitionedHashTable:
             table_of = dict.fromkeys(tables, cls.native_table)
         else:
             tables, table_of = merged_slots(feature_name_to_config)
-        features = {
-            name: FeatureConfig(
+        features = {}
+        for name, combiner in feature_to_combiner.items():
+            if not isinstance(combiner, COMBINERS) or type(combiner) not in COMBINERS:
+                raise ConfigError(
+                    f"combiner of feature {name!r}",
+                    got=combiner,
+                    allowed="ReduceSum(), ReduceMean() or FirstN(length)",
+                    remedy="Pool rows of FirstN in the model, or use an EmbeddingCollection.",
+                )
+            features[name] = FeatureConfig(
                 table_of[name],
                 tuple(feature_to_unmerged_slice_dims[name]),
                 "firstn" if combiner.pooling == "first_n" else combiner.pooling,
                 combiner.max_seq_length,
             )
-            for name, combiner in feature_to_combiner.items()
-        }
         configs = FeatureConfigs(features, layout_configs)
         parts = max(num_ps, 1)
         return ShardingSparseFidsOpParams(
