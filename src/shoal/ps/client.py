@@ -11,7 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
-from shoal.comm.transport import Client, Frames, Secret
+from shoal.comm.transport import Client, Frames, Secret, wait_for
 from shoal.errors import ConfigError, ServerLost
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
@@ -294,7 +294,7 @@ class Servers:
             until_s = time.monotonic() + self._patience.reply_s
             for server in lost:
                 under_way[server] = send(server)
-        wait([future for future in under_way if future is not None])
+        wait_for([future for future in under_way if future is not None])
         replies = [(b"", []) if future is None else future.result() for future in under_way]
         if reads:
             self._hedge.took(time.monotonic() - began_s)
