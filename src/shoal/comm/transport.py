@@ -37,7 +37,7 @@ Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
 _DONE, _FAILED = b"\0", b"\1"
 _NUMBER = 8  # bytes of a request's number
 _LINGER_MS = 1000
-MOST_BYTES = 1 << 31  # of a frame
+MOST_BYTES = 1 << 31  # of a frame, unless told
 _MOST_HEAD = 1 << 20  # bytes
 _MOST_FRAMES = 16
 _MESSAGES = 8  # of one client, that wait in a socket; requests to one server under way at once
@@ -205,6 +205,16 @@ class Server:
         self._door = threading.Thread(target=self._turn, daemon=True)
         for thread in (*self._threads, self._door):
             thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were read and wait for a thread."""
+        return self._work.qsize()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it reads no more requests."""
+        return self._stopping.is_set()
 
     def stop(self) -> None:
         """Read no more requests, answer those that were read, and close. May be called twice."""
@@ -431,8 +441,11 @@ class Client:
         while not over():
             if self._turn.acquire(blocking=False):
                 try:
-                    while not over() and not self._ended:
-                        self._exchange(until_s)
+                    while True:
+                        full = not self._send()
+                        if over() or self._ended:  # a server that moved fails its calls
+                            break
+                        self._receive(until_s, full=full)
                 finally:
                     self._leave()
             else:
@@ -471,9 +484,8 @@ class Client:
         with self._left:
             self._left.notify_all()
 
-    def _exchange(self, until_s: float | None) -> None:
-        """Send what is asked, wait for something to happen, and take what has come."""
-        full = not self._send()
+    def _receive(self, until_s: float | None, *, full: bool) -> None:
+        """Wait for something to happen, and take what has come; `full`: not all could be sent."""
         zmq = _package()
         every = [*self._calls.values(), *(call for line in self._held for call in line)]
         times = [call.deadline for call in every]

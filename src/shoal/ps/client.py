@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
 from shoal.comm.transport import Client, Frames, Secret, wait_for
-from shoal.errors import ConfigError, ServerLost
+from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
     Outgoing,
@@ -45,6 +46,7 @@ from shoal.ps.calls import (
     shares_of,
 )
 from shoal.ps.messages import (
+    MOST_BYTES,
     READS,
     REALS,
     UPDATES,
@@ -70,6 +72,7 @@ Asked = tuple[Head, Sequence[Any]]
 _CPU = torch.device("cpu")
 _NOBODY = -1  # of the servers, a worker is none
 _LONGEST_PAUSE_S = 10.0
+_GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Servers:
         secret: what the servers were given.
         stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
+        most_bytes: of a frame of a request or a reply, as servers have it.
         watch: called with `follow` before servers are greeted, so that one that moves meanwhile
             is found; None: they stay where they are.
 
@@ -127,6 +131,7 @@ class Servers:
         patience: Patience | None = None,
         secret: Secret | None = None,
         stale_updates: int = 0,
+        most_bytes: int = MOST_BYTES,
         watch: Callable[[Callable[[Mapping[int, str]], None]], None] | None = None,
     ) -> None:
         self.specs = tuple(specs)
@@ -134,7 +139,10 @@ class Servers:
         self.staleness = Staleness()
         self.worker = worker or uuid.uuid4().hex
         self._patience = patience or Patience()
-        self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
+        self._most_bytes = most_bytes
+        self._client = Client(
+            [_with_scheme(one) for one in addresses], secret=secret, most_bytes=most_bytes
+        )
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
         self._identities = [""] * self.count  # not known before the greeting
@@ -154,15 +162,38 @@ class Servers:
             raise
 
     def close(self) -> None:
-        """Wait for updates that are on their way, and disconnect. May be called twice.
+        """Wait for updates that are on their way, have those counted that were lost, disconnect.
+
+        May be called twice.
 
         Raises:
             ShoalError: one of them failed.
         """
         try:
             self._sender.close()
+            with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
+                self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
         finally:
             self._client.close()
+
+    def count_lost(self) -> int:
+        """How many updates of this worker servers have lost, once all have arrived.
+
+        A server counts numbers that never came when the next comes; this has it count now.
+
+        Raises:
+            ShoalError: an update failed, or a server gave no reply.
+        """
+        self._sender.settle()
+        return self._count_lost(self._patience)
+
+    def _count_lost(self, patience: Patience) -> int:
+        with self._updating:
+            asked: Asked = Head(method="count_lost"), []
+            requests = [self._numbered(asked, last) if last else None for last in self._numbers]
+            replies = self._asked(requests, patience)
+        self.staleness.lost = sum(int(said) for said, _ in replies if said)
+        return self.staleness.lost
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
@@ -204,6 +235,7 @@ class Servers:
             ServerLost: a server gave no reply, however often it was asked.
             ShoalError: what a server raised, or an update before this request.
         """
+        self._check_bytes(requests)
         methods = {request[0].method for request in requests if request is not None}
         if not methods:
             return [(b"", [])] * len(requests)
@@ -222,6 +254,7 @@ class Servers:
             ShoalError: what a server raised, now or at an update before this one, which then is
                 not sent.
         """
+        self._check_bytes(requests)
         if self._sender.most:  # the caller may write to its tensors before they are sent
             requests = [one and (one[0], [bytes(frame) for frame in one[1]]) for one in requests]
 
@@ -257,13 +290,16 @@ class Servers:
         added = {"number": number, "argument": math.ceil(self._patience.longest_s)}
         return request[0].model_copy(update=added), request[1]
 
-    def _asked(self, requests: Sequence[Asked | None]) -> list[Reply]:
+    def _asked(
+        self, requests: Sequence[Asked | None], patience: Patience | None = None
+    ) -> list[Reply]:
+        patience = patience or self._patience
         heads = [
             one and one[0].model_copy(update={"worker": self.worker, "server": meant}).to_bytes()
             for one, meant in zip(requests, self._identities, strict=True)
         ]
 
-        until_s = time.monotonic() + self._patience.reply_s
+        until_s = time.monotonic() + patience.reply_s
 
         def send(server: int) -> Future[Reply] | None:
             head, request = heads[server], requests[server]
@@ -281,7 +317,7 @@ class Servers:
             for server, other in again.items():
                 under_way[server] = first_reply(under_way[server], other)
         # All are waited for: the next update must not overtake one that a server still works on.
-        for repeat in range(self._patience.repeats):
+        for repeat in range(patience.repeats):
             lost = [
                 server
                 for server, future in enumerate(under_way)
@@ -290,8 +326,8 @@ class Servers:
             if not lost:
                 break
             self.staleness.repeated += len(lost)
-            time.sleep(random.uniform(0.5, 1) * self._patience.pause_of(repeat))
-            until_s = time.monotonic() + self._patience.reply_s
+            time.sleep(random.uniform(0.5, 1) * patience.pause_of(repeat))
+            until_s = time.monotonic() + patience.reply_s
             for server in lost:
                 under_way[server] = send(server)
         wait_for([future for future in under_way if future is not None])
@@ -300,9 +336,36 @@ class Servers:
             self._hedge.took(time.monotonic() - began_s)
         return replies
 
+    def _check_bytes(self, requests: Sequence[Asked | None]) -> None:
+        """Before anything is sent: a server would close the connection."""
+        sizes = [memoryview(frame).nbytes for one in requests if one for frame in one[1]]
+        if max(sizes, default=0) > self._most_bytes:
+            raise InputError(
+                "request to a parameter server",
+                got=f"{max(sizes)} bytes",
+                allowed=f"{self._most_bytes} bytes at most",
+                remedy="Send fewer ids at once, or raise distributed.servers.most_mib.",
+            )
+
 
 def _with_scheme(address: str) -> str:
     return address if "://" in address else f"tcp://{address}"
+
+
+def health_of(
+    addresses: Sequence[str], *, secret: Secret | None = None, timeout_s: float = 5.0
+) -> list[dict[str, Any] | None]:
+    """How servers are: state, rows, queue, updates, newest save; None of one without an answer."""
+    client = Client([_with_scheme(one) for one in addresses], secret=secret)
+    try:
+        head = Head(method="health").to_bytes()
+        replies = [client.call(k, head, timeout_s=timeout_s) for k in range(len(addresses))]
+        wait_for(replies)
+        lost = [isinstance(reply.exception(), ServerLost) for reply in replies]
+        pairs = zip(replies, lost, strict=True)
+        return [None if gone else json.loads(reply.result()[0]) for reply, gone in pairs]
+    finally:
+        client.close()
 
 
 class RowsOverServers:

@@ -24,7 +24,7 @@ from shoal.table.spec import TableSpec
 Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
     "evict", "close_version", "clear", "size", "stats", "entry", "export",
-    "average",
+    "average", "health", "count_lost",
 ]  # fmt: skip
 READS = ("find", "lookup")
 """Methods whose reply has rows; one that is sent again does no harm."""
@@ -33,6 +33,9 @@ UPDATES = ("apply", "assign", "assign_add", "reinitialize")
 """Methods that change rows: each worker numbers its own, and a repeated number changes nothing."""
 
 REALS = (torch.float32, torch.float64)
+
+MOST_BYTES = 256 << 20
+"""Of a frame of a request or a reply, unless a config says otherwise."""
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 

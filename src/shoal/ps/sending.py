@@ -31,6 +31,7 @@ class Staleness:
             its update, in all and at most.
         repeated: requests that were sent again for they had no reply.
         hedged: reads that were sent again for their reply was late.
+        lost: own updates that servers lost, as last counted (`Servers.count_lost`).
     """
 
     lookups: int = 0
@@ -41,6 +42,7 @@ class Staleness:
     most_behind: int = 0
     repeated: int = 0
     hedged: int = 0
+    lost: int = 0
 
     def looked_up(self, on_their_way: int) -> None:
         """A lookup is sent; this number of own updates have no reply yet."""
@@ -62,6 +64,7 @@ class Staleness:
             "servers/most_updates_behind": float(self.most_behind),
             "servers/repeated": float(self.repeated),
             "servers/hedged": float(self.hedged),
+            "servers/lost": float(self.lost),
         }
 
 
