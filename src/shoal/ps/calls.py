@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shoal.comm.frames import tensor
 from shoal.comm.transport import Frames
 from shoal.exchange.partition import Outgoing, flat
 from shoal.exchange.wire import WireKind
@@ -16,7 +17,7 @@ from shoal.ids import salt, to_signed
 from shoal.ops import gather_rows
 from shoal.ops.reorder import fused_reorder
 from shoal.placement import hash_ids, ranks_of
-from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments, tensor
+from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import TableSpec

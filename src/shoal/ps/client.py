@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
+from shoal.comm.frames import memory, tensor
 from shoal.comm.transport import Client, Frames, Secret, wait_for
 from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
@@ -53,9 +54,7 @@ from shoal.ps.messages import (
     Head,
     Method,
     identity,
-    memory,
     rows_to_frames,
-    tensor,
 )
 from shoal.ps.sending import HedgeDelay, Staleness, UpdateSender, first_reply
 from shoal.ps.server import spread_over
@@ -172,7 +171,11 @@ class Servers:
         try:
             self._sender.close()
             with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
-                self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                if self._updating.acquire(blocking=False):  # else another thread still waits
+                    try:
+                        self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                    finally:
+                        self._updating.release()
         finally:
             self._client.close()
 
@@ -185,13 +188,13 @@ class Servers:
             ShoalError: an update failed, or a server gave no reply.
         """
         self._sender.settle()
-        return self._count_lost(self._patience)
+        with self._updating:
+            return self._count_lost(self._patience)
 
     def _count_lost(self, patience: Patience) -> int:
-        with self._updating:
-            asked: Asked = Head(method="count_lost"), []
-            requests = [self._numbered(asked, last) if last else None for last in self._numbers]
-            replies = self._asked(requests, patience)
+        asked: Asked = Head(method="count_lost"), []
+        requests = [self._numbered(asked, last) if last else None for last in self._numbers]
+        replies = self._asked(requests, patience)
         self.staleness.lost = sum(int(said) for said, _ in replies if said)
         return self.staleness.lost
 

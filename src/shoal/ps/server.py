@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.frames import memory, tensor
 from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.exchange.partition import flat
@@ -24,11 +25,9 @@ from shoal.ps.messages import (
     Head,
     groups_of,
     identity,
-    memory,
     rows_of_frames,
     rows_of_segments,
     rows_to_frames,
-    tensor,
 )
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs

@@ -19,7 +19,7 @@ from shoal import config as settings
 from shoal.cli import app
 from shoal.comm.transport import Client, Frames, Server
 from shoal.config.build import build_parts, build_tables, open_data
-from shoal.errors import InputError, ServerLost
+from shoal.errors import InputError, ServerLost, ShoalError
 from shoal.ps.client import Patience, RowsOverServers, connect, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
@@ -164,6 +164,27 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     assert health is not None
     assert health["lost"] == 2
     server.stop()
+
+
+def test_closing_does_not_wait_for_an_update_that_another_thread_repeats() -> None:
+    server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0")
+    rows = connect([server.address], SPECS, patience=Patience(reply_s=600)).shard
+    server.stop()
+    errors: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+        except ShoalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    rows.servers.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(errors) == 1
 
 
 def test_a_worker_that_never_updated_is_not_remembered(served: tuple[TableServer, Server]) -> None:

@@ -21,10 +21,11 @@ from shoal import (
     SparseOptimizer,
     TableSpec,
 )
+from shoal.comm.frames import memory
 from shoal.comm.transport import Frames, Server
 from shoal.errors import ConfigError, InputError, NonFiniteGradient, ServerLost, TableFull
 from shoal.ps.client import Patience, ServerExchange, connect
-from shoal.ps.messages import Head, memory
+from shoal.ps.messages import Head
 from shoal.ps.sending import HedgeDelay, UpdateSender, first_reply
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
