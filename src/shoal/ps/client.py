@@ -193,8 +193,8 @@ class Servers:
 
     def _count_lost(self, patience: Patience) -> int:
         asked: Asked = Head(method="count_lost"), []
-        requests = [self._numbered(asked, last) if last else None for last in self._numbers]
-        replies = self._asked(requests, patience)
+        requests = [asked if last else None for last in self._numbers]
+        replies = self._asked(requests, self._numbers, patience)
         self.staleness.lost = sum(int(said) for said, _ in replies if said)
         return self.staleness.lost
 
@@ -244,10 +244,10 @@ class Servers:
             return [(b"", [])] * len(requests)
         if methods == {"lookup"}:
             self.staleness.looked_up(self._sender.on_their_way)
-            return self._asked(self._numbered_once(requests))
+            return self._asked_once(requests)
         self._sender.settle()
         if methods == {"average"}:
-            return self._asked(self._numbered_once(requests))
+            return self._asked_once(requests)
         return self._updated(requests) if methods & set(UPDATES) else self._asked(requests)
 
     def update(self, requests: Sequence[Asked | None]) -> None:
@@ -277,30 +277,28 @@ class Servers:
 
     def _updated(self, requests: Sequence[Asked | None]) -> list[Reply]:
         with self._updating:
-            numbered = []
             for server, request in enumerate(requests):
                 self._numbers[server] += request is not None
-                numbered.append(self._numbered(request, self._numbers[server]))
-            return self._asked(numbered)
+            return self._asked(requests, self._numbers)
 
-    def _numbered_once(self, requests: Sequence[Asked | None]) -> list[Asked | None]:
-        number = next(self._numbers_once)
-        return [self._numbered(request, number) for request in requests]
-
-    def _numbered(self, request: Asked | None, number: int) -> Asked | None:
-        if request is None:
-            return None
-        added = {"number": number, "argument": math.ceil(self._patience.longest_s)}
-        return request[0].model_copy(update=added), request[1]
+    def _asked_once(self, requests: Sequence[Asked | None]) -> list[Reply]:
+        return self._asked(requests, [next(self._numbers_once)] * self.count)
 
     def _asked(
-        self, requests: Sequence[Asked | None], patience: Patience | None = None
+        self,
+        requests: Sequence[Asked | None],
+        numbers: Sequence[int] | None = None,
+        patience: Patience | None = None,
     ) -> list[Reply]:
+        """numbers: of each server's request; None: nothing is remembered of them."""
         patience = patience or self._patience
-        heads = [
-            one and one[0].model_copy(update={"worker": self.worker, "server": meant}).to_bytes()
-            for one, meant in zip(requests, self._identities, strict=True)
-        ]
+        longest_s = math.ceil(self._patience.longest_s)
+        heads: list[bytes | None] = []
+        for server, request in enumerate(requests):
+            added: dict[str, Any] = {"worker": self.worker, "server": self._identities[server]}
+            if numbers is not None:
+                added |= {"number": numbers[server], "argument": longest_s}
+            heads.append(request and request[0].model_copy(update=added).to_bytes())
 
         until_s = time.monotonic() + patience.reply_s
 
@@ -558,13 +556,11 @@ class RowsOverServers:
         *,
         counted: bool,
     ) -> None:
-        requests = self._requests(head, shares, counted=counted)
-        for server, request in enumerate(requests):
-            seen = [one.seen[server] for one in tickets if one.seen[server] is not None]
-            if request is not None and seen:
-                read_at = min(one for one in seen if one is not None)
-                requests[server] = request[0].model_copy(update={"seen": read_at}), request[1]
-        self.servers.update(requests)
+        seen = [
+            min((k for one in tickets if (k := one.seen[server]) is not None), default=None)
+            for server in range(self.servers.count)
+        ]
+        self.servers.update(self._requests(head, shares, counted=counted, seen=seen))
 
     def ask(self, head: Head, shares: Sequence[ServerShare], *, counted: bool) -> list[Answer]:
         """Each server's share of a call; what it replies. Who has no ids is not asked."""
@@ -575,17 +571,23 @@ class RowsOverServers:
         ]
 
     def _requests(
-        self, head: Head, shares: Sequence[ServerShare], *, counted: bool
+        self,
+        head: Head,
+        shares: Sequence[ServerShare],
+        *,
+        counted: bool,
+        seen: Sequence[int | None] | None = None,
     ) -> list[Asked | None]:
         reply = self.wire.rows if head.method in READS else None
         kind = self.wire.grads if head.method == "apply" else None
         requests: list[Asked | None] = []
-        for share in shares:
+        for server, share in enumerate(shares):
             if not share.ids_n.numel():
                 requests.append(None)
                 continue
             own = {"tables": share.tables, "sizes": share.sizes, "sets": len(share.sets)}
-            same = {"counted": counted, "wire": kind, "reply": reply}
+            read_at = None if seen is None else seen[server]
+            same = {"counted": counted, "wire": kind, "reply": reply, "seen": read_at}
             named = head.model_copy(update={**same, **own})
             frames = [memory(share.ids_n)]
             if counted:
