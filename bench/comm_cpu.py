@@ -25,13 +25,11 @@ from harness import (
     Job,
     Measured,
     Runner,
-    add_json,
-    as_row,
-    conclude,
+    add_options,
     interleave,
     measured_json,
     median,
-    run_job,
+    run_jobs,
 )
 
 __all__ = ["main"]
@@ -59,11 +57,7 @@ ENVIRONMENT = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_json(parser, "comm")
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    add_options(parser, "comm")
     parser.add_argument("--rank", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -72,18 +66,8 @@ def main() -> None:
     if options.rank:
         _rank(*options.rank)
         return
-    planned = [job for size in SIZES if (job := _job(size, options.quick, options.case)).cases]
-    if not planned:
-        parser.error(f"no case has {options.case!r} in its name; --list names them")
-    if options.list:
-        print("\n".join(case.name for job in planned for case in job.cases))
-        return
-    rows = []
-    for job in planned:
-        print(f"{_text(job.params['size'])} ...", file=sys.stderr, flush=True)
-        found = run_job(job, SCRIPT)
-        rows += [as_row(case, found.get(case.name)) for case in job.cases]
-    conclude(rows, options.json, PACKAGES)
+    jobs = [_job(size, options.quick, options.case) for size in SIZES]
+    run_jobs(parser, options, jobs, SCRIPT, PACKAGES)
 
 
 def _text(size: int) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "Measured",
     "Runner",
     "add_json",
+    "add_options",
     "as_row",
     "available_bytes",
     "conclude",
@@ -41,6 +42,7 @@ __all__ = [
     "ratio",
     "red_rows",
     "run_job",
+    "run_jobs",
     "table_lines",
     "versions",
     "write_json",
@@ -296,6 +298,37 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def red_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the rows that have a target and miss it."""
     return [row["case"] for row in rows if row["ok"] is False]
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options of a bench whose jobs run in processes of their own (`run_jobs`)."""
+    add_json(parser, name)
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+
+
+def run_jobs(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    jobs: Sequence[Job],
+    script: Path,
+    packages: Sequence[str],
+) -> None:
+    """Run the jobs that have cases, or name the cases, and print and write their rows."""
+    planned = [job for job in jobs if job.cases]
+    if not planned:
+        parser.error(f"no case has {options.case!r} in its name; --list names them")
+    if options.list:
+        print("\n".join(case.name for job in planned for case in job.cases))
+        return
+    rows = []
+    for job in planned:
+        print(f"{job.task} {job.params} ...", file=sys.stderr, flush=True)
+        found = run_job(job, script)
+        rows += [as_row(case, found.get(case.name)) for case in job.cases]
+    conclude(rows, options.json, packages)
 
 
 def add_json(parser: argparse.ArgumentParser, name: str) -> None:

@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +26,12 @@ from harness import (
     Job,
     Measured,
     Runner,
-    add_json,
-    as_row,
-    conclude,
+    add_options,
     interleave,
     measured_json,
     median,
     percentile,
-    run_job,
+    run_jobs,
 )
 
 __all__ = ["main"]
@@ -58,11 +55,7 @@ ENVIRONMENT = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_json(parser, "ps")
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    add_options(parser, "ps")
     options = parser.parse_args()
     if options.worker:
         source, target = options.worker
@@ -70,18 +63,7 @@ def main() -> None:
         found = {"rates": _rates, "latency": _latency}[asked["task"]](**asked["params"])
         target.write_text(measured_json(found))
         return
-    planned = [job for job in _jobs(options.quick, options.case) if job.cases]
-    if not planned:
-        parser.error(f"no case has {options.case!r} in its name; --list names them")
-    if options.list:
-        print("\n".join(case.name for job in planned for case in job.cases))
-        return
-    rows = []
-    for job in planned:
-        print(f"{job.task} {job.params} ...", file=sys.stderr, flush=True)
-        found = run_job(job, SCRIPT)
-        rows += [as_row(case, found.get(case.name)) for case in job.cases]
-    conclude(rows, options.json, PACKAGES)
+    run_jobs(parser, options, [*_jobs(options.quick, options.case)], SCRIPT, PACKAGES)
 
 
 def _name(kind: str, dim: int, peer: str) -> str:

@@ -18,7 +18,6 @@ const std::uint64_t kSpreadFactor = [] {
 namespace {
 
 constexpr std::int64_t kAhead = 24;
-constexpr std::int64_t kSingleDedup = std::int64_t{1} << 21;
 
 inline std::size_t home(std::int64_t id, int shift) {
   return static_cast<std::size_t>(spread(id) >> shift);
@@ -302,7 +301,7 @@ class Grouped final : public Dedup {
 
 std::unique_ptr<Dedup> Dedup::of(const std::int64_t* ids, std::int64_t n, std::int64_t* inverse,
                                  int threads) {
-  if (n <= kSmallDedup || (threads <= 1 && n <= kSingleDedup)) {
+  if (dedup_alone(n, threads)) {
     return std::make_unique<Single>(ids, n, inverse);
   }
   if (n < std::int64_t{1} << 31) {

@@ -37,6 +37,11 @@ struct Distinct {
 // Ids up to this many are deduplicated by one thread with a table in its own cache.
 constexpr std::int64_t kSmallDedup = std::int64_t{1} << 15;
 
+// Whether one table is best for n ids: it fits the cache, or no other thread could help.
+constexpr bool dedup_alone(std::int64_t n, int threads) {
+  return n <= kSmallDedup || (threads <= 1 && n <= std::int64_t{1} << 21);
+}
+
 // Slots dedup_span needs for n ids; a power of two.
 std::size_t span_slots(std::int64_t n);
 

@@ -48,7 +48,7 @@ class FusedReorder {
   void dedup_list(std::size_t list, std::uint32_t* slots);
   void shard_list(std::size_t list);
   void place(std::size_t list, std::int64_t* ids, std::int64_t* counts);
-  bool small(std::size_t list) const { return lists_.lengths[list] <= kSmallDedup; }
+  bool small(std::size_t list) const { return dedup_alone(lists_.lengths[list], threads_); }
 
   IdLists lists_;
   std::int64_t num_shards_;

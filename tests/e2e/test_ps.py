@@ -13,28 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from shoal.checkpoint import CheckpointStore
 from support.ranks import free_port
-
-CONFIG = {
-    "name": "served",
-    "seed": 1,
-    "data": {
-        "source": {
-            "kind": "synthetic",
-            "examples": 24_000,
-            "eval_examples": 8_000,
-            "num_features": 4,
-            "vocabulary": 2000,
-        },
-        "batch_size": 256,
-    },
-    "tables": {"default": {"dim": 4}},
-    "model": {"kind": "deepfm", "hidden": [16]},
-    "baselines": [],
-}
+from support.small_runs import small_run
 
 
 class Job:
@@ -42,8 +24,7 @@ class Job:
 
     def __init__(self, folder: Path, servers: int) -> None:
         self.folder, self.servers = folder, servers
-        self.config = folder / "run.yaml"
-        self.config.write_text(yaml.safe_dump(CONFIG))
+        self.config = small_run(folder, examples=24_000, eval_examples=8_000)
         self.addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(servers)]
         self.running: list[subprocess.Popen[str]] = []
 

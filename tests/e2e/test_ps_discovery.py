@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from shoal import StepContext
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
-from shoal.config.build import build_parts, open_data
+from shoal.config.build import build_tables
 from shoal.discovery import open_discovery
 from shoal.errors import ServerLost
 from shoal.placement import hash_ids, ranks_of
@@ -31,25 +30,10 @@ from shoal.table.shard import IdGroups
 from shoal.train import runs
 from support.served import start_server
 from support.shares import SHARE
+from support.small_runs import small_run
 from support.zookeeper import ZooKeeperServer, expire, require_zookeeper
 
-CONFIG = {
-    "name": "served",
-    "seed": 1,
-    "data": {
-        "source": {
-            "kind": "synthetic",
-            "examples": 2_000,
-            "eval_examples": 1_000,
-            "num_features": 2,
-            "vocabulary": 200,
-        },
-        "batch_size": 100,
-    },
-    "tables": {"default": {"dim": 4}},
-    "model": {"kind": "deepfm", "hidden": [16]},
-    "baselines": [],
-}
+RUN = {"examples": 2_000, "num_features": 2, "vocabulary": 200, "batch_size": 100}
 pytestmark = pytest.mark.xdist_group("zookeeper")
 
 
@@ -77,8 +61,7 @@ class Cluster:
     def __init__(self, folder: Path, hosts: str, servers: int = 2) -> None:
         self.folder, self.servers = folder, servers
         self.where = f"zookeeper://{hosts}"
-        config = {**CONFIG, "tables": {"default": {"dim": 4, "initializer": "zeros"}}}
-        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        small_run(folder, **RUN, tables={"default": {"dim": 4, "initializer": "zeros"}})
         self._processes: dict[str, BaseProcess] = {}
         self.sent = 0
         self._ending = threading.Event()
@@ -131,13 +114,11 @@ class Cluster:
 
     def connect(self) -> None:
         """A worker that adds 1 to each of its rows, again and again."""
-        run = settings.load(self.folder / "run.yaml", environment={})
-        data = open_data(run)
-        parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
-        self.discovery = open_discovery(self.where, job="served", session_s=2)
+        tables = build_tables(settings.load(self.folder / "run.yaml", environment={}))
+        self.discovery = open_discovery(self.where, job="small", session_s=2)
         addresses = servers_of(self.discovery, self.servers, timeout_s=120)
         patience = Patience(reply_s=5, repeats=20)
-        exchange = connect(addresses, parts.tables, worker="w", patience=patience)
+        exchange = connect(addresses, tables, worker="w", patience=patience)
         self.rows = exchange.shard
         self.discovery.watch(ROLE, self.rows.servers.follow)
         self.ids = torch.arange(40)
@@ -249,13 +230,15 @@ def test_a_server_that_was_replaced_ends_and_saves_nothing(cluster: Cluster) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(0, 10, SHARE))
 def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
-    cluster: Cluster, zookeeper: ZooKeeperServer
+    part: int, cluster: Cluster, zookeeper: ZooKeeperServer
 ) -> None:
-    chance = random.Random(0)
+    """Five times in each part."""
+    chance = random.Random(part)
     started(cluster, "a", "b")
     cluster.connect()
-    for _ in range(0, 50, max(10, SHARE)):
+    for _ in range(5):
         zookeeper.stop()
         cluster.advance()  # the last good address book is kept
         time.sleep(chance.uniform(0, 4))  # sessions take 2 s
@@ -268,7 +251,7 @@ def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
         time.sleep(chance.uniform(0, 4))
         cluster.signal(name, signal.SIGCONT)
         cluster.advance()
-    fresh = open_discovery(cluster.where, job="served")
+    fresh = open_discovery(cluster.where, job="small")
     until(lambda: set(fresh.query(ROLE)) == {0, 1}, 60)
     fresh.close()
     assert cluster.finish() == [0, 0]
@@ -277,10 +260,10 @@ def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
 def test_a_worker_whose_servers_do_not_register_says_so(
     tmp_path: Path, zookeeper: ZooKeeperServer
 ) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+    path = small_run(tmp_path, **RUN)
     where = f"zookeeper://{zookeeper.hosts}"
     run = settings.load(
-        tmp_path / "run.yaml",
+        path,
         [
             "distributed.path=ps",
             f"distributed.servers.discovery={where}",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load
@@ -20,25 +19,7 @@ from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from support.ranks import free_port
-
-CONFIG = {
-    "name": "published",
-    "seed": 1,
-    "data": {
-        "source": {
-            "kind": "synthetic",
-            "examples": 20_000,
-            "eval_examples": 1000,
-            "num_features": 4,
-            "vocabulary": 2000,
-        },
-        "batch_size": 256,
-    },
-    "tables": {"default": {"dim": 4}},
-    "model": {"kind": "deepfm", "hidden": [16]},
-    "baselines": [],
-    "publish": {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0},
-}
+from support.small_runs import small_run
 
 
 @pytest.mark.slow
@@ -47,8 +28,8 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
     port = free_port()
     token = tmp_path / "token"
     token.write_text("between us")
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(CONFIG))
+    publish = {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
+    file = small_run(tmp_path, examples=20_000, publish=publish)
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     if ranks == 1:
         launcher = []

@@ -29,8 +29,9 @@ import torch
 import zmq
 from torch import Tensor
 
+from shoal.comm.frames import memory
 from shoal.exchange.wire import WireKind
-from shoal.ps.messages import REALS, Head, Method, memory, rows_to_frames
+from shoal.ps.messages import REALS, Head, Method, rows_to_frames
 from shoal.ps.server import TableServer
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, option, print_line
 
+if TYPE_CHECKING:
+    from shoal.comm.transport import Secret
+
 
 def ps(
-    config: Annotated[str, argument("CONFIG", "YAML file of the run.")],
+    config: Annotated[str, argument("CONFIG", "YAML file of the run; an address, with --status.")],
     overrides: Overrides = None,
     index: Annotated[
         int | None,
@@ -47,6 +51,10 @@ def ps(
         str | None,
         option("FILE", "A secret of servers and workers; it encrypts what they send."),
     ] = None,
+    status: Annotated[
+        bool,
+        typer.Option("--status", help="Serve nothing: print how the servers at ADDRESS... are."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Serve a share of the rows of a run's model to workers, until SIGTERM or Ctrl-C.
@@ -66,20 +74,24 @@ def ps(
 
       shoal ps examples/flights.yaml distributed.servers.discovery=zookeeper://127.0.0.1:2181 \\
         --of 2 --store runs/ps
+
+      shoal ps --status 127.0.0.1:7000 127.0.0.1:7001
     """
     with clean_errors(debug):
         from shoal import config as settings
         from shoal.comm.transport import Secret
-        from shoal.config.build import build_parts, open_data
+        from shoal.config.build import build_tables
         from shoal.discovery import TfConfig, open_discovery
         from shoal.ps.membership import ROLE, IndexLease
         from shoal.ps.saving import ServerSaver
         from shoal.ps.server import TableServer
 
+        if status:
+            _print_status([config, *(overrides or ())], Secret.of_file(token_file))
+            return
         run = settings.load(config, overrides or ())
         servers = run.distributed.servers
-        data = open_data(run)
-        parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
+        tables = build_tables(run)
         secret = Secret.of_file(token_file)
         done, out = threading.Event(), console()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,7 +104,9 @@ def ps(
             own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
             if own is None:
                 return
-            rows = TableServer(parts.tables, index=own, of=count, seed=run.seed)
+            rows = TableServer(
+                tables, index=own, of=count, seed=run.seed, most_bytes=servers.most_mib << 20
+            )
             if store is not None:
                 saves.enter_context(
                     ServerSaver(rows, store, every_s=save_every_s, is_held=lease.is_held)
@@ -103,3 +117,14 @@ def ps(
             done.wait()
             server.stop()
             lease.check()
+
+
+def _print_status(addresses: list[str], secret: Secret | None) -> None:
+    """One line of JSON a server; exits with 1 if one does not answer."""
+    from shoal.ps.client import health_of
+
+    out, found = console(), health_of(addresses, secret=secret)
+    for address, said in zip(addresses, found, strict=True):
+        print_line(out, json.dumps({"address": address, **(said or {"state": "no answer"})}))
+    if None in found:
+        raise typer.Exit(1)

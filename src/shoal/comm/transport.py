@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
+import os
 import queue
+import socket as sockets
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +37,7 @@ Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
 _DONE, _FAILED = b"\0", b"\1"
 _NUMBER = 8  # bytes of a request's number
 _LINGER_MS = 1000
-MOST_BYTES = 1 << 31  # of a frame
+MOST_BYTES = 1 << 31  # of a frame, unless told
 _MOST_HEAD = 1 << 20  # bytes
 _MOST_FRAMES = 16
 _MESSAGES = 8  # of one client, that wait in a socket; requests to one server under way at once
@@ -59,6 +64,30 @@ def _watch(socket: zmq.Socket[bytes]) -> None:
     """Notice connections that are dead though nobody closed them: a router forgot them, say."""
     socket.heartbeat_ivl = _BEAT_MS
     socket.heartbeat_timeout = socket.handshake_ivl = socket.connect_timeout = _DEAD_MS
+
+
+def _local(address: str) -> str | None:
+    """The name of the Unix socket of who listens at a loopback port, without leading zero."""
+    if not address.startswith(("tcp://127.0.0.1:", "tcp://localhost:")):
+        return None
+    return f"shoal-tcp-{address.rpartition(':')[2]}"
+
+
+def _nearest(address: str) -> str:
+    """The server's Unix socket instead of its loopback port, if the same user listens there.
+
+    It moves the same bytes in two thirds of the time.
+    """
+    name = _local(address)
+    if name is None or not hasattr(sockets, "SO_PEERCRED"):
+        return address
+    with sockets.socket(sockets.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.settimeout(1.0)
+        probe.connect(f"\0{name}")
+        found = probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", found)[1] == os.getuid():
+            return f"ipc://@{name}"
+    return address
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +194,9 @@ class Server:
                 remedy="Choose another, or stop who has it.",
             ) from None
         self.address: str = self._socket.last_endpoint.decode()
+        if (name := _local(self.address)) is not None:
+            with contextlib.suppress(zmq.ZMQError):  # not Linux, or another's: by TCP then
+                self._socket.bind(f"ipc://@{name}")
         self._work: queue.Queue[list[Any] | None] = queue.Queue(waiting)
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind("inproc://replies")
@@ -173,6 +205,16 @@ class Server:
         self._door = threading.Thread(target=self._turn, daemon=True)
         for thread in (*self._threads, self._door):
             thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were read and wait for a thread."""
+        return self._work.qsize()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it reads no more requests."""
+        return self._stopping.is_set()
 
     def stop(self) -> None:
         """Read no more requests, answer those that were read, and close. May be called twice."""
@@ -231,13 +273,42 @@ def _is_request(parts: list[Any]) -> bool:
     return small and len(parts[2]) <= _MOST_HEAD
 
 
+class Reply(Future[tuple[bytes, Frames]]):
+    """What a call is going to bring; who waits for it does the client's work meanwhile."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.client = client
+
+    def result(self, timeout: float | None = None) -> tuple[bytes, Frames]:
+        """The reply, or the error of the call."""
+        self.client.wait([self], timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of the call, None if it has a reply."""
+        self.client.wait([self], timeout)
+        return super().exception(0)
+
+
+def wait_for(
+    futures: Sequence[Future[Any]], timeout_s: float | None = None, *, first: bool = False
+) -> None:
+    """Wait until all futures of one client are done, or one of them (`first`), or time is up."""
+    replies = [one for one in futures if isinstance(one, Reply)]
+    if replies:
+        replies[0].client.wait(futures, timeout_s, first=first)
+    else:
+        wait(futures, timeout_s, FIRST_COMPLETED if first else ALL_COMPLETED)
+
+
 @dataclass(slots=True)
 class _Call:
     """A request under way."""
 
     server: int
     parts: list[Any]
-    future: Future[tuple[bytes, Frames]]
+    future: Reply
     deadline: float
 
 
@@ -252,46 +323,62 @@ class _Move:
 class Client:
     """Calls to some servers; any thread may call. A server that comes back is connected again.
 
-    Few requests to a server are under way at once; others wait here, until their deadlines.
+    It has no thread: of those that wait for replies, one sends and receives for all. Few requests
+    to a server are under way at once; others wait here, until their deadlines.
 
     Args:
         addresses: "tcp://HOST:PORT" of each server.
         secret: what the servers were given.
+        most_bytes: of a frame of a reply; a server that sends more is disconnected.
 
     Raises:
         ConfigError: an address that is none, or pyzmq is missing.
     """
 
-    def __init__(self, addresses: Sequence[str], *, secret: Secret | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        secret: Secret | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         zmq = _package()
         self._context = zmq.Context()
-        self._secret = secret
-        self._asked: queue.SimpleQueue[_Call | _Move | None] = queue.SimpleQueue()
+        self._secret, self._most_bytes = secret, most_bytes
+        self._asked: deque[_Call | _Move] = deque()
         self._addresses = list(addresses)
-        self._bell = self._context.socket(zmq.PUSH)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the four below
         self._closed = False
-        bell = self._context.socket(zmq.PULL)
-        bell.bind("inproc://bell")
+        self._bell = self._context.socket(zmq.PUSH)
+        self._turn = threading.Lock()  # of who has the sockets and calls
+        self._left = threading.Condition()  # notified when calls are done, or the turn is free
+        self._bell_end = self._context.socket(zmq.PULL)
+        self._bell_end.bind("inproc://bell")
         self._bell.connect("inproc://bell")
         try:
-            sockets = [self._connected(address) for address in addresses]
+            self._sockets = [self._connected(address) for address in addresses]
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(target=self._turn, args=(bell, sockets), daemon=True)
-        self._thread.start()
+        self._poller = zmq.Poller()
+        for socket in (self._bell_end, *self._sockets):
+            self._poller.register(socket, zmq.POLLIN)
+        self._numbers = itertools.count()
+        self._calls: dict[bytes, _Call] = {}  # under way
+        self._held: list[deque[_Call]] = [deque() for _ in addresses]
+        self._ended = False
 
     def _connected(self, address: str) -> Any:
         zmq = _package()
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = _MESSAGES
+        socket.maxmsgsize = self._most_bytes
         _watch(socket)
         if self._secret is not None:
             self._secret.join(socket)
         try:
-            socket.connect(address)
+            socket.connect(_nearest(address))
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(
@@ -304,13 +391,13 @@ class Client:
 
     def call(
         self, server: int, head: bytes, frames: Sequence[Any] = (), *, timeout_s: float
-    ) -> Future[tuple[bytes, Frames]]:
+    ) -> Reply:
         """Send a request; frames must stay as they are until the reply is there.
 
         The future's result is the reply; its exception the error that the server raised, or
-        `ServerLost` when none came in time.
+        `ServerLost` when none came in time. It is done only while somebody waits for it.
         """
-        call = _Call(server, [head, *frames], Future(), time.monotonic() + timeout_s)
+        call = _Call(server, [head, *frames], Reply(self), time.monotonic() + timeout_s)
         with self._lock:
             if self._closed:
                 raise ConfigError(
@@ -319,8 +406,8 @@ class Client:
                     allowed="an open one",
                     remedy="Connect again.",
                 )
-            self._asked.put(call)
-            self._bell.send(b"")
+            self._asked.append(call)
+        self._start()
         return call.future
 
     def move(self, server: int, address: str) -> None:
@@ -332,9 +419,39 @@ class Client:
         with self._lock:
             if self._closed or address == self._addresses[server]:
                 return
-            self._asked.put(_Move(server, self._connected(address)))
-            self._bell.send(b"")
+            self._asked.append(_Move(server, self._connected(address)))
             self._addresses[server] = address
+        self._start()
+
+    def wait(
+        self,
+        futures: Sequence[Future[Any]],
+        timeout_s: float | None = None,
+        *,
+        first: bool = False,
+    ) -> None:
+        """Wait until all of the client's futures are done, or one (`first`), or time is up."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def over() -> bool:
+            done = [future.done() for future in futures]
+            late = until_s is not None and until_s <= time.monotonic()
+            return late or (any(done) if first else all(done))
+
+        while not over():
+            if self._turn.acquire(blocking=False):
+                try:
+                    while True:
+                        full = not self._send()
+                        if over() or self._ended:  # a server that moved fails its calls
+                            break
+                        self._receive(until_s, full=full)
+                finally:
+                    self._leave()
+            else:
+                left_s = None if until_s is None else until_s - time.monotonic()
+                with self._left:
+                    self._left.wait_for(lambda: over() or not self._turn.locked(), left_s)
 
     def close(self) -> None:
         """Give up what is under way. May be called twice."""
@@ -342,59 +459,89 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-            self._asked.put(None)
             self._bell.send(b"")
-        self._thread.join()
+        with self._turn:
+            self._end()
         self._bell.close(linger=0)
+        with self._left:
+            self._left.notify_all()
         self._context.term()
 
-    def _turn(self, bell: Any, sockets: list[Any]) -> None:
-        """The one thread that has the sockets."""
+    def _start(self) -> None:
+        """Send what is asked, here or where somebody waits."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._send()
+            finally:
+                self._leave()
+        else:
+            with self._lock:
+                if not self._closed:
+                    self._bell.send(b"")
+
+    def _leave(self) -> None:
+        self._turn.release()
+        with self._left:
+            self._left.notify_all()
+
+    def _receive(self, until_s: float | None, *, full: bool) -> None:
+        """Wait for something to happen, and take what has come; `full`: not all could be sent."""
         zmq = _package()
-        poller = zmq.Poller()
-        for socket in (bell, *sockets):
-            poller.register(socket, zmq.POLLIN)
-        numbers = iter(range(1 << 62))
-        calls: dict[bytes, _Call] = {}  # under way
-        held: list[deque[_Call]] = [deque() for _ in sockets]
-        going, full = True, False
-        while going:
-            every = [*calls.values(), *(call for line in held for call in line)]
-            soonest = min((call.deadline for call in every), default=None)
-            wait_ms = None if soonest is None else max(0, int(1e3 * (soonest - time.monotonic())))
-            if full:
-                wait_ms = _FULL_MS if wait_ms is None else min(wait_ms, _FULL_MS)
-            ready = dict(poller.poll(wait_ms))
-            if bell in ready:
-                bell.recv()
-                call = self._asked.get()
-                if call is None:
-                    going = False
-                elif isinstance(call, _Move):
-                    poller.unregister(sockets[call.server])
-                    sockets[call.server].close(linger=0)
-                    sockets[call.server] = call.socket
-                    poller.register(call.socket, zmq.POLLIN)
-                    for number in [n for n, one in calls.items() if one.server == call.server]:
-                        _fail(calls.pop(number), "a server that moved")
-                else:
-                    held[call.server].append(call)
-            for socket in sockets:
-                if socket in ready:
-                    _settle(calls, socket.recv_multipart(copy=False))
-            now = time.monotonic()
-            for number in [n for n, call in calls.items() if call.deadline <= now]:
-                _fail(calls.pop(number), "no reply in time")
-            for line in held:
-                for call in [call for call in line if call.deadline <= now]:
-                    line.remove(call)
-                    _fail(call, "a server that takes no more requests")
-            full = not all(
-                [_sent(*pair, calls, numbers) for pair in zip(sockets, held, strict=True)]
-            )
-        for call in (*calls.values(), *(call for line in held for call in line)):
+        every = [*self._calls.values(), *(call for line in self._held for call in line)]
+        times = [call.deadline for call in every]
+        times += [time.monotonic() + _FULL_MS / 1e3] if full else []
+        times += [] if until_s is None else [until_s]
+        wait_ms = max(0, math.ceil(1e3 * (min(times) - time.monotonic()))) if times else None
+        ready = dict(self._poller.poll(wait_ms))
+        if self._bell_end in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._bell_end.recv(zmq.DONTWAIT)
+        for socket in self._sockets:
+            if socket in ready:
+                _settle(self._calls, socket.recv_multipart(copy=False))
+        now = time.monotonic()
+        for number in [n for n, call in self._calls.items() if call.deadline <= now]:
+            _fail(self._calls.pop(number), "no reply in time")
+        for line in self._held:
+            for call in [call for call in line if call.deadline <= now]:
+                line.remove(call)
+                _fail(call, "a server that takes no more requests")
+        if self._closed:
+            self._end()
+        with self._left:
+            self._left.notify_all()
+
+    def _send(self) -> bool:
+        """What is asked, as far as it may be under way; False: a socket takes no more."""
+        if self._ended:
+            return True
+        zmq = _package()
+        while self._asked:
+            call = self._asked.popleft()
+            if isinstance(call, _Call):
+                self._held[call.server].append(call)
+                continue
+            self._poller.unregister(self._sockets[call.server])
+            self._sockets[call.server].close(linger=0)
+            self._sockets[call.server] = call.socket
+            self._poller.register(call.socket, zmq.POLLIN)
+            for number in [n for n, one in self._calls.items() if one.server == call.server]:
+                _fail(self._calls.pop(number), "a server that moved")
+        pairs = zip(self._sockets, self._held, strict=True)
+        return all([_sent(*pair, self._calls, self._numbers) for pair in pairs])
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for one in self._asked:
+            if isinstance(one, _Move):
+                one.socket.close(linger=0)
+        asked = [one for one in self._asked if isinstance(one, _Call)]
+        for call in (*self._calls.values(), *(c for line in self._held for c in line), *asked):
             _fail(call, "a client that was closed")
-        for socket in (bell, *sockets):
+        for socket in (self._bell_end, *self._sockets):
             socket.close(linger=0)
 
 

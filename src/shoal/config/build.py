@@ -50,6 +50,7 @@ FIRST_ORDER = "first_order"
 _BIAS, _VEC = "bias", "vec"
 
 AnyModel = LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings
+AnySource = SyntheticSource | FlightsSource | FileSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +89,12 @@ def build_parts(
         UnknownName: a feature that the data does not have, or a table that no feature uses.
         ConfigError: widths that do not fit together, or not into memory.
     """
-    settings = feature_settings(config, offered)
+    settings, segments = feature_settings(config, offered), _segments_of(model)
     features = tuple(
         Feature(name, own.table or name, _combiner(own), own.max_length)
         for name, own in settings.items()
     )
-    used = tuple(dict.fromkeys(feature.table for feature in features))
-    for name in config.tables:
-        if name != RunConfig.DEFAULT_TABLE and name not in used:
-            raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
-    segments = _segments_of(model)
-    tables = tuple(_table(name, _settings_of(config, name), segments) for name in used)
+    tables = _tables(config, settings, segments)
     dim = 1 if segments == (_BIAS,) else tables[0].segments[-1].dim
     if examples is not None:
         _check_memory(config, model, tables, (num_dense, len(features), dim), examples)
@@ -109,6 +105,35 @@ def build_parts(
         layouts=_layouts(features, segments),
         module=_module(model, (num_dense, len(features), dim)),
     )
+
+
+def build_tables(config: RunConfig) -> tuple[TableSpec, ...]:
+    """The tables of a run's model, without a look at its data.
+
+    Raises:
+        UnknownName: a feature that the data does not have, or a table that no feature uses.
+    """
+    settings = feature_settings(config, _offered(config.data.source))
+    return _tables(config, settings, _segments_of(config.model))
+
+
+def _offered(source: AnySource) -> tuple[str, ...]:
+    """Names of the id features of the data: what `open_data` finds, by the settings alone."""
+    if isinstance(source, SyntheticSource):
+        return _synthetic(source, 0)[0].features
+    if isinstance(source, FlightsSource):
+        return tuple(one.name for one in flights.RECIPE.ids)
+    return tuple(source.ids)
+
+
+def _tables(
+    config: RunConfig, settings: Mapping[str, FeatureSettings], segments: tuple[str, ...]
+) -> tuple[TableSpec, ...]:
+    used = tuple(dict.fromkeys(own.table or name for name, own in settings.items()))
+    for name in config.tables:
+        if name != RunConfig.DEFAULT_TABLE and name not in used:
+            raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
+    return tuple(_table(name, _settings_of(config, name), segments) for name in used)
 
 
 def build_host_rows(config: RunConfig) -> HostRows | None:

@@ -613,7 +613,8 @@ class ServersSettings(Section):
     register, for whom workers wait `start_s`, and which forgets a server that it did not hear for
     `session_s`; `token_file` holds what the servers were given. A request without a reply within
     `reply_s` is sent again, `repeats` times. `stale_updates` of a worker may be on their way while
-    it trains on; 0: each step waits until servers have applied it.
+    it trains on; 0: each step waits until servers have applied it. No frame of a request or reply
+    has more than `most_mib` MiB.
     """
 
     addresses: tuple[str, ...] = ()
@@ -625,6 +626,7 @@ class ServersSettings(Section):
     reply_s: Seconds = 30.0
     repeats: Few = 5
     stale_updates: Few = 0
+    most_mib: Annotated[int, Field(ge=1, le=2047)] = 256
 
 
 class DistributedSettings(Section):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.frames import memory, tensor
 from shoal.errors import ConfigError, ServerLost
 from shoal.ps.client import Servers
-from shoal.ps.messages import Head, memory, tensor
+from shoal.ps.messages import Head
 
 _POLL_S = 0.2
 _MOST_SHARE = 0.5

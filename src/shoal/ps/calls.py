@@ -9,13 +9,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shoal.comm.frames import tensor
 from shoal.comm.transport import Frames
 from shoal.exchange.partition import Outgoing, flat
 from shoal.exchange.wire import WireKind
 from shoal.ids import salt, to_signed
+from shoal.ops import gather_rows
 from shoal.ops.reorder import fused_reorder
 from shoal.placement import hash_ids, ranks_of
-from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments, tensor
+from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import IdGroups, StepContext
 from shoal.table.spec import TableSpec
@@ -161,6 +163,8 @@ class SplitCall:
         return [[parts[server] for parts in cut] for server in range(self.servers)]
 
     def _in_order(self, group: int, parts: Sequence[Tensor]) -> Tensor:
+        if self.places and parts[0].dim() == 2:
+            return gather_rows(parts, self.places[group])
         joined = cat(parts)
         if self.places:
             return joined.index_select(0, self.places[group])

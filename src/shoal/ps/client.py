@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, LocalCollectives
-from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, ServerLost
+from shoal.comm.frames import memory, tensor
+from shoal.comm.transport import Client, Frames, Secret, wait_for
+from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
     Outgoing,
@@ -45,15 +47,14 @@ from shoal.ps.calls import (
     shares_of,
 )
 from shoal.ps.messages import (
+    MOST_BYTES,
     READS,
     REALS,
     UPDATES,
     Head,
     Method,
     identity,
-    memory,
     rows_to_frames,
-    tensor,
 )
 from shoal.ps.sending import HedgeDelay, Staleness, UpdateSender, first_reply
 from shoal.ps.server import spread_over
@@ -70,6 +71,7 @@ Asked = tuple[Head, Sequence[Any]]
 _CPU = torch.device("cpu")
 _NOBODY = -1  # of the servers, a worker is none
 _LONGEST_PAUSE_S = 10.0
+_GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Servers:
         secret: what the servers were given.
         stale_updates: how many updates of this worker may be on their way while training continues;
             0: `step` returns when servers have applied them, and lookups see all of them.
+        most_bytes: of a frame of a request or a reply, as servers have it.
         watch: called with `follow` before servers are greeted, so that one that moves meanwhile
             is found; None: they stay where they are.
 
@@ -127,6 +130,7 @@ class Servers:
         patience: Patience | None = None,
         secret: Secret | None = None,
         stale_updates: int = 0,
+        most_bytes: int = MOST_BYTES,
         watch: Callable[[Callable[[Mapping[int, str]], None]], None] | None = None,
     ) -> None:
         self.specs = tuple(specs)
@@ -134,7 +138,10 @@ class Servers:
         self.staleness = Staleness()
         self.worker = worker or uuid.uuid4().hex
         self._patience = patience or Patience()
-        self._client = Client([_with_scheme(one) for one in addresses], secret=secret)
+        self._most_bytes = most_bytes
+        self._client = Client(
+            [_with_scheme(one) for one in addresses], secret=secret, most_bytes=most_bytes
+        )
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
         self._identities = [""] * self.count  # not known before the greeting
@@ -154,15 +161,42 @@ class Servers:
             raise
 
     def close(self) -> None:
-        """Wait for updates that are on their way, and disconnect. May be called twice.
+        """Wait for updates that are on their way, have those counted that were lost, disconnect.
+
+        May be called twice.
 
         Raises:
             ShoalError: one of them failed.
         """
         try:
             self._sender.close()
+            with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
+                if self._updating.acquire(blocking=False):  # else another thread still waits
+                    try:
+                        self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                    finally:
+                        self._updating.release()
         finally:
             self._client.close()
+
+    def count_lost(self) -> int:
+        """How many updates of this worker servers have lost, once all have arrived.
+
+        A server counts numbers that never came when the next comes; this has it count now.
+
+        Raises:
+            ShoalError: an update failed, or a server gave no reply.
+        """
+        self._sender.settle()
+        with self._updating:
+            return self._count_lost(self._patience)
+
+    def _count_lost(self, patience: Patience) -> int:
+        asked: Asked = Head(method="count_lost"), []
+        requests = [asked if last else None for last in self._numbers]
+        replies = self._asked(requests, self._numbers, patience)
+        self.staleness.lost = sum(int(said) for said, _ in replies if said)
+        return self.staleness.lost
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
@@ -204,15 +238,16 @@ class Servers:
             ServerLost: a server gave no reply, however often it was asked.
             ShoalError: what a server raised, or an update before this request.
         """
+        self._check_bytes(requests)
         methods = {request[0].method for request in requests if request is not None}
         if not methods:
             return [(b"", [])] * len(requests)
         if methods == {"lookup"}:
             self.staleness.looked_up(self._sender.on_their_way)
-            return self._asked(self._numbered_once(requests))
+            return self._asked_once(requests)
         self._sender.settle()
         if methods == {"average"}:
-            return self._asked(self._numbered_once(requests))
+            return self._asked_once(requests)
         return self._updated(requests) if methods & set(UPDATES) else self._asked(requests)
 
     def update(self, requests: Sequence[Asked | None]) -> None:
@@ -222,6 +257,7 @@ class Servers:
             ShoalError: what a server raised, now or at an update before this one, which then is
                 not sent.
         """
+        self._check_bytes(requests)
         if self._sender.most:  # the caller may write to its tensors before they are sent
             requests = [one and (one[0], [bytes(frame) for frame in one[1]]) for one in requests]
 
@@ -241,29 +277,30 @@ class Servers:
 
     def _updated(self, requests: Sequence[Asked | None]) -> list[Reply]:
         with self._updating:
-            numbered = []
             for server, request in enumerate(requests):
                 self._numbers[server] += request is not None
-                numbered.append(self._numbered(request, self._numbers[server]))
-            return self._asked(numbered)
+            return self._asked(requests, self._numbers)
 
-    def _numbered_once(self, requests: Sequence[Asked | None]) -> list[Asked | None]:
-        number = next(self._numbers_once)
-        return [self._numbered(request, number) for request in requests]
+    def _asked_once(self, requests: Sequence[Asked | None]) -> list[Reply]:
+        return self._asked(requests, [next(self._numbers_once)] * self.count)
 
-    def _numbered(self, request: Asked | None, number: int) -> Asked | None:
-        if request is None:
-            return None
-        added = {"number": number, "argument": math.ceil(self._patience.longest_s)}
-        return request[0].model_copy(update=added), request[1]
+    def _asked(
+        self,
+        requests: Sequence[Asked | None],
+        numbers: Sequence[int] | None = None,
+        patience: Patience | None = None,
+    ) -> list[Reply]:
+        """numbers: of each server's request; None: nothing is remembered of them."""
+        patience = patience or self._patience
+        longest_s = math.ceil(self._patience.longest_s)
+        heads: list[bytes | None] = []
+        for server, request in enumerate(requests):
+            added: dict[str, Any] = {"worker": self.worker, "server": self._identities[server]}
+            if numbers is not None:
+                added |= {"number": numbers[server], "argument": longest_s}
+            heads.append(request and request[0].model_copy(update=added).to_bytes())
 
-    def _asked(self, requests: Sequence[Asked | None]) -> list[Reply]:
-        heads = [
-            one and one[0].model_copy(update={"worker": self.worker, "server": meant}).to_bytes()
-            for one, meant in zip(requests, self._identities, strict=True)
-        ]
-
-        until_s = time.monotonic() + self._patience.reply_s
+        until_s = time.monotonic() + patience.reply_s
 
         def send(server: int) -> Future[Reply] | None:
             head, request = heads[server], requests[server]
@@ -281,7 +318,7 @@ class Servers:
             for server, other in again.items():
                 under_way[server] = first_reply(under_way[server], other)
         # All are waited for: the next update must not overtake one that a server still works on.
-        for repeat in range(self._patience.repeats):
+        for repeat in range(patience.repeats):
             lost = [
                 server
                 for server, future in enumerate(under_way)
@@ -290,19 +327,46 @@ class Servers:
             if not lost:
                 break
             self.staleness.repeated += len(lost)
-            time.sleep(random.uniform(0.5, 1) * self._patience.pause_of(repeat))
-            until_s = time.monotonic() + self._patience.reply_s
+            time.sleep(random.uniform(0.5, 1) * patience.pause_of(repeat))
+            until_s = time.monotonic() + patience.reply_s
             for server in lost:
                 under_way[server] = send(server)
-        wait([future for future in under_way if future is not None])
+        wait_for([future for future in under_way if future is not None])
         replies = [(b"", []) if future is None else future.result() for future in under_way]
         if reads:
             self._hedge.took(time.monotonic() - began_s)
         return replies
 
+    def _check_bytes(self, requests: Sequence[Asked | None]) -> None:
+        """Before anything is sent: a server would close the connection."""
+        sizes = [memoryview(frame).nbytes for one in requests if one for frame in one[1]]
+        if max(sizes, default=0) > self._most_bytes:
+            raise InputError(
+                "request to a parameter server",
+                got=f"{max(sizes)} bytes",
+                allowed=f"{self._most_bytes} bytes at most",
+                remedy="Send fewer ids at once, or raise distributed.servers.most_mib.",
+            )
+
 
 def _with_scheme(address: str) -> str:
     return address if "://" in address else f"tcp://{address}"
+
+
+def health_of(
+    addresses: Sequence[str], *, secret: Secret | None = None, timeout_s: float = 5.0
+) -> list[dict[str, Any] | None]:
+    """How servers are: state, rows, queue, updates, newest save; None of one without an answer."""
+    client = Client([_with_scheme(one) for one in addresses], secret=secret)
+    try:
+        head = Head(method="health").to_bytes()
+        replies = [client.call(k, head, timeout_s=timeout_s) for k in range(len(addresses))]
+        wait_for(replies)
+        lost = [isinstance(reply.exception(), ServerLost) for reply in replies]
+        pairs = zip(replies, lost, strict=True)
+        return [None if gone else json.loads(reply.result()[0]) for reply, gone in pairs]
+    finally:
+        client.close()
 
 
 class RowsOverServers:
@@ -492,13 +556,11 @@ class RowsOverServers:
         *,
         counted: bool,
     ) -> None:
-        requests = self._requests(head, shares, counted=counted)
-        for server, request in enumerate(requests):
-            seen = [one.seen[server] for one in tickets if one.seen[server] is not None]
-            if request is not None and seen:
-                read_at = min(one for one in seen if one is not None)
-                requests[server] = request[0].model_copy(update={"seen": read_at}), request[1]
-        self.servers.update(requests)
+        seen = [
+            min((k for one in tickets if (k := one.seen[server]) is not None), default=None)
+            for server in range(self.servers.count)
+        ]
+        self.servers.update(self._requests(head, shares, counted=counted, seen=seen))
 
     def ask(self, head: Head, shares: Sequence[ServerShare], *, counted: bool) -> list[Answer]:
         """Each server's share of a call; what it replies. Who has no ids is not asked."""
@@ -509,17 +571,23 @@ class RowsOverServers:
         ]
 
     def _requests(
-        self, head: Head, shares: Sequence[ServerShare], *, counted: bool
+        self,
+        head: Head,
+        shares: Sequence[ServerShare],
+        *,
+        counted: bool,
+        seen: Sequence[int | None] | None = None,
     ) -> list[Asked | None]:
         reply = self.wire.rows if head.method in READS else None
         kind = self.wire.grads if head.method == "apply" else None
         requests: list[Asked | None] = []
-        for share in shares:
+        for server, share in enumerate(shares):
             if not share.ids_n.numel():
                 requests.append(None)
                 continue
             own = {"tables": share.tables, "sizes": share.sizes, "sets": len(share.sets)}
-            same = {"counted": counted, "wire": kind, "reply": reply}
+            read_at = None if seen is None else seen[server]
+            same = {"counted": counted, "wire": kind, "reply": reply, "seen": read_at}
             named = head.model_copy(update={**same, **own})
             frames = [memory(share.ids_n)]
             if counted:

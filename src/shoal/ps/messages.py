@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from shoal.comm.frames import memory, tensor
 from shoal.errors import InputError, ShapeError
 from shoal.exchange.wire import WireKind, decode, encode, wire_dtype, wire_elements
 from shoal.table.rows import real_dtype
@@ -24,7 +24,7 @@ from shoal.table.spec import TableSpec
 Method = Literal[
     "hello", "find", "lookup", "apply", "assign", "assign_add", "reinitialize",
     "evict", "close_version", "clear", "size", "stats", "entry", "export",
-    "average",
+    "average", "health", "count_lost",
 ]  # fmt: skip
 READS = ("find", "lookup")
 """Methods whose reply has rows; one that is sent again does no harm."""
@@ -33,6 +33,9 @@ UPDATES = ("apply", "assign", "assign_add", "reinitialize")
 """Methods that change rows: each worker numbers its own, and a repeated number changes nothing."""
 
 REALS = (torch.float32, torch.float64)
+
+MOST_BYTES = 256 << 20
+"""Of a frame of a request or a reply, unless a config says otherwise."""
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -122,35 +125,6 @@ def identity(specs: Sequence[TableSpec], index: int, of: int, seed: int) -> str:
     """A short digest of which server it is: its index, their number, tables and seed."""
     parts = repr((index, of, seed, tuple(specs))).encode()
     return hashlib.sha256(parts).hexdigest()[:32]
-
-
-def memory(values: Tensor) -> memoryview:
-    """A tensor's memory, to be sent."""
-    flat = values.detach().contiguous().reshape(-1)
-    flat = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
-    shown: Any = flat.numpy()
-    return memoryview(shown)
-
-
-def tensor(frame: memoryview, dtype: torch.dtype, count: int, what: str) -> Tensor:
-    """A frame as a tensor over its memory; nobody may write to it.
-
-    Raises:
-        ShapeError: the frame is not `count` elements long.
-    """
-    if frame.nbytes != count * dtype.itemsize:
-        raise ShapeError(
-            f"{what} of a request",
-            got=f"{frame.nbytes} bytes",
-            allowed=f"{count} times {dtype.itemsize}",
-            remedy="Run one version of Shoal on workers and servers.",
-        )
-    if not count:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    bytes_N = np.frombuffer(frame, dtype=np.uint8)
-    if frame.readonly or bytes_N.ctypes.data % dtype.itemsize:  # small frames lie anywhere
-        bytes_N = bytes_N.copy()
-    return torch.from_numpy(bytes_N).view(dtype)
 
 
 Segments = list[tuple[int, int]]

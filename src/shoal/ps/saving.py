@@ -110,6 +110,7 @@ class ServerSaver:
                 since=self._cursors if delta else None,
             )
         self._newest = saving.wait()
+        self._server.saved = saving.name
         self._cursors = dict(saving.cursors)
         saving.release()
         self._deltas = self._deltas + 1 if delta else 0
@@ -144,6 +145,7 @@ class ServerSaver:
         loaded = load(f"{self._store.url}/{newest.name}", Contents(tables={_TABLES: self._tables}))
         self._server.resume(loaded.state)
         self._newest = loaded.manifest
+        self._server.saved = newest.name
         self._cursors = None if loaded.cursors is None else dict(loaded.cursors)
         self._deltas = len(self._store.chain(newest.name)) - 1
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.comm.transport import wait_for
 from shoal.errors import ConfigError, ServerLost, ShoalError
 
 _LATENCIES = 256  # of the last reads
@@ -30,6 +31,7 @@ class Staleness:
             its update, in all and at most.
         repeated: requests that were sent again for they had no reply.
         hedged: reads that were sent again for their reply was late.
+        lost: own updates that servers lost, as last counted (`Servers.count_lost`).
     """
 
     lookups: int = 0
@@ -40,6 +42,7 @@ class Staleness:
     most_behind: int = 0
     repeated: int = 0
     hedged: int = 0
+    lost: int = 0
 
     def looked_up(self, on_their_way: int) -> None:
         """A lookup is sent; this number of own updates have no reply yet."""
@@ -61,6 +64,7 @@ class Staleness:
             "servers/most_updates_behind": float(self.most_behind),
             "servers/repeated": float(self.repeated),
             "servers/hedged": float(self.hedged),
+            "servers/lost": float(self.lost),
         }
 
 
@@ -174,7 +178,8 @@ class HedgeDelay:
         Those are few: at most one read in twenty.
         """
         asked = {reply: n for n, reply in enumerate(replies) if reply is not None}
-        _, left = wait(asked, timeout=self._delay_s())
+        wait_for(list(asked), self._delay_s())
+        left = [reply for reply in asked if not reply.done()]
         self._reads += 1
         if not left or (self._late + 1) * _ONE_IN > self._reads:
             return []
@@ -195,7 +200,7 @@ class HedgeDelay:
 def first_reply(one: Future[Any] | None, other: Future[Any] | None) -> Future[Any] | None:
     """The one that is there first and no error; an error if both are."""
     both = [each for each in (one, other) if each is not None]
-    done, left = wait(both, return_when=FIRST_COMPLETED)
-    if all(each.exception() is not None for each in done):
-        wait(left)
+    wait_for(both, first=True)
+    if all(each.exception() is not None for each in both if each.done()):
+        wait_for(both)
     return min(both, key=lambda each: not each.done() or each.exception() is not None)

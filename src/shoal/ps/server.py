@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.transport import MOST_BYTES, Frames, Secret, Server
+from shoal.comm.frames import memory, tensor
+from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.exchange.partition import flat
 from shoal.placement import Placement, row_wise
 from shoal.ps.messages import (
+    MOST_BYTES,
     REALS,
     Head,
     groups_of,
     identity,
-    memory,
     rows_of_frames,
     rows_of_segments,
     rows_to_frames,
-    tensor,
 )
 from shoal.table.factory import make_shard
 from shoal.table.hosting import hosted_specs
@@ -160,11 +160,13 @@ class TableServer:
         seed: of initial values, the same for all servers.
         most_workers: that are remembered. Those whose requests can come no more are forgotten
             before others are refused.
-        most_bytes: of the rows in a reply.
+        most_bytes: of a frame of a request, and of the rows in a reply: more is refused before
+            memory is taken.
 
     Attributes:
         updates: applied so far, of all workers.
         forgotten: workers.
+        saved: the newest checkpoint of its rows, by name.
 
     Raises:
         ConfigError: no such server.
@@ -192,6 +194,8 @@ class TableServer:
         self._known = threading.Lock()
         self._gate = _Gate()
         self._average = _Average()
+        self._serving: Server | None = None
+        self.saved: str | None = None
         self._methods: dict[str, Callable[[Head, Frames], Reply]] = {
             "hello": self._hello,
             "find": self._find,
@@ -208,13 +212,23 @@ class TableServer:
             "entry": self._entry,
             "export": self._export,
             "average": self._averaged,
+            "health": self._health,
+            "count_lost": self._count_lost,
         }
 
     def serve(
         self, address: str, *, threads: int = 4, secret: Secret | None = None, waiting: int = 64
     ) -> Server:
         """Answer requests at an address until the server is stopped."""
-        return Server(address, self, threads=threads, secret=secret, waiting=waiting)
+        self._serving = Server(
+            address,
+            self,
+            threads=threads,
+            secret=secret,
+            waiting=waiting,
+            most_bytes=self._most_bytes,
+        )
+        return self._serving
 
     def __call__(self, head: bytes, frames: Frames) -> Reply:
         """The reply to a request.
@@ -264,6 +278,32 @@ class TableServer:
             "forgotten": self.forgotten,
         }
         return json.dumps(said).encode(), []
+
+    def _health(self, head: Head, frames: Frames) -> Reply:
+        """What an operator asks of; it needs no worker's name."""
+        serving = self._serving
+        with self._known:
+            workers, lost = len(self._workers), sum(one.lost for one in self._workers.values())
+        said = {
+            "state": "stopping" if serving is not None and serving.stopping else "serving",
+            "server": self.index,
+            "of": self.of,
+            "rows": {spec.name: self.shard.size(k) for k, spec in enumerate(self.specs)},
+            "queue": 0 if serving is None else serving.waiting,
+            "saved": self.saved,
+            "updates": self.updates,
+            "workers": workers,
+            "lost": lost,
+        }
+        return json.dumps(said).encode(), []
+
+    def _count_lost(self, head: Head, frames: Frames) -> Reply:
+        """Count a worker's updates up to its last that never came; all that were lost."""
+        worker = self._worker(head)
+        with worker.lock, self._gate.updating():
+            worker.lost += max(0, head.number - worker.applied)
+            worker.applied = max(worker.applied, head.number)
+            return _number(worker.lost)
 
     def _find(self, head: Head, frames: Frames) -> Reply:
         self._check_reply(head)
@@ -351,7 +391,11 @@ class TableServer:
         return head_bytes, [memory(entry.weights), memory(entry.state)]
 
     def _export(self, head: Head, frames: Frames) -> Reply:
-        chunk = self.shard.export(self._table(head))
+        spec = self.specs[self._table(head)]
+        row = spec.dim + spec.state_width
+        size = self.shard.size(head.argument) * row * real_dtype(spec).itemsize
+        self._check_bytes("export", size, "Read the server's checkpoint instead.")
+        chunk = self.shard.export(head.argument)
         columns = chunk.ids, chunk.weights, chunk.state, chunk.versions, chunk.last_seen_s
         return b"", [memory(column) for column in (*columns, chunk.counts)]
 
@@ -362,12 +406,15 @@ class TableServer:
         total = sum(
             n * specs[k].dim * real_dtype(specs[k]).itemsize for k, n in groups if k < len(specs)
         )
+        self._check_bytes(head.method, total, "Ask for fewer ids at once.")
+
+    def _check_bytes(self, method: str, total: int, instead: str) -> None:
         if total > self._most_bytes:
             raise InputError(
-                f"rows of a reply to {head.method}",
+                f"rows of a reply to {method}",
                 got=f"{total} bytes",
                 allowed=f"{self._most_bytes} bytes at most",
-                remedy="Ask for fewer ids at once.",
+                remedy=f"{instead} Or raise distributed.servers.most_mib, here and of workers.",
             )
 
     def _groups(self, head: Head, frames: Frames) -> IdGroups:

@@ -334,6 +334,7 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
             patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
             secret=Secret.of_file(settings.token_file),
             stale_updates=settings.stale_updates,
+            most_bytes=settings.most_mib << 20,
             watch=partial(discovery.watch, ROLE),
         )
     except BaseException:

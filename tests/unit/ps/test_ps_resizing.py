@@ -13,9 +13,10 @@ import torch
 from shoal import Admission, Segment, TableSpec
 from shoal.checkpoint import CheckpointStore, Contents, save
 from shoal.checkpoint.manifest import to_json
+from shoal.comm.frames import memory
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, ranks_of
-from shoal.ps.messages import Head, memory
+from shoal.ps.messages import Head
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros

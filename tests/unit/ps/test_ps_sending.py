@@ -21,10 +21,11 @@ from shoal import (
     SparseOptimizer,
     TableSpec,
 )
+from shoal.comm.frames import memory
 from shoal.comm.transport import Frames, Server
 from shoal.errors import ConfigError, InputError, NonFiniteGradient, ServerLost, TableFull
 from shoal.ps.client import Patience, ServerExchange, connect
-from shoal.ps.messages import Head, memory
+from shoal.ps.messages import Head
 from shoal.ps.sending import HedgeDelay, UpdateSender, first_reply
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
@@ -245,11 +246,12 @@ def test_a_read_whose_reply_is_lost_is_asked_again(gate: Gate, connected: Connec
     exchange.shard.assign(one_group([1]), [torch.ones(1, 2)], ctx=StepContext())
     for _ in range(100):
         rows.find(one_group([1]))
+    before = rows.servers.staleness.hedged  # others may have been late on a busy machine
     lost = iter([True])
     gate.drop = lambda head: head.method == "find" and next(lost, False)
     gate.open.clear()
     assert rows.find(one_group([1])).weights[0].tolist() == [[1, 1]]
-    assert rows.servers.staleness.hedged == 1
+    assert rows.servers.staleness.hedged == before + 1
     assert rows.servers.staleness.repeated == 0
 
 

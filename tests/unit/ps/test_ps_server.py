@@ -18,8 +18,9 @@ import torch
 from shoal import Segment, TableSpec
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.manifest import to_json
+from shoal.comm.frames import memory, tensor
 from shoal.errors import ConfigError, InputError, NonFiniteGradient, ShoalError, UnknownName
-from shoal.ps.messages import REALS, Head, identity, memory, rows_to_frames, tensor
+from shoal.ps.messages import REALS, Head, identity, rows_to_frames
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros

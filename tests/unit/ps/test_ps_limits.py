@@ -1,0 +1,289 @@
+"""What a server and a client refuse before they take memory, and what a server tells of itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shoal import Segment, TableSpec
+from shoal import config as settings
+from shoal.cli import app
+from shoal.comm.transport import Client, Frames, Server
+from shoal.config.build import build_parts, build_tables, open_data
+from shoal.errors import InputError, ServerLost, ShoalError
+from shoal.ps.client import Patience, RowsOverServers, connect, health_of
+from shoal.ps.saving import ServerSaver
+from shoal.ps.server import TableServer
+from shoal.rules.initializers import Zeros
+from shoal.table.shard import IdGroups, StepContext
+from support.ranks import free_port
+from support.small_runs import small_run
+
+KIB = 1 << 10
+SPECS = (TableSpec(name="t", segments=(Segment(dim=64, initializer=Zeros()),)),)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[TableServer, Server]]:
+    rows = TableServer(SPECS, index=0, of=1, most_bytes=64 * KIB)
+    server = rows.serve("tcp://127.0.0.1:0")
+    yield rows, server
+    server.stop()
+
+
+def groups(count: int) -> IdGroups:
+    return IdGroups(
+        torch.arange(count), torch.tensor([0, count]), torch.zeros(1, dtype=torch.int32)
+    )
+
+
+def rows_of(server: Server, **options: int) -> RowsOverServers:
+    rows: RowsOverServers = connect([server.address], SPECS, **options).shard
+    return rows
+
+
+def test_a_reply_that_is_too_large_is_refused_before_its_rows_are_read(
+    served: tuple[TableServer, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, server = served
+    rows = rows_of(server)
+    assert rows.find(groups(256)).weights[0].shape == (256, 64)  # 64 KiB
+    with monkeypatch.context() as patched:
+        for method in ("find", "find_or_init", "export"):
+            patched.setattr(table.shard, method, None)
+        with pytest.raises(InputError, match=r"rows of a reply to find.*65792 bytes.*most_mib"):
+            rows.find(groups(257))
+    rows.assign(groups(200), [torch.ones(200, 64)], ctx=StepContext())
+    rows.assign(groups(255), [torch.ones(255, 64)], ctx=StepContext())
+    with pytest.raises(InputError, match="rows of a reply to export"):
+        rows.export(0)
+    rows.servers.close()
+
+
+def test_a_request_that_is_too_large_is_not_sent(served: tuple[TableServer, Server]) -> None:
+    table, server = served
+    rows = rows_of(server, most_bytes=64 * KIB)
+    with pytest.raises(InputError, match=r"request to a parameter server.*65792 bytes"):
+        rows.assign(groups(257), [torch.ones(257, 64)], ctx=StepContext())
+    assert table.shard.size(0) == 0
+    assert rows.servers.count_lost() == 0
+    rows.servers.close()
+
+
+def test_a_frame_that_is_too_large_is_never_read(served: tuple[TableServer, Server]) -> None:
+    """The connection is closed at the frame's head: nothing is allocated for it."""
+    _, server = served
+    client = Client([server.address])
+    with pytest.raises(ServerLost):
+        client.call(0, b"{}", [bytes(65 * KIB)], timeout_s=0.5).result()
+    client.close()
+    host, port = server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.settimeout(30)
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
+        ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        raw.sendall(greeting + ready + b"\x02" + (1 << 40).to_bytes(8, "big"))
+        while raw.recv(4096):
+            pass
+    rows = rows_of(server)
+    assert rows.size(0) == 0
+    rows.servers.close()
+
+
+def test_a_reply_that_is_too_large_for_the_client_is_never_read() -> None:
+    large = [memoryview(bytes(65 * KIB))]
+    server = Server("tcp://127.0.0.1:0", lambda head, frames: (b"", large if head else []))
+    client = Client([server.address], most_bytes=64 * KIB)
+    assert client.call(0, b"", timeout_s=30).result() == (b"", [])
+    with pytest.raises(ServerLost):
+        client.call(0, b"large", timeout_s=0.5).result()
+    client.close()
+    server.stop()
+
+
+def test_the_health_of_servers(served: tuple[TableServer, Server], tmp_path: Path) -> None:
+    table, server = served
+    gone = f"127.0.0.1:{free_port()}"
+    with ServerSaver(table, tmp_path, every_s=3600) as saver:
+        rows = rows_of(server)
+        rows.assign(groups(9), [torch.ones(9, 64)], ctx=StepContext())
+        saver.save()
+        lost, found = health_of([gone, server.address], timeout_s=2)
+        assert lost is None
+        assert found is not None
+        assert found.pop("saved") == table.saved
+        assert found == {
+            "state": "serving",
+            "server": 0,
+            "of": 1,
+            "rows": {"t": 9},
+            "queue": 0,
+            "updates": 1,
+            "workers": 1,
+            "lost": 0,
+        }
+        rows.servers.close()
+    printed = CliRunner().invoke(app, ["ps", "--status", server.address])
+    assert printed.exit_code == 0
+    assert json.loads(printed.output)["rows"] == {"t": 9}
+    printed = CliRunner().invoke(app, ["ps", "--status", server.address, gone])
+    assert printed.exit_code == 1
+    assert "no answer" in printed.output
+
+
+def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
+    """No further update has to come for that: it may have been the worker's last."""
+    table = TableServer(SPECS, index=0, of=1)
+    port = free_port()
+    server = table.serve(f"tcp://127.0.0.1:{port}")
+    rows = connect([server.address], SPECS, worker="w", patience=Patience(reply_s=30)).shard
+    for _ in range(3):
+        rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+    with table.between_updates() as state:
+        saved = state
+    for _ in range(2):
+        rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+    assert rows.servers.count_lost() == 0
+    server.stop()
+    restarted = TableServer(SPECS, index=0, of=1)
+    restarted.resume(saved)
+    server = restarted.serve(f"tcp://127.0.0.1:{port}")
+    assert rows.servers.count_lost() == 2
+    rows.servers.close()
+    assert rows.servers.staleness.lost == 2
+    (health,) = health_of([server.address])
+    assert health is not None
+    assert health["lost"] == 2
+    server.stop()
+
+
+def test_closing_does_not_wait_for_an_update_that_another_thread_repeats() -> None:
+    server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0")
+    rows = connect([server.address], SPECS, patience=Patience(reply_s=600)).shard
+    server.stop()
+    errors: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+        except ShoalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    rows.servers.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_a_worker_that_never_updated_is_not_remembered(served: tuple[TableServer, Server]) -> None:
+    _, server = served
+    rows = rows_of(server)
+    rows.find(groups(3))
+    rows.servers.close()
+    (health,) = health_of([server.address])
+    assert health is not None
+    assert health["workers"] == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"features": {"f1": {"table": "shared"}, "f0": {"table": "shared"}}}],
+    ids=["those of the data", "named"],
+)
+def test_tables_are_known_without_the_data(overrides: dict[str, Any], tmp_path: Path) -> None:
+    path = small_run(tmp_path, examples=200, eval_examples=100, **overrides)
+    run = settings.load(path, environment={})
+    data = open_data(run)
+    parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
+    assert build_tables(run) == parts.tables
+
+
+class Slow:
+    """A server whose replies wait until they are let through."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.server = Server("tcp://127.0.0.1:0", self._handle, threads=8)
+
+    def _handle(self, head: bytes, frames: Frames) -> tuple[bytes, list[memoryview]]:
+        if head == b"slow":
+            assert self.open.wait(60)
+        return head, []
+
+
+def test_threads_take_turns_at_one_client() -> None:
+    """A thread that has its reply leaves; another one goes on with what it waits for."""
+    slow = Slow()
+    client = Client([slow.server.address])
+    late = client.call(0, b"slow", timeout_s=60)
+    found: list[bytes] = []
+
+    def ask(head: bytes) -> None:
+        found.extend(client.call(0, head, timeout_s=60).result()[0] for _ in range(50))
+
+    waiter = threading.Thread(target=lambda: found.append(late.result()[0]))
+    waiter.start()
+    threads = [threading.Thread(target=ask, args=(b"%d" % k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert sorted(set(found)) == [b"0", b"1", b"2", b"3"]
+    slow.open.set()
+    waiter.join(60)
+    assert found[-1] == b"slow"
+    client.close()
+    slow.server.stop()
+
+
+def test_a_client_that_is_closed_wakes_who_waits() -> None:
+    slow = Slow()
+    client = Client([slow.server.address])
+    calls = [client.call(0, b"slow", timeout_s=60) for _ in range(3)]
+    errors: list[BaseException | None] = []
+    threads = [threading.Thread(target=lambda c=c: errors.append(c.exception())) for c in calls]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    client.close()
+    for thread in threads:
+        thread.join(60)
+    assert [type(error) for error in errors] == [ServerLost] * 3
+    slow.open.set()
+    slow.server.stop()
+
+
+def test_a_wait_may_be_shorter_than_a_call() -> None:
+    slow = Slow()
+    client = Client([slow.server.address])
+    call = client.call(0, b"slow", timeout_s=60)
+    with pytest.raises(TimeoutError):
+        call.result(0.05)
+    slow.open.set()
+    assert call.result(60) == (b"slow", [])
+    client.close()
+    slow.server.stop()
+
+
+def test_loopback_goes_by_a_unix_socket_of_the_same_user() -> None:
+    from shoal.comm import transport
+
+    slow = Slow()
+    port = slow.server.address.rpartition(":")[2]
+    assert transport._nearest(slow.server.address) == f"ipc://@shoal-tcp-{port}"
+    assert transport._nearest(f"tcp://127.0.0.1:{free_port()}").startswith("tcp://")
+    assert transport._nearest("tcp://192.0.2.1:80") == "tcp://192.0.2.1:80"
+    slow.server.stop()
