@@ -10,12 +10,14 @@ from types import TracebackType
 from torch import Tensor
 
 from shoal.checkpoint.dense import named_state
+from shoal.checkpoint.saving import Saving
 from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.sync.publisher import Publisher
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
+from shoal.train.saving import SavedChain
 
 
 class Publishing:
@@ -28,6 +30,7 @@ class Publishing:
         ranks: who trains together.
         main: the model.
         report: prints a line.
+        chain: what the run continues from.
 
     Raises:
         ConfigError: an address that is taken, or a run whose rows or dense weights are elsewhere
@@ -35,9 +38,15 @@ class Publishing:
     """
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, main: Learner, report: Callable[[str], None]
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        main: Learner,
+        report: Callable[[str], None],
+        chain: SavedChain,
     ) -> None:
         self._settings, self._ranks, self._main, self._report = config.publish, ranks, main, report
+        self._chain = chain
         self._publisher: Publisher | None = None
         self._held = ExitStack()
         self._due_s = 0.0
@@ -53,12 +62,16 @@ class Publishing:
     def __enter__(self) -> Publishing:
         if self._settings is None:
             return self
-        settings = self._settings
+        settings, chain, name = self._settings, self._chain, self._main.name
+        resumed = None
+        if chain.manifest is not None and chain.cursors is not None and name in chain.cursors:
+            resumed = chain.manifest.id, chain.cursors[name]
         publisher = Publisher(
             self._main.tables.hosted,
             rank=self._ranks.rank,
             every_s=settings.every_s,
             keep_bytes=settings.keep_bytes,
+            resumed=resumed,
         )
         with ExitStack() as held:
             held.enter_context(publisher)
@@ -80,6 +93,11 @@ class Publishing:
         trace: TracebackType | None,
     ) -> None:
         self._held.close()
+
+    def saved(self, saving: Saving) -> None:
+        """A save begins: replicas that load it follow on from there."""
+        if self._publisher is not None:
+            self._publisher.saved(saving.id, saving.point[self._main.name])
 
     def stepped(self) -> None:
         """A step is done: dense weights are copied when they are due."""
