@@ -6,12 +6,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal import Segment, TableSpec
+from shoal.checkpoint import Contents, LoadOptions, load
+from shoal.checkpoint.saving import Saving, begin
 from shoal.comm.transport import Secret, Server
 from shoal.errors import ServerLost
 from shoal.placement import Placement, hash_ids, owners, row_wise
@@ -163,3 +166,24 @@ class Line:
         if fate > 0.98:
             time.sleep(1.2)  # longer than a replica waits
         return said, pages
+
+
+def save(rank: HostedTables, folder: Path, step: int, **options: Any) -> Saving:
+    """A checkpoint of a trainer of one rank, with a dense module."""
+    module = nn.Linear(2, 1)
+    nn.init.constant_(module.weight, float(step))
+    contents = Contents(tables={"model": rank}, modules={"model": module})
+    saving = begin(folder, contents, step=step, position=0, concurrent=False, **options)
+    saving.wait()
+    return saving
+
+
+def resumed(folder: Path) -> tuple[HostedTables, str, Any]:
+    """A trainer that starts again from the newest checkpoint, the id of that, and its cursor."""
+    (rank,) = trainers(1)
+    unknown = frozenset({"module:model"})
+    loaded = load(
+        folder, Contents(tables={"model": rank}), options=LoadOptions(allow_unknown=unknown)
+    )
+    assert loaded.cursors is not None
+    return rank, loaded.manifest.id, loaded.cursors["model"]

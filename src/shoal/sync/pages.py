@@ -129,8 +129,8 @@ class PackedPage:
 
 def pack_rows(table: int, chunk: RowChunk) -> bytes:
     """A page of rows."""
-    meta = chunk.versions, chunk.last_seen_s, chunk.counts
-    whole = [one.clamp(max=(1 << 32) - 1).numpy().astype(np.uint32) for one in meta]
+    meta = chunk.versions, chunk.last_seen_s, chunk.counts  # 32 bits, as loads ask for
+    whole = [one.numpy().astype(np.uint32) for one in meta]
     head = _Head(kind="rows", table=table, rows=len(chunk.ids))
     return _packed(head, [chunk.ids.numpy(), *whole, _bytes(chunk.weights)])
 
@@ -220,7 +220,7 @@ def pages_of(
                     first, last = (one % HASHES for one in ends)
                     yield PackedPage(pack_deleted(table, ids), len(ids), first, last + 1)
         for start, stop in row_ranges(snapshot, index, share):
-            chunk = snapshot.read(index, start, stop)
+            chunk = snapshot.read(index, start, stop, state=False)
             yield PackedPage(pack_rows(table, chunk), len(chunk.ids), start, stop)
 
 
@@ -241,6 +241,22 @@ def row_ranges(snapshot: Snapshot, table: int, share: Share = ALL) -> Iterator[t
         held += count
     if held:
         yield start, end
+
+
+def sealed(text: bytes) -> bytes:
+    """A question or an answer with its checksum."""
+    return struct.pack("<I", _core.crc32(memoryview(text), 0)) + text
+
+
+def unsealed(data: bytes) -> bytes:
+    """What `sealed` sealed.
+
+    Raises:
+        DataError: damaged.
+    """
+    if len(data) <= 4 or sealed(data[4:]) != data:
+        raise _refused("a message with another checksum", "messages as they were sent")
+    return data[4:]
 
 
 def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from shoal.comm.transport import Frames, Secret, Server
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, DataError, InputError
 from shoal.placement import BUCKETS
-from shoal.sync.pages import PackedPage, Share, pack_dense, pages_of
+from shoal.sync.pages import PackedPage, Share, pack_dense, pages_of, sealed, unsealed
 from shoal.sync.status import FollowerStatus, PublisherStatus, Rate
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Snapshot
@@ -397,14 +397,14 @@ class Publisher:
         self._segments.clear()
         self._kept = 0
 
-    def _end_passes(self, replica: str | None = None) -> None:
+    def _end_passes(self, replica: str | None = None, idle_s: float = PASS_IDLE_S) -> None:
         """Close those that nobody asks for, and those of a replica."""
         now = time.monotonic()
         with self._lock:
             gone = {
                 k: one
                 for k, one in self._passes.items()
-                if one.replica == replica or now - one.used_s > PASS_IDLE_S
+                if one.replica == replica or now - one.used_s > idle_s
             }
             for number in gone:
                 del self._passes[number]
@@ -431,13 +431,15 @@ class Publisher:
             InputError: a request that is none, or of a segment that is gone.
         """
         try:
-            ask = Ask.model_validate_json(head)
+            ask = Ask.model_validate_json(unsealed(bytes(head)))
+        except DataError:
+            raise _unknown("another checksum", "requests as they were sent") from None
         except ValidationError as error:
             raise _unknown(str(error.errors()[0]["msg"]), "requests of this version") from None
         if ask.replica:
             self._note(ask)
         answer, pages = self._methods[ask.method](ask)
-        return json.dumps(answer).encode(), pages
+        return sealed(json.dumps(answer).encode()), pages
 
     def _hello(self, ask: Ask) -> _Answer:
         tables = [[one.name, one.dim, one.dtype] for one in self.specs]
@@ -499,6 +501,8 @@ class Publisher:
 
     def _open_pass(self, ask: Ask) -> _Answer:
         self._end_passes(ask.replica)
+        if not self._passes_left():
+            self._end_passes(idle_s=_GONE_S)  # of replicas that ended in the middle of one
         if not self._passes_left():
             return {"number": None}, []
         if self._cursor is None:

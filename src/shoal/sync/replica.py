@@ -21,7 +21,7 @@ from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
 from shoal.sync.checkpoints import ServedCheckpoint, load_checkpoint, newest_checkpoint
-from shoal.sync.pages import DeletedIds, Share, row_ranges, unpack, unpack_dense
+from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import Ask
 from shoal.sync.status import Rate, ReplicaStatus, SourceStatus
 from shoal.table.cpu.shard import CpuShard
@@ -343,7 +343,9 @@ class Replica:
     def _ids(self, table: int) -> Tensor:
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         with self.shard.snapshot() as snapshot:
-            found += [snapshot.read(table, *ends).ids for ends in row_ranges(snapshot, table)]
+            found += [
+                snapshot.read(table, *ends, state=False).ids for ends in row_ranges(snapshot, table)
+            ]
         self.shard.release(None)  # deletions need not be kept
         return torch.cat(found)
 
@@ -383,10 +385,10 @@ class Replica:
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
         assert self._client is not None
         who = {"replica": self._name, "share": self._share.index, "of": self._share.of}
-        head = ask.model_copy(update=who).model_dump_json(exclude_defaults=True).encode()
-        future = self._client.call(source.index, head, timeout_s=self._reply_s)
+        text = ask.model_copy(update=who).model_dump_json(exclude_defaults=True).encode()
+        future = self._client.call(source.index, sealed(text), timeout_s=self._reply_s)
         said, frames = future.result()
-        return json.loads(said), frames
+        return json.loads(unsealed(said)), frames
 
 
 def _check(

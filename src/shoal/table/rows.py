@@ -52,10 +52,10 @@ def stored(spec: TableSpec, weights: Tensor) -> Tensor:
     return torch.cat([codes, scale.view(torch.int8)], 1)
 
 
-def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
+def empty_chunk(spec: TableSpec, count: int, *, state: bool = True) -> RowChunk:
     """An uninitialised chunk of `count` rows; a large one is one block of reused memory."""
     whole = torch.int64
-    wide = (weight_dtype(spec), spec.stored_width), (real_dtype(spec), spec.state_width)
+    wide = (weight_dtype(spec), spec.stored_width), (real_dtype(spec), spec.state_width * state)
     columns = [((count,), whole)] * 4 + [((count, width), dtype) for dtype, width in wide]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in columns]
     starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
@@ -64,8 +64,8 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, columns, strict=False)
     ]
-    ids, versions, last_seen_s, counts, weights, state = parts
-    return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
+    ids, versions, last_seen_s, counts, weights, states = parts
+    return RowChunk(spec.name, ids, weights, states, versions, last_seen_s, counts)
 
 
 def pointers(chunk: RowChunk) -> list[int]:

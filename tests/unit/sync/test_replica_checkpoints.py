@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from shoal import Segment, TableSpec
-from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load
-from shoal.checkpoint.saving import Saving, begin
+from shoal.checkpoint import CheckpointStore
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import hash_ids, ranks_of
 from shoal.sync.replica import Replica
@@ -25,6 +23,8 @@ from support.published import (
     exported,
     following,
     groups,
+    resumed,
+    save,
     serving,
     train,
     trainers,
@@ -32,32 +32,11 @@ from support.published import (
 )
 
 
-def save(rank: HostedTables, folder: Path, step: int, **options: Any) -> Saving:
-    """A checkpoint of a trainer of one rank, with a dense module."""
-    module = nn.Linear(2, 1)
-    nn.init.constant_(module.weight, float(step))
-    contents = Contents(tables={"model": rank}, modules={"model": module})
-    saving = begin(folder, contents, step=step, position=0, concurrent=False, **options)
-    saving.wait()
-    return saving
-
-
 def trained(seed: int) -> tuple[HostedTables, random.Random]:
     (rank,), draw = trainers(1), random.Random(seed)
     for _ in range(3):
         train([rank], draw)
     return rank, draw
-
-
-def resumed(folder: Path) -> tuple[HostedTables, str, Any]:
-    """A trainer that starts again from the newest checkpoint, the id of that, and its cursor."""
-    (rank,) = trainers(1)
-    unknown = frozenset({"module:model"})
-    loaded = load(
-        folder, Contents(tables={"model": rank}), options=LoadOptions(allow_unknown=unknown)
-    )
-    assert loaded.cursors is not None
-    return rank, loaded.manifest.id, loaded.cursors["model"]
 
 
 def test_what_follows_a_checkpoint_is_replayed(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from shoal.placement import (
     table_wise,
 )
 from shoal.rules.compressors import OneBit
-from shoal.sync.pages import DeletedIds, unpack
+from shoal.sync.pages import DeletedIds, sealed, unpack, unsealed
 from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
@@ -246,7 +246,7 @@ def test_shares_have_their_rows_and_get_no_others() -> None:
     def watched(publisher: Publisher) -> Any:
         def handler(head: bytes, frames: Any) -> tuple[bytes, list[bytes]]:
             said, pages = publisher(head, frames)
-            ask = json.loads(head)
+            ask = json.loads(unsealed(head))
             if pages and ask["method"] != "dense":
                 page = unpack(memoryview(pages[0]), SPECS)
                 ids = page.ids if isinstance(page, DeletedIds) else page.chunk.ids
@@ -323,8 +323,9 @@ def test_the_numbers_of_replicas_and_publishers() -> None:
 
 
 def asked(publisher: Publisher, method: str, **parts: Any) -> tuple[Any, list[bytes]]:
-    said, pages = publisher(json.dumps({"method": method, "replica": "r", **parts}).encode(), [])
-    return json.loads(said), pages
+    text = json.dumps({"method": method, "replica": "r", **parts}).encode()
+    said, pages = publisher(sealed(text), [])
+    return json.loads(unsealed(said)), pages
 
 
 def test_a_pass_that_failed_or_was_closed_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,3 +454,5 @@ def test_requests_without_sense_are_refused(head: bytes) -> None:
     publisher = Publisher(trainers(1)[0])
     with pytest.raises(InputError, match="request to a publisher"):
         publisher(head, [])
+    with pytest.raises(InputError, match="request to a publisher"):
+        publisher(sealed(head), [])
