@@ -541,6 +541,14 @@ class Publisher:
         return version, [page]
 
 
+def address_of_rank(address: str, rank: int) -> str:
+    """tcp://HOST:PORT with PORT + rank; port 0 stays, for a free one."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or port == "0" or not rank:
+        return address
+    return f"{host}:{int(port) + rank}"
+
+
 def _unknown(got: str, allowed: str) -> InputError:
     return InputError(
         "request to a publisher",

@@ -14,7 +14,7 @@ from shoal.checkpoint.saving import Saving
 from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError
-from shoal.sync.publisher import Publisher
+from shoal.sync.publisher import Publisher, address_of_rank
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 from shoal.train.saving import SavedChain
@@ -23,7 +23,7 @@ from shoal.train.saving import SavedChain
 class Publishing:
     """Publishes a model's rows, each rank its own, and rank 0 the dense weights.
 
-    Nothing, where the config has no `publish`.
+    Nothing, where the config has no `publish`, or rows are on parameter servers.
 
     Args:
         config: of the run.
@@ -33,8 +33,7 @@ class Publishing:
         chain: what the run continues from.
 
     Raises:
-        ConfigError: an address that is taken, or a run whose rows or dense weights are elsewhere
-            or in parts.
+        ConfigError: an address that is taken, or a run whose dense weights are in parts.
     """
 
     def __init__(
@@ -50,14 +49,15 @@ class Publishing:
         self._publisher: Publisher | None = None
         self._held = ExitStack()
         self._due_s = 0.0
-        if self._settings is not None and (main.served or config.distributed.dense == "fsdp2"):
+        if self._settings is not None and config.distributed.dense == "fsdp2":
             raise ConfigError(
                 "publish",
-                got=f"distributed.path={config.distributed.path}, "
-                f"distributed.dense={config.distributed.dense}",
-                allowed="runs that hold their rows, and whole dense weights on rank 0",
-                remedy="Leave publish out, or choose another path.",
+                got="distributed.dense=fsdp2",
+                allowed="whole dense weights on rank 0",
+                remedy="Leave publish out, or choose another dense.",
             )
+        if main.served:
+            self._settings = None  # its servers publish their rows
 
     def __enter__(self) -> Publishing:
         if self._settings is None:
@@ -76,7 +76,7 @@ class Publishing:
         with ExitStack() as held:
             held.enter_context(publisher)
             server = publisher.serve(
-                _of_rank(settings.address, self._ranks.rank),
+                address_of_rank(settings.address, self._ranks.rank),
                 secret=Secret.of_file(settings.token_file),
             )
             held.callback(server.stop)
@@ -124,11 +124,3 @@ class Publishing:
             publisher.publish_dense({k: v for k, v in state.items() if isinstance(v, Tensor)})
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s
-
-
-def _of_rank(address: str, rank: int) -> str:
-    """PORT + rank; a free port stays one."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or port == "0" or not rank:
-        return address
-    return f"{host}:{int(port) + rank}"
