@@ -75,7 +75,9 @@ def adapt(match: TableMatch, chunk: RowChunk, *, seed: int, now_s: int | None) -
     weights, state = chunk.weights, chunk.state
     if not match.same_weights:
         weights = _weights(match, chunk, seed)
-    if not match.same_columns:
+    if not spec.state_width:
+        state = state[:, :0]
+    elif not match.same_columns:
         state = torch.cat([_state(match, one, chunk) for one in match.segments], dim=1)
     cast = stored(spec, weights), state.to(real_dtype(spec))
     whole = replace(chunk, table=spec.name, weights=cast[0], state=cast[1])
