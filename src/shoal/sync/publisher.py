@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -234,7 +236,8 @@ class Publisher:
         self._segments: list[_Segment] = []
         self._kept = 0  # bytes of segments
         self._passes: dict[int, _Pass] = {}
-        self._numbers = iter(range(1, 1 << 62))
+        # Those of one that had this address before are unknown here.
+        self._numbers = itertools.count(secrets.randbits(60))
         self._cursor: Cursor | None = None
         self._last_step = 0  # of the shard at the cursor
         self._dense: tuple[int, bytes] = (0, b"")

@@ -54,6 +54,7 @@ class _Source:
     def __init__(self, index: int) -> None:
         self.index = index
         self.greeted = False
+        self.at_checkpoint = False  # its rows are those of the checkpoint, and nothing else
         self.placement: Placement | None = None
         self.incarnation = self.version = 0
         self.closed_s: float | None = None
@@ -251,6 +252,8 @@ class Replica:
         loaded = load_checkpoint(url, self.specs, self._share, collection=self._collection)
         self.shard, self._dense = loaded.shard, loaded.dense
         self._checkpoint = loaded
+        for one in self._sources:
+            one.at_checkpoint = True
         if self._client is None:
             source.version, source.closed_s = (
                 loaded.manifest.version,
@@ -261,12 +264,12 @@ class Replica:
     def _turn(self, source: _Source) -> None:
         if not source.greeted:
             self._greet(source)
-        begins = source.incarnation == 0 and self._checkpoint is not None
+        begins = self._checkpoint if source.at_checkpoint else None
         ask = Ask(
             method="after",
             incarnation=source.incarnation,
             version=source.version,
-            checkpoint=self._checkpoint.manifest.id if begins and self._checkpoint else "",
+            checkpoint="" if begins is None else begins.manifest.id,
             # Dense weights are taken from rank 0; the others need not wait for them.
             number=source.dense_version if source.index == 0 else (1 << 62),
         )
@@ -275,8 +278,8 @@ class Replica:
             self._greet(source)
             self._take_all(source)
             return
-        source.incarnation = said["incarnation"]
-        source.version = max(source.version, said["version"])
+        source.incarnation, source.version = said["incarnation"], said["version"]
+        source.at_checkpoint = False
         for number, version, closed_s, pages in said["segments"]:
             for page in pages:
                 self._take(source, Ask(method="page", number=number, page=page))
@@ -312,6 +315,7 @@ class Replica:
         said, _ = self._ask(source, Ask(method="pass"))
         if said["number"] is None:
             return  # others take one; asked again
+        source.at_checkpoint = False  # also if it fails in the middle
         before = [self._owned(source, table) for table in range(len(self.specs))]
         seen: list[list[Tensor]] = [[] for _ in self.specs]
         for page in itertools.count():

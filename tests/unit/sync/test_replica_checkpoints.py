@@ -12,11 +12,14 @@ import torch
 
 from shoal import Segment, TableSpec
 from shoal.checkpoint import CheckpointStore
+from shoal.comm.transport import Server
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import hash_ids, ranks_of
+from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
 from shoal.table.hosting import HostedTables
 from support.published import (
+    SECRET,
     SPECS,
     WAIT_S,
     assert_same,
@@ -92,6 +95,33 @@ def test_a_checkpoint_that_nobody_can_follow_on_from_takes_a_pass(how: str, tmp_
             wait(replica, publishers)
             assert_same(replica, [rank])
             assert replica.status()[0].passes == 1
+
+
+def test_a_pass_that_failed_leaves_no_checkpoint_to_follow_on_from(tmp_path: Path) -> None:
+    rank, draw = trained(10)
+    save(rank, tmp_path, 1)
+    train([rank], draw)
+    again, name, cursor = resumed(tmp_path)
+    taken: list[bytes] = []
+    with (
+        Publisher(rank) as first,  # it does not know the checkpoint
+        Publisher(again, resumed=(name, cursor)) as second,
+    ):
+
+        def handler(head: bytes, frames: Any) -> tuple[bytes, list[bytes]]:
+            if len(taken) < 2 and b'"next"' in head:
+                taken.append(head)
+            return (second if len(taken) == 2 else first)(head, frames)
+
+        server = Server("tcp://127.0.0.1:0", handler, secret=SECRET)
+        with following([server.address], checkpoint=str(tmp_path)) as replica:
+            ends = time.monotonic() + WAIT_S
+            while len(taken) < 2:
+                assert time.monotonic() < ends
+                time.sleep(0.01)
+            wait(replica, [second])
+            assert_same(replica, [again])
+        server.stop()
 
 
 def test_shares_of_a_checkpoint(tmp_path: Path) -> None:
