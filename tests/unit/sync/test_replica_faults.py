@@ -44,6 +44,7 @@ class World:
 
     def __init__(self, draw: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.draw, self.folder = draw, folder
+        self.noise = random.Random(draw.random())  # of threads, whose order nobody knows
         self.fault, self.down, self.full, self.jump_s = "", False, False, 0.0
         self.steps = itertools.count(1)
         self.keep_bytes = draw.choice([1, 20_000, 1 << 30])
@@ -64,7 +65,7 @@ class World:
         monkeypatch.setattr("shoal.sync.publisher.os", disk)
 
     def pwrite(self, fd: int, data: Any, at: int) -> int:
-        if self.full and self.draw.random() < 0.5:
+        if self.full and self.noise.random() < 0.5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         half = len(data) // 2 if self.full else len(data)  # some is written before it is full
         return os.pwrite(fd, memoryview(data)[: max(1, half)], at)
@@ -104,14 +105,14 @@ class World:
 
     def __call__(self, head: bytes, frames: Any) -> tuple[bytes, list[bytes]]:
         """A request on the line."""
-        fault = self.fault if self.draw.random() < 0.4 else ""
+        fault = self.fault if self.noise.random() < 0.4 else ""
         if self.down or fault == "dropped":
             raise ServerLost("a request", got="lost", allowed="a line that is up", remedy="Wait.")
         if fault == "asked twice":
             self.publisher(head, frames)
         said, pages = self.publisher(head, frames)
         if fault == "late and out of order":
-            time.sleep(self.draw.choice([0.01, 0.2]))  # longer than a replica waits, or not
+            time.sleep(self.noise.choice([0.01, 0.2]))  # longer than a replica waits, or not
         if fault in ("corrupt", "truncated"):
             pages = [self.damaged(page, fault) for page in pages]
             if not pages:
@@ -119,10 +120,10 @@ class World:
         return said, pages
 
     def damaged(self, data: bytes, fault: str) -> bytes:
-        at = self.draw.randrange(max(1, len(data)))
+        at = self.noise.randrange(max(1, len(data)))
         if fault == "truncated":
             return data[:at]
-        return data[:at] + bytes([data[at] ^ (1 << self.draw.randrange(8))]) + data[at + 1 :]
+        return data[:at] + bytes([data[at] ^ (1 << self.noise.randrange(8))]) + data[at + 1 :]
 
     def train(self) -> None:
         for _ in range(self.draw.randrange(1, 4)):
